@@ -1,0 +1,34 @@
+"""The Agent Prompt Cache: what each agent has said so far, for whoever wants to read along (Faster-MoA, 4.3).
+
+`MemoryAgentPromptCache` serves one process; `agent_cache.redis.RedisAgentPromptCache` (which needs redis-py) several.
+"""
+
+from agent_cache.memory import MemoryAgentPromptCache
+from agent_cache.protocol import (
+    AgentPromptCache,
+    CacheError,
+    CacheUnavailable,
+    Chunk,
+    End,
+    LogExists,
+    LogKey,
+    LogRead,
+    LogTimeout,
+    LogWriter,
+)
+from agent_cache.stats import CacheStats
+
+__all__ = [
+    "AgentPromptCache",
+    "CacheError",
+    "CacheStats",
+    "CacheUnavailable",
+    "Chunk",
+    "End",
+    "LogExists",
+    "LogKey",
+    "LogRead",
+    "LogTimeout",
+    "LogWriter",
+    "MemoryAgentPromptCache",
+]

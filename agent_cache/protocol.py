@@ -1,0 +1,99 @@
+"""The contract of the Agent Prompt Cache.
+
+Per agent run there is one append-only log of chunks with an end mark. Many may read it, while it is written or after;
+a late reader sees all. A log's positions count tokens, or characters for chunks that carry no token ids.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+class End(Enum):
+    """Why a log ended."""
+
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+class CacheError(Exception):
+    """Base of the cache's errors."""
+
+
+class LogExists(CacheError):
+    """A log of that key was created before; keys are never used twice."""
+
+
+class LogTimeout(CacheError):
+    """Nothing new came within the limit."""
+
+
+class CacheUnavailable(LogTimeout):
+    """Nothing came within the limit, and at its end the shared store could not be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogKey:
+    """Names one agent's log: whose, which run of an agent program, which agent."""
+
+    tenant: str
+    program: str
+    agent: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of output: its text, and its token ids where the writer has them."""
+
+    text: str
+    ids: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids) if self.ids else len(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class LogRead:
+    """All that came after the position asked for, joined. `position` is where to read on.
+
+    With `end` set nothing more will come; `detail` then says more (an error's text, say).
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    position: int
+    end: End | None = None
+    detail: str = ""
+
+
+class LogWriter(Protocol):
+    """The one writer of a log. Neither call waits for the network."""
+
+    def append(self, chunk: Chunk) -> None:
+        """Add a chunk and wake the readers; an empty chunk changes nothing. ValueError after `end`."""
+        ...
+
+    def end(self, end: End, detail: str = "") -> None:
+        """Add the end mark and wake the readers. Only the first call counts."""
+        ...
+
+
+class AgentPromptCache(Protocol):
+    """Logs by key, kept until forgotten or expired."""
+
+    async def create(self, key: LogKey) -> LogWriter:
+        """Begin the log of `key`. Raises LogExists if it was begun before."""
+        ...
+
+    async def read(self, key: LogKey, position: int = 0, *, wait_s: float) -> LogRead:
+        """What the log holds after `position`, or what comes next.
+
+        Waits at most `wait_s` for a chunk, an end mark, or, where the log is not yet begun, its beginning. Raises
+        LogTimeout when nothing came. A read at the end of an ended log returns at once.
+        """
+        ...
+
+    async def forget(self, tenant: str, program: str) -> None:
+        """Delete every log of the program; reads under way and writers left over end without harm."""
+        ...

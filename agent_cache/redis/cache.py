@@ -1,0 +1,135 @@
+"""The Agent Prompt Cache over Redis: memory first, Redis for everybody else."""
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+from uuid import uuid4
+
+from agent_cache.log import Writer
+from agent_cache.protocol import CacheError, LogExists, LogKey, LogRead, LogWriter
+from agent_cache.redis.connection import AWAY, Connection, RedisClient, connect
+from agent_cache.redis.layout import Layout
+from agent_cache.redis.publication import Publication
+from agent_cache.redis.publisher import Publisher
+from agent_cache.redis.reader import RemoteReader
+from agent_cache.shelf import LogShelf
+from agent_cache.stats import CacheStats
+
+
+class RedisAgentPromptCache:
+    """An `AgentPromptCache` that several processes share.
+
+    A log lives in the memory of the process that writes it, whose readers never touch the network; one background task
+    copies it to Redis, where other processes read it. With Redis away all goes on in memory and `stats.degraded` is
+    set; logs are then begun without asking whether another process has begun them, and only this process can read
+    them. Once Redis is back, it gets what it missed.
+
+    `redis` is a URL (redis://, rediss://, unix://) or a client of redis-py's asyncio API, which stays the caller's and
+    must have `socket_timeout=None`, no retries, and undecoded responses. `clock` returns monotonic seconds. Logs
+    expire `ttl_s` after their last write. Redis may take `reply_limit_s` for a reply before it counts as away. Every
+    read that waits for another process's log holds one of `max_connections`. `len` counts the logs of this process.
+    """
+
+    def __init__(
+        self,
+        redis: str | RedisClient,
+        *,
+        clock: Callable[[], float],
+        ttl_s: float = 3600.0,
+        prefix: str = "agent-prompt-cache",
+        reply_limit_s: float = 1.0,
+        max_connections: int = 1000,
+        owner: str | None = None,
+    ) -> None:
+        if reply_limit_s <= 0:
+            raise ValueError(f"reply_limit_s is {reply_limit_s}; it must be positive")
+        self._owned: RedisClient | None = None
+        if isinstance(redis, str):
+            redis = self._owned = connect(redis, max_connections=max_connections, connect_limit_s=reply_limit_s)
+        if redis.get_encoder().decode_responses:
+            raise ValueError("the Redis client decodes responses; make it with decode_responses=False")
+        self._closed = False
+        self.stats = CacheStats()
+        self._connection = Connection(redis, reply_limit_s=reply_limit_s)
+        layout = Layout(prefix, owner or uuid4().hex, max(1, round(1000 * ttl_s)))
+        self._publisher = Publisher(self._connection, layout, self.stats)
+        self._reader = RemoteReader(self._connection, layout, self.stats)
+        self._shelf = LogShelf(clock=clock, ttl_s=ttl_s, dropped=self._publisher.drop)
+
+    def __len__(self) -> int:
+        return len(self._shelf)
+
+    async def create(self, key: LogKey) -> LogWriter:
+        self._check_open()
+        if self._shelf.find(key) is not None:
+            raise LogExists(f"the log of {key} was begun before")
+        publication = await self._publisher.begin(key)
+        publication.log = log = self._shelf.begin(key)
+        return Writer(log, lambda: self._written(publication))
+
+    async def read(self, key: LogKey, position: int = 0, *, wait_s: float) -> LogRead:
+        self._check_open()
+        if self._shelf.find(key) is not None:
+            return await self._shelf.read(key, position, wait_s=wait_s)
+        if position:
+            return await self._reader.read(key, position, wait_s=wait_s)
+        return await self._read_wherever_it_begins(key, wait_s)
+
+    async def forget(self, tenant: str, program: str) -> None:
+        self._check_open()
+        self._shelf.forget(tenant, program)
+        await self._publisher.delete(tenant, program)
+
+    async def flush(self, *, limit_s: float) -> bool:
+        """Wait until Redis has all that was written here, at most `limit_s`; whether it has."""
+        return await self._publisher.flush(limit_s)
+
+    async def healthy(self) -> bool:
+        """Whether Redis answers within `reply_limit_s`."""
+        try:
+            await self._connection.call("PING")
+        except AWAY:
+            return False
+        return True
+
+    async def close(self, *, limit_s: float = 2.0) -> None:
+        """Give Redis at most `limit_s` for what it still lacks, then end everything of this process.
+
+        What Redis has stays there for other processes until it is forgotten or expires.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        await self._publisher.close(limit_s)
+        self._shelf.forget_all()
+        if self._owned is not None:
+            await self._owned.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CacheError("the cache is closed")
+
+    def _written(self, publication: Publication) -> None:
+        self._shelf.touch(publication.log)
+        self._publisher.mark(publication)
+
+    async def _read_wherever_it_begins(self, key: LogKey, wait_s: float) -> LogRead:
+        """Read from the start a log that is not known here: it may be another process's, or yet begin in this one."""
+        here = asyncio.create_task(self._shelf.wait(key))
+        elsewhere = asyncio.create_task(self._reader.read(key, 0, wait_s=wait_s))
+        try:
+            await asyncio.wait({here, elsewhere}, return_when=asyncio.FIRST_COMPLETED)
+            return (here if here.done() else elsewhere).result()
+        finally:
+            here.cancel()
+            elsewhere.cancel()
+            await asyncio.gather(here, elsewhere, return_exceptions=True)

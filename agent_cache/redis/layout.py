@@ -1,0 +1,135 @@
+"""How logs lie in Redis: names of keys, and what the entries of a stream hold. No I/O.
+
+A log is one stream. An entry's id is `<position>-<kind>`, where the position is the log's length including the entry;
+ids grow by themselves, so a write that is sent twice is refused the second time.
+
+    0-1             begun; field `owner` names the process that writes
+    <position>-0    chunks; field `chunks` is JSON, [[text, [id, ...]], ...]
+    <position>-2    end mark; fields `end` and `detail`
+
+Each program has a set of its agents beside its streams, so that it can be deleted without a scan.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import quote
+
+from agent_cache.log import FORGOTTEN, chunks_after, joined
+from agent_cache.protocol import Chunk, End, LogKey, LogRead
+
+Command = tuple[str | bytes | int, ...]
+Entry = tuple[bytes, Mapping[bytes, bytes]]
+
+BEGIN_ID = "0-1"
+END_KIND = 2
+
+
+def id_parts(entry_id: bytes) -> tuple[int, int]:
+    """Position and kind of an entry."""
+    position, _, kind = entry_id.partition(b"-")
+    return int(position), int(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The names and commands of one deployment's logs.
+
+    `prefix` keeps deployments apart that share a Redis; `owner` tells this process from others; keys expire `ttl_ms`
+    after the last write. Names are percent-encoded, so no tenant, program or agent can run into another, and a
+    program's keys share a hash tag, so that they lie on one node of a cluster.
+    """
+
+    prefix: str
+    owner: str
+    ttl_ms: int
+
+    def log(self, key: LogKey) -> str:
+        return self.log_named(key.tenant, key.program, _quoted(key.agent))
+
+    def log_named(self, tenant: str, program: str, agent: str) -> str:
+        """The log of an agent as the program's set names it."""
+        return f"{self._program(tenant, program)}:log:{agent}"
+
+    def agents(self, tenant: str, program: str) -> str:
+        return f"{self._program(tenant, program)}:agents"
+
+    def begin(self, key: LogKey) -> list[Command]:
+        """First the entry that only one process can add, then what finds the log again."""
+        agents = self.agents(key.tenant, key.program)
+        return [
+            ("XADD", self.log(key), BEGIN_ID, "owner", self.owner),
+            ("SADD", agents, _quoted(key.agent)),
+            *self.keep(key),
+        ]
+
+    def chunks(self, key: LogKey, chunks: Sequence[Chunk], position: int) -> Command:
+        """Add `chunks`, with which the log reaches `position`, unless the log is gone."""
+        return ("XADD", self.log(key), "NOMKSTREAM", f"{position}-0", "chunks", encode(chunks))
+
+    def end(self, key: LogKey, position: int, end: End, detail: str) -> Command:
+        """Add the end mark, unless the log is gone."""
+        mark = f"{position}-{END_KIND}"
+        return ("XADD", self.log(key), "NOMKSTREAM", mark, "end", end.value, "detail", _bytes(detail))
+
+    def keep(self, key: LogKey) -> list[Command]:
+        """Count the time to live from now."""
+        agents = self.agents(key.tenant, key.program)
+        return [("PEXPIRE", self.log(key), self.ttl_ms), ("PEXPIRE", agents, self.ttl_ms)]
+
+    def delete(self, log: str) -> list[Command]:
+        """Wake the log's blocked readers with an end mark, then delete it: a deletion alone wakes nobody.
+
+        The mark's id is the server's time, which is greater than any position. The two must not become one
+        transaction: readers are woken when it ends, and would then find the log deleted.
+        """
+        mark: Command = ("XADD", log, "NOMKSTREAM", "*", "end", End.ABORTED.value, "detail", FORGOTTEN)
+        return [mark, ("UNLINK", log)]
+
+    def _program(self, tenant: str, program: str) -> str:
+        return f"{self.prefix}:{{{_quoted(tenant)}:{_quoted(program)}}}"
+
+
+def encode(chunks: Sequence[Chunk]) -> bytes:
+    """The `chunks` field. Chunk by chunk, as readers may stand at any boundary between them."""
+    listed = [(chunk.text, chunk.ids) for chunk in chunks]
+    return _bytes(json.dumps(listed, ensure_ascii=False, separators=(",", ":")))
+
+
+def decode(field: bytes) -> list[Chunk]:
+    """Chunks of a `chunks` field."""
+    return [Chunk(text, tuple(ids)) for text, ids in json.loads(field)]
+
+
+def read_entries(entries: Sequence[Entry], position: int) -> LogRead:
+    """`entries`, the ones behind `position`, as one read. ValueError for a position inside a chunk."""
+    chunks: list[Chunk] = []
+    reached = position
+    for entry_id, fields in entries:
+        if b"end" in fields:
+            detail = fields[b"detail"].decode("utf-8", "surrogatepass")
+            return joined(chunks, reached, End(fields[b"end"].decode()), detail)
+        if b"chunks" in fields:
+            batch = decode(fields[b"chunks"])
+            start, reached = reached, id_parts(entry_id)[0]
+            chunks += chunks_after(batch, reached - sum(map(len, batch)), start)
+    return joined(chunks, reached)
+
+
+def stream_entries(response: object) -> list[Entry]:
+    """The entries of the one stream that XREAD asked for, whichever RESP version the client speaks."""
+    streams: Any = response or []
+    if isinstance(streams, Mapping):
+        nested: Any = next(iter(streams.values()), [])
+        return cast(list[Entry], nested[0] if nested and isinstance(nested[0], list) else nested)
+    return cast(list[Entry], streams[0][1]) if streams else []
+
+
+def _quoted(name: str) -> str:
+    return quote(name, safe="", errors="surrogatepass")
+
+
+def _bytes(text: str) -> bytes:
+    # A model's output may hold half a surrogate pair; it must come back as it went in.
+    return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,1 @@
+"""Serve Mixture-of-Agents requests on prefill-decode disaggregated engines."""

@@ -1,0 +1,8 @@
+"""The HTTP API: OpenAI's chat completions, agent requests, and SGLang's native routes."""
+
+from shell_router.api.app import create_app
+from shell_router.api.server import listening
+from shell_router.api.services import AgentPrograms, Runs, Services
+from shell_router.api.settings import ApiSettings
+
+__all__ = ["AgentPrograms", "ApiSettings", "Runs", "Services", "create_app", "listening"]

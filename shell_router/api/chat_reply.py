@@ -1,0 +1,128 @@
+"""Chat completions as OpenAI's clients expect them, whole and in chunks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from shell_router.api.facts import KINDS, coalesced, facts
+from shell_router.api.sse import DONE, data_frame
+from shell_router.core.events import AgentTokens, Event
+from shell_router.execution import Answer
+from shell_router.telemetry import Trace
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    """OpenAI's usage, summed over the agents."""
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }
+
+
+def agents(answer: Answer, trace: Trace) -> dict[str, Any]:
+    """What each agent did and cost; confidences as the trace holds them."""
+    return {
+        agent: {
+            "model": spent.model,
+            "state": spent.state,
+            "prompt_tokens": spent.prompt_tokens,
+            "completion_tokens": spent.completion_tokens,
+            "cached_tokens": spent.cached_tokens,
+            "confidence": trace.agents[agent].confidence if agent in trace.agents else None,
+        }
+        for agent, spent in answer.agents.items()
+    }
+
+
+def completion(run_id: str, created: int, model: str, answer: Answer) -> dict[str, Any]:
+    """A whole chat completion."""
+    message = {"role": "assistant", "content": answer.text}
+    return {
+        "id": f"chatcmpl-{run_id}",
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": answer.reason}],
+        "usage": usage(answer),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """What a streamed completion shall hold beside the root's text."""
+
+    include_usage: bool
+    include_agents: bool
+
+
+class ChatFrames:
+    """Writes the frames of one streamed completion (streaming.Frames).
+
+    Agents' events are chunks without choices, as the usage chunk of OpenAI is, so that its clients step over them;
+    the SSE event name and the field `agent_event` are for those who look.
+    """
+
+    def __init__(
+        self, base: Mapping[str, Any], root: str, origin_s: float, trace: Trace, options: StreamOptions
+    ) -> None:
+        self._base = base
+        self._open = orjson.dumps(base)[:-1]
+        self._root = root
+        self._origin_s = origin_s
+        self._trace = trace
+        self._options = options
+        self._role = b'"role":"assistant",'
+
+    def wants(self, event: Event) -> bool:
+        """Whether the event would be written."""
+        return self._options.include_agents or (isinstance(event, AgentTokens) and event.agent == self._root)
+
+    def events(self, events: Sequence[Event]) -> bytes:
+        """The chunks that `events` call for."""
+        return b"".join(self._frame(event) for event in coalesced(events))
+
+    def answer(self, answer: Answer) -> bytes:
+        """The finish reason, the usage where asked for, and the end mark."""
+        choice = {"index": 0, "delta": {}, "finish_reason": answer.reason}
+        finish: dict[str, Any] = {**self._base, "choices": [choice]}
+        if self._options.include_agents:
+            finish["agents"] = agents(answer, self._trace)
+        frames = data_frame(finish)
+        if self._options.include_usage:
+            frames += data_frame({**self._base, "choices": [], "usage": usage(answer)})
+        return frames + DONE
+
+    def error(self, envelope: dict[str, Any]) -> bytes:
+        """OpenAI's clients raise an APIError on it."""
+        return data_frame(envelope)
+
+    def _frame(self, event: Event) -> bytes:
+        if isinstance(event, AgentTokens) and event.agent == self._root:
+            return self._text(event.text) if event.text else b""
+        return self._agent_event(event)
+
+    def _text(self, text: str) -> bytes:
+        """Put together from bytes, as this is the one frame there are many of."""
+        role, self._role = self._role, b""
+        return b'data: %s,"choices":[{"index":0,"delta":{%s"content":%s},"finish_reason":null}]}\n\n' % (
+            self._open,
+            role,
+            orjson.dumps(text),
+        )
+
+    def _agent_event(self, event: Event) -> bytes:
+        name = f"agent.{KINDS[type(event)]}"
+        told = {"type": name, **facts(event, self._origin_s)}
+        if "ids" in told:
+            told["tokens"] = len(told.pop("ids"))
+        chunk = data_frame({**self._base, "choices": [], "agent_event": told})
+        return b"event: %s\n%s" % (name.encode(), chunk)
+
+
+def chunk_base(run_id: str, created: int, model: str) -> dict[str, Any]:
+    """What all chunks of a stream have in common."""
+    return {"id": f"chatcmpl-{run_id}", "object": "chat.completion.chunk", "created": created, "model": model}

@@ -1,0 +1,63 @@
+"""A run with its trace and its metrics."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+from aiohttp import web
+
+from shell_router.api.services import SERVICES, TENANT, TRACE_ID, Emit
+from shell_router.core.events import Event
+from shell_router.telemetry import RunMetrics, Trace
+
+
+class Observed:
+    """What is seen of one run: its id is the trace's id and fresh for every run."""
+
+    def __init__(self, request: web.Request, target: str, root: str, precursors: Mapping[str, Sequence[str]]) -> None:
+        services = request.app[SERVICES]
+        self.id = services.new_id()
+        self.started_s = services.clock()
+        self.created = int(services.wall())
+        self._clock = services.clock
+        self._metrics = RunMetrics(services.metrics, target, root, self.started_s)
+        self.trace = Trace(
+            self.id,
+            tenant=request[TENANT],
+            target=target,
+            root=root,
+            started_s=self.started_s,
+            wall_s=services.wall(),
+            precursors=precursors,
+        )
+        services.traces.add(self.trace)
+        request[TRACE_ID] = self.id
+
+    def tell(self, also: Emit | None = None) -> Emit:
+        """Where the run emits: into trace and metrics, and on to `also`."""
+
+        def emit(event: Event) -> None:
+            self.trace.add(event)
+            self._metrics.observe(event)
+            if also is not None:
+                also(event)
+
+        return emit
+
+    @contextlib.contextmanager
+    def until_end(self) -> Iterator[None]:
+        """The run itself goes inside; how it ends is recorded."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._ended("cancelled")
+            raise
+        except Exception as error:
+            self._ended("failed", f"{type(error).__name__}: {error}")
+            raise
+        self._ended("finished")
+
+    def _ended(self, outcome: str, error: str = "") -> None:
+        at_s = self._clock()
+        self.trace.ended(at_s, outcome, error)
+        self._metrics.ended(at_s, outcome)

@@ -1,0 +1,42 @@
+"""Answers with the headers that all of them carry."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from shell_router.api.services import IGNORED, REQUEST_ID, TRACE_ID
+
+UNFIT_FOR_HEADER = re.compile(r"[^\w.-]", re.ASCII)
+NAMED_IGNORED = 16
+
+
+def common_headers(request: web.Request) -> dict[str, str]:
+    """x-request-id on every answer; x-trace-id where a run began; x-ignored-fields where some were ignored."""
+    headers = {"Server": "shell-router", "x-request-id": request[REQUEST_ID]}
+    if TRACE_ID in request:
+        headers["x-trace-id"] = request[TRACE_ID]
+    if IGNORED in request:
+        headers["x-ignored-fields"] = request[IGNORED]
+    return headers
+
+
+def note_ignored(request: web.Request, names: Sequence[str]) -> None:
+    """Have the answer say which of the body's fields had no effect: a misspelt one would go unnoticed."""
+    if names:
+        fit = (UNFIT_FOR_HEADER.sub("?", name[:64]) for name in names[:NAMED_IGNORED])
+        request[IGNORED] = ", ".join(fit)
+
+
+def json_reply(
+    request: web.Request, body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """`body` as JSON."""
+    return web.Response(
+        body=orjson.dumps(body),
+        status=status,
+        content_type="application/json",
+        headers={**common_headers(request), **(headers or {})},
+    )

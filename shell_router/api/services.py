@@ -1,0 +1,66 @@
+"""What the API works with, as protocols and values; wiring.py chooses the implementations."""
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from aiohttp import web
+
+from shell_router.api.settings import ApiSettings
+from shell_router.core.events import Event
+from shell_router.core.model import ServedModel
+from shell_router.core.relay import Relay
+from shell_router.execution import AgentRequest, Answer, MoaRequest, ProgramState
+from shell_router.telemetry import Metrics, TraceStore
+from shell_router.topology import Topology
+
+Emit = Callable[[Event], None]
+ReadinessCheck = Callable[[], Awaitable[bool]]
+
+
+class Runs(Protocol):
+    """Runs requests through topologies: execution.Executor."""
+
+    async def run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer: ...
+
+
+class AgentPrograms(Protocol):
+    """Runs agents of other people's frameworks: execution.Programs."""
+
+    async def run(self, request: AgentRequest, emit: Emit) -> Answer: ...
+
+    def state(self, tenant: str, program: str) -> ProgramState: ...
+
+    async def cancel(self, tenant: str, program: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Services:
+    """Everything a route may call.
+
+    `checks` are named as operators should read them ("engine small", "cache"). `clock` is the runs' clock in
+    monotonic seconds, `wall` Unix time, `new_id` gives a fresh unguessable id.
+    """
+
+    executor: Runs
+    programs: AgentPrograms
+    topologies: Mapping[str, Topology]
+    models: Mapping[str, ServedModel]
+    relays: Mapping[str, Relay]
+    checks: Mapping[str, ReadinessCheck] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    traces: TraceStore = field(default_factory=TraceStore)
+    clock: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    new_id: Callable[[], str] = lambda: secrets.token_hex(16)
+
+
+SERVICES = web.AppKey("SERVICES", Services)
+SETTINGS = web.AppKey("SETTINGS", ApiSettings)
+STARTED_AT = web.AppKey("STARTED_AT", int)
+TENANT = web.RequestKey("TENANT", str)
+REQUEST_ID = web.RequestKey("REQUEST_ID", str)
+TRACE_ID = web.RequestKey("TRACE_ID", str)
+IGNORED = web.RequestKey("IGNORED", str)

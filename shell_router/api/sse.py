@@ -1,0 +1,70 @@
+"""Server-sent events to one client."""
+
+import asyncio
+from typing import Any
+
+import orjson
+from aiohttp import ClientConnectionResetError, web
+
+from shell_router.api.replies import common_headers
+
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def data_frame(body: Any) -> bytes:
+    """One unnamed event."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+class EventStream:
+    """A streamed answer whose head has gone out."""
+
+    def __init__(self, request: web.Request, response: web.StreamResponse, write_timeout_s: float) -> None:
+        self._request = request
+        self._response = response
+        self._write_timeout_s = write_timeout_s
+
+    async def send(self, frames: bytes) -> None:
+        """Write; waits while the client takes nothing.
+
+        Raises ClientConnectionResetError when the client has gone, or took nothing within the limit.
+        """
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._response.write(frames)
+        except TimeoutError:
+            self._drop_client()
+            raise ClientConnectionResetError(f"nothing taken for {self._write_timeout_s:g} s") from None
+
+    async def end(self) -> web.StreamResponse:
+        """Close the stream in order."""
+        await self._response.write_eof()
+        return self._response
+
+    def _drop_client(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+
+async def open_stream(
+    request: web.Request,
+    write_timeout_s: float,
+    *,
+    status: int = 200,
+    content_type: str = "text/event-stream; charset=utf-8",
+    headers: dict[str, str] | None = None,
+) -> EventStream:
+    """Send the head at once."""
+    response = web.StreamResponse(
+        status=status,
+        headers={
+            "Content-Type": content_type,
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",  # or nginx would hold the stream back
+            **common_headers(request),
+            **(headers or {}),
+        },
+    )
+    await response.prepare(request)
+    return EventStream(request, response, write_timeout_s)

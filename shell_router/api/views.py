@@ -1,0 +1,65 @@
+"""Routes that only look: models, traces, health, readiness, metrics."""
+
+import asyncio
+import logging
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from shell_router.api.replies import common_headers, json_reply
+from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, TENANT, ReadinessCheck
+from shell_router.api.targets import TARGETS
+
+log = logging.getLogger(__name__)
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """Topologies and models."""
+    listed = request.app[TARGETS].listed(request.app[STARTED_AT])
+    return json_reply(request, {"object": "list", "data": listed})
+
+
+async def show_model(request: web.Request) -> web.Response:
+    """One of them."""
+    name = request.match_info["model"]
+    targets = request.app[TARGETS]
+    targets.find(name)
+    listed = targets.listed(request.app[STARTED_AT])
+    return json_reply(request, next(one for one in listed if one["id"] == name))
+
+
+async def show_trace(request: web.Request) -> web.Response:
+    """The spans of one of the tenant's own requests."""
+    trace = request.app[SERVICES].traces.get(request[TENANT], request.match_info["trace_id"])
+    return json_reply(request, trace.as_json())
+
+
+async def health(request: web.Request) -> web.Response:
+    """The process answers."""
+    return json_reply(request, {"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """Every engine and the cache can serve; 503 names those that cannot."""
+    limit_s = request.app[SETTINGS].ready_timeout_s
+    checks = request.app[SERVICES].checks
+    outcomes = await asyncio.gather(*(_holds(name, check, limit_s) for name, check in checks.items()))
+    failing = [name for name, holds in zip(checks, outcomes, strict=True) if not holds]
+    body = {"ready": not failing, "not_ready": failing, "checks": dict(zip(checks, outcomes, strict=True))}
+    return json_reply(request, body, status=503 if failing else 200)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus's text format."""
+    body = generate_latest(request.app[SERVICES].metrics.registry)
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST, **common_headers(request)})
+
+
+async def _holds(name: str, check: ReadinessCheck, limit_s: float) -> bool:
+    """A check that fails or takes too long says no; why, the log tells."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await check()
+    except Exception as error:
+        log.warning("readiness of %s could not be told: %s: %s", name, type(error).__name__, error)
+        return False

@@ -1,0 +1,210 @@
+"""What a deployment's YAML file may say, section by section. docs/configuration.md explains each setting."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Literal
+
+from shell_router.errors import ConfigError
+
+
+class SettingRefused(ConfigError):
+    """A setting has a value that cannot be; the reader adds file and line."""
+
+
+def _require(holds: bool, message: str, remedy: str = "") -> None:
+    if not holds:
+        raise SettingRefused(message, remedy=remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where the router listens. Port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port <= 65535, f"port must be between 0 and 65535, not {self.port}")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class FromEnvironment:
+    """A secret that stands in an environment variable."""
+
+    env: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the router refuses, and when it ends what takes too long. docs/configuration.md explains each."""
+
+    max_running: int = 1024
+    max_body_bytes: int = 32 * 2**20
+    request_timeout_s: float = 600.0
+    body_timeout_s: float = 30.0
+    write_timeout_s: float = 60.0
+    engine_stall_s: float = 60.0
+    engine_start_s: float = 180.0
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            _require(value > 0, f"{limit.name} must be above 0, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """The Agent Prompt Cache: in the router's memory, or in Redis, where replicas of the router share it."""
+
+    backend: Literal["memory", "redis"] = "memory"
+    url: str = "redis://127.0.0.1:6379/0"
+    ttl_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        _require(self.ttl_s > 0, f"ttl_s must be above 0, not {self.ttl_s}")
+        scheme = self.url.partition("://")[0]
+        _require(
+            scheme in ("redis", "rediss", "unix"),
+            f"url must begin with redis://, rediss:// or unix://, not {self.url!r}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """A small model with random weights, made when the router starts: for trials and tests."""
+
+    hidden: int = 64
+    layers: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.hidden % 32 == 0 and self.hidden > 0, f"hidden must be a multiple of 32, not {self.hidden}")
+        _require(self.layers > 0, f"layers must be at least 1, not {self.layers}")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedSection:
+    """A prefill and a decode process that the router starts and ends itself."""
+
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    threads: int = 1
+    max_total_tokens: int = 65_536
+    max_running_requests: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "max_total_tokens", "max_running_requests"):
+            value = getattr(self, name)
+            _require(value > 0, f"{name} must be above 0, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class PairSettings:
+    """A running SGLang pair. `bootstrap_host` is where decode finds prefill, by default prefill's host."""
+
+    prefill: str
+    decode: str
+    bootstrap_port: int = 8998
+    bootstrap_host: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            url = getattr(self, name)
+            _require(url.startswith(("http://", "https://")), f"{name} must be an http(s) URL, not {url!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """A model: its folder (or random weights) and who serves it, an embedded pair or an SGLang pair.
+
+    `path` holds the tokenizer and, for an embedded pair, the weights.
+    """
+
+    path: Path | None = None
+    random: RandomWeights | None = None
+    embedded: EmbeddedSection | None = None
+    pairs: tuple[PairSettings, ...] = ()
+    context_length: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.path is None) != (self.random is None),
+            "a model needs path or random, and not both",
+            remedy="Give the model's folder as path, or random to have one made.",
+        )
+        _require(
+            not (self.pairs and self.embedded),
+            "a model is served either by an embedded pair or by pairs, not by both",
+            remedy="Leave one of them out.",
+        )
+        _require(
+            len(self.pairs) < 2,
+            f"a model has one pair for now, not {len(self.pairs)}",
+            remedy="Give each further pair a model alias of its own.",
+        )
+        _require(
+            not (self.pairs and self.random),
+            "pairs serve weights of their own, so random has no place beside them",
+            remedy="Give the folder of the pairs' model as path; its tokenizer is read from there.",
+        )
+        _require(
+            self.context_length is None or self.context_length > 0,
+            f"context_length must be above 0, not {self.context_length}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderSettings:
+    """The embedding model of the early-exit gate.
+
+    `model` is `default` (a small one that needs no download), `hash` (no model: word hashes, for tests),
+    `none` (topologies with an early exit are refused), or a sentence-transformers name or folder.
+    """
+
+    model: str = "default"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """How many finished requests can still be looked up."""
+
+    kept: int = 1000
+
+    def __post_init__(self) -> None:
+        _require(self.kept > 0, f"kept must be at least 1, not {self.kept}")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A whole deployment. `topologies` are folders or files; `api_keys` name their tenants."""
+
+    models: Mapping[str, ModelSettings]
+    topologies: tuple[Path, ...] = ()
+    listen: Listen = Listen()
+    api_keys: Mapping[str, str | FromEnvironment] = field(default_factory=dict)
+    limits: Limits = Limits()
+    cache: CacheSettings = CacheSettings()
+    embedder: EmbedderSettings = EmbedderSettings()
+    traces: Traces = Traces()
+
+    def __post_init__(self) -> None:
+        _require(bool(self.models), "models is empty", remedy="Name at least one model.")
+        _require(
+            bool(self.api_keys) or self.listen.loopback,
+            f"listening on {self.listen.host} lets other machines in, and there are no api_keys",
+            remedy="Add api_keys, or listen on 127.0.0.1.",
+        )

@@ -1,0 +1,1 @@
+"""Values and contracts that every layer shares. No I/O."""

@@ -1,0 +1,123 @@
+"""What happens during a run, in order. Traces, metrics and streamed events are all read from these.
+
+`at_s` is the run's clock (monotonic seconds); every event names the agent or cluster it speaks of.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shell_router.core.generation import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStarted:
+    """The agent's task began: a leaf goes to its engine, another starts on its prefix."""
+
+    at_s: float
+    agent: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillIncrement:
+    """One prefill-only update ended. `slot` is the precursor being read, None for the fixed prefix."""
+
+    at_s: float
+    agent: str
+    started_s: float
+    slot: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    resident_tokens: int
+    """Tokens of this prompt that earlier increments had prefilled: what `cached_tokens` should reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReady:
+    """All slots are filled; the agent's real request goes out now."""
+
+    at_s: float
+    agent: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTokens:
+    """The agent decoded these tokens."""
+
+    at_s: float
+    agent: str
+    ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFinished:
+    """The agent's output is complete. `confidence` is the geometric mean token probability, where measured."""
+
+    at_s: float
+    agent: str
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    confidence: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExitScored:
+    """The early-exit gate scored a cluster after a completion (Faster-MoA, Algorithm 1)."""
+
+    at_s: float
+    started_s: float
+    cluster: str
+    completed: tuple[str, ...]
+    confidence: float
+    agreement: float
+    balance: float
+    probability: float
+    draw: float
+    exited: bool
+    aborted: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStopped:
+    """The agent was cut off and its output discarded: by its cluster's exit, or because nobody needs it."""
+
+    at_s: float
+    agent: str
+    why: Literal["early_exit", "unneeded"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentErred:
+    """The agent failed. With `dropped` the run goes on without it."""
+
+    at_s: float
+    agent: str
+    error: str
+    dropped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Degraded:
+    """Something that only makes a run faster failed; the run goes on without it. `agent` may be a cluster's id."""
+
+    at_s: float
+    agent: str
+    what: Literal["increment", "early_exit"]
+    error: str
+
+
+Event = (
+    AgentStarted
+    | PrefillIncrement
+    | PromptReady
+    | AgentTokens
+    | AgentFinished
+    | ExitScored
+    | AgentStopped
+    | AgentErred
+    | Degraded
+)

@@ -1,0 +1,69 @@
+"""What an engine is asked, what it answers, and the contract between."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One request to an engine.
+
+    `rid` names the request on every engine it reaches and is unique per attempt. `sampling` holds SGLang's
+    `sampling_params` and is passed on unchanged. With `logprobs` every output token comes with its natural-log
+    probability. `priority` is the engine's scheduling priority, where it has one.
+    """
+
+    rid: str
+    input_ids: Sequence[int]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: bool = False
+    priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Newly decoded tokens: ids, the text they add, and, when asked for, one log-probability each.
+
+    `text` may be empty while a character is incomplete; a stop token is never among `ids`.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The last thing an engine says of a request. Counts are tokens; `cached_tokens` is part of `prompt_tokens`."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Outcome of a prefill-only request: `cached_tokens` of its `prompt_tokens` needed no computation."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Engine(Protocol):
+    """A prefill-decode pair (or several) that serves one model.
+
+    Both calls raise `EngineError`. When a caller abandons either, by cancelling or by closing the generator, the
+    implementation aborts `rid` on every engine it reached; nothing stays running.
+    """
+
+    def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
+        """Yield `Tokens` as they are decoded, then exactly one `Finish`."""
+        ...
+
+    async def prefill(self, request: Generation) -> Prefilled:
+        """Compute the prompt's KV into the prefill engine's prefix cache; decode nothing (Faster-MoA, 4.3)."""
+        ...

@@ -1,0 +1,80 @@
+"""Where a prefill-decode pair is, and how long to wait for it."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from yarl import URL
+
+
+@dataclass(frozen=True, slots=True)
+class PairLimits:
+    """How long to wait for an engine, in seconds.
+
+    `stall_s`: without a byte from a leg. `answer_s`: for an answer that is not streamed. `connect_s`: for a
+    connection. `abort_s`: for an abort to be accepted. `settle_s`: for the prefill leg's answer once decode has ended.
+    """
+
+    stall_s: float = 60.0
+    answer_s: float = 600.0
+    connect_s: float = 5.0
+    abort_s: float = 5.0
+    settle_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+
+
+DEFAULT_LIMITS = PairLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One of a pair's two servers: what to call it in errors, and where it is."""
+
+    role: str
+    url: URL
+
+    def __str__(self) -> str:
+        return f"{self.role} engine {self.url}"
+
+
+@dataclass(frozen=True, slots=True)
+class PairAddress:
+    """Where a pair is. The bootstrap host and port are the prefill server's, as decode reaches it."""
+
+    prefill_url: str
+    decode_url: str
+    bootstrap_host: str
+    bootstrap_port: int
+
+    @property
+    def prefill(self) -> Server:
+        """The prefill server."""
+        return Server("prefill", URL(self.prefill_url))
+
+    @property
+    def decode(self) -> Server:
+        """The decode server."""
+        return Server("decode", URL(self.decode_url))
+
+
+def random_room() -> int:
+    """A fresh bootstrap room, below 2^62 so that a batch may count on from it."""
+    return random.getrandbits(62)
+
+
+@dataclass(frozen=True, slots=True)
+class Bootstrap:
+    """Gives each attempt the fields by which decode finds its prefill."""
+
+    host: str
+    port: int
+    room: Callable[[], int]
+
+    def fields(self) -> dict[str, Any]:
+        """The body fields of one attempt, with a fresh room."""
+        return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room()}

@@ -1,0 +1,144 @@
+"""Prefill, chunk by chunk, first come first served, over the prefix cache."""
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shell_router.engines.embedded.causal_lm import CausalLm
+from shell_router.engines.embedded.kv_layers import PromptKv
+from shell_router.engines.embedded.radix import Match, RadixCache
+from shell_router.engines.embedded.sampler import BatchSampler, Draw
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A computed prompt: its KV `[layers, 2, kv_heads, tokens, head_dim]` and the first output token."""
+
+    kv: Tensor
+    cached_tokens: int
+    token_id: int
+    logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The prompt could not be computed."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillJob:
+    """A prompt to compute; `outcome` is set in the event loop's thread."""
+
+    input_ids: Sequence[int]
+    draw: Draw
+    with_logprobs: bool
+    outcome: "asyncio.Future[Prefilled | Failed]"
+
+
+@dataclass(slots=True)
+class _Running:
+    job: PrefillJob
+    ids: Tensor
+    prompt: PromptKv
+    match: Match
+    done: int
+
+
+@dataclass(slots=True)
+class PrefillCounts:
+    """Totals since start, in tokens; `cached` is part of `prompt`."""
+
+    prompt: int = 0
+    cached: int = 0
+
+
+@dataclass(slots=True)
+class PrefillWorker:
+    """Computes one prompt at a time and keeps every chunk in the prefix cache as soon as it is computed.
+
+    At most all but the last token of a prompt is taken from the cache: the last one must be computed for its logits.
+    """
+
+    lm: CausalLm
+    cache: RadixCache
+    chunk_tokens: int
+    rng: random.Random
+    counts: PrefillCounts = field(default_factory=PrefillCounts)
+    _waiting: deque[PrefillJob] = field(default_factory=deque)
+    _running: _Running | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None or bool(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return int(self._running is not None)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def admit(self, job: PrefillJob) -> None:
+        self._waiting.append(job)
+
+    def drop(self, job: PrefillJob) -> None:
+        if self._running is not None and self._running.job is job:
+            self._leave(self._running)
+        elif job in self._waiting:
+            self._waiting.remove(job)
+
+    def step(self) -> Sequence[tuple[PrefillJob, Prefilled | Failed]]:
+        """Compute one chunk; a result when it was the prompt's last."""
+        if self._running is None and self._waiting:
+            self._running = self._begin(self._waiting.popleft())
+        if self._running is None:
+            return ()
+        logits = self._compute_chunk(self._running)
+        if self._running.done < len(self._running.job.input_ids):
+            return ()
+        return (self._finish(self._running, logits),)
+
+    def fail(self, message: str) -> Sequence[tuple[PrefillJob, Prefilled | Failed]]:
+        """Give up the running prompt; those that wait have met no error."""
+        if self._running is None:
+            return ()
+        job = self._running.job
+        self._leave(self._running)
+        return ((job, Failed(message)),)
+
+    def _begin(self, job: PrefillJob) -> _Running:
+        match = self.cache.match(job.input_ids[:-1])
+        self.cache.pin(match.node)
+        prompt = PromptKv(self.lm.kv_shape.empty(len(job.input_ids)))
+        match.copy_into(prompt.kv)
+        self.counts.prompt += len(job.input_ids)
+        self.counts.cached += match.length
+        ids = torch.tensor(job.input_ids, device=self.lm.kv_shape.device)
+        return _Running(job, ids, prompt, match, match.length)
+
+    def _compute_chunk(self, running: _Running) -> Tensor:
+        stop = min(running.done + self.chunk_tokens, len(running.job.input_ids))
+        logits = self.lm.prefill(running.prompt, running.ids[running.done : stop], running.done)
+        self.cache.insert(running.job.input_ids[:stop], running.prompt.kv)
+        running.done = stop
+        return logits
+
+    def _finish(self, running: _Running, logits: Tensor) -> tuple[PrefillJob, Prefilled]:
+        job = running.job
+        sampler = BatchSampler([job.draw], with_logprobs=job.with_logprobs, rng=self.rng)
+        tokens, logprobs = sampler(logits)
+        self._leave(running)
+        logprob = None if logprobs is None else logprobs[0]
+        return job, Prefilled(running.prompt.kv, running.match.length, tokens[0], logprob)
+
+    def _leave(self, running: _Running) -> None:
+        self.cache.unpin(running.match.node)
+        self._running = None

@@ -1,0 +1,187 @@
+"""The prefix cache: a radix tree over token ids whose nodes hold the KV itself.
+
+SGLang keeps indices into a paged pool instead; here a node owns its tensor, because on a CPU gathering a prefix is one
+cheap concatenation and no attention kernel reads pages. Kept: longest-prefix match, splitting, pins against eviction,
+and least-recently-used eviction by leaves under a token budget.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+TokenIds = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """An edge of the tree: its tokens and their KV, `[layers, 2, kv_heads, tokens, head_dim]`."""
+
+    tokens: TokenIds
+    kv: Tensor
+    parent: "Node | None"
+    last_used: int = 0
+    pins: int = 0
+    children: "dict[int, Node]" = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A cached prefix of `length` tokens; `node` is the deepest one touched, and what to pin."""
+
+    length: int
+    node: Node
+    pieces: tuple[Tensor, ...]
+
+    def copy_into(self, kv: Tensor) -> None:
+        """Write the prefix's KV to the first `length` positions of `kv`."""
+        start = 0
+        for piece in self.pieces:
+            kv[:, :, :, start : start + piece.shape[3]] = piece
+            start += piece.shape[3]
+
+
+class RadixCache:
+    """Longest cached prefixes of token sequences, at most `capacity_tokens` of them. Not thread-safe."""
+
+    def __init__(self, capacity_tokens: int) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.tokens = 0
+        self.evicted_tokens = 0
+        self._root = Node(np.empty(0, np.int64), torch.empty(0), None)
+        self._tick = itertools.count(1)
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """The longest cached prefix of `tokens`, which counts as its use."""
+        wanted = np.asarray(tokens, np.int64)
+        node, length, pieces, now = self._root, 0, [], next(self._tick)
+        for child, shared in self._walk(wanted):
+            child.last_used = now
+            pieces.append(child.kv[:, :, :, :shared])
+            node, length = child, length + shared
+        return Match(length, node, tuple(pieces))
+
+    def pin(self, node: Node) -> None:
+        """Keep `node` and all above it from eviction until `unpin`."""
+        for each in _upwards(node):
+            each.pins += 1
+
+    def unpin(self, node: Node) -> None:
+        """Undo one `pin` of `node`."""
+        for each in _upwards(node):
+            each.pins -= 1
+
+    def insert(self, tokens: Sequence[int], kv: Tensor) -> int:
+        """Keep a copy of `kv` (`[layers, 2, kv_heads, >= len(tokens), head_dim]`) for what is not cached yet.
+
+        Evicts to make room; where pins leave too little, only a leading part is kept. Returns tokens newly kept.
+        """
+        wanted = np.asarray(tokens, np.int64)
+        node, start = self._attach_point(wanted)
+        self.pin(node)
+        self._evict(self.tokens + len(wanted) - start - self.capacity_tokens)
+        self.unpin(node)
+        stop = min(len(wanted), start + self.capacity_tokens - self.tokens)
+        if stop > start:
+            self._add_leaf(node, wanted[start:stop], kv[:, :, :, start:stop].clone())
+        return max(stop - start, 0)
+
+    def clear(self) -> None:
+        """Forget everything that is not pinned."""
+        self._evict(self.tokens)
+
+    def sequences(self) -> Iterator[tuple[int, ...]]:
+        """Every cached root-to-leaf sequence; for inspection."""
+        yield from _sequences(self._root, ())
+
+    def _walk(self, wanted: TokenIds) -> Iterator[tuple[Node, int]]:
+        """The nodes along `wanted` with the tokens shared with each; only the last may share less than all."""
+        node, start = self._root, 0
+        while start < len(wanted):
+            child = node.children.get(int(wanted[start]))
+            if child is None:
+                return
+            shared = _common_prefix(child.tokens, wanted[start:])
+            yield child, shared
+            if shared < len(child.tokens):
+                return
+            node, start = child, start + shared
+
+    def _attach_point(self, wanted: TokenIds) -> tuple[Node, int]:
+        node, start = self._root, 0
+        for child, shared in self._walk(wanted):
+            node = child if shared == len(child.tokens) else self._split(child, shared)
+            start += shared
+        return node, start
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut `node` in two and return the upper part; whoever pinned it pins both."""
+        assert node.parent is not None
+        # Copies, not views: a view would keep the whole storage alive after the other half is evicted.
+        upper = Node(node.tokens[:at], node.kv[:, :, :, :at].clone(), node.parent, node.last_used, node.pins)
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.tokens, node.kv, node.parent = node.tokens[at:], node.kv[:, :, :, at:].clone(), upper
+        upper.children[int(node.tokens[0])] = node
+        return upper
+
+    def _add_leaf(self, parent: Node, tokens: TokenIds, kv: Tensor) -> None:
+        parent.children[int(tokens[0])] = Node(tokens, kv, parent, next(self._tick))
+        self.tokens += len(tokens)
+
+    def _evict(self, wanted_tokens: int) -> None:
+        if wanted_tokens <= 0:
+            return
+        leaves = [(leaf.last_used, id(leaf), leaf) for leaf in _leaves(self._root) if leaf is not self._root]
+        heapq.heapify(leaves)
+        while leaves and wanted_tokens > 0:
+            leaf = heapq.heappop(leaves)[2]
+            if leaf.pins:
+                continue
+            wanted_tokens -= len(leaf.tokens)
+            parent = self._remove(leaf)
+            if parent is not self._root and not parent.children:
+                heapq.heappush(leaves, (parent.last_used, id(parent), parent))
+
+    def _remove(self, leaf: Node) -> Node:
+        assert leaf.parent is not None
+        del leaf.parent.children[int(leaf.tokens[0])]
+        self.tokens -= len(leaf.tokens)
+        self.evicted_tokens += len(leaf.tokens)
+        return leaf.parent
+
+
+def _common_prefix(left: TokenIds, right: TokenIds) -> int:
+    count = min(len(left), len(right))
+    differing = np.flatnonzero(left[:count] != right[:count])
+    return int(differing[0]) if len(differing) else count
+
+
+def _upwards(node: Node | None) -> Iterator[Node]:
+    while node is not None:
+        yield node
+        node = node.parent
+
+
+def _leaves(root: Node) -> Iterator[Node]:
+    """Without recursion: a prompt that grew token by token is a tree as deep as it is long."""
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        pending.extend(node.children.values())
+        if not node.children:
+            yield node
+
+
+def _sequences(root: Node, prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    pending = [(root, prefix)]
+    while pending:
+        node, above = pending.pop()
+        here = above + tuple(node.tokens.tolist())
+        pending.extend((child, here) for child in node.children.values())
+        if not node.children and here:
+            yield here

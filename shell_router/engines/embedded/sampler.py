@@ -1,0 +1,136 @@
+"""From logits to tokens for a whole batch at once.
+
+SGLang's order: penalties and bias, temperature, softmax, top-k, top-p, min-p, one draw. The reported log-probability is
+that of the softmax after temperature and before truncation, as SGLang reports it by default.
+A seeded request draws by (seed, output position) alone, so that neither its batch nor the move from the prefill to the
+decode server changes what it says.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shell_router.engines.embedded.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Draw:
+    """What sampling one request needs: its parameters and what it has said; `position` counts output tokens."""
+
+    params: SamplingParams
+    prompt_ids: Sequence[int]
+    stop_ids: frozenset[int]
+    output_ids: list[int] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        return len(self.output_ids)
+
+    def uniform(self, rng: random.Random) -> float:
+        """A number in [0, 1): from `rng`, or fixed by seed and position."""
+        if self.params.sampling_seed is None:
+            return rng.random()
+        return random.Random(f"{self.params.sampling_seed}/{self.position}").random()
+
+
+class BatchSampler:
+    """Samples for one fixed batch of requests; build another when the batch changes.
+
+    Calling it takes logits `[batch, vocab]` and gives token ids `[batch]` and their log-probabilities, the latter
+    None unless `with_logprobs`.
+    """
+
+    def __init__(self, draws: Sequence[Draw], *, with_logprobs: bool, rng: random.Random) -> None:
+        self._draws = draws
+        self._with_logprobs = with_logprobs
+        self._rng = rng
+        self._shaped = [row for row, draw in enumerate(draws) if draw.params.shapes_logits]
+        self._random = [row for row, draw in enumerate(draws) if not draw.params.greedy]
+        self._temperature = _column([draw.params.temperature for draw in draws])
+        self._truncation = _Truncation.of([draws[row].params for row in self._random])
+
+    def __call__(self, logits: Tensor) -> tuple[list[int], list[float] | None]:
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        if self._shaped:
+            logits = self._shape(logits)
+        tokens = logits.argmax(-1)
+        if self._random:
+            logits = logits / self._temperature.to(logits)
+            tokens[self._random] = self._sample(logits[self._random])
+        return tokens.tolist(), _logprobs(logits, tokens) if self._with_logprobs else None
+
+    def _shape(self, logits: Tensor) -> Tensor:
+        logits = logits.clone()
+        for row in self._shaped:
+            shape_logits(logits[row], self._draws[row])
+        return logits
+
+    def _sample(self, logits: Tensor) -> Tensor:
+        uniforms = _column([self._draws[row].uniform(self._rng) for row in self._random]).to(logits)
+        probabilities, order = torch.softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
+        cumulative = self._truncation.apply(probabilities).cumsum(-1)
+        # The last number is the mass that truncation left; scaling the draw by it is renormalising.
+        picked = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+        picked = picked.clamp_(max=logits.shape[-1] - 1)
+        return order.gather(-1, picked).squeeze(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Truncation:
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    needed: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> "_Truncation":
+        return cls(
+            top_k=torch.tensor([[each.top_k] for each in params]),
+            top_p=_column([each.top_p for each in params]),
+            min_p=_column([each.min_p for each in params]),
+            needed=any(each.top_k < 1 << 30 or each.top_p < 1.0 or each.min_p > 0.0 for each in params),
+        )
+
+    def apply(self, probabilities: Tensor) -> Tensor:
+        """Zero what top-k, top-p and min-p exclude of rows sorted from likely to unlikely."""
+        if not self.needed:
+            return probabilities
+        rank = torch.arange(probabilities.shape[-1], device=probabilities.device)
+        before = probabilities.cumsum(-1) - probabilities
+        excluded = rank >= self.top_k.to(rank)
+        excluded |= before > self.top_p.to(probabilities)
+        excluded |= probabilities < probabilities[:, :1] * self.min_p.to(probabilities)
+        return probabilities.masked_fill(excluded, 0.0)
+
+
+def shape_logits(logits: Tensor, draw: Draw) -> None:
+    """Apply bias and penalties to one request's `logits` `[vocab]` in place.
+
+    Frequency and presence count output tokens; repetition counts prompt and output, as in SGLang.
+    """
+    params = draw.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*draw.prompt_ids, *draw.output_ids}), device=logits.device)
+        values = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if draw.output_ids and (params.frequency_penalty or params.presence_penalty):
+        counts = torch.bincount(torch.tensor(draw.output_ids, device=logits.device), minlength=logits.shape[-1])
+        logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    if draw.position < params.min_new_tokens and draw.stop_ids:
+        logits[sorted(draw.stop_ids)] = -torch.inf
+
+
+def _column(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).unsqueeze(-1)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor) -> list[float]:
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    logprobs: list[float] = (chosen - logits.logsumexp(-1)).tolist()
+    return logprobs

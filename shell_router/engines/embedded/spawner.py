@@ -1,0 +1,160 @@
+"""A small process that imports torch and transformers once and forks a server for each line it reads.
+
+Importing them takes seconds per process; a fork takes milliseconds. The router's own process cannot be the one that
+forks: it has threads and sockets. Commands and events are JSON lines on standard input and output:
+
+    {"start": name, "server": {...}}  ->  {"ready": name, "pid": …, "port": …, "bootstrap_port": …}
+    {"stop": name}                    ->  {"exited": name, "code": …}
+
+The end of standard input stops everything, so nothing outlives the router however it dies.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shell_router.engines.embedded.server import Listening, run_server
+from shell_router.engines.embedded.settings import EmbeddedSettings, ServerSettings
+
+TERM_LIMIT_S = 5.0
+COMMANDS, CHILDREN = 0, 1
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s %(levelname)s %(message)s")
+    spawner = Spawner()
+    try:
+        spawner.run()
+    finally:
+        spawner.stop_all()
+
+
+@dataclass(slots=True)
+class Spawner:
+    """Forks, watches and stops servers. One thread, so that forking is safe."""
+
+    _names: dict[int, str] = field(default_factory=dict)
+    _lifeline: tuple[int, int] = field(default_factory=os.pipe)
+
+    def run(self) -> None:
+        """Obey commands until standard input ends."""
+        woken, wake = os.pipe()
+        for end in (woken, wake):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        report(spawner=os.getpid())
+        selector = selectors.DefaultSelector()
+        selector.register(sys.stdin.fileno(), selectors.EVENT_READ, COMMANDS)
+        selector.register(woken, selectors.EVENT_READ, CHILDREN)
+        pending = b""
+        while True:
+            for key, _ in selector.select():
+                if key.data == CHILDREN:
+                    os.read(woken, 4096)
+                    self.reap()
+                    continue
+                chunk = os.read(sys.stdin.fileno(), 65536)
+                if not chunk:
+                    return
+                *lines, pending = (pending + chunk).split(b"\n")
+                for line in lines:
+                    self.obey(json.loads(line))
+
+    def obey(self, command: dict[str, Any]) -> None:
+        if "start" in command:
+            self.start(command["start"], server_settings(command["server"]))
+        else:
+            self.stop(command["stop"])
+
+    def start(self, name: str, settings: ServerSettings) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._become_server(name, settings)
+        self._names[pid] = name
+
+    def stop(self, name: str) -> None:
+        for pid in [pid for pid, own in self._names.items() if own == name]:
+            _signal(pid, signal.SIGTERM)
+
+    def stop_all(self) -> None:
+        """SIGTERM to every child, SIGKILL after a limit."""
+        for pid in self._names:
+            _signal(pid, signal.SIGTERM)
+        deadline_s = time.monotonic() + TERM_LIMIT_S
+        while self._names and time.monotonic() < deadline_s:
+            self.reap()
+            time.sleep(0.02)
+        for pid in self._names:
+            _signal(pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        for pid in list(self._names):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                report(exited=self._names.pop(pid), code=os.waitstatus_to_exitcode(status))
+
+    def _become_server(self, name: str, settings: ServerSettings) -> None:
+        """In the child: never returns."""
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            os.close(self._lifeline[1])
+            _end_with(self._lifeline[0])
+            os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+            run_server(settings, _announcer(name))
+            code = 0
+        except Exception as error:
+            logging.getLogger(__name__).exception("Server %s failed", name)
+            report(failed=name, message=f"{type(error).__name__}: {error}")
+        finally:
+            # Not sys.exit: a fork must not run what its parent registered for its own end.
+            os._exit(code)
+
+
+def server_settings(fields: dict[str, Any]) -> ServerSettings:
+    """Read back what `dataclasses.asdict` made of a `ServerSettings`."""
+    return ServerSettings(**{**fields, "pair": EmbeddedSettings(**fields["pair"])})
+
+
+def report(**event: Any) -> None:
+    """One event line. Short lines are written whole, so that children may share the pipe."""
+    os.write(sys.stdout.fileno(), json.dumps(event).encode() + b"\n")
+
+
+def _announcer(name: str) -> Callable[[Listening], None]:
+    def announce(ports: Listening) -> None:
+        report(ready=name, pid=os.getpid(), port=ports.port, bootstrap_port=ports.bootstrap_port)
+
+    return announce
+
+
+def _end_with(lifeline: int) -> None:
+    """End this process when the spawner's end of the pipe closes, which it does however the spawner dies."""
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os._exit(3)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""SGLang's `/generate` body, read and checked."""
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer
+
+from shell_router.engines.embedded.sampling_params import SamplingParams, parse_sampling_params
+from shell_router.errors import InvalidRequest
+
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+
+# Known to SGLang, absent here; refused when set, because ignoring them would change what the caller gets.
+UNSUPPORTED = (
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "return_hidden_states",
+    "return_sampling_mask",
+    "lora_path",
+    "session_params",
+    "custom_logit_processor",
+)
+
+
+class MalformedBody(InvalidRequest):
+    """The body is not JSON."""
+
+
+class ContractViolation(InvalidRequest):
+    """A field has a type that the schema does not allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One request, checked; `input_ids` are given or tokenized from `text`."""
+
+    rid: str
+    input_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_new_tokens: int
+    stream: bool
+    return_logprob: bool
+    return_text_in_logprobs: bool
+    bootstrap_host: str | None
+    bootstrap_port: int | None
+    bootstrap_room: int | None
+
+    @property
+    def prefill_only(self) -> bool:
+        """SGLang's fake host: prefill without a decode partner."""
+        return self.bootstrap_host == FAKE_BOOTSTRAP_HOST
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a server can take. All are tokens; `max_total_tokens` bounds one request too."""
+
+    context_length: int
+    max_total_tokens: int
+    vocab_size: int
+
+
+def parse_body(raw: bytes) -> Mapping[str, Any]:
+    """The JSON object of a request's body. Raises `MalformedBody`."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise MalformedBody(f"The body is not JSON: {error}.", remedy="Send one JSON object.") from error
+    if not isinstance(body, dict):
+        raise MalformedBody("The body is not a JSON object.", remedy="Send one JSON object.")
+    _check_types(body)
+    return body
+
+
+def read_request(body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestLimits) -> GenerateRequest:
+    """Check a parsed body in full. Raises `InvalidRequest` where SGLang answers 400."""
+    for name in UNSUPPORTED:
+        if body.get(name):
+            raise InvalidRequest(f"The embedded engine has no {name}.", remedy="Leave it out, or use SGLang.")
+    sampling = parse_sampling_params(body.get("sampling_params"), limits.vocab_size)
+    input_ids = _input_ids(body, tokenizer, limits)
+    _check_lengths(len(input_ids), sampling.max_new_tokens, limits)
+    return GenerateRequest(
+        rid=body.get("rid") or uuid.uuid4().hex,
+        input_ids=input_ids,
+        sampling=sampling,
+        max_new_tokens=_max_new_tokens(len(input_ids), sampling, limits),
+        stream=bool(body.get("stream")),
+        return_logprob=bool(body.get("return_logprob")),
+        return_text_in_logprobs=bool(body.get("return_text_in_logprobs")),
+        bootstrap_host=body.get("bootstrap_host"),
+        bootstrap_port=body.get("bootstrap_port"),
+        bootstrap_room=body.get("bootstrap_room"),
+    )
+
+
+def _input_ids(body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestLimits) -> tuple[int, ...]:
+    text, given = body.get("text"), body.get("input_ids")
+    if text is None and given is None:
+        raise InvalidRequest("Either text, input_ids or input_embeds should be provided.")
+    ids = tuple(given) if given is not None else tuple(tokenizer.encode(text, add_special_tokens=True).ids)
+    if not ids:
+        raise InvalidRequest("input_ids cannot be empty.")
+    outside = next((token for token in ids if not 0 <= token < limits.vocab_size), None)
+    if outside is not None:
+        raise InvalidRequest(
+            f"The input_ids contain {outside}, which is outside the vocabulary; "
+            f"valid range is [0, {limits.vocab_size})."
+        )
+    return ids
+
+
+def _check_lengths(prompt: int, wanted: int | None, limits: RequestLimits) -> None:
+    """SGLang's wording, so that clients that read it work on both."""
+    context = limits.context_length
+    if prompt >= context:
+        raise InvalidRequest(
+            f"The input ({prompt} tokens) is longer than the model's context length ({context} tokens)."
+        )
+    if wanted is not None and prompt + wanted > context:
+        raise InvalidRequest(
+            f"Requested token count exceeds the model's maximum context length of {context} tokens. "
+            f"You requested a total of {prompt + wanted} tokens: {prompt} tokens from the input messages and "
+            f"{wanted} tokens for the completion. Please reduce the number of tokens in the input messages or the "
+            "completion to fit within the limit."
+        )
+    if prompt >= limits.max_total_tokens:
+        raise InvalidRequest(
+            f"Input length ({prompt} tokens) exceeds the maximum allowed length ({limits.max_total_tokens} tokens). "
+            "Use a shorter input or start the engine with more --max-total-tokens."
+        )
+
+
+def _max_new_tokens(prompt: int, sampling: SamplingParams, limits: RequestLimits) -> int:
+    room = min(limits.context_length, limits.max_total_tokens) - prompt
+    return room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
+
+
+def _check_types(body: Mapping[str, Any]) -> None:
+    for name, (holds, wanted) in _CONTRACT.items():
+        value = body.get(name)
+        if value is not None and not holds(value):
+            raise ContractViolation(f"{name}: expected {wanted}.")
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_room(value: Any) -> bool:
+    return _is_integer(value) and 0 <= value < 2**63
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int for each in value)
+
+
+_CONTRACT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "rid": (_is_text, "a string (one request per body)"),
+    "text": (_is_text, "a string (one request per body)"),
+    "input_ids": (_is_ids, "a list of integers (one request per body)"),
+    "sampling_params": (lambda value: isinstance(value, dict), "an object (one request per body)"),
+    "stream": (_is_flag, "true or false"),
+    "return_logprob": (_is_flag, "true or false"),
+    "return_text_in_logprobs": (_is_flag, "true or false"),
+    "priority": (_is_integer, "an integer"),
+    "bootstrap_host": (_is_text, "a string"),
+    "bootstrap_port": (_is_integer, "an integer"),
+    "bootstrap_room": (_is_room, "an integer of at least 0 and below 2^63"),
+}

@@ -1,0 +1,103 @@
+"""Prefill without decode: the ways a server may offer it, and how to find out which one warms its cache."""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import aiohttp
+import orjson
+
+from shell_router.core.generation import Generation, Prefilled
+from shell_router.engines.address import Bootstrap
+from shell_router.engines.leg_client import LegClient
+from shell_router.engines.native import NativeBody
+from shell_router.engines.wire import body_fields, read_prefilled
+from shell_router.errors import EngineRejected
+
+logger = logging.getLogger(__name__)
+
+PrefillWay = Literal["route", "fake_host", "pair"]
+"""How a prefill-only request is made: its own route, SGLang's fake bootstrap host, or a real pair of one token."""
+
+PREFILL_WAYS: tuple[PrefillWay, ...] = ("route", "fake_host", "pair")
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+"""SGLang's own marker for a prefill without a decode partner (`disaggregation.utils.FAKE_BOOTSTRAP_HOST`)."""
+
+
+class PrefillOnly:
+    """Prefill-only requests to one pair, by the way in `way`. `by_pair` runs a one-token request on both servers."""
+
+    def __init__(
+        self,
+        client: LegClient,
+        bootstrap: Bootstrap,
+        by_pair: Callable[[Generation], Awaitable[Prefilled]],
+        rid: Callable[[], str],
+    ) -> None:
+        self.way: PrefillWay = "route"
+        self._client = client
+        self._bootstrap = bootstrap
+        self._by_pair = by_pair
+        self._rid = rid
+
+    async def prefill(self, request: Generation) -> Prefilled:
+        """See `Engine.prefill`."""
+        return await self._prefill_by(self.way, request)
+
+    async def _prefill_by(self, way: PrefillWay, request: Generation) -> Prefilled:
+        one_token = replace(request, sampling={**request.sampling, "max_new_tokens": 1}, logprobs=False)
+        if way == "pair":
+            return await self._by_pair(one_token)
+        body = orjson.dumps({**body_fields(one_token), **self._fields(way), "stream": False})
+        async with self._post(way, body, (request.rid,)) as response:
+            answer = await self._client.read_all(self._client.prefill, response)
+        return read_prefilled(str(self._client.prefill), answer)
+
+    def _fields(self, way: PrefillWay) -> dict[str, Any]:
+        return {**self._bootstrap.fields(), "bootstrap_host": FAKE_BOOTSTRAP_HOST} if way == "fake_host" else {}
+
+    @asynccontextmanager
+    async def forward(self, native: NativeBody) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The prefill server's answer to a client's own body; not for the way `pair`."""
+        async with self._post(self.way, native.with_fields(self._fields(self.way)), native.rids) as response:
+            yield response
+
+    @asynccontextmanager
+    async def _post(self, way: PrefillWay, body: bytes, rids: Sequence[str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A request to the prefill server only, aborted unless its answer is read to the end."""
+        response: aiohttp.ClientResponse | None = None
+        try:
+            route = "prefill_only" if way == "route" else "generate"
+            response = await self._client.post(self._client.prefill, route, body)
+            yield response
+        finally:
+            if response is None or not response.content.is_eof():
+                self._client.abort(rids)
+            if response is not None:
+                response.close()
+
+    async def probe(self, tokens: int, vocabulary: int) -> PrefillWay:
+        """Find the first way that warms the prefix cache and use it from now on; see `SglangPair.probe`."""
+        for way in PREFILL_WAYS:
+            cached_tokens = await self._warmed(way, [self._bootstrap.room() % vocabulary for _ in range(tokens)])
+            logger.info("prefill-only by %s: %d of %d tokens warm", way, cached_tokens, tokens)
+            if cached_tokens >= tokens // 2:
+                self.way = way
+                logger.info("prefill-only requests to the %s go by %s", self._client.prefill, way)
+                return way
+        raise EngineRejected(
+            f"No prefill-only request warms the prefix cache of the {self._client.prefill}.",
+            status=501,
+            remedy="Start it with its prefix cache on (without --disable-radix-cache).",
+        )
+
+    async def _warmed(self, way: PrefillWay, input_ids: Sequence[int]) -> int:
+        """Tokens found cached on the second sending; 0 where the server refuses this way."""
+        try:
+            await self._prefill_by(way, Generation(rid=self._rid(), input_ids=input_ids))
+            return (await self._prefill_by(way, Generation(rid=self._rid(), input_ids=input_ids))).cached_tokens
+        except EngineRejected as error:
+            logger.info("prefill-only by %s is refused: %s", way, error)
+            return 0

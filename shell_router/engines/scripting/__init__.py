@@ -1,0 +1,1 @@
+"""Parts of the scripted engine server: a raw HTTP protocol, its script, its answers and its prefix cache."""

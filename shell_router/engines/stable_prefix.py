@@ -1,0 +1,107 @@
+"""Which leading tokens of a text stay the same however the text goes on.
+
+A tokenizer first cuts text at the added tokens written in it, then into pre-tokens, and only inside a pre-token does it
+merge. So what more text can change is the pre-tokens near the end. Held back are, from the end:
+1. characters that are not whole yet (U+FFFD), a run that may become an added token, trailing whitespace and digits, as
+   the usual patterns look to the end of such runs (`\\s*[\\r\\n]+`, `\\s+(?!\\S)`, digits grouped from the right);
+2. two more pre-tokens, as a contraction (`'re`) joins up to two, and a combining mark changes the one before it.
+
+Without a splitting pre-tokenizer (SentencePiece-like models) a word boundary is as good if no token of the vocabulary
+reaches across one: no merge can then cross it. Where neither holds, nothing of such a stretch is stable.
+"""
+
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tokenizers import Encoding
+
+_WORD_MARK = "▁"
+_HELD_WORDS = 2
+
+
+class StablePrefix:
+    """Counts stable tokens for one tokenizer. `splits` is False when it has no boundary that is known to be safe."""
+
+    def __init__(self, definition: Mapping[str, Any]) -> None:
+        self._added = tuple(token["content"] for token in definition.get("added_tokens") or ())
+        self._by_pre_tokens = _splits_words(definition.get("pre_tokenizer"))
+        pieces = _pieces(definition.get("model") or {})
+        marked = any(piece.startswith(_WORD_MARK) for piece in pieces)
+        self._by_marks = not self._by_pre_tokens and marked and not any(map(_crosses_words, pieces))
+        self.splits = self._by_pre_tokens or self._by_marks
+
+    def tokens(self, text: str, encoding: Encoding) -> int:
+        """How many leading tokens of `encoding`, which is of `text`, no continuation changes."""
+        starts = self._word_starts(encoding)
+        limit = self._certain_characters(text)
+        offsets = encoding.offsets
+        count = len(offsets)
+        while count and offsets[count - 1][1] > limit:
+            count -= 1
+        inside = [start for start in starts if start < count]
+        if count < len(offsets) and count not in starts:
+            held = _HELD_WORDS + 1  # the last of these is a word cut short
+        else:
+            held = _HELD_WORDS
+        return inside[-held] if len(inside) >= held else 0
+
+    def _word_starts(self, encoding: Encoding) -> list[int]:
+        """Token positions at which a pre-token, a marked word or an added token starts."""
+        if self._by_marks:
+            return _marked_starts(encoding.tokens, encoding.word_ids)
+        words = encoding.word_ids
+        return [at for at in range(len(words)) if at == 0 or words[at] != words[at - 1] or words[at] is None]
+
+    def _certain_characters(self, text: str) -> int:
+        """Characters before all that rule 1 holds back."""
+        end = len(text.rstrip("\ufffd"))
+        end = self._before_partial_token(text, end)
+        end = len(text[:end].rstrip())
+        while end and unicodedata.category(text[end - 1])[0] in "NM":
+            end -= 1
+        return len(text[:end].rstrip())
+
+    def _before_partial_token(self, text: str, end: int) -> int:
+        """Where the longest end of the text starts that is the beginning of a longer added token."""
+        longest = max(map(len, self._added), default=0)
+        tail = text[max(0, end - longest + 1) : end]
+        for start in range(len(tail)):
+            rest = tail[start:]
+            if any(len(token) > len(rest) and token.startswith(rest) for token in self._added):
+                return end - len(rest)
+        return end
+
+
+def _splits_words(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    if pre_tokenizer is None:
+        return False
+    kind = pre_tokenizer["type"]
+    if kind == "Sequence":
+        return any(map(_splits_words, pre_tokenizer["pretokenizers"]))
+    if kind == "ByteLevel":
+        return bool(pre_tokenizer.get("use_regex", True))
+    if kind == "Metaspace":
+        return bool(pre_tokenizer.get("split", True))
+    return True
+
+
+def _pieces(model: Mapping[str, Any]) -> Iterable[str]:
+    vocabulary = model.get("vocab") or ()
+    return list(vocabulary) if isinstance(vocabulary, Mapping) else [piece for piece, _ in vocabulary]
+
+
+def _crosses_words(piece: str) -> bool:
+    """Whether the piece has a word mark after something that is none."""
+    return _WORD_MARK in piece.lstrip(_WORD_MARK)
+
+
+def _marked_starts(tokens: Sequence[str], words: Sequence[int | None]) -> list[int]:
+    """Positions of tokens that open a word, or a run of word marks, and of those beside an added token."""
+    return [
+        at
+        for at, token in enumerate(tokens)
+        if at == 0
+        or words[at] != words[at - 1]
+        or (token.startswith(_WORD_MARK) and not tokens[at - 1].endswith(_WORD_MARK))
+    ]

@@ -1,0 +1,28 @@
+"""Owns background tasks, so that none is forgotten and all can be waited for."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+class TaskOwner:
+    """Starts tasks and keeps each until it has ended. Tasks must not raise: what they meet they log."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` as a task of this owner."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def aclose(self, limit_s: float) -> None:
+        """Give the tasks `limit_s` to end, then cancel the rest and wait until they have."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=limit_s)
+        remaining = tuple(self._tasks)
+        for task in remaining:
+            task.cancel()
+        await asyncio.gather(*remaining, return_exceptions=True)

@@ -1,0 +1,169 @@
+"""SGLang's native wire format, read: server-sent events, `/generate` outputs and error bodies. No I/O."""
+
+import re
+from typing import Any
+
+import orjson
+
+from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
+from shell_router.errors import EngineRejected, PromptTooLong
+
+MAX_EVENT_BYTES = 256 * 2**20
+"""A single event longer than this is taken for a broken stream (a cumulative event repeats the whole output)."""
+
+_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
+_MESSAGE_CHARACTERS = 2000
+
+
+def body_fields(request: Generation) -> dict[str, Any]:
+    """The fields of a `/generate` body that the request decides."""
+    fields: dict[str, Any] = {
+        "rid": request.rid,
+        "input_ids": request.input_ids if isinstance(request.input_ids, list) else list(request.input_ids),
+        "sampling_params": request.sampling if isinstance(request.sampling, dict) else dict(request.sampling),
+    }
+    if request.logprobs:
+        fields["return_logprob"] = True
+    if request.priority is not None:
+        fields["priority"] = request.priority
+    return fields
+
+
+class EventSplitter:
+    """Cuts a byte stream into the payloads of its `data:` lines, wherever the network cut the stream.
+
+    SGLang writes each event as one line of JSON, so every `data:` line is an event.
+    """
+
+    __slots__ = ("_rest",)
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Payloads of the lines that `chunk` completes, in order; raises EngineRejected for an endless line."""
+        lines = (self._rest + chunk if self._rest else chunk).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise broken_wire("the engine", f"an event longer than {MAX_EVENT_BYTES} bytes")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+class OutputReader:
+    """Turns the events of one `/generate` stream into new tokens and, at its end, a Finish.
+
+    Reads incremental and cumulative streams alike: `completion_tokens` counts all ids so far, so an event whose
+    ids number as many is cumulative.
+    """
+
+    __slots__ = ("_logprobs", "_seen_characters", "_seen_ids", "_where", "finish")
+
+    def __init__(self, where: str, *, logprobs: bool) -> None:
+        self._where = where
+        self._logprobs = logprobs
+        self._seen_ids = 0
+        self._seen_characters = 0
+        self.finish: Finish | None = None
+
+    def take(self, payload: bytes) -> Tokens | None:
+        """New tokens in this event, if any. Raises EngineRejected or PromptTooLong for what is not an output."""
+        if payload == b"[DONE]":
+            return None
+        try:
+            event = orjson.loads(payload)
+            if "error" in event:
+                raise rejected_event(self._where, event)
+            return self._new_tokens(event, event["meta_info"])
+        except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            raise broken_wire(self._where, f"{payload[:200]!r}") from error
+
+    def _new_tokens(self, event: dict[str, Any], meta: dict[str, Any]) -> Tokens | None:
+        reason = meta["finish_reason"]
+        if reason is not None and reason["type"] == "abort":
+            raise aborted(self._where, reason)
+        ids, text = self._advance(event, meta["completion_tokens"])
+        matched = 0 if reason is None else _stop_tokens(ids, reason.get("matched"))
+        logprobs: tuple[float, ...] = ()
+        if self._logprobs and ids:
+            logprobs = tuple(entry[0] for entry in meta["output_token_logprobs"][-len(ids) :])
+            logprobs = logprobs[: len(ids) - matched]
+        if reason is not None:
+            self.finish = Finish(
+                reason["type"], meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]
+            )
+        kept = tuple(ids[: len(ids) - matched])
+        return Tokens(kept, text, logprobs) if kept or text else None
+
+    def _advance(self, event: dict[str, Any], completion_tokens: int) -> tuple[list[int], str]:
+        ids: list[int] = event["output_ids"]
+        text: str = event.get("text") or ""
+        if len(ids) == completion_tokens and self._seen_ids:
+            ids = ids[self._seen_ids :]
+            text = text[self._seen_characters :]
+        elif self._seen_ids + len(ids) != completion_tokens:
+            raise ValueError(f"{self._seen_ids} + {len(ids)} ids, but completion_tokens {completion_tokens}")
+        self._seen_ids += len(ids)
+        self._seen_characters += len(text)
+        return ids, text
+
+
+def _stop_tokens(ids: list[int], matched: object) -> int:
+    """1 if the last of `ids` is the stop token that ended the output, else 0 (a stop string has no id)."""
+    return int(isinstance(matched, int) and ids[-1:] == [matched])
+
+
+def read_prefilled(where: str, payload: bytes) -> Prefilled:
+    """The counts in a prefill server's answer; raises EngineRejected when there are none."""
+    try:
+        meta = orjson.loads(payload)["meta_info"]
+        return Prefilled(prompt_tokens=meta["prompt_tokens"], cached_tokens=meta["cached_tokens"])
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise broken_wire(where, f"{payload[:200]!r}") from error
+
+
+def refuse_errors(where: str, payloads: list[bytes]) -> None:
+    """Raise EngineRejected or PromptTooLong if one of these stream events is an error or an abort."""
+    for payload in payloads:
+        if b'"error"' in payload or b'"abort"' in payload:
+            OutputReader(where, logprobs=False).take(payload)
+
+
+def rejected(where: str, status: int, message: str) -> EngineRejected | PromptTooLong:
+    """The error for an engine's error status; a 400 about the context length is the client's PromptTooLong."""
+    if status == 400 and _TOO_LONG.search(message):
+        return PromptTooLong(message, remedy="Shorten the prompt or ask for fewer new tokens.")
+    return EngineRejected(f"The {where} answered {status}: {message}", status=status)
+
+
+def rejected_event(where: str, event: dict[str, Any]) -> EngineRejected | PromptTooLong:
+    """The error for an error event inside a stream."""
+    error = event["error"]
+    code = error.get("code") if isinstance(error, dict) else None
+    return rejected(where, code if isinstance(code, int) else 500, error_message(orjson.dumps(event)))
+
+
+def aborted(where: str, reason: dict[str, Any]) -> EngineRejected | PromptTooLong:
+    """The error for an output that ended as aborted although nobody here asked for that."""
+    message = reason.get("message") or "aborted by the engine"
+    return rejected(where, reason.get("status_code") or 500, message)
+
+
+def broken_wire(where: str, found: str) -> EngineRejected:
+    """The error for an answer that is not SGLang's wire format."""
+    return EngineRejected(
+        f"The {where} sent what is not SGLang's native format: {found}.",
+        status=502,
+        remedy="Check that the URL is an SGLang server of a supported version.",
+    )
+
+
+def error_message(body: bytes) -> str:
+    """The engine's own words in an error body of any of SGLang's shapes, shortened."""
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body.decode("utf-8", "replace")[:_MESSAGE_CHARACTERS]
+    for key in ("error", "message", "detail"):
+        while isinstance(found, dict) and key in found:
+            found = found[key]
+    return (found if isinstance(found, str) else orjson.dumps(found).decode())[:_MESSAGE_CHARACTERS]

@@ -1,0 +1,119 @@
+"""Every error that a caller of the router may meet.
+
+    ShellRouterError
+    ├── ConfigError              a configuration file is wrong
+    │   └── TopologyError        a topology file is wrong: file, line and remedy
+    ├── InvalidRequest           the client's request cannot be served as it stands
+    │   ├── InvalidField         one field of its body is missing, of a wrong type or out of range
+    │   ├── UnknownModel         neither a topology nor a model alias
+    │   ├── PromptTooLong        prompt and output do not fit the model's context
+    │   ├── DuplicateAgent       this program already has an agent of that id
+    │   ├── UnknownProgram       no such program
+    │   └── UnknownTrace         no such trace
+    ├── Unauthorized             missing or wrong API key
+    │   └── RemoteRefused        no API keys are set, and the caller is not on this machine
+    ├── Overloaded               a limit on running requests is reached
+    ├── EngineError              an engine could not serve
+    │   ├── EngineUnreachable    connection refused, reset or closed early
+    │   ├── EngineRejected       the engine answered with an error status
+    │   └── EngineStalled        nothing came within the limit
+    ├── AgentFailed              an agent failed whose topology says `on_failure: fail`
+    ├── PrecursorTimeout         a precursor's output did not come within the limit
+    └── DeadlineExceeded         the request's own time limit passed
+"""
+
+
+class ShellRouterError(Exception):
+    """An error with the facts in its message and, in `remedy`, what to do about it."""
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{message} {self.remedy}" if self.remedy else message
+
+
+class ConfigError(ShellRouterError):
+    """A configuration file is wrong; the message names the file and, where known, the line."""
+
+
+class TopologyError(ConfigError):
+    """A topology file is wrong; the message begins with `file:line:`."""
+
+
+class InvalidRequest(ShellRouterError):
+    """The client's request cannot be served as it stands."""
+
+
+class InvalidField(InvalidRequest):
+    """A field of the request's body is missing, of a wrong type or out of range; `field` is its path."""
+
+    def __init__(self, message: str, *, field: str, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.field = field
+
+
+class UnknownModel(InvalidRequest):
+    """The model is neither a topology nor a model alias."""
+
+
+class PromptTooLong(InvalidRequest):
+    """Prompt and wanted output together exceed the model's context length."""
+
+
+class DuplicateAgent(InvalidRequest):
+    """The program already has an agent of that id."""
+
+
+class UnknownProgram(InvalidRequest):
+    """No program of that id is known for this tenant."""
+
+
+class UnknownTrace(InvalidRequest):
+    """No trace of that id is held."""
+
+
+class Unauthorized(ShellRouterError):
+    """The API key is missing or wrong."""
+
+
+class RemoteRefused(Unauthorized):
+    """No API keys are set, so that only callers on this machine are served, and this one is not."""
+
+
+class Overloaded(ShellRouterError):
+    """A limit on running requests is reached; trying again later may succeed."""
+
+
+class EngineError(ShellRouterError):
+    """An engine could not serve a request."""
+
+
+class EngineUnreachable(EngineError):
+    """The connection was refused, reset, or closed before the answer ended."""
+
+
+class EngineRejected(EngineError):
+    """The engine answered with an error status, kept in `status`."""
+
+    def __init__(self, message: str, *, status: int, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.status = status
+
+
+class EngineStalled(EngineError):
+    """The engine sent nothing within the limit."""
+
+
+class AgentFailed(ShellRouterError):
+    """An agent failed and its topology lets that fail the request; the cause is chained."""
+
+
+class PrecursorTimeout(ShellRouterError):
+    """A precursor's output did not come within the limit."""
+
+
+class DeadlineExceeded(ShellRouterError):
+    """The request did not end within its time limit."""

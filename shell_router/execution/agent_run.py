@@ -1,0 +1,133 @@
+"""One agent, from its prompt with holes to the end of its output."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from agent_cache import AgentPromptCache, Chunk, LogWriter
+from shell_router.core.events import AgentFinished, AgentStarted, AgentTokens, Event, PromptReady
+from shell_router.core.generation import Finish, Generation, Tokens
+from shell_router.core.model import ServedModel
+from shell_router.early_exit.confidence import Confidence
+from shell_router.errors import EngineError, EngineStalled, PromptTooLong
+from shell_router.execution.incremental import Filling, SlotFiller
+from shell_router.execution.pace import Pace
+
+DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's own default
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What an agent wrote, and what the engine said at its end."""
+
+    text: str
+    finish: Finish
+    confidence: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How an agent's complete prompt is decoded. `timeout_s` counts from the moment the prompt is complete."""
+
+    sampling: Mapping[str, Any]
+    logprobs: bool
+    timeout_s: float
+
+
+class AgentRun:
+    """Fills one prompt and decodes it into the agent's log. `text` and `decoded` tell how far it has come."""
+
+    def __init__(
+        self,
+        filling: Filling,
+        decoding: Decoding,
+        writer: LogWriter,
+        cache: AgentPromptCache,
+        pace: Pace,
+        emit: Callable[[Event], None],
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._filling = filling
+        self._decoding = decoding
+        self._writer = writer
+        self._filler = SlotFiller(filling, cache, pace, emit, clock=clock)
+        self._pace = pace
+        self._emit = emit
+        self._clock = clock
+        self._texts: list[str] = []
+        self.prompt_tokens = 0
+        self.decoded = 0
+
+    @property
+    def text(self) -> str:
+        """The output so far."""
+        return "".join(self._texts)
+
+    async def run(self) -> Output:
+        """Run to the end. The log is left open: its end mark is the caller's, who knows why the run ended.
+
+        Raises AgentFailed, PrecursorTimeout, PromptTooLong, and EngineError.
+        """
+        agent, model = self._filling.agent, self._filling.model
+        self._emit(AgentStarted(self._clock(), agent, model.alias))
+        ids = await self._filler.fill()
+        check_length(agent, model, len(ids), self._decoding.sampling)
+        self.prompt_tokens = len(ids)
+        ready_s = self._clock()
+        self._emit(PromptReady(ready_s, agent, len(ids)))
+        try:
+            async with asyncio.timeout(self._decoding.timeout_s):
+                output = await self._decode(ids)
+        except TimeoutError as error:
+            raise EngineStalled(
+                f"Agent {agent!r} did not end within {self._decoding.timeout_s:g} s on {model.alias!r}.",
+                remedy="Raise the agent's timeout_s or lower its max_new_tokens.",
+            ) from error
+        self._pace.observe_run(model.alias, self._clock() - ready_s)
+        self._emit_finished(output)
+        return output
+
+    async def _decode(self, ids: list[int]) -> Output:
+        confidence = Confidence()
+        request = Generation(self._filling.rid, ids, self._decoding.sampling, self._decoding.logprobs)
+        async with aclosing(self._filling.model.engine.generate(request)) as stream:
+            async for item in stream:
+                if isinstance(item, Finish):
+                    return Output(self.text, item, confidence.value if self._decoding.logprobs else None)
+                confidence.add(item.logprobs)
+                self._pass_on(item)
+        raise EngineError(f"The stream of agent {self._filling.agent!r} ended without its last event.")
+
+    def _pass_on(self, tokens: Tokens) -> None:
+        self._writer.append(Chunk(tokens.text, tokens.ids))
+        self._texts.append(tokens.text)
+        self.decoded += len(tokens.ids)
+        self._emit(AgentTokens(self._clock(), self._filling.agent, tokens.ids, tokens.text))
+
+    def _emit_finished(self, output: Output) -> None:
+        finish = output.finish
+        self._emit(
+            AgentFinished(
+                self._clock(),
+                self._filling.agent,
+                finish.reason,
+                finish.prompt_tokens,
+                finish.completion_tokens,
+                finish.cached_tokens,
+                output.confidence,
+            )
+        )
+
+
+def check_length(agent: str, model: ServedModel, prompt_tokens: int, sampling: Mapping[str, Any]) -> None:
+    """Raise PromptTooLong where prompt and wanted output do not fit the model's context."""
+    wanted = int(sampling.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS))
+    if prompt_tokens + wanted > model.context_length:
+        raise PromptTooLong(
+            f"Agent {agent!r} asks for {wanted} tokens after a prompt of {prompt_tokens}; {model.alias!r} takes"
+            f" {model.context_length} in all.",
+            remedy="Shorten the question, lower max_new_tokens, or choose a model with a longer context.",
+        )

@@ -1,0 +1,83 @@
+"""Judges one cluster of one run: who may be cut off after each completion (Faster-MoA, 4.2)."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from shell_router.core.embedding import Embedder
+from shell_router.core.events import Degraded, Event, ExitScored
+from shell_router.early_exit import ClusterGate, Score, decide, features
+from shell_router.errors import EngineError
+from shell_router.execution.agent_run import Output
+from shell_router.topology import Cluster
+
+log = logging.getLogger(__name__)
+
+
+class ClusterExit:
+    """Takes completions in the order they came; each draws once. Scoring runs on a worker thread."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        embedder: Embedder,
+        draws: random.Random,
+        emit: Callable[[Event], None],
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        assert cluster.early_exit is not None
+        self._id = cluster.id
+        self._settings = cluster.early_exit
+        self._gate = ClusterGate(cluster.early_exit)
+        self._embedder = embedder
+        self._draws = draws
+        self._emit = emit
+        self._clock = clock
+        self._completed: list[str] = []
+        self._turn = asyncio.Lock()
+
+    async def completed(self, agent: str, output: Output, unfinished: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+        """The agents to cut off now that `agent` has ended; mostly none.
+
+        `unfinished` is asked before scoring, which is not worth its cost when nobody is left, and again after it. An
+        embedder that fails leaves the cluster without early exit, with a warning and an event.
+        """
+        async with self._turn:
+            if not unfinished():
+                return ()
+            started_s = self._clock()
+            try:
+                score = await self._score(output)
+            except EngineError as error:
+                log.warning("cluster %s goes on without early exit: %s", self._id, error)
+                self._emit(Degraded(self._clock(), self._id, "early_exit", str(error)))
+                return ()
+            self._completed.append(agent)
+            return self._decide(score, started_s, unfinished()) if score else ()
+
+    async def _score(self, output: Output) -> Score | None:
+        states = await self._embedder.embed(output.text)
+        return await asyncio.to_thread(lambda: self._gate.complete(output.confidence or 0.0, features(states)))
+
+    def _decide(self, score: Score, started_s: float, left: tuple[str, ...]) -> tuple[str, ...]:
+        draw = self._draws.random()
+        exited = bool(left) and decide(score, self._settings, draw)
+        cut = left if exited else ()
+        self._emit(
+            ExitScored(
+                self._clock(),
+                started_s,
+                self._id,
+                tuple(self._completed),
+                score.confidence,
+                score.agreement,
+                score.balance,
+                score.probability,
+                draw,
+                exited,
+                cut,
+            )
+        )
+        return cut

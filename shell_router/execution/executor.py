@@ -1,0 +1,202 @@
+"""Runs one request through an agent graph."""
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+
+from agent_cache import AgentPromptCache, End, LogWriter
+from shell_router.core.embedding import Embedder
+from shell_router.core.events import AgentErred, AgentStopped, Event
+from shell_router.core.model import ServedModel
+from shell_router.errors import AgentFailed, ConfigError, DeadlineExceeded, PromptTooLong, ShellRouterError
+from shell_router.execution.agent_run import AgentRun, Output
+from shell_router.execution.cluster_exit import ClusterExit
+from shell_router.execution.pace import Pace
+from shell_router.execution.preparation import Preparation, PreparedAgent
+from shell_router.execution.requests import AgentState, AgentUsage, Answer, CutOff, MoaRequest
+from shell_router.topology import Agent, Topology
+
+
+class Executor:
+    """Answers requests by walking topologies. Between requests it keeps only how fast each model was."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        cache: AgentPromptCache,
+        embedder: Embedder | None,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._models = models
+        self._cache = cache
+        self._embedder = embedder
+        self._clock = clock
+        self._pace = Pace()
+
+    async def run(self, topology: Topology, request: MoaRequest, emit: Callable[[Event], None]) -> Answer:
+        """Run `request` to the root's end, telling `emit` what happens, as it happens.
+
+        Raises UnknownModel and PromptTooLong before anything runs where that can be known, AgentFailed,
+        PromptTooLong or DeadlineExceeded later. However it ends, cancellation included, every engine request of it
+        has been aborted, every task has ended, and its cache logs are gone.
+        """
+        prepared = Preparation(topology, request, self._models, self._pace).agents()
+        exits = self._cluster_exits(topology, request, emit)
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                return await self._run(topology, prepared, exits, emit).answer()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{topology.name!r} gave no answer within {request.timeout_s:g} s.",
+                remedy="Allow more time, or ask a smaller topology.",
+            ) from error
+        finally:
+            await self._cache.forget(request.tenant, request.id)
+
+    def _run(
+        self,
+        topology: Topology,
+        prepared: Mapping[str, PreparedAgent],
+        exits: Mapping[str, ClusterExit],
+        emit: Callable[[Event], None],
+    ) -> "_Run":
+        def agent_run(agent: PreparedAgent, writer: LogWriter) -> AgentRun:
+            return AgentRun(agent.filling, agent.decoding, writer, self._cache, self._pace, emit, clock=self._clock)
+
+        return _Run(topology, prepared, exits, self._cache, agent_run, emit, self._clock)
+
+    def _cluster_exits(
+        self, topology: Topology, request: MoaRequest, emit: Callable[[Event], None]
+    ) -> dict[str, ClusterExit]:
+        """The judge of each cluster that has early exit, by cluster id."""
+        judged = [cluster for cluster in topology.clusters if cluster.early_exit]
+        if not judged:
+            return {}
+        if self._embedder is None:
+            raise ConfigError(
+                f"Topology {topology.name!r} asks for early exit, but no embedder is configured.",
+                remedy="Set `embedder` in the configuration, or turn early_exit off.",
+            )
+        return {
+            cluster.id: ClusterExit(
+                cluster,
+                self._embedder,
+                random.Random(f"{request.seed}/{cluster.id}"),
+                emit,
+                clock=self._clock,
+            )
+            for cluster in judged
+        }
+
+
+class _Run:
+    """One request's agents: each a task that goes on as soon as its own precursors let it (localized readiness)."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        prepared: Mapping[str, PreparedAgent],
+        exits: Mapping[str, ClusterExit],
+        cache: AgentPromptCache,
+        agent_run: Callable[[PreparedAgent, LogWriter], AgentRun],
+        emit: Callable[[Event], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._topology = topology
+        self._prepared = prepared
+        self._exits = exits
+        self._cache = cache
+        self._agent_run = agent_run
+        self._emit = emit
+        self._clock = clock
+        self._writers: dict[str, LogWriter] = {}
+        self._runs: dict[str, AgentRun] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._outputs: dict[str, Output] = {}
+        self._gone: dict[str, AgentState] = {}
+
+    async def answer(self) -> Answer:
+        """Run all agents; the root's end ends the run."""
+        writers = await asyncio.gather(*(self._cache.create(agent.key) for agent in self._prepared.values()))
+        for (name, prepared), writer in zip(self._prepared.items(), writers, strict=True):
+            self._writers[name] = writer
+            self._runs[name] = self._agent_run(prepared, writer)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for agent in self._topology.agents.values():
+                    self._tasks[agent.id] = group.create_task(self._agent(agent))
+        except ExceptionGroup as failed:
+            first = failed.exceptions[0]
+            raise first from first.__cause__
+        root = self._outputs[self._topology.root.id]
+        return Answer(root.text, root.finish.reason, {agent: self._usage(agent) for agent in self._prepared})
+
+    async def _agent(self, agent: Agent) -> None:
+        try:
+            output = await self._runs[agent.id].run()
+        except ShellRouterError as error:
+            self._failed(agent, error)
+            return
+        self._outputs[agent.id] = output
+        self._writers[agent.id].end(End.FINISHED)
+        if agent.id == self._topology.root.id:
+            self._end_all_but(agent.id)
+        else:
+            await self._judge(agent.id, output)
+
+    def _end_all_but(self, root: str) -> None:
+        """Only judgements that came too late are left."""
+        for agent, task in self._tasks.items():
+            if agent != root:
+                task.cancel()
+
+    def _failed(self, agent: Agent, error: ShellRouterError) -> None:
+        dropped = agent.on_failure == "drop" and agent.id != self._topology.root.id
+        self._gone[agent.id] = "failed"
+        self._writers[agent.id].end(End.FAILED, str(error))
+        self._emit(AgentErred(self._clock(), agent.id, str(error), dropped))
+        if dropped:
+            self._cut_unneeded()
+        elif isinstance(error, PromptTooLong | AgentFailed):
+            raise error
+        else:
+            raise AgentFailed(
+                f"Agent {agent.id!r} of {self._topology.name!r} failed: {error}",
+                remedy="Ask again, or set on_failure: drop to go on without this agent.",
+            ) from error
+
+    async def _judge(self, agent: str, output: Output) -> None:
+        cluster = self._topology.cluster_of.get(agent)
+        if cluster is None or cluster.id not in self._exits:
+            return
+
+        def unfinished() -> tuple[str, ...]:
+            return tuple(name for name in cluster.agents if self._is_running(name))
+
+        for straggler in await self._exits[cluster.id].completed(agent, output, unfinished):
+            self._cut(straggler, "early_exit")
+        self._cut_unneeded()
+
+    def _is_running(self, agent: str) -> bool:
+        return agent not in self._outputs and agent not in self._gone
+
+    def _cut_unneeded(self) -> None:
+        needed = self._topology.needed(self._gone)
+        for agent in self._topology.agents:
+            if agent not in needed and self._is_running(agent):
+                self._cut(agent, "unneeded")
+
+    def _cut(self, agent: str, why: CutOff) -> None:
+        """End the agent's log first, so that its successors go on at once, then its task and engine request."""
+        self._gone[agent] = why
+        self._writers[agent].end(End.ABORTED, why)
+        self._emit(AgentStopped(self._clock(), agent, why))
+        self._tasks[agent].cancel()
+
+    def _usage(self, agent: str) -> AgentUsage:
+        model, run = self._topology.agents[agent].model, self._runs[agent]
+        if agent in self._outputs:
+            finish = self._outputs[agent].finish
+            return AgentUsage(model, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens, "finished")
+        return AgentUsage(model, run.prompt_tokens, run.decoded, 0, self._gone[agent])

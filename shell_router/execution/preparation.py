@@ -1,0 +1,86 @@
+"""All that can be decided, and refused, before the first agent of a request runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agent_cache import LogKey
+from shell_router.core.model import ServedModel
+from shell_router.errors import UnknownModel
+from shell_router.execution.agent_run import Decoding, check_length
+from shell_router.execution.assembly import agent_parts
+from shell_router.execution.incremental import Filling, Source
+from shell_router.execution.pace import Pace
+from shell_router.execution.prompt import fixed_tokens
+from shell_router.execution.requests import MoaRequest
+from shell_router.scheduling import order_slots
+from shell_router.topology import Agent, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAgent:
+    """One agent of one request, ready to run."""
+
+    agent: Agent
+    key: LogKey
+    filling: Filling
+    decoding: Decoding
+
+
+class Preparation:
+    """Puts a request and a topology together, agent by agent."""
+
+    def __init__(self, topology: Topology, request: MoaRequest, models: Mapping[str, ServedModel], pace: Pace) -> None:
+        self._topology = topology
+        self._request = request
+        self._models = models
+        self._finish_s = pace.expected_finish_s(topology)
+
+    def agents(self) -> dict[str, PreparedAgent]:
+        """Every agent by id, in topological order. Raises UnknownModel and PromptTooLong."""
+        self._check_models()
+        return {agent.id: self._prepared(agent) for agent in self._topology.agents.values()}
+
+    def _check_models(self) -> None:
+        wanted = {agent.model for agent in self._topology.agents.values()}
+        if unknown := sorted(wanted - self._models.keys()):
+            raise UnknownModel(
+                f"Topology {self._topology.name!r} names models that are not configured: {', '.join(unknown)}.",
+                remedy=f"Configure them, or use one of: {', '.join(sorted(self._models))}.",
+            )
+
+    def _prepared(self, agent: Agent) -> PreparedAgent:
+        cluster = self._topology.cluster_of.get(agent.id)
+        judged = cluster is not None and cluster.early_exit is not None
+        decoding = Decoding(self._sampling(agent), logprobs=judged, timeout_s=agent.timeout_s)
+        filling = self._filling(agent)
+        fixed = fixed_tokens(filling.model.tokenizer, filling.parts)
+        check_length(agent.id, filling.model, fixed, decoding.sampling)
+        return PreparedAgent(agent, self._key(agent.id), filling, decoding)
+
+    def _sampling(self, agent: Agent) -> Mapping[str, object]:
+        if agent.id == self._topology.root.id:
+            return {**agent.sampling, **self._request.sampling}
+        return agent.sampling
+
+    def _filling(self, agent: Agent) -> Filling:
+        model, prefill = self._models[agent.model], self._topology.prefill
+        order = order_slots(agent.precursors, prefill.slot_order, self._finish_s)
+        return Filling(
+            agent.id,
+            f"{self._request.id}.{agent.id}",
+            model,
+            agent_parts(agent, order, model, self._request.messages),
+            {precursor: self._source(precursor, model) for precursor in agent.precursors},
+            prefill,
+            all_needed=False,
+            begin_s=self._request.timeout_s,
+            silence_s=self._request.timeout_s,
+        )
+
+    def _source(self, precursor: str, reader: ServedModel) -> Source:
+        writer = self._models[self._topology.agents[precursor].model]
+        shares_ids = writer.tokenizer.fingerprint == reader.tokenizer.fingerprint
+        return Source(self._key(precursor), lambda: shares_ids)
+
+    def _key(self, agent: str) -> LogKey:
+        return LogKey(self._request.tenant, self._request.id, agent)

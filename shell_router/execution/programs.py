@@ -1,0 +1,272 @@
+"""The agent-request use case: programs whose agents arrive one by one from somebody else's framework."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from agent_cache import AgentPromptCache, End, LogExists, LogKey, LogWriter
+from shell_router.core.events import AgentErred, Event
+from shell_router.core.model import ServedModel
+from shell_router.errors import (
+    AgentFailed,
+    DeadlineExceeded,
+    DuplicateAgent,
+    InvalidRequest,
+    Overloaded,
+    ShellRouterError,
+    UnknownModel,
+    UnknownProgram,
+)
+from shell_router.execution.agent_run import AgentRun, Decoding, check_length
+from shell_router.execution.incremental import Filling, Source
+from shell_router.execution.pace import Pace
+from shell_router.execution.prompt import Message, Part, Slot, fixed_tokens, render
+from shell_router.execution.requests import (
+    AgentRequest,
+    AgentUsage,
+    Answer,
+    OutputOf,
+    ProgramAgentState,
+    ProgramState,
+    Segment,
+)
+
+
+@dataclass(slots=True)
+class _Record:
+    """One agent of a program, from the moment it was sent."""
+
+    model: ServedModel
+    precursors: frozenset[str]
+    run: AgentRun | None = None
+    task: asyncio.Task[Answer] | None = None
+    ended: ProgramAgentState | None = None
+
+    @property
+    def state(self) -> ProgramAgentState:
+        if self.ended:
+            return self.ended
+        return "running" if self.run and self.run.prompt_tokens else "waiting"
+
+
+@dataclass(slots=True)
+class _Program:
+    agents: dict[str, _Record] = field(default_factory=dict)
+
+    def is_running(self) -> bool:
+        return any(record.ended is None for record in self.agents.values())
+
+
+class Programs:
+    """Runs agent requests and remembers the programs they belong to, the oldest ended one going first."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        cache: AgentPromptCache,
+        *,
+        clock: Callable[[], float],
+        max_programs: int = 10_000,
+    ) -> None:
+        self._models = models
+        self._cache = cache
+        self._clock = clock
+        self._max_programs = max_programs
+        self._pace = Pace()
+        self._programs: dict[tuple[str, str], _Program] = {}
+
+    async def run(self, request: AgentRequest, emit: Callable[[Event], None]) -> Answer:
+        """Run one agent to its end, telling `emit` what happens.
+
+        Raises UnknownModel, DuplicateAgent, InvalidRequest (an agent that waits for itself), PrecursorTimeout,
+        AgentFailed (a precursor failed or was cancelled, or the engine failed), PromptTooLong, DeadlineExceeded, and
+        Overloaded when every remembered program is still running.
+        """
+        filling = self._filling(request)
+        await self._make_room(request)
+        record = self._register(request, filling)
+        record.task = asyncio.create_task(self._run(request, filling, record, emit))
+        try:
+            await asyncio.wait([record.task])
+        finally:
+            if not record.task.done():
+                record.task.cancel()
+                await asyncio.wait([record.task])
+            if record.ended is None:
+                record.ended = "cancelled" if record.task.cancelled() else "failed"
+        if record.task.cancelled():
+            raise AgentFailed(
+                f"Agent {request.agent!r} was cancelled with its program {request.program!r}.",
+                remedy="Send it again in a new program.",
+            )
+        return record.task.result()
+
+    def state(self, tenant: str, program: str) -> ProgramState:
+        """What is known of a program. Raises UnknownProgram."""
+        agents = self._program(tenant, program).agents
+        return ProgramState(
+            program,
+            {agent: record.state for agent, record in agents.items()},
+            {agent: record.run.text if record.run else "" for agent, record in agents.items()},
+        )
+
+    async def cancel(self, tenant: str, program: str) -> None:
+        """End every running agent of the program and forget it. Raises UnknownProgram."""
+        agents = self._program(tenant, program).agents
+        tasks = [record.task for record in agents.values() if record.task and not record.task.done()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._forget(tenant, program)
+
+    # --- before it runs
+
+    def _filling(self, request: AgentRequest) -> Filling:
+        model = self._models.get(request.model)
+        if model is None:
+            raise UnknownModel(
+                f"No model {request.model!r} is configured.",
+                remedy=f"Use one of: {', '.join(sorted(self._models))}.",
+            )
+        parts = _parts(request, model)
+        check_length(request.agent, model, fixed_tokens(model.tokenizer, parts), request.sampling)
+        return Filling(
+            request.agent,
+            f"{request.agent}.{uuid.uuid4().hex}",
+            model,
+            parts,
+            {part.agent: self._source(request, part.agent, model) for part in parts if isinstance(part, Slot)},
+            request.prefill,
+            all_needed=True,
+            begin_s=request.wait_s,
+            silence_s=request.timeout_s,
+        )
+
+    def _source(self, request: AgentRequest, precursor: str, reader: ServedModel) -> Source:
+        def shares_ids() -> bool:
+            # known once its log has begun here; an agent that another router runs is read as text
+            program = self._programs.get((request.tenant, request.program))
+            writer = program.agents.get(precursor) if program else None
+            return writer is not None and writer.model.tokenizer.fingerprint == reader.tokenizer.fingerprint
+
+        return Source(LogKey(request.tenant, request.program, precursor), shares_ids)
+
+    async def _make_room(self, request: AgentRequest) -> None:
+        if (request.tenant, request.program) in self._programs:
+            return
+        while len(self._programs) >= self._max_programs:
+            ended = next((key for key, program in self._programs.items() if not program.is_running()), None)
+            if ended is None:
+                raise Overloaded(
+                    f"All {self._max_programs} programs are still running.",
+                    remedy="Try again when some have ended.",
+                )
+            await self._forget(*ended)
+
+    def _register(self, request: AgentRequest, filling: Filling) -> _Record:
+        program = self._programs.setdefault((request.tenant, request.program), _Program())
+        if request.agent in program.agents:
+            raise _duplicate(request)
+        precursors = frozenset(filling.sources)
+        if circle := _circle(program, request.agent, precursors):
+            raise InvalidRequest(
+                f"Agent {request.agent!r} would wait for itself: {' <- '.join(circle)}.",
+                remedy="Break the circle of output_of segments.",
+            )
+        return program.agents.setdefault(request.agent, _Record(filling.model, precursors))
+
+    # --- while it runs
+
+    async def _run(
+        self, request: AgentRequest, filling: Filling, record: _Record, emit: Callable[[Event], None]
+    ) -> Answer:
+        try:
+            writer = await self._cache.create(LogKey(request.tenant, request.program, request.agent))
+        except LogExists as error:
+            raise _duplicate(request) from error
+        try:
+            answer = await self._answer(request, filling, record, writer, emit)
+        except asyncio.CancelledError:
+            writer.end(End.ABORTED, "cancelled")
+            raise
+        except ShellRouterError as error:
+            writer.end(End.FAILED, str(error))
+            emit(AgentErred(self._clock(), request.agent, str(error), dropped=False))
+            raise
+        finally:
+            writer.end(End.FAILED, "the router failed")  # says nothing where the log has ended
+        return answer
+
+    async def _answer(
+        self,
+        request: AgentRequest,
+        filling: Filling,
+        record: _Record,
+        writer: LogWriter,
+        emit: Callable[[Event], None],
+    ) -> Answer:
+        decoding = Decoding(request.sampling, logprobs=False, timeout_s=request.timeout_s)
+        record.run = AgentRun(filling, decoding, writer, self._cache, self._pace, emit, clock=self._clock)
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                output = await record.run.run()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"Agent {request.agent!r} did not end within {request.timeout_s:g} s.",
+                remedy="Allow more time.",
+            ) from error
+        writer.end(End.FINISHED)
+        record.ended = "finished"
+        finish = output.finish
+        usage = AgentUsage(
+            request.model, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens, "finished"
+        )
+        return Answer(output.text, finish.reason, {request.agent: usage})
+
+    # --- remembering
+
+    def _program(self, tenant: str, program: str) -> _Program:
+        found = self._programs.get((tenant, program))
+        if found is None:
+            raise UnknownProgram(f"No program {program!r} is known.", remedy="Send an agent request first.")
+        return found
+
+    async def _forget(self, tenant: str, program: str) -> None:
+        self._programs.pop((tenant, program), None)
+        await self._cache.forget(tenant, program)
+
+
+def _parts(request: AgentRequest, model: ServedModel) -> tuple[Part, ...]:
+    if bool(request.prompt) == bool(request.messages):
+        raise InvalidRequest("Exactly one of prompt and messages is needed.", remedy="Send one of the two.")
+    if request.prompt:
+        return _holes(request.prompt)
+    return render(model.tokenizer, [Message(role, _holes(segments)) for role, segments in request.messages])
+
+
+def _holes(segments: Iterable[Segment]) -> tuple[Part, ...]:
+    return tuple(Slot(part.agent) if isinstance(part, OutputOf) else part for part in segments)
+
+
+def _circle(program: _Program, agent: str, precursors: frozenset[str]) -> tuple[str, ...]:
+    """A way from `agent` over precursors back to it, empty where there is none."""
+    ways: list[tuple[str, ...]] = [(agent, precursor) for precursor in precursors]
+    seen: set[str] = set()
+    while ways:
+        way = ways.pop()
+        if way[-1] == agent:
+            return way
+        if way[-1] not in seen:
+            seen.add(way[-1])
+            known = program.agents.get(way[-1])
+            ways.extend((*way, precursor) for precursor in (known.precursors if known else ()))
+    return ()
+
+
+def _duplicate(request: AgentRequest) -> DuplicateAgent:
+    return DuplicateAgent(
+        f"Program {request.program!r} already has an agent {request.agent!r}.",
+        remedy="Give each agent its own id, or delete the program first.",
+    )

@@ -1,0 +1,105 @@
+"""What the online path is asked and what it answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shell_router.core.generation import FinishReason
+from shell_router.topology import Prefill
+
+
+@dataclass(frozen=True, slots=True)
+class MoaRequest:
+    """One question for a topology.
+
+    `messages` are chat messages (role, content), the last one the user's. `sampling` overrides the root's sampling
+    parameters. `seed` fixes the early-exit gate's draws. `id` is unique; it names the run in the cache and in traces.
+    """
+
+    id: str
+    tenant: str
+    messages: tuple[Mapping[str, str], ...]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOf:
+    """A place in a prompt where another agent's output goes."""
+
+    agent: str
+
+
+Segment = str | OutputOf
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRequest:
+    """One agent of somebody else's program.
+
+    Exactly one of `prompt` (raw segments) and `messages` (role and segments, put through the model's chat template)
+    is given. A precursor may be running, finished, or not yet sent; the first sign of it is waited for `wait_s`.
+    """
+
+    tenant: str
+    program: str
+    agent: str
+    model: str
+    prompt: tuple[Segment, ...] = ()
+    messages: tuple[tuple[str, tuple[Segment, ...]], ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    prefill: Prefill = Prefill()
+    wait_s: float = 60.0
+    timeout_s: float = 600.0
+
+
+CutOff = Literal["early_exit", "unneeded"]
+AgentState = Literal["finished", "early_exit", "unneeded", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentUsage:
+    """Tokens one agent cost. An agent that was cut off counts what it had decoded by then."""
+
+    model: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    state: AgentState
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The root's output, and what every agent cost, in topological order."""
+
+    text: str
+    reason: FinishReason
+    agents: Mapping[str, AgentUsage]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of all agents."""
+        return sum(usage.prompt_tokens for usage in self.agents.values())
+
+    @property
+    def completion_tokens(self) -> int:
+        """Decoded tokens of all agents."""
+        return sum(usage.completion_tokens for usage in self.agents.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the agents' final requests found cached."""
+        return sum(usage.cached_tokens for usage in self.agents.values())
+
+
+ProgramAgentState = Literal["waiting", "running", "finished", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramState:
+    """What is known of an agent program: each agent's state and output so far."""
+
+    program: str
+    agents: Mapping[str, ProgramAgentState]
+    outputs: Mapping[str, str]

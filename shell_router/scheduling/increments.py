@@ -1,0 +1,54 @@
+"""How many new tokens make a prefill-only update worth its cost (Faster-MoA, 4.3; adaptive form ours, B2)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+ChunkTokens = int | Literal["adaptive"]
+
+
+@dataclass(frozen=True, slots=True)
+class IncrementSettings:
+    """When to send the next update.
+
+    `chunk_tokens` is a fixed number of new tokens, or `adaptive`: as few as keep the share of time that one prompt
+    keeps the prefill engine busy at or under `busy_share`, between `min_tokens` and `max_tokens`.
+
+    A prompt that is complete goes out as a last update first, if more than `tail_share` of it has not been prefilled
+    (precursors that end together leave whole slots): so decode's KV is claimed only for prompts that are ready, as in
+    step 4 of the paper. 1 sends the real request at once.
+    """
+
+    chunk_tokens: ChunkTokens = "adaptive"
+    min_tokens: int = 8
+    max_tokens: int = 512
+    busy_share: float = 0.5
+    tail_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens != "adaptive" and self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be 'adaptive' or at least 1, not {self.chunk_tokens!r}")
+        if not 1 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"min_tokens and max_tokens must satisfy 1 <= min <= max, not {self.min_tokens}, {self.max_tokens}"
+            )
+        if not 0 < self.busy_share <= 1:
+            raise ValueError(f"busy_share must be above 0 and at most 1, not {self.busy_share}")
+        if not 0 <= self.tail_share <= 1:
+            raise ValueError(f"tail_share must be between 0 and 1, not {self.tail_share}")
+
+
+def tokens_per_increment(
+    settings: IncrementSettings, *, cost_s: float | None, arrival_tokens_per_s: float | None
+) -> int:
+    """New tokens to wait for before the next update.
+
+    While `n` tokens arrive, `n / arrival_tokens_per_s` seconds pass; an update of them keeps the engine busy for
+    about `cost_s` (mostly fixed cost, as the prefix is cached). Their ratio is the busy share. Until both are
+    measured the smallest chunk is used, which is how they come to be measured.
+    """
+    if settings.chunk_tokens != "adaptive":
+        return settings.chunk_tokens
+    if cost_s is None or arrival_tokens_per_s is None:
+        return settings.min_tokens
+    wanted = cost_s * arrival_tokens_per_s / settings.busy_share
+    return int(min(max(wanted, settings.min_tokens), settings.max_tokens))

@@ -1,0 +1,170 @@
+"""What a file's form cannot show: names that lead nowhere, and graphs that no request could walk.
+
+The checks run in stages, each on what the stage before has found sound, so that one slip is reported once.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+from shell_router.topology.assemble import agents_in, prefill_in
+from shell_router.topology.document import Path, Problem
+from shell_router.topology.grammar import shown, suggestion
+from shell_router.topology.layered import Values
+from shell_router.topology.syntax import GRAPH_FORMS, MAX_AGENTS
+
+
+def form_problems(file: Values) -> Iterator[Problem]:
+    """Exactly one description of the graph, layers that fit together, settings that agree."""
+    given = [form for form in GRAPH_FORMS if form in file]
+    choices = ", ".join(f"'{form}'" for form in GRAPH_FORMS)
+    if not given:
+        yield Problem((), "No graph is described.", f"Add one of {choices}.")
+    for extra in given[1:]:
+        remedy = f"Keep one of {choices}."
+        yield Problem((extra,), f"The graph is described twice, by '{given[0]}' and by '{extra}'.", remedy)
+    for form in ("tree", "all_to_all"):
+        if form in file:
+            yield from _layer_problems(form, file[form])
+    try:
+        prefill_in(file)
+    except ValueError as error:
+        yield Problem(("prefill",), f"prefill: {error}.", "Change one of them.")
+
+
+def name_problems(file: Values, models: Collection[str] | None) -> Iterator[Problem]:
+    """Models, precursors and cluster members that do not exist or may not stand where they do."""
+    agents = agents_in(file)
+    yield from _model_problems(file, models)
+    for agent, said in file.get("agents", {}).items():
+        yield from _precursor_problems(agent, said.get("precursors", ()), agents)
+        if "slot" in said.get("prompt", {}) and not said.get("precursors"):
+            yield _idle_slot(f"'{agent}'", ("agents", agent, "prompt", "slot"))
+    for form in ("tree", "all_to_all"):
+        if "slot" in file.get(form, {}).get("proposer", {}).get("prompt", {}):
+            yield _idle_slot("a proposer", (form, "proposer", "prompt", "slot"))
+    yield from _member_problems(file, agents)
+
+
+def graph_problems(file: Values) -> Iterator[Problem]:
+    """Cycles; else more than one root, agents that nothing connects, and a root among a cluster's members."""
+    precursors = {agent: said.get("precursors", ()) for agent, said in agents_in(file).items()}
+    try:
+        TopologicalSorter(precursors).prepare()
+    except CycleError as error:
+        yield _cycle(error.args[1])
+        return
+    read = {agent for read in precursors.values() for agent in read}
+    roots = [agent for agent in precursors if agent not in read]
+    yield from _root_problems(roots, precursors)
+    if len(roots) == 1:
+        yield from _root_misuse(roots[0], file)
+
+
+def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:
+    shape = layered["shape"]
+    at = (form, "shape")
+    if sum(shape) > MAX_AGENTS:
+        yield Problem(at, f"The layers hold {sum(shape)} agents.", f"Write at most {MAX_AGENTS} in all.")
+    if shape[-1] != 1:
+        yield Problem(at, f"The last layer of shape {shape} is not 1.", f"Write {[*shape, 1]}, or end it with 1.")
+    if form == "all_to_all":
+        return
+    for below, layer in pairwise(shape):
+        if below % layer:
+            yield Problem(
+                at,
+                f"In a tree {below} agents cannot be shared out evenly among {layer} successors.",
+                f"Make {below} a multiple of {layer}, or use the full form, 'agents'.",
+            )
+
+
+def _model_problems(file: Values, models: Collection[str] | None) -> Iterator[Problem]:
+    default = file.get("defaults", {}).get("model")
+    for agent, said in file.get("agents", {}).items():
+        if "model" not in said and default is None:
+            yield Problem(("agents", agent), f"Agent '{agent}' has no model.", "Give it, or 'defaults', a 'model'.")
+    if models is None:
+        return
+    for at, model in _models_named(file):
+        if model not in models:
+            yield Problem(at, f"Unknown model {shown(model)}.", suggestion(model, sorted(models)))
+
+
+def _models_named(file: Values) -> Iterator[tuple[Path, str]]:
+    blocks: dict[Path, Values] = {("defaults",): file.get("defaults", {})}
+    blocks |= {("agents", agent): said for agent, said in file.get("agents", {}).items()}
+    for at, said in blocks.items():
+        if "model" in said:
+            yield (*at, "model"), said["model"]
+    for form in ("tree", "all_to_all"):
+        layered = file.get(form, {})
+        for position, model in enumerate(layered.get("models", ())):
+            yield (form, "models", position), model
+        if "root_model" in layered:
+            yield (form, "root_model"), layered["root_model"]
+
+
+def _precursor_problems(agent: str, precursors: list[str], agents: Collection[str]) -> Iterator[Problem]:
+    for position, precursor in enumerate(precursors):
+        at = ("agents", agent, "precursors", position)
+        if precursor == agent:
+            yield Problem(at, f"Agent '{agent}' reads itself.", "Remove it from its own precursors.")
+        elif precursor not in agents:
+            wrong = f"Agent '{agent}' reads '{precursor}', which is not an agent."
+            yield Problem(at, wrong, suggestion(precursor, [other for other in agents if other != agent]))
+        elif precursor in precursors[:position]:
+            yield Problem(at, f"Agent '{agent}' reads '{precursor}' twice.", "Name it once.")
+
+
+def _idle_slot(who: str, at: Path) -> Problem:
+    remedy = "Add 'precursors', or remove 'slot'."
+    return Problem(at, f"The prompt of {who} has a slot, but no precursor fills it.", remedy)
+
+
+def _member_problems(file: Values, agents: Collection[str]) -> Iterator[Problem]:
+    home: dict[str, str] = {}
+    for cluster, said in file.get("clusters", {}).items():
+        for position, agent in enumerate(said["agents"]):
+            at = ("clusters", cluster, "agents", position)
+            if agent not in agents:
+                wrong = f"Cluster '{cluster}' holds '{agent}', which is not an agent."
+                yield Problem(at, wrong, suggestion(agent, list(agents)))
+            elif agent in home:
+                twice = f"Agent '{agent}' is in cluster '{home[agent]}' and again in '{cluster}'."
+                yield Problem(at, twice, "Keep it in one cluster, once.")
+            else:
+                home[agent] = cluster
+
+
+def _cycle(agents: list[str]) -> Problem:
+    drawn = " -> ".join(agents)
+    remedy = f"Remove one of these links, say '{agents[0]}' from the precursors of '{agents[1]}'."
+    return Problem(("agents", agents[1], "precursors"), f"Outputs run in a circle: {drawn}.", remedy)
+
+
+def _root_problems(roots: list[str], precursors: Mapping[str, Collection[str]]) -> Iterator[Problem]:
+    """Of several agents that nobody reads, those that read nobody either are unreachable, the rest roots."""
+    connected = [agent for agent in roots if precursors[agent]]
+    alone = [agent for agent in roots if connected and agent not in connected]
+    for agent in alone:
+        unreachable = f"Agent '{agent}' is unreachable: it reads nobody and nobody reads it."
+        yield Problem(("agents", agent), unreachable, "Name it among another's precursors, or remove it.")
+    ends = [agent for agent in roots if agent not in alone]
+    if len(ends) > 1:
+        counts = "two roots" if len(ends) == 2 else f"{len(ends)} roots"
+        named = " and ".join(f"'{agent}'" for agent in ends)
+        remedy = "Exactly one agent may be read by nobody; name the others among somebody's precursors."
+        yield Problem(("agents", ends[1]), f"The graph has {counts}: {named} are read by nobody.", remedy)
+
+
+def _root_misuse(root: str, file: Values) -> Iterator[Problem]:
+    for cluster, said in file.get("clusters", {}).items():
+        if root in said["agents"]:
+            at: Path = ("clusters", cluster, "agents", said["agents"].index(root))
+            wrong = f"Cluster '{cluster}' holds the root '{root}', whose output is the answer."
+            yield Problem(at, wrong, "Remove it from the cluster.")
+    for form in GRAPH_FORMS:
+        if file.get(form, {}).get(root, {}).get("on_failure") == "drop":
+            at = (form, root, "on_failure")
+            yield Problem(at, "The root cannot be dropped: its output is the answer.", "Write 'fail', or remove it.")

@@ -1,0 +1,161 @@
+"""YAML text as plain values, with the line of each; and what is wrong with a file, with its line."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from yaml.constructor import SafeConstructor
+
+from shell_router.errors import TopologyError
+
+Path = tuple[str | int, ...]
+"""Keys and positions that lead from a document's top to a value."""
+
+MAX_CHARACTERS = 1_000_000
+MAX_VALUES = 50_000
+MAX_DEPTH = 50
+
+_PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "null")}
+_TEXT_TAG = "tag:yaml.org,2002:str"
+_BAD_SCALAR = (ValueError, KeyError, IndexError, OverflowError, yaml.YAMLError)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a file. `at` leads to the value, or is a line number."""
+
+    at: Path | int
+    message: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What a file says, as JSON-like values, and where it says so. A key's line is its value's line."""
+
+    source: str
+    value: Any
+    lines: Mapping[Path, int]
+
+    def line_of(self, at: Path) -> int:
+        """Line of the value at `at`, or of what holds it where the file does not say it."""
+        while at and at not in self.lines:
+            at = at[:-1]
+        return self.lines.get(at, 1)
+
+    def refuse(self, problems: Iterable[Problem]) -> None:
+        """Raise TopologyError naming every problem, one to a line, in the file's order, if there is any."""
+        located = [(p.at if isinstance(p.at, int) else self.line_of(p.at), p.message, p.remedy) for p in problems]
+        if not located:
+            return
+        lines = [(f"{self.source}:{line}: {message}", remedy) for line, message, remedy in sorted(set(located))]
+        if len(lines) == 1:
+            raise TopologyError(lines[0][0], remedy=lines[0][1])
+        raise TopologyError("\n".join(f"{message} {remedy}" for message, remedy in lines))
+
+
+def read_document(text: str, *, source: str) -> Document:
+    """Read the one YAML document in `text`. Raises TopologyError naming `source` and the line."""
+    root = _compose(text, source)
+    reader = _NodeReader()
+    value = reader.read(root, ())
+    document = Document(source, value, reader.lines)
+    document.refuse(reader.problems)
+    return document
+
+
+def _compose(text: str, source: str) -> yaml.Node:
+    nothing = Document(source, None, {})
+    if len(text) > MAX_CHARACTERS:
+        nothing.refuse([Problem(1, f"The file holds over {MAX_CHARACTERS} characters.", "Make it smaller.")])
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        nothing.refuse([_syntax_problem(error, text)])
+    except RecursionError:
+        nothing.refuse([Problem(1, "Values are nested too deeply.", f"Nest at most {MAX_DEPTH} levels.")])
+    else:
+        if root is not None:
+            return root
+    raise TopologyError(
+        f"{source}:1: The file is empty.",
+        remedy="Describe a topology; docs/topologies.md shows the shortest one.",
+    )
+
+
+def _syntax_problem(error: yaml.YAMLError, text: str) -> Problem:
+    remedy = "Correct the YAML; text with ': ', '#', braces or a leading symbol needs quotes."
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        return Problem(mark.line + 1 if mark else 1, f"Not valid YAML: {error.problem or error.context}.", remedy)
+    position = getattr(error, "position", 0)
+    return Problem(
+        text.count("\n", 0, position) + 1,
+        "Not valid YAML: a character that may not stand in YAML.",
+        "Remove it, or write it as an escape in double quotes.",
+    )
+
+
+class _NodeReader:
+    """Walks composed nodes. An alias is read again wherever it stands, hence the limit on values."""
+
+    def __init__(self) -> None:
+        self.lines: dict[Path, int] = {}
+        self.problems: list[Problem] = []
+        self._values_left = MAX_VALUES
+        self._constructor = SafeConstructor()
+
+    def read(self, node: yaml.Node, at: Path, line: int | None = None) -> Any:
+        line = node.start_mark.line + 1 if line is None else line
+        self.lines.setdefault(at, line)
+        self._values_left -= 1
+        if self._values_left < 0 or len(at) > MAX_DEPTH:
+            self._report_size(line)
+            return None
+        if isinstance(node, yaml.MappingNode):
+            return {key: self.read(value, (*at, key), line) for key, value, line in self._entries(node)}
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(item, (*at, position)) for position, item in enumerate(node.value)]
+        return self._scalar(node, line)
+
+    def _report_size(self, line: int) -> None:
+        if not self.problems or self.problems[-1].message != "Values are too many or nested too deeply.":
+            remedy = f"Write at most {MAX_VALUES} values, aliases spelled out, nested at most {MAX_DEPTH} levels."
+            self.problems.append(Problem(line, "Values are too many or nested too deeply.", remedy))
+
+    def _entries(self, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, int]]:
+        first_lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            if self._values_left < 0:
+                return
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TEXT_TAG:
+                shown = key if isinstance(key, str) else "a list or mapping"
+                self.problems.append(
+                    Problem(line, f"The key {shown} is not text.", "Put it in quotes if it is meant as a name.")
+                )
+            elif key in first_lines:
+                self.problems.append(
+                    Problem(
+                        line,
+                        f"The key '{key}' stands twice; first in line {first_lines[key]}.",
+                        "Keep one of them.",
+                    )
+                )
+            else:
+                first_lines[key] = line
+                yield key, value_node, line
+
+    def _scalar(self, node: yaml.Node, line: int) -> Any:
+        if node.tag == _TEXT_TAG:
+            return node.value
+        if node.tag in _PLAIN_TAGS:
+            try:
+                return self._constructor.construct_object(node)
+            except _BAD_SCALAR:
+                pass  # reported below, as is every scalar that has no plain value
+        kind = node.tag.rpartition(":")[2]
+        message = f"{node.value[:40]!r} is read as a YAML {kind}, which cannot stand here."
+        self.problems.append(Problem(line, message, "Put it in quotes if it is meant as text."))
+        return None

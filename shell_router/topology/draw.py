@@ -1,0 +1,114 @@
+"""A topology as text for the terminal, and as a Mermaid flowchart."""
+
+from collections.abc import Iterator, Sequence
+
+from shell_router.early_exit import EarlyExit
+from shell_router.topology.graph import Cluster, Topology
+
+_ABOVE = "↑ above"
+
+
+def draw_terminal(topology: Topology) -> str:
+    """The graph as a tree from the root down, each agent with its model and cluster, then clusters and prefill.
+
+    An agent that several successors read is drawn out once and elsewhere marked as standing above. So is a whole
+    set of precursors that an agent shares with one drawn before.
+    """
+    sizes = f"{_count(len(topology.agents), 'agent')} in {_count(len(topology.layers), 'layer')}"
+    head = [f"{topology.name}: {sizes}"]
+    head += [topology.description] if topology.description else []
+    return "\n".join([*head, "", *_tree(topology), "", *_cluster_lines(topology), _prefill_line(topology)]) + "\n"
+
+
+def draw_mermaid(topology: Topology) -> str:
+    """The graph as a Mermaid flowchart, leaves on the left, clusters as subgraphs."""
+    names = {agent: f"a{number}" for number, agent in enumerate(topology.agents)}
+    nodes = {
+        agent.id: f'{names[agent.id]}["{_escaped(agent.id)}<br/>{_escaped(agent.model)}"]'
+        for agent in topology.agents.values()
+    }
+    lines = ["flowchart LR"]
+    for number, cluster in enumerate(topology.clusters):
+        lines.append(f'    subgraph c{number}["{_escaped(cluster.id)}: {_escaped(_exit_text(cluster.early_exit))}"]')
+        lines += [f"        {nodes[agent]}" for agent in cluster.agents]
+        lines.append("    end")
+    lines += [f"    {node}" for agent, node in nodes.items() if agent not in topology.cluster_of]
+    for agent in topology.agents.values():
+        lines += [f"    {names[precursor]} --> {names[agent.id]}" for precursor in agent.precursors]
+    return "\n".join(lines) + "\n"
+
+
+def _tree(topology: Topology) -> Iterator[str]:
+    drawn: set[str] = set()
+    first_reader: dict[tuple[str, ...], str] = {}
+    stack: list[tuple[str, str, str]] = [("", "", topology.root.id)]
+    while stack:
+        indent, branch, agent_id = stack.pop()
+        mark = f"  {_ABOVE}" if agent_id in drawn else ""
+        yield f"{indent}{branch}{_label(topology, agent_id)}{mark}"
+        if mark:
+            continue
+        drawn.add(agent_id)
+        precursors = topology.agents[agent_id].precursors
+        inner = indent + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
+        if len(precursors) > 1 and precursors in first_reader:
+            yield f"{inner}└─ the {len(precursors)} precursors of {first_reader[precursors]}  {_ABOVE}"
+            continue
+        first_reader[precursors] = agent_id
+        stack += reversed(_branches(inner, precursors))
+
+
+def _branches(indent: str, precursors: Sequence[str]) -> list[tuple[str, str, str]]:
+    last = len(precursors) - 1
+    return [(indent, "└─ " if n == last else "├─ ", precursor) for n, precursor in enumerate(precursors)]
+
+
+def _label(topology: Topology, agent_id: str) -> str:
+    cluster = topology.cluster_of.get(agent_id)
+    place = f"  ({cluster.id})" if cluster else ""
+    return f"{agent_id} [{topology.agents[agent_id].model}]{place}"
+
+
+def _cluster_lines(topology: Topology) -> list[str]:
+    if not topology.clusters:
+        return ["Clusters: none"]
+    width = max(len(cluster.id) for cluster in topology.clusters)
+    return ["Clusters:", *(_cluster_line(cluster, width) for cluster in topology.clusters)]
+
+
+def _cluster_line(cluster: Cluster, width: int) -> str:
+    first, *others = cluster.agents
+    members = (
+        f"{first} ... {others[-1]}, {len(cluster.agents)} agents" if len(others) > 3 else ", ".join(cluster.agents)
+    )
+    return f"  {cluster.id:<{width}}  {_exit_text(cluster.early_exit)}; {members}"
+
+
+def _exit_text(early_exit: EarlyExit | None) -> str:
+    if early_exit is None:
+        return "no early exit"
+    policy: str = early_exit.policy
+    if policy == "threshold":
+        policy = f"at Q >= {early_exit.threshold:g}"
+    start = f"from {_count(early_exit.min_completed, 'output')} on"
+    return f"early exit {policy}, tau {early_exit.tau:g}, {start}"
+
+
+def _prefill_line(topology: Topology) -> str:
+    prefill, chunk = topology.prefill, topology.prefill.increments.chunk_tokens
+    if not prefill.incremental:
+        return "Prefill: when all precursors have ended"
+    size = "adaptive chunks" if chunk == "adaptive" else f"chunks of {_count(chunk, 'token')}"
+    order = "as declared" if prefill.slot_order == "declared" else "by expected finish"
+    return f"Prefill: incremental, {size}, slots {order}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _escaped(text: str) -> str:
+    """Text for a quoted Mermaid label, which knows `#name;` for what would end or break it."""
+    for character, code in (("#", "#35;"), ("&", "#38;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
+        text = text.replace(character, code)
+    return " ".join(text.split())

@@ -1,0 +1,111 @@
+"""The agent graph as a value: agents, their precursors, clusters, and what follows from them."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from shell_router.early_exit import EarlyExit
+from shell_router.scheduling import IncrementSettings, SlotOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """How an agent's prompt is put together: S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1).
+
+    `{question}` in `system`, `prefix` and `suffix` is the text of the last user message. `slot` is written once per
+    precursor, with `{output}` exactly once, and optionally `{agent}` and `{index}` (1, 2, ... in prompt order); a
+    slot whose precursor was cut off or dropped leaves nothing behind.
+    """
+
+    system: str = ""
+    prefix: str = "{question}"
+    slot: str = "{output}"
+    suffix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """One node. `precursors` stand in slot order; `sampling` holds SGLang's `sampling_params`."""
+
+    id: str
+    model: str
+    precursors: tuple[str, ...] = ()
+    prompt: Prompt = Prompt()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    on_failure: Literal["fail", "drop"] = "fail"
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Agents that are judged together; with `early_exit` the unfinished ones may be cut off."""
+
+    id: str
+    agents: tuple[str, ...]
+    early_exit: EarlyExit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Whether and how successors are prefilled while their precursors decode (Faster-MoA, 4.3)."""
+
+    incremental: bool = True
+    increments: IncrementSettings = field(default_factory=IncrementSettings)
+    slot_order: SlotOrder = "declared"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A checked graph: acyclic, one root, every agent reaches it, every agent in at most one cluster.
+
+    `agents` is in topological order, precursors first; the root is last.
+    """
+
+    name: str
+    agents: Mapping[str, Agent]
+    clusters: tuple[Cluster, ...] = ()
+    prefill: Prefill = Prefill()
+    description: str = ""
+
+    @cached_property
+    def root(self) -> Agent:
+        """The one agent without successors; its output is the answer."""
+        return list(self.agents.values())[-1]
+
+    @cached_property
+    def successors(self) -> Mapping[str, tuple[str, ...]]:
+        """Per agent, the agents whose prompts hold its output."""
+        found: dict[str, list[str]] = {agent: [] for agent in self.agents}
+        for agent in self.agents.values():
+            for precursor in agent.precursors:
+                found[precursor].append(agent.id)
+        return {agent: tuple(after) for agent, after in found.items()}
+
+    @cached_property
+    def cluster_of(self) -> Mapping[str, Cluster]:
+        """The cluster of each agent that has one."""
+        return {agent: cluster for cluster in self.clusters for agent in cluster.agents}
+
+    @cached_property
+    def layers(self) -> tuple[tuple[str, ...], ...]:
+        """Agents by longest distance from a leaf, leaves first."""
+        depth: dict[str, int] = {}
+        for agent in self.agents.values():
+            depth[agent.id] = 1 + max((depth[p] for p in agent.precursors), default=-1)
+        layers: list[list[str]] = [[] for _ in range(1 + max(depth.values()))]
+        for agent_id, level in depth.items():
+            layers[level].append(agent_id)
+        return tuple(tuple(layer) for layer in layers)
+
+    def needed(self, gone: Collection[str]) -> frozenset[str]:
+        """Agents whose output can still reach the root when those in `gone` have been cut off."""
+        found: set[str] = set()
+        frontier = [self.root.id]
+        while frontier:
+            agent = frontier.pop()
+            if agent in found or agent in gone:
+                continue
+            found.add(agent)
+            frontier.extend(self.agents[agent].precursors)
+        return frozenset(found)

@@ -1,0 +1,76 @@
+"""Everything the API works with, started and ended together."""
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from shell_router.api import Services
+from shell_router.config import Config
+from shell_router.errors import ConfigError
+from shell_router.execution import Executor, Programs
+from shell_router.telemetry import Metrics, TraceStore
+from shell_router.topology import Topology, load_folder, load_topology
+from shell_router.wiring.cache import running_cache
+from shell_router.wiring.embedding import running_embedder
+from shell_router.wiring.models import running_models
+
+
+@asynccontextmanager
+async def running_services(config: Config) -> AsyncIterator[Services]:
+    """Start what `config` names and give it to the API; end all of it on leaving, in reverse order.
+
+    Raises ConfigError before anything is started where the files are wrong, EngineError for an engine that does not
+    come up. Nothing is left running on any path.
+    """
+    topologies = load_topologies(config)
+    clock = time.monotonic
+    async with (
+        running_embedder(config.embedder) as embedding,
+        running_cache(config.cache, clock) as cache,
+        running_models(config) as models,
+    ):
+        served = {alias: model.served for alias, model in models.items()}
+        yield Services(
+            executor=Executor(served, cache.logs, embedding.embedder, clock=clock),
+            programs=Programs(served, cache.logs, clock=clock),
+            topologies=topologies,
+            models=served,
+            relays={alias: model.pair for alias, model in models.items()},
+            checks={
+                **{f"engine {alias}": model.healthy for alias, model in models.items()},
+                "cache": cache.healthy,
+                "embedder": embedding.loaded,
+            },
+            metrics=Metrics(cache_degraded=cache.degraded),
+            traces=TraceStore(config.traces.kept),
+            clock=clock,
+        )
+
+
+def load_topologies(config: Config) -> Mapping[str, Topology]:
+    """Every topology that the deployment names, checked against its models. Raises ConfigError."""
+    found: dict[str, Topology] = {}
+    for path in config.topologies:
+        for name, topology in _load(path, config).items():
+            if name in found:
+                raise ConfigError(f"{path}: the topology name {name!r} is taken.", remedy="Rename one of them.")
+            found[name] = topology
+    _require_embedder(found, config)
+    return found
+
+
+def _load(path: Path, config: Config) -> Mapping[str, Topology]:
+    if path.is_dir():
+        return load_folder(path, models=config.models)
+    topology = load_topology(path, models=config.models)
+    return {topology.name: topology}
+
+
+def _require_embedder(topologies: Mapping[str, Topology], config: Config) -> None:
+    judged = [one.name for one in topologies.values() if any(cluster.early_exit for cluster in one.clusters)]
+    if judged and config.embedder.model == "none":
+        raise ConfigError(
+            f"the topology {judged[0]!r} exits early, and the deployment's embedder is none.",
+            remedy="Set embedder.model, or early_exit: off in the topology.",
+        )

@@ -1,0 +1,129 @@
+"""Incremental prefill on real engines: the same outputs with it and without, and a prefix cache that is really hit."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from agent_cache.memory import MemoryAgentPromptCache
+from shell_router.core.events import AgentFinished, AgentTokens, PrefillIncrement
+from shell_router.core.model import ServedModel
+from shell_router.engines.address import PairAddress
+from shell_router.engines.embedded.checkpoint import make_checkpoint
+from shell_router.engines.embedded.launch import EmbeddedFleet
+from shell_router.engines.embedded.settings import EmbeddedSettings
+from shell_router.engines.pair import SglangPair
+from shell_router.engines.tokenizer import HfTokenizer
+from shell_router.execution import Executor, MoaRequest
+from shell_router.scheduling import IncrementSettings
+from shell_router.topology import Prefill, Topology, load_folder
+from tests.fakes.recorder import Recorder
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+TOPOLOGIES = load_folder(Path("topologies"))
+PROMPTS = 50
+AT_ONCE = 8
+SEEDS = random.Random(11)
+WORDS = ("river", "seven", "why", "and", "Zürich", "3.14", "{x}", "\n\n", "if", "銀行", "don't", "  ", "answer:", "😀")
+QUESTIONS = [" ".join(SEEDS.choices(WORDS, k=SEEDS.randrange(3, 60))) for _ in range(PROMPTS)]
+
+# which tokenizer family serves each alias: one for all (token mode), or two that no agent shares with its precursors
+FAMILIES = {"token": ("a", "a", "a"), "text": ("a", "b", "a")}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def families(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mapping[str, ServedModel]]:
+    """Two tiny models of different tokenizers on embedded pairs, in float64: outputs then depend on the ids alone."""
+    folders = {
+        "a": make_checkpoint(tmp_path_factory.mktemp("a"), seed=1),
+        "b": make_checkpoint(tmp_path_factory.mktemp("b"), seed=2, tokenizer_variant=1, architecture="llama"),
+    }
+    settings = {
+        family: EmbeddedSettings(str(folder), dtype="float64", max_running_requests=128, max_total_tokens=500_000)
+        for family, folder in folders.items()
+    }
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(EmbeddedFleet(settings))
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        models = {}
+        for family, running in fleet.items():
+            address = PairAddress(
+                running.prefill_url, running.decode_url, running.bootstrap_host, running.bootstrap_port
+            )
+            pair = SglangPair(address, session)
+            stack.push_async_callback(pair.aclose)
+            models[family] = ServedModel(family, pair, HfTokenizer.from_folder(folders[family]), 8192)
+        yield models
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Every agent's output, and what the engine said of each increment and each final prompt."""
+
+    outputs: Mapping[str, tuple[int, ...]]
+    increments: tuple[PrefillIncrement, ...]
+    finished: tuple[AgentFinished, ...]
+
+
+async def run(executor: Executor, topology: Topology, number: int, run_id: str) -> Outcome:
+    events = Recorder()
+    chat = ({"role": "user", "content": QUESTIONS[number]},)
+    await executor.run(topology, MoaRequest(f"{run_id}-{number}", "test", chat), events.emit)
+    outputs: dict[str, tuple[int, ...]] = {}
+    for tokens in events.of(AgentTokens):
+        outputs[tokens.agent] = outputs.get(tokens.agent, ()) + tokens.ids
+    return Outcome(outputs, tuple(events.of(PrefillIncrement)), tuple(events.of(AgentFinished)))
+
+
+async def run_all(executor: Executor, topology: Topology, run_id: str) -> list[Outcome]:
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(number: int) -> Outcome:
+        async with room:
+            return await run(executor, topology, number, run_id)
+
+    return list(await asyncio.gather(*(one(number) for number in range(PROMPTS))))
+
+
+def greedy(topology: Topology, *, incremental: bool, new_tokens: int) -> Topology:
+    """The topology without chance: temperature 0, nobody cut off."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens}
+    return replace(
+        topology,
+        agents={name: replace(agent, sampling=sampling) for name, agent in topology.agents.items()},
+        clusters=tuple(replace(cluster, early_exit=None) for cluster in topology.clusters),
+        prefill=Prefill(incremental, IncrementSettings("adaptive")),
+    )
+
+
+@pytest.mark.parametrize("mode", FAMILIES)
+@pytest.mark.parametrize("name", TOPOLOGIES)
+async def test_outputs_are_the_same_with_incremental_prefill_and_its_cache_is_hit(
+    families: Mapping[str, ServedModel], mode: str, name: str
+) -> None:
+    aliases = zip(("small", "medium", "large"), FAMILIES[mode], strict=True)
+    models = {alias: replace(families[family], alias=alias) for alias, family in aliases}
+    executor = Executor(models, MemoryAgentPromptCache(clock=monotonic), None, clock=monotonic)
+    topology = greedy(TOPOLOGIES[name], incremental=True, new_tokens=48)
+    plain = replace(topology, prefill=Prefill(incremental=False))
+
+    with_it = await run_all(executor, topology, f"{mode}-{name}-on")
+    without = await run_all(executor, plain, f"{mode}-{name}-off")
+
+    assert [outcome.outputs for outcome in with_it] == [outcome.outputs for outcome in without]
+    assert all(len(ids) for outcome in with_it for ids in outcome.outputs.values())
+    increments = [increment for outcome in with_it for increment in outcome.increments]
+    later = [increment for increment in increments if increment.resident_tokens]
+    assert later
+    assert [i for i in later if i.cached_tokens < 0.99 * i.resident_tokens] == []
+    readers = {agent.id for agent in topology.agents.values() if agent.precursors}
+    final = [end for outcome in with_it for end in outcome.finished if end.agent in readers]
+    assert [end for end in final if end.cached_tokens < 0.95 * end.prompt_tokens] == []

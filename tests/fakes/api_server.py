@@ -1,0 +1,122 @@
+"""The whole API over scripted engines, listening on a free port, with a client that speaks to it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from shell_router.api import ApiSettings, Services, create_app, listening
+from shell_router.core.relay import NativeRoute, Relayed
+from shell_router.errors import InvalidRequest
+from shell_router.telemetry import Metrics
+from shell_router.topology import Agent, Prompt, Topology
+from tests.fakes.moa import ScriptedMoa
+
+DUO = Topology(
+    name="duo",
+    agents={
+        "left": Agent("left", "small"),
+        "right": Agent("right", "medium", on_failure="drop"),
+        "root": Agent("root", "large", ("left", "right"), Prompt(prefix="Sum up.\n", suffix="\n{question}")),
+    },
+    description="two agents and one that sums up",
+)
+
+
+@dataclass
+class ScriptedRelay:
+    """Answers native requests with `chunks`, waiting at `gate` before all but the first; keeps what it was sent."""
+
+    chunks: tuple[bytes, ...] = (b'{"text":"ok"}',)
+    content_type: str = "application/json"
+    status: int = 200
+    error: Exception | None = None
+    gate: asyncio.Event | None = None
+    forwarded: list[tuple[NativeRoute, bytes]] = field(default_factory=list)
+    left_early: int = 0
+
+    @contextlib.asynccontextmanager
+    async def forward(self, route: NativeRoute, body: bytes) -> AsyncIterator[Relayed]:
+        if not body.startswith(b"{"):
+            raise InvalidRequest("The body is not a JSON object.")
+        self.forwarded.append((route, body))
+        self._ended = False
+        try:
+            yield Relayed(self.status, self.content_type, self._answer())
+        finally:
+            self.left_early += not self._ended
+
+    async def _answer(self) -> AsyncIterator[bytes]:
+        for place, chunk in enumerate(self.chunks):
+            if place and self.gate:
+                await self.gate.wait()
+            yield chunk
+        if self.error:
+            raise self.error
+        self._ended = True
+
+
+@dataclass(frozen=True)
+class Api:
+    """A running API: its address, what is behind it, and a client session."""
+
+    url: str
+    moa: ScriptedMoa
+    services: Services
+    client: aiohttp.ClientSession
+
+    async def post(self, path: str, body: object, **headers: str) -> tuple[int, dict]:  # type: ignore[type-arg]
+        """Status and JSON of the answer."""
+        async with self.client.post(self.url + path, json=body, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str, **headers: str) -> tuple[int, dict]:  # type: ignore[type-arg]
+        """Status and JSON of the answer."""
+        async with self.client.get(self.url + path, headers=headers) as response:
+            return response.status, await response.json()
+
+    def stream(
+        self, body: object, path: str = "/v1/chat/completions"
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """A streamed request under way."""
+        return self.client.post(self.url + path, json=body)
+
+
+@contextlib.asynccontextmanager
+async def api(
+    moa: ScriptedMoa | None = None,
+    settings: ApiSettings | None = None,
+    *,
+    relays: Mapping[str, ScriptedRelay] | None = None,
+    checks: Mapping[str, Callable[[], Awaitable[bool]]] | None = None,
+    topologies: tuple[Topology, ...] = (DUO,),
+) -> AsyncIterator[Api]:
+    """Serve while the context is open."""
+    moa = moa or ScriptedMoa()
+    services = Services(
+        executor=moa.executor,
+        programs=moa.programs,
+        topologies={topology.name: topology for topology in topologies},
+        models=moa.models,
+        relays=relays or {},
+        checks=checks or {},
+        metrics=Metrics(),
+    )
+    app = create_app(services, settings or ApiSettings())
+    async with listening(app, drain_s=1) as url, aiohttp.ClientSession() as client:
+        yield Api(url, moa, services, client)
+
+
+def chat(content: str = "What is it?", **fields: object) -> dict[str, object]:
+    """A chat body of one user message to `duo`, unless `fields` say otherwise."""
+    return {"model": "duo", "messages": [{"role": "user", "content": content}], **fields}
+
+
+async def until(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
+    """Let others run until `holds()`."""
+    async with asyncio.timeout(limit_s):
+        while not holds():  # noqa: ASYNC110 # it lies behind a socket and sets no event
+            await asyncio.sleep(0)

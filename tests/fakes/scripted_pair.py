@@ -1,0 +1,68 @@
+"""A scripted prefill-decode pair with the router's own client in front, and ways to look at what is left of it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import aiohttp
+
+from shell_router.core.generation import Finish, Generation, Tokens
+from shell_router.engines.address import PairAddress, PairLimits
+from shell_router.engines.pair import SglangPair
+from shell_router.engines.scripted_server import Fault, ScriptedPair, ScriptedSettings
+
+LIMITS = PairLimits(stall_s=5, answer_s=5, connect_s=2, abort_s=2, settle_s=1)
+
+
+@dataclass(frozen=True)
+class Served:
+    """The client under test and the servers behind it."""
+
+    pair: SglangPair
+    servers: ScriptedPair
+    session: aiohttp.ClientSession
+
+    def break_leg(self, leg: str, fault: Fault | None) -> None:
+        """Let `fault` strike the server of that role from now on; None mends it."""
+        server = self.servers.prefill if leg == "prefill" else self.servers.decode
+        server.settings = replace(server.settings, fault=fault)
+
+    async def idle(self) -> None:
+        """Return once nothing runs on either server; fails after two seconds."""
+        async with asyncio.timeout(2):
+            while self.servers.prefill.running or self.servers.decode.running:
+                await asyncio.sleep(0)
+
+    async def quiet(self) -> None:
+        """Return once no task but the test's own is left; fails after two seconds."""
+        await self.pair.aclose()
+        async with asyncio.timeout(2):
+            while len(asyncio.all_tasks()) > 1:
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def served(
+    settings: ScriptedSettings = ScriptedSettings(), limits: PairLimits = LIMITS
+) -> AsyncIterator[Served]:
+    """A running scripted pair and its client."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with ScriptedPair(settings) as servers, aiohttp.ClientSession(connector=connector) as session:
+        address = PairAddress(servers.prefill.url, servers.decode.url, "127.0.0.1", 8998)
+        pair = SglangPair(address, session, limits=limits)
+        yield Served(pair, servers, session)
+        await pair.aclose()
+
+
+def generation(rid: str = "r", prompt_tokens: int = 40, new_tokens: int = 8, logprobs: bool = False) -> Generation:
+    """A request with a prompt of its own length."""
+    ids = list(range(1, prompt_tokens + 1))
+    return Generation(rid, ids, {"max_new_tokens": new_tokens, "temperature": 0}, logprobs)
+
+
+async def collect(pair: SglangPair, request: Generation) -> tuple[list[Tokens], Finish]:
+    """All tokens of a request, and its finish."""
+    events = [event async for event in pair.generate(request)]
+    assert isinstance(events[-1], Finish)
+    return [event for event in events if isinstance(event, Tokens)], events[-1]

@@ -1,0 +1,94 @@
+"""Agent requests over a socket."""
+
+import asyncio
+import json
+
+from tests.fakes.api_server import api
+from tests.fakes.gates import Hold
+from tests.fakes.moa import ScriptedMoa
+
+ONE = {"program": "p", "agent": "one", "model": "small", "prompt": "Say one."}
+TWO = {"program": "p", "agent": "two", "model": "large", "prompt": ["It said: ", {"output_of": "one"}, " Judge."]}
+PATH = "/v1/agent/requests"
+
+
+async def test_an_agent_reads_anothers_output_in_either_order() -> None:
+    async with api() as served:
+        later = asyncio.ensure_future(served.post(PATH, TWO))
+        assert (await served.post(PATH, ONE))[0] == 200
+        status, body = await later
+        assert (status == 200 and body["text"].startswith("two")) or body["text"]
+        (request,) = served.moa.engines["large"].generated
+        prompt = served.moa.tokenizers["large"].decode(request.input_ids)
+        one = served.moa.engines["small"].generated[0]
+        assert (prompt.startswith("It said: ") and prompt.endswith(" Judge.") and one.rid in prompt) or prompt
+
+
+async def test_a_stream_has_typed_events_and_ends_with_the_whole_answer() -> None:
+    async with api() as served:
+        await served.post(PATH, ONE)
+        async with served.stream({**TWO, "stream": True}, PATH) as response:
+            frames = (await response.text()).split("\n\n")
+        events = [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+        types = [event["type"] for event in events]
+        assert types[0] == "started" and types[-1] == "finished" and frames[-2] == "data: [DONE]"
+        tokens = [event for event in events if event["type"] == "token"]
+        assert "".join(event["text"] for event in tokens) == events[-1]["text"]
+        assert sum(len(event["ids"]) for event in tokens) == events[-1]["usage"]["completion_tokens"]
+        assert "prefill" in types
+
+
+async def test_a_program_can_be_looked_at_and_deleted() -> None:
+    async with api() as served:
+        await served.post(PATH, ONE)
+        status, body = await served.get(PATH + "/p")
+        assert status == 200 and body["agents"]["one"]["state"] == "finished" and body["agents"]["one"]["output"]
+        async with served.client.delete(f"{served.url}{PATH}/p") as response:
+            assert (await response.json())["deleted"]
+        assert (await served.get(PATH + "/p"))[0] == 404
+
+
+async def test_deleting_a_program_ends_what_runs_with_an_error() -> None:
+    hold = Hold(first=0)
+    async with api(ScriptedMoa(pace=hold.pace)) as served:
+        running = asyncio.ensure_future(served.post(PATH, ONE))
+        await hold.until_waiting()
+        async with served.client.delete(f"{served.url}{PATH}/p") as response:
+            assert response.status == 200
+        status, body = await running
+        assert (status, body["error"]["code"]) == (502, "agent_failed")
+        assert not served.moa.running
+
+
+async def test_what_cannot_run_is_refused() -> None:
+    async with api() as served:
+        await served.post(PATH, ONE)
+        for body, wanted in (
+            (ONE, (409, "duplicate_agent")),
+            ({**ONE, "agent": "x", "model": "nobody"}, (404, "model_not_found")),
+            ({**ONE, "agent": "x", "prompt": [{"output_of": "x"}]}, (400, "invalid_request")),
+            ({**ONE, "agent": "x", "prompt": []}, (400, "invalid_field")),
+        ):
+            for stream in (False, True):
+                status, answer = await served.post(PATH, {**body, "stream": stream})
+                assert (status, answer["error"]["code"]) == wanted
+        assert (await served.get(PATH + "/unknown"))[0] == 404
+
+
+async def test_a_precursor_that_never_comes_ends_the_wait_and_the_stream() -> None:
+    async with api() as served:
+        status, body = await served.post(PATH, {**TWO, "wait_s": 0.02})
+        assert (status, body["error"]["code"]) == (504, "precursor_timeout")
+        async with served.stream({**TWO, "program": "q", "wait_s": 0.02, "stream": True}, PATH) as response:
+            last = (await response.text()).split("\n\n")[-2]
+        error = json.loads(last.removeprefix("data: "))
+        assert (error["type"], error["error"]["code"]) == ("error", "precursor_timeout")
+
+
+async def test_programs_of_two_tenants_do_not_meet() -> None:
+    from shell_router.api import ApiSettings
+
+    async with api(settings=ApiSettings(keys={"me": "sk-1", "other": "sk-2"})) as served:
+        await served.post(PATH, ONE, Authorization="Bearer sk-1")
+        assert (await served.get(PATH + "/p", Authorization="Bearer sk-2"))[0] == 404
+        assert (await served.post(PATH, ONE, Authorization="Bearer sk-2"))[0] == 200

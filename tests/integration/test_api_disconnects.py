@@ -1,0 +1,99 @@
+"""A client that leaves: everything it asked for is aborted, whenever it leaves."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from shell_router.api import ApiSettings
+from tests.fakes.api_server import Api, ScriptedRelay, api, chat, until
+from tests.fakes.gates import Gates, Hold
+from tests.fakes.moa import ScriptedMoa
+
+AGENT = {"program": "p", "agent": "a", "model": "small", "prompt": "Hello"}
+
+
+async def nothing_runs(served: Api) -> None:
+    """Every engine request, trace and cache log of the one run has ended."""
+    await until(lambda: not served.moa.running)
+    (trace,) = served.services.traces._traces.values()
+    await until(lambda: trace.as_json()["state"] == "cancelled")
+    status, _ = await served.post("/v1/chat/completions", chat(model="other"))
+    assert status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat()), ("/v1/agent/requests", AGENT)])
+async def test_a_client_that_leaves_before_the_first_token_aborts_its_run(
+    path: str, body: dict[str, object], stream: bool
+) -> None:
+    hold = Hold(first=0)
+    moa = ScriptedMoa(pace=hold.pace)
+    async with api(moa) as served, aiohttp.ClientSession() as leaving:
+        asking = asyncio.ensure_future(leaving.post(served.url + path, json={**body, "stream": stream}))
+        await hold.until_waiting()
+        asked = set(moa.running)
+        asking.cancel()
+        await asyncio.wait([asking])
+        if not asking.cancelled():
+            asking.result().close()
+        await until(lambda: not moa.running)
+        assert asked and {rid.rpartition(".")[2] for rid in asked} <= moa.aborted | asked
+        hold.release()
+        await nothing_runs(served)
+        assert moa.aborted
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_stream_aborts_its_run() -> None:
+    hold = Hold(first=1)
+    gates = Gates("root")
+
+    async def pace(rid: str, piece: int) -> None:
+        await (hold.pace(rid, piece) if rid.endswith("root") else gates.pace(rid, piece))
+
+    moa = ScriptedMoa(pace=pace)
+    async with api(moa) as served:
+        async with served.stream(chat(stream=True)) as response:
+            assert b"root thinks" in await response.content.readuntil(b"\n\n")
+            await hold.until_waiting()
+            response.close()
+        await nothing_runs(served)
+        assert moa.aborted == {"root"}
+
+
+async def test_a_client_that_stops_reading_slows_no_agent_and_is_given_up() -> None:
+    flood = "word " * 200_000
+    moa = ScriptedMoa({"root": flood}, context_length=10**9)
+    async with api(moa, ApiSettings(write_timeout_s=0.2)) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1)
+        body = json.dumps(chat(stream=True)).encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+        writer.write(body)
+        await reader.readuntil(b"200") if False else None
+        await until(lambda: len(served.services.traces) == 1)
+        (trace,) = served.services.traces._traces.values()
+        await until(lambda: trace.as_json()["state"] == "finished", 60)
+        running = served.services.metrics.running_requests
+        await until(lambda: running._value.get() == 0, 60)
+        writer.transport.abort()
+
+
+async def test_leaving_a_native_stream_leaves_the_relays_context_early() -> None:
+    relay = ScriptedRelay((b"data: 1\n\n", b"data: 2\n\n"), "text/event-stream", gate=asyncio.Event())
+    async with api(relays={"small": relay}) as served:
+        async with served.stream({"text": "x"}, "/generate") as response:
+            assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"
+            response.close()
+        await until(lambda: relay.left_early == 1)
+
+
+async def test_leaving_a_native_request_leaves_the_relays_context_early() -> None:
+    relay = ScriptedRelay((b"{", b"}"), gate=asyncio.Event())
+    async with api(relays={"small": relay}) as served, aiohttp.ClientSession() as leaving:
+        asking = asyncio.ensure_future(leaving.post(served.url + "/generate", json={"text": "x"}))
+        await until(lambda: len(relay.forwarded) == 1)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await until(lambda: relay.left_early == 1)

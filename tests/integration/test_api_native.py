@@ -1,0 +1,67 @@
+"""Native requests on their way through."""
+
+import asyncio
+
+import pytest
+
+from shell_router.api import ApiSettings
+from shell_router.errors import EngineUnreachable
+from tests.fakes.api_server import ScriptedRelay, api
+
+ODD_BODY = b'{ "text":"hi",  "unknown_field": {"deep": [1, 2.50]}, "sampling_params":{}}'
+
+
+@pytest.mark.parametrize("route", ["generate", "prefill_only"])
+async def test_bodies_and_answers_pass_byte_for_byte(route: str) -> None:
+    relay = ScriptedRelay((b'{"a":', b" 1}"), "application/json", 201)
+    async with api(relays={"small": relay}) as served:
+        async with served.client.post(f"{served.url}/{route}", data=ODD_BODY) as response:
+            assert (response.status, await response.read()) == (201, b'{"a": 1}')
+            assert response.content_type == "application/json"
+        assert relay.forwarded == [(route, ODD_BODY)]
+
+
+async def test_a_stream_passes_chunk_by_chunk() -> None:
+    relay = ScriptedRelay((b"data: 1\n\n", b"data: 2\n\n"), "text/event-stream", gate=asyncio.Event())
+    async with api(relays={"small": relay}) as served:
+        async with served.stream({"text": "x", "stream": True}, "/generate") as response:
+            assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"
+            assert relay.gate is not None
+            relay.gate.set()
+            assert await response.read() == b"data: 2\n\n"
+
+
+async def test_the_model_is_named_by_header_or_field_and_must_be_known() -> None:
+    one, two = ScriptedRelay((b'"one"',)), ScriptedRelay((b'"two"',))
+    async with api(relays={"one": one, "two": two}) as served:
+        assert await served.post("/generate", {"text": "x"}, **{"x-model": "two"}) == (200, "two")
+        assert await served.post("/generate", {"text": "x", "model": "one"}) == (200, "one")
+        status, body = await served.post("/generate", {"text": "x"})
+        assert status == 400 and "one, two" in body["error"]["message"]
+        status, body = await served.post("/generate", {"text": "x", "model": "three"})
+        assert status == 404 and "one, two" in body["error"]["message"]
+        status, _ = await served.post("/generate", {"text": "x", "model": 3})
+        assert status == 400
+
+
+async def test_errors_before_and_after_the_head_reach_the_client() -> None:
+    broken = EngineUnreachable("closed early.")
+    whole = ScriptedRelay((b"{",), error=broken)
+    stream = ScriptedRelay((b"data: 1\n\n",), "text/event-stream", error=broken)
+    async with api(relays={"whole": whole, "stream": stream}) as served:
+        status, body = await served.post("/generate", {"text": "x"}, **{"x-model": "whole"})
+        assert (status, body["error"]["code"]) == (502, "engine_error")
+        async with served.stream({"model": "stream"}, "/generate") as response:
+            assert response.status == 200
+            assert b'"engine_error"' in (await response.read()).removeprefix(b"data: 1\n\n")
+        status, body = await served.post("/generate", [], **{"x-model": "whole"})
+        assert status == 400
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])
+async def test_an_engine_that_does_not_end_is_given_up_at_the_limit(content_type: str) -> None:
+    relay = ScriptedRelay((b"data: 1\n\n", b"data: 2\n\n"), content_type, gate=asyncio.Event())
+    async with api(settings=ApiSettings(request_timeout_s=0.05), relays={"small": relay}) as served:
+        async with served.stream({"text": "x"}, "/generate") as response:
+            assert b"deadline_exceeded" in await response.read()
+        assert relay.left_early == 1

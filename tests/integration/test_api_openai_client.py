@@ -1,0 +1,86 @@
+"""The official OpenAI client gets answers, streams, lists and errors."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+
+from shell_router.api import ApiSettings
+from shell_router.engines.scripted import Script
+from shell_router.errors import EngineStalled
+from tests.fakes.api_server import Api, api, chat
+from tests.fakes.moa import ScriptedMoa
+
+ROOT_SAYS = "root thinks and root speaks and then root is done"
+
+
+@asynccontextmanager
+async def client(served: Api, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) as connected:
+        yield connected
+
+
+async def test_it_gets_an_answer_from_a_tree_with_usage_over_all_agents() -> None:
+    async with api() as served, client(served) as ai:
+        answer = await ai.chat.completions.create(**chat())
+        assert answer.choices[0].message.content == ROOT_SAYS
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None and answer.usage.completion_tokens == 30
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + 30
+
+
+async def test_it_gets_an_answer_straight_from_a_model() -> None:
+    async with api() as served, client(served) as ai:
+        answer = await ai.chat.completions.create(**chat(model="small"))
+        assert answer.choices[0].message.content == ROOT_SAYS.replace("root", "small")
+        assert len(served.moa.engines["small"].generated) == 1
+
+
+async def test_it_reads_a_stream_to_the_same_text() -> None:
+    async with api() as served, client(served) as ai:
+        stream = await ai.chat.completions.create(stream=True, stream_options={"include_usage": True}, **chat())
+        chunks = [chunk async for chunk in stream]
+        text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+        assert text == ROOT_SAYS
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 30
+
+
+async def test_it_steps_over_agent_events_and_can_look_at_them() -> None:
+    async with api() as served, client(served) as ai:
+        stream = await ai.chat.completions.create(stream=True, extra_body={"include_agents": True}, **chat())
+        chunks = [chunk async for chunk in stream]
+        text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+        events = [chunk.model_extra["agent_event"] for chunk in chunks if not chunk.choices]
+        assert text == ROOT_SAYS
+        assert {"agent.started", "agent.prefill", "agent.tokens", "agent.finished"} <= {e["type"] for e in events}
+
+
+async def test_it_raises_when_a_stream_fails_after_its_head() -> None:
+    scripts = {"root": Script("a b c d e f", error=EngineStalled("nothing came for 60 s."), error_after=1)}
+    async with api(ScriptedMoa(scripts)) as served, client(served) as ai:
+        stream = await ai.chat.completions.create(stream=True, **chat())
+        with pytest.raises(openai.APIError, match="nothing came"):
+            async for _ in stream:
+                pass
+
+
+async def test_it_lists_models_of_both_kinds() -> None:
+    async with api() as served, client(served) as ai:
+        kinds = {model.id: model.kind async for model in ai.models.list()}  # type: ignore[attr-defined]
+        assert kinds["duo"] == "topology" and kinds["small"] == "model"
+        assert (await ai.models.retrieve("duo")).id == "duo"
+
+
+async def test_it_raises_its_own_errors() -> None:
+    async with api(settings=ApiSettings(keys={"me": "sk-1"})) as served:
+        async with client(served, "sk-2") as ai:
+            with pytest.raises(openai.AuthenticationError):
+                await ai.models.list()
+        async with client(served, "sk-1") as ai:
+            with pytest.raises(openai.NotFoundError, match="Known: duo"):
+                await ai.chat.completions.create(**chat(model="nobody"))
+            with pytest.raises(openai.BadRequestError, match="Leave n out"):
+                await ai.chat.completions.create(n=2, **chat())

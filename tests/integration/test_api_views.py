@@ -1,0 +1,77 @@
+"""Health, readiness, metrics, unknown routes, names."""
+
+import asyncio
+
+import pytest
+
+from shell_router.api import ApiSettings
+from shell_router.errors import ConfigError
+from shell_router.topology import Agent, Topology
+from tests.fakes.api_server import api, chat
+
+
+async def yes() -> bool:
+    return True
+
+
+async def no() -> bool:
+    return False
+
+
+async def broken() -> bool:
+    raise OSError("connection refused")
+
+
+async def never() -> bool:
+    await asyncio.Event().wait()
+    return True
+
+
+async def test_ready_names_what_is_not() -> None:
+    checks = {"cache": yes, "engine small": no, "engine large": broken, "engine other": never}
+    async with api(settings=ApiSettings(ready_timeout_s=0.02), checks=checks) as served:
+        status, body = await served.get("/ready")
+        assert status == 503
+        assert body["not_ready"] == ["engine small", "engine large", "engine other"]
+        assert (await served.get("/health"))[0] == 200
+
+
+async def test_ready_is_200_when_all_is_well() -> None:
+    async with api(checks={"cache": yes}) as served:
+        assert await served.get("/ready") == (200, {"ready": True, "not_ready": [], "checks": {"cache": True}})
+
+
+async def test_probes_need_no_key_and_metrics_do() -> None:
+    async with api(settings=ApiSettings(keys={"me": "sk-1"})) as served:
+        assert (await served.get("/health"))[0] == 200
+        assert (await served.get("/ready"))[0] == 200
+        assert (await served.get("/metrics"))[0] == 401
+
+
+async def test_metrics_count_requests_by_route_and_runs_by_target() -> None:
+    async with api() as served:
+        await served.post("/v1/chat/completions", chat())
+        await served.get("/some/made/up/path")
+        async with served.client.get(served.url + "/metrics") as response:
+            text = await response.text()
+        assert 'http_requests_total{route="/v1/chat/completions",status="200"} 1.0' in text
+        assert 'http_requests_total{route="unmatched",status="404"} 1.0' in text
+        assert 'run_seconds_count{outcome="finished",target="duo"} 1.0' in text
+        assert 'agents_finished_total{model="small",reason="stop"} 1.0' in text
+        assert "shell_router_running_requests 0.0" in text
+
+
+async def test_unknown_routes_and_methods_answer_in_the_same_shape() -> None:
+    async with api() as served:
+        status, body = await served.get("/nope")
+        assert (status, body["error"]["code"]) == (404, "unknown_route")
+        async with served.client.get(served.url + "/generate") as response:
+            assert (response.status, response.headers["Allow"]) == (405, "POST")
+            assert (await response.json())["error"]["code"] == "method_not_allowed"
+
+
+async def test_a_name_that_is_both_topology_and_model_is_refused_at_start() -> None:
+    clash = Topology("small", {"a": Agent("a", "large")})
+    with pytest.raises(ConfigError, match="small"):
+        async with api(topologies=(clash,)):
+            pass

@@ -1,0 +1,140 @@
+"""The `shell-router` command: exit codes, messages, and that it leaves no process behind."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from shell_router.cli import main
+from tests.fakes.command import alive, running_command
+
+TREE = "tree: {shape: [2, 1], models: [small]}\nearly_exit: off\n"
+CONFIG = """
+listen: {{port: {port}}}
+models: {{small: {{random: {{hidden: 32, layers: 1}}}}}}
+embedder: {{model: hash}}
+topologies: [pair.yaml]
+"""
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    file = tmp_path / "pair.yaml"
+    file.write_text(TREE, encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def deployment(tree: Path) -> Path:
+    file = tree.with_name("router.yaml")
+    file.write_text(CONFIG.format(port=0), encoding="utf-8")
+    return file
+
+
+def test_check_says_that_a_right_topology_is_right(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "check", str(tree)]) == 0
+    assert "pair is right: 3 agents in layers of 2-1" in capsys.readouterr().out
+
+
+def test_check_names_file_line_and_remedy(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree.write_text(TREE + "prefil: {}\n", encoding="utf-8")
+    assert main(["topology", "check", str(tree)]) == 2
+    error = capsys.readouterr().err
+    assert f"{tree}:3:" in error
+    assert "Did you mean 'prefill'?" in error
+
+
+def test_check_refuses_models_that_the_deployment_lacks(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "check", str(tree), "--models", "large,medium"]) == 2
+    assert "'small'" in capsys.readouterr().err
+
+
+def test_show_draws_the_tree_or_prints_mermaid(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "show", str(tree)]) == 0
+    assert "└─ proposer-2 [small]" in capsys.readouterr().out
+    assert main(["topology", "show", str(tree), "--mermaid"]) == 0
+    assert capsys.readouterr().out.startswith("flowchart LR")
+
+
+def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["type"] == "object"
+
+
+def test_a_wrong_configuration_is_one_line_with_a_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("modles: {}\n", encoding="utf-8")
+    assert main(["serve", "--config", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error == f"shell-router: {file}:1: unknown setting 'modles'. Did you mean 'models'?\n"
+
+
+def test_a_command_line_cannot_open_a_deployment_without_keys(
+    deployment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--config", str(deployment), "--host", "0.0.0.0"]) == 2
+    assert "api_keys" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["serve"], ["topology"], ["demo", "--rounds", "0"], ["nonsense"]])
+def test_a_wrong_command_line_ends_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: shell-router" in capsys.readouterr().err
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_serve_answers_and_ends_with_all_it_started(deployment: Path, number: signal.Signals) -> None:
+    async with running_command("serve", "--config", deployment) as command:
+        url = (await command.line_with("Serving on", limit_s=120)).split()[-1]
+        assert await _answer(url) != ""
+        started = command.started()
+        assert len(started) >= 2, "a prefill and a decode process"
+        command.signal(number)
+        code, output = await command.ended(limit_s=60)
+        assert (code, alive(started)) == (0, set()), output
+
+
+@linux
+@pytest.mark.slow
+async def test_serve_killed_outright_takes_its_engines_along(deployment: Path) -> None:
+    async with running_command("serve", "--config", deployment) as command:
+        await command.line_with("Serving on", limit_s=120)
+        started = command.started()
+        command.kill()
+        # the output's end comes only when every process that holds it has ended
+        await command.ended(limit_s=60)
+        assert alive(started) == set()
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_demo_stopped_while_it_starts_leaves_nothing(number: signal.Signals) -> None:
+    async with running_command("demo", "--json") as command:
+        await command.line_with("Starting", limit_s=60)
+        command.signal(number)
+        code, output = await command.ended(limit_s=60)
+        assert code == 128 + number, output
+        assert "Traceback" not in output
+
+
+async def _answer(url: str) -> str:
+    """The answer of the deployment's topology."""
+    body = {"model": "pair", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 4}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/chat/completions", json=body) as response,
+    ):
+        answer = await response.json()
+        assert response.status == 200, answer
+        return str(answer["choices"][0]["message"]["content"])

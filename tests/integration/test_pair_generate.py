@@ -1,0 +1,191 @@
+"""The pair client against healthy scripted servers."""
+
+import asyncio
+from contextlib import aclosing
+
+import aiohttp
+import orjson
+import pytest
+
+from shell_router.core.generation import Finish, Generation, Tokens
+from shell_router.engines.address import PairAddress
+from shell_router.engines.pair import SglangPair
+from shell_router.engines.scripted_server import ScriptedServer, ScriptedSettings
+from shell_router.errors import EngineRejected, InvalidRequest, PromptTooLong
+from tests.fakes.scripted_pair import collect, generation, served
+
+
+async def test_tokens_then_one_finish() -> None:
+    async with served() as at:
+        tokens, finish = await collect(at.pair, generation(new_tokens=5))
+        assert [len(found.ids) for found in tokens] == [1] * 5
+        assert finish == Finish("length", prompt_tokens=40, completion_tokens=5, cached_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ScriptedSettings(incremental=False),
+        ScriptedSettings(cut_bytes=1),
+        ScriptedSettings(cut_bytes=5, crlf=True),
+        ScriptedSettings(token_s=0.0005),
+    ],
+)
+async def test_every_way_of_writing_a_stream_reads_the_same(settings: ScriptedSettings) -> None:
+    async with served() as plain, served(settings) as other:
+        request = generation(logprobs=True)
+        assert await collect(plain.pair, request) == await collect(other.pair, request)
+
+
+async def test_both_servers_get_the_same_fields_but_only_decode_streams() -> None:
+    async with served(ScriptedSettings(log_bodies=4)) as at:
+        await collect(at.pair, Generation("r", [1, 2, 3], {"max_new_tokens": 2, "top_k": 7}, priority=3))
+        prefill, decode = (orjson.loads(server.bodies[0]) for server in (at.servers.prefill, at.servers.decode))
+        assert (prefill.pop("stream"), decode.pop("stream")) == (False, True)
+        assert prefill == decode
+        assert prefill["sampling_params"] == {"max_new_tokens": 2, "top_k": 7}
+        assert (prefill["rid"], prefill["priority"], prefill["input_ids"]) == ("r", 3, [1, 2, 3])
+
+
+async def test_every_attempt_has_a_room_of_its_own() -> None:
+    async with served(ScriptedSettings(log_bodies=8)) as at:
+        for attempt in range(3):
+            await collect(at.pair, generation(f"r{attempt}"))
+        rooms = {orjson.loads(body)["bootstrap_room"] for body in at.servers.decode.bodies}
+        assert len(rooms) == 3
+        assert all(0 <= room < 2**63 for room in rooms)
+
+
+async def test_cached_tokens_are_the_prefills() -> None:
+    async with served() as at:
+        await collect(at.pair, generation("first", prompt_tokens=100))
+        _, finish = await collect(at.pair, generation("second", prompt_tokens=150))
+        assert finish.cached_tokens == 100
+
+
+async def test_the_stop_token_is_counted_but_not_yielded() -> None:
+    async with served() as at:
+        tokens, _ = await collect(at.pair, generation())
+        ids = [token for found in tokens for token in found.ids]
+        stopped = Generation("s", list(range(1, 41)), {"max_new_tokens": 8, "stop_token_ids": [ids[4]]})
+        tokens, finish = await collect(at.pair, stopped)
+        assert [token for found in tokens for token in found.ids] == ids[:4]
+        assert (finish.reason, finish.completion_tokens) == ("stop", 5)
+
+
+async def test_the_stream_flows_while_the_prefill_leg_is_silent() -> None:
+    """A scripted decode that shares no rooms with its prefill does not wait for it; here it never answers."""
+    prefill = ScriptedServer(ScriptedSettings(role="prefill", prefill_s=30))
+    async with prefill, ScriptedServer() as decode, aiohttp.ClientSession() as session:
+        pair = SglangPair(PairAddress(prefill.url, decode.url, "127.0.0.1", 8998), session)
+        async with aclosing(pair.generate(generation())) as stream:
+            assert isinstance(await anext(stream), Tokens)
+        await pair.aclose()
+
+
+async def test_a_prompt_over_the_context_is_the_clients_error() -> None:
+    async with served(ScriptedSettings(context_length=30)) as at:
+        with pytest.raises(PromptTooLong, match="40 tokens"):
+            await collect(at.pair, generation(prompt_tokens=40))
+        await at.idle()
+
+
+async def test_prefill_only_warms_the_cache_and_says_so() -> None:
+    async with served() as at:
+        found = [await at.pair.prefill(generation(f"p{end}", prompt_tokens=end)) for end in (50, 100, 150, 150)]
+        assert [one.cached_tokens for one in found] == [0, 50, 100, 149]
+        assert [one.prompt_tokens for one in found] == [50, 100, 150, 150]
+        _, finish = await collect(at.pair, generation("final", prompt_tokens=160))
+        assert finish.cached_tokens == 150
+
+
+@pytest.mark.parametrize(
+    ("warms", "way"), [(("route", "fake_host"), "route"), (("fake_host",), "fake_host"), ((), "pair")]
+)
+async def test_the_probe_finds_the_way_that_warms(warms: tuple[str, ...], way: str) -> None:
+    async with served(ScriptedSettings(warms=warms)) as at:  # type: ignore[arg-type]
+        assert await at.pair.probe() == way
+        assert at.pair.prefill_way == way
+        await at.pair.prefill(generation("a", prompt_tokens=100))
+        assert (await at.pair.prefill(generation("b", prompt_tokens=120))).cached_tokens == 100
+        await at.idle()
+
+
+async def test_a_cache_that_nothing_warms_is_named_with_its_remedy() -> None:
+    async with served(ScriptedSettings(cache_prompts=0)) as at:
+        with pytest.raises(EngineRejected, match="disable-radix-cache"):
+            await at.pair.probe()
+
+
+async def test_loads_and_health_are_read_from_both_servers() -> None:
+    async with served(ScriptedSettings(token_s=5)) as at:
+        await at.pair.ready()
+        assert await at.pair.running() == 0
+        stream = at.pair.generate(generation())
+        await anext(stream)
+        prefill, decode = await at.pair.loads()
+        assert (prefill.running, decode.running) == (0, 1)
+        await stream.aclose()
+        await at.idle()
+
+
+async def test_many_requests_at_once_leave_nothing() -> None:
+    async with served() as at:
+        results = await asyncio.gather(*(collect(at.pair, generation(f"r{index}", 20 + index)) for index in range(64)))
+        assert all(finish.completion_tokens == 8 for _, finish in results)
+        assert (at.servers.prefill.aborted, at.servers.decode.aborted) == ([], [])
+        await at.quiet()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_relayed_answer_is_decodes_own_bytes(stream: bool) -> None:
+    async with served(ScriptedSettings(log_bodies=1)) as at:
+        body = b'{"input_ids": [1,2,3], "rid": "mine", "sampling_params": {"temperature": 1.50}, "later": null'
+        body += b', "stream": true}' if stream else b"}"
+        for _ in range(2):  # the second time the prompt is cached, and stays so
+            async with at.pair.forward("generate", body) as answer:
+                relayed = b"".join([chunk async for chunk in answer.chunks])
+        assert at.servers.decode.bodies[0].startswith(body[:-1])
+        assert at.servers.decode.bodies == at.servers.prefill.bodies
+        assert answer.content_type.startswith("text/event-stream" if stream else "application/json")
+        async with at.session.post(f"{at.servers.prefill.url}/generate", data=at.servers.prefill.bodies[0]):
+            pass
+        async with at.session.post(f"{at.servers.decode.url}/generate", data=at.servers.decode.bodies[0]) as direct:
+            assert await direct.read() == relayed
+        assert (at.servers.prefill.aborted, at.servers.decode.aborted) == ([], [])
+
+
+async def test_a_relayed_error_status_comes_through_and_frees_both_legs() -> None:
+    async with served() as at:
+        async with at.pair.forward("generate", b'{"rid": "x"}') as answer:
+            body = b"".join([chunk async for chunk in answer.chunks])
+        assert answer.status == 400
+        assert b"input_ids" in body
+        await at.idle()
+
+
+@pytest.mark.parametrize("warms", [("route",), ("fake_host",), ()])
+async def test_prefill_only_is_relayed_in_every_way(warms: tuple[str, ...]) -> None:
+    async with served(ScriptedSettings(warms=warms)) as at:  # type: ignore[arg-type]
+        await at.pair.probe()
+        ids = orjson.dumps(list(range(60)))
+        for _ in range(2):
+            async with at.pair.forward("prefill_only", b'{"input_ids": %s}' % ids) as answer:
+                found = orjson.loads(b"".join([chunk async for chunk in answer.chunks]))
+        assert answer.status == 200
+        assert found["meta_info"]["cached_tokens"] == 59
+
+
+async def test_a_body_that_is_no_object_reaches_no_engine() -> None:
+    async with served() as at:
+        with pytest.raises(InvalidRequest):
+            async with at.pair.forward("generate", b"[]"):
+                pass
+        assert at.servers.prefill.requests == at.servers.decode.requests == 0
+
+
+async def test_the_session_stays_the_owners() -> None:
+    async with served() as at:
+        await at.pair.aclose()
+        assert isinstance(at.session, aiohttp.ClientSession)
+        assert not at.session.closed

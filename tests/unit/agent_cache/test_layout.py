@@ -1,0 +1,64 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_cache import Chunk, End, LogKey, LogRead
+from agent_cache.redis.layout import Entry, Layout, decode, encode, read_entries, stream_entries
+
+LAYOUT = Layout("prefix", "owner", 1000)
+chunks = st.builds(
+    Chunk,
+    text=st.text(st.characters(exclude_categories=()), min_size=1),
+    ids=st.lists(st.integers(0, 2**32)).map(tuple),
+)
+
+
+def entry(position: int, *batch: Chunk) -> Entry:
+    return f"{position}-0".encode(), {b"chunks": encode(batch)}
+
+
+@given(st.lists(chunks))
+def test_chunks_survive_the_way_through_redis(batch: list[Chunk]) -> None:
+    assert decode(encode(batch)) == batch
+
+
+@given(*[st.builds(LogKey, st.text(), st.text(), st.text())] * 2)
+def test_two_logs_never_share_a_name(one: LogKey, other: LogKey) -> None:
+    assert (LAYOUT.log(one) == LAYOUT.log(other)) == (one == other)
+
+
+def test_a_programs_keys_share_a_hash_tag() -> None:
+    names = LAYOUT.log(LogKey("t{}", "p:", "a}")), LAYOUT.agents("t{}", "p:")
+    assert names == ("prefix:{t%7B%7D:p%3A}:log:a%7D", "prefix:{t%7B%7D:p%3A}:agents")
+
+
+@given(st.lists(chunks, min_size=1), st.data())
+def test_a_read_may_begin_at_any_boundary_within_an_entry(batch: list[Chunk], draw: st.DataObject) -> None:
+    skipped = draw.draw(st.integers(0, len(batch)))
+    position, total = sum(map(len, batch[:skipped])), sum(map(len, batch))
+    read = read_entries([entry(total, *batch)], position)
+    assert read.text == "".join(chunk.text for chunk in batch[skipped:])
+    assert read.position == total
+
+
+def test_a_read_may_not_begin_inside_a_chunk() -> None:
+    with pytest.raises(ValueError, match="position 1 "):
+        read_entries([entry(2, Chunk("ab"))], 1)
+
+
+def test_an_end_mark_ends_the_read() -> None:
+    end = b"2-2", {b"end": b"failed", b"detail": "ä".encode()}
+    assert read_entries([entry(2, Chunk("ab")), end], 0) == LogRead("ab", (), 2, End.FAILED, "ä")
+
+
+ENTRIES = [entry(1, Chunk("a"))]
+
+
+@pytest.mark.parametrize("response", [[[b"key", ENTRIES]], {b"key": ENTRIES}, {b"key": [ENTRIES]}])
+def test_entries_are_found_in_every_shape_that_redis_py_answers_with(response: object) -> None:
+    assert stream_entries(response) == ENTRIES
+
+
+@pytest.mark.parametrize("response", [None, [], {}])
+def test_an_empty_answer_has_no_entries(response: object) -> None:
+    assert stream_entries(response) == []

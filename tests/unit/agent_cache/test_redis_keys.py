@@ -1,0 +1,152 @@
+"""What lies in Redis, seen from beside the cache."""
+
+import asyncio
+import time
+
+import pytest
+from redis.asyncio import Redis
+
+from agent_cache import CacheError, Chunk, End, LogKey
+from agent_cache.redis import RedisAgentPromptCache
+from tests.fakes.redis_server import RedisServer
+
+KEY = LogKey("tenant", "program", "agent")
+LIMIT_S = 20.0
+
+
+async def turn() -> None:
+    await asyncio.sleep(0)
+
+
+async def test_every_key_expires_and_each_write_renews_it(server: RedisServer) -> None:
+    async with RedisAgentPromptCache(server.url, clock=time.monotonic, ttl_s=50) as cache:
+        log = await cache.create(KEY)
+        names = server.keys()
+        assert len(names) == 2
+        for name in names:
+            server.ask("PEXPIRE", name, 10_000)
+        log.append(Chunk("a"))
+        assert await cache.flush(limit_s=LIMIT_S)
+        assert all(40_000 < ttl_ms <= 50_000 for ttl_ms in server.keys().values())
+
+
+async def test_nothing_is_left_once_all_programs_are_forgotten(server: RedisServer) -> None:
+    async with (
+        RedisAgentPromptCache(server.url, clock=time.monotonic) as one,
+        RedisAgentPromptCache(server.url, clock=time.monotonic) as other,
+    ):
+        for number in range(20):
+            for cache, agent in ((one, "a"), (other, "b")):
+                log = await cache.create(LogKey("tenant", f"p{number}", agent))
+                log.append(Chunk("a"))
+        await asyncio.gather(*(one.forget("tenant", f"p{number}") for number in range(20)))
+        assert await other.flush(limit_s=LIMIT_S)
+        assert server.keys() == {}
+        assert len(one) == 0
+
+
+async def test_a_deletion_wakes_a_blocked_reader_and_does_not_wait_until_it_looks_again(server: RedisServer) -> None:
+    async with (
+        RedisAgentPromptCache(server.url, clock=time.monotonic) as writer,
+        RedisAgentPromptCache(server.url, clock=time.monotonic) as reader,
+        asyncio.TaskGroup() as group,
+    ):
+        log = await writer.create(KEY)
+        log.append(Chunk("a"))
+        assert await writer.flush(limit_s=LIMIT_S)
+        reading = group.create_task(reader.read(KEY, 1, wait_s=LIMIT_S))
+        while not server.blocked_readers():
+            await turn()
+        await writer.forget("tenant", "program")
+        assert (await reading).end is End.ABORTED
+        statistics = server.ask("INFO", "commandstats")
+        assert isinstance(statistics, dict)
+        assert statistics["cmdstat_xread"]["calls"] == 1
+        assert "cmdstat_exists" not in statistics
+
+
+async def test_closing_publishes_what_waits(server: RedisServer) -> None:
+    async with RedisAgentPromptCache(server.url, clock=time.monotonic) as writer:
+        log = await writer.create(KEY)
+        log.append(Chunk("a"))
+        log.end(End.FINISHED)
+    async with RedisAgentPromptCache(server.url, clock=time.monotonic) as reader:
+        read = await reader.read(KEY, wait_s=LIMIT_S)
+    assert (read.text, read.end) == ("a", End.FINISHED)
+
+
+@pytest.mark.parametrize(("chunks", "entries"), [(200, 2), (1000, 5)])
+async def test_chunks_that_wait_together_become_one_entry_of_limited_size(
+    server: RedisServer, chunks: int, entries: int
+) -> None:
+    async with RedisAgentPromptCache(server.url, clock=time.monotonic) as cache:
+        log = await cache.create(KEY)
+        for token in range(chunks):
+            log.append(Chunk("a", (token,)))
+        assert await cache.flush(limit_s=LIMIT_S)
+        assert server.ask("XLEN", "agent-prompt-cache:{tenant:program}:log:agent") == entries
+        assert cache.stats.published == entries
+
+
+async def test_a_read_of_a_log_of_this_process_asks_redis_nothing(server: RedisServer) -> None:
+    async with RedisAgentPromptCache(server.url, clock=time.monotonic) as cache:
+        log = await cache.create(KEY)
+        for token in range(10):
+            log.append(Chunk("a", (token,)))
+            await cache.read(KEY, token, wait_s=LIMIT_S)
+        assert await cache.flush(limit_s=LIMIT_S)
+        calls = str(server.ask("INFO", "commandstats"))
+    assert "xadd" in calls
+    assert "xread" not in calls
+
+
+async def test_deployments_with_different_prefixes_do_not_meet(server: RedisServer) -> None:
+    async with (
+        RedisAgentPromptCache(server.url, clock=time.monotonic, prefix="one") as one,
+        RedisAgentPromptCache(server.url, clock=time.monotonic, prefix="two") as two,
+    ):
+        await one.create(KEY)
+        await two.create(KEY)
+        assert len(server.keys()) == 4
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+async def test_a_client_that_was_passed_in_stays_open(server: RedisServer, protocol: int) -> None:
+    async with Redis.from_url(server.url, socket_timeout=None, protocol=protocol) as client:
+        async with (
+            RedisAgentPromptCache(client, clock=time.monotonic) as writer,
+            RedisAgentPromptCache(client, clock=time.monotonic) as reader,
+        ):
+            log = await writer.create(KEY)
+            log.append(Chunk("a"))
+            assert (await reader.read(KEY, wait_s=LIMIT_S)).text == "a"
+            await reader.forget("tenant", "program")
+        assert await client.dbsize() == 0
+
+
+async def test_a_client_that_decodes_is_refused(server: RedisServer) -> None:
+    async with Redis.from_url(server.url, decode_responses=True) as client:
+        with pytest.raises(ValueError, match="decode_responses=False"):
+            RedisAgentPromptCache(client, clock=time.monotonic)
+
+
+async def test_a_closed_cache_says_so(server: RedisServer) -> None:
+    async with RedisAgentPromptCache(server.url, clock=time.monotonic) as cache:
+        log = await cache.create(KEY)
+    log.append(Chunk("ignored"))
+    await cache.close()
+    with pytest.raises(CacheError, match="closed"):
+        await cache.create(KEY)
+
+
+async def test_a_log_that_redis_dropped_goes_on_in_its_own_process(server: RedisServer) -> None:
+    async with RedisAgentPromptCache(server.url, clock=time.monotonic) as cache:
+        log = await cache.create(KEY)
+        server.ask("FLUSHALL")
+        log.append(Chunk("a"))
+        log.end(End.FINISHED)
+        assert await cache.flush(limit_s=LIMIT_S)
+        assert (await cache.read(KEY, wait_s=0)).end is End.FINISHED
+        assert cache.stats.withdrawn == 1
+        assert not cache.stats.degraded
+        assert server.ask("EXISTS", "agent-prompt-cache:{tenant:program}:log:agent") == 0

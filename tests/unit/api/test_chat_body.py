@@ -1,0 +1,83 @@
+"""Reading chat bodies: what is refused, by which field, and what is understood."""
+
+import pytest
+
+from shell_router.api.chat_body import ignored_fields, read_chat
+from shell_router.api.fields import Fields, parse_body
+from shell_router.errors import InvalidField, InvalidRequest
+
+USER = {"role": "user", "content": "Hello"}
+
+
+def body(**fields: object) -> Fields:
+    return Fields({"model": "m", "messages": [USER], **fields})
+
+
+def test_a_plain_body_is_read_with_defaults() -> None:
+    chat = read_chat(body())
+    assert (chat.model, chat.messages, chat.sampling) == ("m", (USER,), {})
+    assert not (chat.stream or chat.include_usage or chat.include_agents) and chat.seed is None
+
+
+def test_text_parts_are_joined_and_developer_counts_as_system() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    chat = read_chat(body(messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]))
+    assert chat.messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one two"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "at"),
+    [
+        ({"model": None}, "model"),
+        ({"model": ""}, "model"),
+        ({"model": 3}, "model"),
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": ["Hello"]}, "messages[0]"),
+        ({"messages": [{"content": "Hello"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "Hello"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [USER, {"role": "assistant", "content": "Hi"}]}, "messages[1].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+        ({"stream": "yes"}, "stream"),
+        ({"include_agents": 1}, "include_agents"),
+        ({"stream_options": True}, "stream_options"),
+        ({"stream_options": {"include_usage": "x"}}, "stream_options.include_usage"),
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"audio": {}}, "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_path(fields: dict[str, object], at: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        read_chat(body(**fields))
+    assert refused.value.field == at
+    assert at in str(refused.value)
+
+
+def test_fields_that_ask_for_nothing_special_are_accepted() -> None:
+    read_chat(body(n=1, tools=[], tool_choice="auto", logprobs=False, modalities=["text"], stop=None))
+
+
+def test_unknown_fields_are_listed_and_those_without_effect_are_not() -> None:
+    read = body(temprature=0.5, user="me", metadata={"a": "b"}, top_p=0.5)
+    read_chat(read)
+    assert ignored_fields(read) == ("temprature",)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"null", b'{"a": NaN}', b"\xff", b"[" * 5000])
+def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_body(raw)

@@ -1,0 +1,133 @@
+"""Server-sent events and `/generate` outputs, however the network cut them."""
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shell_router.core.generation import Finish, Tokens
+from shell_router.engines.wire import EventSplitter, OutputReader, error_message, rejected
+from shell_router.errors import EngineRejected, PromptTooLong
+
+PIECES = ["Hé", "llo", "", "→ 世", "界", "!"]
+
+
+def output(ids: list[int], text: str, completion: int, reason: dict[str, object] | None = None) -> bytes:
+    meta = {"finish_reason": reason, "prompt_tokens": 7, "completion_tokens": completion, "cached_tokens": 3}
+    meta["output_token_logprobs"] = [[-0.5 * token, token, None] for token in ids]
+    return orjson.dumps({"text": text, "output_ids": ids, "meta_info": meta})
+
+
+def events(*, cumulative: bool, reason: dict[str, object], pieces: list[str] = PIECES) -> list[bytes]:
+    made = []
+    for end in range(1, len(pieces) + 1):
+        start = 0 if cumulative else end - 1
+        ids = list(range(10 + start, 10 + end))
+        made.append(output(ids, "".join(pieces[start:end]), end, reason if end == len(pieces) else None))
+    return made
+
+
+def read(payloads: list[bytes]) -> tuple[list[Tokens], Finish | None]:
+    reader = OutputReader("decode engine", logprobs=True)
+    tokens = [found for payload in payloads if (found := reader.take(payload)) is not None]
+    return tokens, reader.finish
+
+
+@given(st.lists(st.integers(1, 400), max_size=12), st.sampled_from([b"\n\n", b"\r\n\r\n", b"\n"]))
+def test_a_stream_reads_the_same_wherever_it_is_cut(sizes: list[int], end: bytes) -> None:
+    payloads = [*events(cumulative=False, reason={"type": "length", "length": 6}), b"[DONE]"]
+    wire = b"".join(b"data: " + payload + end for payload in payloads)
+    splitter, found, start = EventSplitter(), [], 0
+    for size in [*sizes, len(wire)]:
+        found += splitter.feed(wire[start : start + size])
+        start += size
+    assert found == payloads
+
+
+def test_comments_and_other_fields_are_no_events() -> None:
+    assert EventSplitter().feed(b": ping\n\nevent: x\nid: 1\ndata:1\n\ndata: 2\n\n") == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_incremental_and_cumulative_streams_read_alike(cumulative: bool) -> None:
+    tokens, finish = read(events(cumulative=cumulative, reason={"type": "length", "length": 6}))
+    assert [token for found in tokens for token in found.ids] == [10, 11, 12, 13, 14, 15]
+    assert [found.text for found in tokens] == PIECES
+    assert [found.logprobs for found in tokens] == [(-0.5 * token,) for token in range(10, 16)]
+    assert finish == Finish("length", 7, 6, 3)
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_the_stop_token_is_not_among_the_ids(cumulative: bool) -> None:
+    pieces = [*PIECES[:-1], ""]
+    tokens, finish = read(events(cumulative=cumulative, reason={"type": "stop", "matched": 15}, pieces=pieces))
+    ids = [token for found in tokens for token in found.ids]
+    assert ids == [10, 11, 12, 13, 14]
+    assert sum(len(found.logprobs) for found in tokens) == len(ids)
+    assert finish is not None
+    assert finish.completion_tokens == 6
+
+
+def test_a_stop_string_strips_no_ids() -> None:
+    tokens, _ = read(events(cumulative=False, reason={"type": "stop", "matched": "!"}))
+    assert len([token for found in tokens for token in found.ids]) == 6
+
+
+def test_several_tokens_in_one_event_stay_one() -> None:
+    payload = output([1, 2, 3], "abc", 3)
+    assert read([payload])[0] == [Tokens((1, 2, 3), "abc", (-0.5, -1.0, -1.5))]
+
+
+def test_a_finish_without_new_tokens_yields_none() -> None:
+    tokens, finish = read([output([1], "a", 1), output([], "", 1, {"type": "stop", "matched": None})])
+    assert [found.ids for found in tokens] == [(1,)]
+    assert finish is not None
+    assert finish.reason == "stop"
+
+
+def test_a_gap_in_the_ids_is_refused() -> None:
+    with pytest.raises(EngineRejected, match="native format"):
+        read([output([1], "a", 1), output([3], "c", 3)])
+
+
+@pytest.mark.parametrize("payload", [b"{broken", b"[]", b"3", b'{"text": "x"}', b'{"meta_info": {}}', b"null"])
+def test_what_is_no_output_is_refused(payload: bytes) -> None:
+    with pytest.raises(EngineRejected) as refused:
+        read([payload])
+    assert refused.value.status == 502
+
+
+def test_an_error_event_keeps_the_engines_words_and_code() -> None:
+    with pytest.raises(EngineRejected, match="KV pool is full") as refused:
+        read([b'{"error": {"message": "KV pool is full", "code": 503}}'])
+    assert refused.value.status == 503
+
+
+def test_an_abort_nobody_asked_for_is_an_error() -> None:
+    with pytest.raises(EngineRejected, match="transfer failed"):
+        read([output([], "", 0, {"type": "abort", "message": "transfer failed", "status_code": 500})])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "The input (5 tokens) is longer than the model's context length (4 tokens).",
+        "Requested token count exceeds the model's maximum context length of 4 tokens.",
+    ],
+)
+def test_a_400_about_the_context_length_is_prompt_too_long(message: str) -> None:
+    assert isinstance(rejected("decode engine", 400, message), PromptTooLong)
+    assert isinstance(rejected("decode engine", 500, message), EngineRejected)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"error": {"message": "no room"}}',
+        b'{"object": "error", "message": "no room", "code": 400}',
+        b'{"detail": "no room"}',
+        b"no room",
+    ],
+)
+def test_error_bodies_of_every_shape_give_their_message(body: bytes) -> None:
+    assert error_message(body) == "no room"

@@ -1,0 +1,335 @@
+import asyncio
+from time import monotonic
+
+import pytest
+
+from shell_router.core.embedding import TokenStates
+from shell_router.core.events import (
+    AgentErred,
+    AgentFinished,
+    AgentStopped,
+    Degraded,
+    ExitScored,
+    PrefillIncrement,
+    PromptReady,
+)
+from shell_router.early_exit import EarlyExit
+from shell_router.engines.scripted import Script
+from shell_router.errors import (
+    AgentFailed,
+    ConfigError,
+    DeadlineExceeded,
+    EngineUnreachable,
+    PromptTooLong,
+    UnknownModel,
+)
+from shell_router.execution import Executor
+from shell_router.topology import Agent, Cluster, Prefill, Prompt, Topology
+from tests.fakes.gates import Gates
+from tests.fakes.moa import ScriptedMoa, ask
+from tests.fakes.recorder import Recorder
+
+LEAF = Prompt()
+AGGREGATE = Prompt(prefix="Q: {question}", slot=" [{index}: {output}]", suffix=" So?")
+ALWAYS = EarlyExit("threshold", threshold=0.0, min_completed=1)
+
+
+def agent(name: str, *precursors: str, model: str = "small", **fields: object) -> Agent:
+    return Agent(name, model, precursors, AGGREGATE if precursors else LEAF, **fields)  # type: ignore[arg-type]
+
+
+def topology(*agents: Agent, clusters: tuple[Cluster, ...] = (), prefill: Prefill = Prefill()) -> Topology:
+    return Topology("graph", {a.id: a for a in agents}, clusters, prefill)
+
+
+TWO_BRANCHES = topology(
+    agent("a1"),
+    agent("a2"),
+    agent("b1"),
+    agent("b2"),
+    agent("left", "a1", "a2", model="medium"),
+    agent("right", "b1", "b2", model="medium"),
+    agent("root", "left", "right", model="large"),
+)
+
+
+async def test_the_root_answers_from_its_precursors_outputs_in_slot_order() -> None:
+    moa = ScriptedMoa({"a": "first words", "b": "other words", "root": "the answer"})
+    answer = await moa.executor.run(topology(agent("a"), agent("b"), agent("root", "a", "b")), ask("Why?"), print)
+    assert answer.text == "the answer"
+    assert moa.prompt_of("root") == "<user>Q: Why? [1: first words] [2: other words] So?<assistant>"
+
+
+async def test_usage_sums_all_agents() -> None:
+    moa = ScriptedMoa({"a": "one two", "root": "three"})
+    answer = await moa.executor.run(topology(agent("a"), agent("root", "a")), ask(), print)
+    assert answer.completion_tokens == 3
+    assert answer.prompt_tokens == sum(usage.prompt_tokens for usage in answer.agents.values()) > 0
+    assert {usage.state for usage in answer.agents.values()} == {"finished"}
+
+
+async def test_an_agent_starts_when_its_own_precursors_are_done() -> None:
+    gates = Gates("b1")
+    moa, events = ScriptedMoa(pace=gates.pace), Recorder()
+    run = asyncio.create_task(moa.executor.run(TWO_BRANCHES, ask(), events.emit))
+    await events.until(lambda r: any(e.agent == "left" for e in r.of(AgentFinished)))
+    assert not any(e.agent in ("b1", "right") for e in events.of(AgentFinished))
+    gates.open("b1")
+    assert (await run).text
+
+
+async def test_a_successor_is_prefilled_while_its_precursor_still_decodes() -> None:
+    gates = Gates("b")
+    moa, events = ScriptedMoa({"a": "word " * 40}, pace=gates.pace), Recorder()
+    graph = topology(agent("a"), agent("b"), agent("root", "a", "b"))
+    run = asyncio.create_task(moa.executor.run(graph, ask(), events.emit))
+    await events.until(lambda r: any(e.agent == "root" and e.slot == "a" for e in r.of(PrefillIncrement)))
+    assert not events.of(PromptReady) or all(e.agent != "root" for e in events.of(PromptReady))
+    gates.open("b")
+    await run
+
+
+@pytest.mark.parametrize("model", ["large", "other"])
+async def test_the_complete_prompt_is_the_same_with_incremental_prefill_and_without(model: str) -> None:
+    graph = [agent("a"), agent("b", model="medium"), agent("root", "a", "b", model=model)]
+    prompts = []
+    for incremental in (True, False):
+        moa = ScriptedMoa({"a": "pre fix " * 30, "b": "x"})
+        await moa.executor.run(topology(*graph, prefill=Prefill(incremental)), ask(), print)
+        prompts.append(moa.prompt_of("root"))
+        assert bool(moa.engines[model].prefilled) == incremental
+    assert prompts[0] == prompts[1]
+
+
+async def test_every_increment_finds_what_earlier_ones_prefilled() -> None:
+    moa, events = ScriptedMoa({name: f"{name} says things " * 50 for name in ("a1", "a2", "b1", "b2")}), Recorder()
+    await moa.executor.run(TWO_BRANCHES, ask(), events.emit)
+    later = [e for e in events.of(PrefillIncrement) if e.resident_tokens]
+    assert later
+    assert all(e.cached_tokens >= e.resident_tokens for e in later)
+
+
+async def test_early_exit_cuts_off_the_unfinished_and_leaves_their_slots_out() -> None:
+    gates = Gates("c")
+    moa, events = ScriptedMoa({"a": "yes", "b": "yes", "root": "done"}, pace=gates.pace), Recorder()
+    graph = topology(
+        agent("a"),
+        agent("b"),
+        agent("c", model="large"),
+        agent("root", "c", "a", "b"),
+        clusters=(Cluster("one", ("a", "b", "c"), EarlyExit("threshold", threshold=0.0, min_completed=2)),),
+    )
+    answer = await moa.executor.run(graph, ask("Why?"), events.emit)
+    assert answer.text == "done"
+    assert moa.prompt_of("root") == "<user>Q: Why? [2: yes] [3: yes] So?<assistant>"
+    assert answer.agents["c"].state == "early_exit"
+    assert moa.aborted == {"c"}
+    assert [e.agent for e in events.of(AgentStopped)] == ["c"]
+    assert events.of(ExitScored)[-1].aborted == ("c",)
+
+
+async def test_a_half_read_slot_that_is_cut_off_leaves_no_token_behind() -> None:
+    gates = Gates("b", "stop")
+
+    async def pace(rid: str, piece: int) -> None:
+        # c writes two pieces and then stalls
+        await gates.pace(f"{rid}.stop" if rid.endswith(".c") and piece >= 2 else rid, piece)
+
+    moa, events = ScriptedMoa({"b": "yes", "c": "never to be read " * 9}, pace=pace), Recorder()
+    graph = topology(agent("b"), agent("c"), agent("root", "c", "b"), clusters=(Cluster("one", ("b", "c"), ALWAYS),))
+    run = asyncio.create_task(moa.executor.run(graph, ask("Why?"), events.emit))
+    await events.until(lambda r: any(e.slot == "c" and e.agent == "root" for e in r.of(PrefillIncrement)))
+    gates.open("b")
+    await run
+    assert moa.prompt_of("root") == "<user>Q: Why? [2: yes] So?<assistant>"
+
+
+async def test_precursors_that_nobody_reads_any_more_are_cut_off_too() -> None:
+    gates = Gates("deep")
+    moa, events = ScriptedMoa(pace=gates.pace), Recorder()
+    graph = topology(
+        agent("deep"),
+        agent("quick"),
+        agent("slow", "deep"),
+        agent("root", "quick", "slow"),
+        clusters=(Cluster("one", ("quick", "slow"), ALWAYS),),
+    )
+    answer = await moa.executor.run(graph, ask(), events.emit)
+    assert {name: usage.state for name, usage in answer.agents.items()} == {
+        "deep": "unneeded",
+        "quick": "finished",
+        "slow": "early_exit",
+        "root": "finished",
+    }
+    assert not moa.running
+
+
+async def test_exit_draws_depend_on_the_seed_alone() -> None:
+    async def draw(seed: int) -> float:
+        gates = Gates("b")
+        moa, events = ScriptedMoa({"a": "yes"}, pace=gates.pace), Recorder()
+        gate = EarlyExit("stochastic", min_completed=1)
+        graph = topology(agent("a"), agent("b"), agent("root", "a", "b"), clusters=(Cluster("one", ("a", "b"), gate),))
+        run = asyncio.create_task(moa.executor.run(graph, ask(seed=seed), events.emit))
+        await events.until(lambda r: bool(r.of(ExitScored)))
+        gates.open("b")
+        await run
+        return events.of(ExitScored)[0].draw
+
+    assert await draw(1) == await draw(1)
+    assert await draw(1) != await draw(2)
+
+
+async def test_a_cluster_whose_embedder_fails_goes_on_without_early_exit_and_says_so() -> None:
+    class NoEmbedder:
+        async def embed(self, text: str) -> TokenStates:
+            raise EngineUnreachable(f"No embedder for {text!r}.")
+
+    gates = Gates("b")
+    moa, events = ScriptedMoa(pace=gates.pace), Recorder()
+    executor = Executor(moa.models, moa.cache, NoEmbedder(), clock=monotonic)
+    graph = topology(agent("a"), agent("b"), agent("root", "a", "b"), clusters=(Cluster("one", ("a", "b"), ALWAYS),))
+    run = asyncio.create_task(executor.run(graph, ask(), events.emit))
+    await events.until(lambda r: bool(r.of(Degraded)))
+    gates.open("b")
+    assert {usage.state for usage in (await run).agents.values()} == {"finished"}
+    assert [(e.agent, e.what) for e in events.of(Degraded)] == [("one", "early_exit")]
+
+
+async def test_early_exit_without_an_embedder_is_refused_before_anything_runs() -> None:
+    moa = ScriptedMoa()
+    executor = Executor(moa.models, moa.cache, None, clock=monotonic)
+    graph = topology(agent("a"), agent("b"), agent("root", "a", "b"), clusters=(Cluster("one", ("a", "b"), ALWAYS),))
+    with pytest.raises(ConfigError, match="embedder"):
+        await executor.run(graph, ask(), print)
+    assert not moa.engines["small"].generated
+
+
+async def test_a_failed_agent_fails_the_request_by_default_and_ends_all_others() -> None:
+    gates = Gates("b")
+    broken = Script("never", error=EngineUnreachable("The engine is gone."))
+    moa, events = ScriptedMoa({"a": broken}, pace=gates.pace), Recorder()
+    with pytest.raises(AgentFailed, match="engine is gone"):
+        await moa.executor.run(topology(agent("a"), agent("b"), agent("root", "a", "b")), ask(), events.emit)
+    assert not moa.running
+    assert len(moa.cache) == 0
+    assert [(e.agent, e.dropped) for e in events.of(AgentErred)] == [("a", False)]
+
+
+async def test_a_failed_agent_that_may_be_dropped_leaves_its_slot_out() -> None:
+    broken = Script("never", error=EngineUnreachable("The engine is gone."))
+    moa = ScriptedMoa({"a": broken, "b": "yes"})
+    graph = topology(agent("a", on_failure="drop"), agent("b"), agent("root", "a", "b"))
+    answer = await moa.executor.run(graph, ask("Why?"), print)
+    assert answer.agents["a"].state == "failed"
+    assert moa.prompt_of("root") == "<user>Q: Why? [2: yes] So?<assistant>"
+
+
+async def test_an_agent_whose_every_precursor_was_dropped_fails() -> None:
+    broken = Script("never", error=EngineUnreachable("The engine is gone."))
+    moa = ScriptedMoa({"a": broken, "b": broken})
+    graph = topology(agent("a", on_failure="drop"), agent("b", on_failure="drop"), agent("root", "a", "b"))
+    with pytest.raises(AgentFailed, match="no precursor left"):
+        await moa.executor.run(graph, ask(), print)
+    assert not moa.running
+    assert len(moa.cache) == 0
+
+
+@pytest.mark.parametrize("held", ["a1", "left", "root"])
+async def test_cancelling_a_request_leaves_nothing_running(held: str) -> None:
+    gates = Gates(held)
+    moa = ScriptedMoa(pace=gates.pace)
+    before = asyncio.all_tasks()
+    run = asyncio.create_task(moa.executor.run(TWO_BRANCHES, ask(), lambda _event: None))
+    await gates.until_waiting(1)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert not moa.running
+    assert held in moa.aborted
+    assert len(moa.cache) == 0
+    assert asyncio.all_tasks() == before
+
+
+async def test_the_deadline_ends_a_request_that_hangs() -> None:
+    moa = ScriptedMoa(pace=Gates("a1").pace)
+    with pytest.raises(DeadlineExceeded, match="no answer within"):
+        await moa.executor.run(TWO_BRANCHES, ask(timeout_s=0.05), print)
+    assert not moa.running
+    assert len(moa.cache) == 0
+
+
+async def test_an_agent_that_takes_longer_than_its_own_limit_fails() -> None:
+    moa = ScriptedMoa(pace=Gates("a").pace)
+    graph = topology(agent("a", timeout_s=0.05), agent("root", "a"))
+    with pytest.raises(AgentFailed, match="did not end within"):
+        await moa.executor.run(graph, ask(), print)
+
+
+async def test_a_question_too_long_for_any_agent_is_refused_before_anything_runs() -> None:
+    moa = ScriptedMoa(context_length=200)
+    with pytest.raises(PromptTooLong, match="takes 200 in all"):
+        await moa.executor.run(TWO_BRANCHES, ask("word " * 300), print)
+    assert not any(engine.generated or engine.prefilled for engine in moa.engines.values())
+
+
+async def test_a_prompt_that_outgrows_the_context_fails_by_name() -> None:
+    moa = ScriptedMoa({"a": "word " * 150}, context_length=200)
+    with pytest.raises(PromptTooLong, match="'root'"):
+        await moa.executor.run(topology(agent("a"), agent("root", "a")), ask(), print)
+
+
+async def test_models_that_are_not_configured_are_named_before_anything_runs() -> None:
+    moa = ScriptedMoa()
+    with pytest.raises(UnknownModel, match="huge"):
+        await moa.executor.run(topology(agent("a"), agent("root", "a", model="huge")), ask(), print)
+    assert not moa.engines["small"].generated
+
+
+async def test_the_clients_sampling_goes_to_the_root_alone() -> None:
+    moa = ScriptedMoa()
+    graph = topology(agent("a", sampling={"temperature": 1}), agent("root", "a", sampling={"top_k": 5}))
+    await moa.executor.run(graph, ask(sampling={"temperature": 0}), print)
+    leaf, root = moa.engines["small"].generated
+    assert (leaf.sampling, root.sampling) == ({"temperature": 1}, {"top_k": 5, "temperature": 0})
+
+
+async def test_with_expected_finish_the_slower_model_comes_last() -> None:
+    gates = Gates("slow")
+    moa, events = ScriptedMoa({"slow": "late", "fast": "early"}, pace=gates.pace), Recorder()
+    graph = topology(
+        agent("slow", model="large"),
+        agent("fast", model="small"),
+        agent("root", "slow", "fast", model="medium"),
+        prefill=Prefill(slot_order="expected_finish"),
+    )
+    first = asyncio.create_task(moa.executor.run(graph, ask(run_id="first"), events.emit))
+    await events.until(lambda r: any(e.agent == "fast" for e in r.of(AgentFinished)))
+    gates.open("slow")
+    await first
+    assert "[1: late] [2: early]" in moa.prompt_of("root")
+    moa.engines["medium"].generated.clear()
+    await moa.executor.run(graph, ask(run_id="second"), events.emit)
+    assert "[1: early] [2: late]" in moa.prompt_of("root")
+
+
+async def test_earlier_turns_and_system_messages_reach_every_agent() -> None:
+    moa = ScriptedMoa()
+    chat = (
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Why?"},
+    )
+    graph = topology(agent("a"), Agent("root", "small", ("a",), Prompt(system="Judge.", slot=" {output}")))
+    request = ask()
+    await moa.executor.run(graph, type(request)("run", "tenant", chat), print)
+    assert moa.prompt_of("a") == "<system>Be kind.<user>Hi<assistant>Hello<user>Why?<assistant>"
+    assert moa.prompt_of("root").startswith("<system>Judge.\n\nBe kind.<user>Hi<assistant>Hello<user>Why?")
+
+
+async def test_two_requests_at_once_do_not_meet() -> None:
+    moa = ScriptedMoa()
+    answers = await asyncio.gather(*(moa.executor.run(TWO_BRANCHES, ask(run_id=f"run{i}"), print) for i in range(8)))
+    assert len({answer.text for answer in answers}) == 1
+    assert len(moa.cache) == 0

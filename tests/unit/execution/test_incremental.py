@@ -1,0 +1,211 @@
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from time import monotonic
+
+import pytest
+
+from agent_cache import Chunk, End, LogKey, LogWriter
+from agent_cache.memory import MemoryAgentPromptCache
+from shell_router.core.events import Degraded, PrefillIncrement
+from shell_router.core.generation import Generation
+from shell_router.core.model import ServedModel
+from shell_router.engines.scripted import Script, ScriptedEngine
+from shell_router.errors import AgentFailed, EngineUnreachable, PrecursorTimeout
+from shell_router.execution.incremental import Filling, SlotFiller, Source
+from shell_router.execution.pace import Pace
+from shell_router.execution.prompt import Part, Slot
+from shell_router.scheduling import IncrementSettings
+from shell_router.topology import Prefill
+from tests.fakes.gates import Hold
+from tests.fakes.recorder import Recorder
+from tests.fakes.words import WordTokenizer
+
+
+class Scene:
+    """One agent whose precursors' logs the test writes by hand."""
+
+    def __init__(
+        self, *parts: Part, chunk_tokens: int = 4, shares_ids: bool = True, context_length: int = 4096
+    ) -> None:
+        self.tokenizer = WordTokenizer()
+        self.engine = ScriptedEngine(self.tokenizer, lambda _request: Script(""))
+        self.cache = MemoryAgentPromptCache(clock=monotonic)
+        self.events = Recorder()
+        agents = [part.agent for part in parts if isinstance(part, Slot)]
+        self.filling = Filling(
+            "agent",
+            "rid",
+            ServedModel("model", self.engine, self.tokenizer, context_length),
+            parts,
+            {agent: Source(LogKey("t", "p", agent), lambda: shares_ids) for agent in agents},
+            Prefill(increments=IncrementSettings(chunk_tokens)),
+            all_needed=False,
+            begin_s=5.0,
+            silence_s=5.0,
+        )
+
+    async def log(self, agent: str) -> LogWriter:
+        return await self.cache.create(LogKey("t", "p", agent))
+
+    def write(self, writer: LogWriter, text: str) -> None:
+        writer.append(Chunk(text, tuple(self.tokenizer.encode(text))))
+
+    def start(self) -> asyncio.Task[list[int]]:
+        filler = SlotFiller(self.filling, self.cache, Pace(), self.events.emit, clock=monotonic)
+        return asyncio.create_task(filler.fill())
+
+    async def until_sent(self, increments: int) -> PrefillIncrement:
+        await self.events.until(lambda r: len(r.of(PrefillIncrement)) >= increments)
+        return self.events.of(PrefillIncrement)[increments - 1]
+
+    def sent(self) -> list[str]:
+        return [self.tokenizer.decode(request.input_ids) for request in self.engine.prefilled]
+
+
+def is_prefix(short: Sequence[int], whole: Sequence[int]) -> bool:
+    return list(whole[: len(short)]) == list(short)
+
+
+async def test_the_prefix_is_prefilled_before_any_precursor_has_begun() -> None:
+    scene = Scene("The question is this.", Slot("a"))
+    task = scene.start()
+    first = await scene.until_sent(1)
+    assert first.slot == "a" or first.slot is None
+    assert scene.sent() == ["The question is this"]  # the last word may still grow
+    writer = await scene.log("a")
+    scene.write(writer, " yes")
+    writer.end(End.FINISHED)
+    assert scene.tokenizer.decode(await task) == "The question is this. yes"
+
+
+async def test_a_fixed_chunk_waits_for_that_many_new_tokens() -> None:
+    scene = Scene("Q.", Slot("a"), chunk_tokens=3)
+    writer = await scene.log("a")
+    task = scene.start()
+    await scene.until_sent(1)
+    for word in (" one", " two", " three", " four"):
+        scene.write(writer, word)
+        await asyncio.sleep(0)
+    second = await scene.until_sent(2)
+    assert scene.sent()[1] == "Q. one two three"
+    assert second.resident_tokens == 1
+    writer.end(End.FINISHED)
+    await task
+
+
+async def test_a_slot_that_ended_is_sent_without_waiting_for_the_next() -> None:
+    scene = Scene("Q.", Slot("a", " ["), Slot("b", " ["), chunk_tokens=100)
+    writer = await scene.log("a")
+    task = scene.start()
+    await scene.until_sent(1)
+    scene.write(writer, " yes")
+    writer.end(End.FINISHED)
+    await scene.until_sent(2)
+    assert scene.sent()[1].startswith("Q. [ yes")
+    other = await scene.log("b")
+    other.end(End.FINISHED)
+    await task
+
+
+@pytest.mark.parametrize(("tail_share", "sent_complete"), [(0.05, True), (1.0, False)])
+async def test_a_complete_prompt_is_sent_once_more_only_if_much_of_it_is_new(
+    tail_share: float, sent_complete: bool
+) -> None:
+    scene = Scene("Q.", Slot("a"), " So?")
+    increments = replace(scene.filling.prefill.increments, tail_share=tail_share)
+    scene.filling = replace(scene.filling, prefill=Prefill(increments=increments))
+    writer = await scene.log("a")
+    scene.write(writer, " word" * 50)
+    writer.end(End.FINISHED)
+    ids = await scene.start()
+    assert [list(request.input_ids) == ids for request in scene.engine.prefilled] == [True] * sent_complete
+
+
+async def test_a_complete_prompt_with_a_short_tail_is_not_sent_once_more() -> None:
+    scene = Scene("Q.", Slot("a"), " So?", chunk_tokens=1)
+    writer = await scene.log("a")
+    task = scene.start()
+    scene.write(writer, " word" * 100)
+    await scene.events.until(lambda r: any(e.prompt_tokens > 50 for e in r.of(PrefillIncrement)))
+    writer.end(End.FINISHED)
+    ids = await task
+    assert all(len(request.input_ids) < len(ids) for request in scene.engine.prefilled)
+
+
+@pytest.mark.parametrize("shares_ids", [True, False])
+async def test_increments_are_true_prefixes_of_the_complete_prompt(shares_ids: bool) -> None:
+    scene = Scene(
+        "Question", Slot("a", " A:", ";"), Slot("b", " B:", ";"), " end", chunk_tokens=1, shares_ids=shares_ids
+    )
+    task = scene.start()
+    for agent in ("a", "b"):
+        writer = await scene.log(agent)
+        for piece in ("wo", "rd by", " wo", "rd", " it ", " grows"):
+            sent = len(scene.engine.prefilled)
+            scene.write(writer, piece)
+            for _ in range(8):
+                await asyncio.sleep(0)
+            assert len(scene.engine.prefilled) >= sent
+        writer.end(End.FINISHED)
+    ids = await task
+    assert len(scene.engine.prefilled) > 4
+    assert all(is_prefix(request.input_ids, ids) for request in scene.engine.prefilled)
+    assert scene.tokenizer.decode(ids) == "Question A:word by word it  grows; B:word by word it  grows; end"
+
+
+async def test_a_needed_precursor_that_failed_fails_the_agent_with_its_reason() -> None:
+    scene = Scene("Q.", Slot("a"))
+    scene.filling = replace(scene.filling, all_needed=True)
+    (await scene.log("a")).end(End.FAILED, "out of memory")
+    with pytest.raises(AgentFailed, match="out of memory"):
+        await scene.start()
+
+
+async def test_a_precursor_that_never_begins_is_given_up_after_its_limit() -> None:
+    scene = Scene("Q.", Slot("a"))
+    scene.filling = replace(scene.filling, begin_s=0.02)
+    with pytest.raises(PrecursorTimeout, match="'a'"):
+        await scene.start()
+
+
+async def test_an_engine_that_refuses_an_increment_costs_only_the_overlap() -> None:
+    class Refusing(ScriptedEngine):
+        async def prefill(self, request: Generation):  # type: ignore[no-untyped-def]
+            raise EngineUnreachable("No prefill today.")
+
+    scene = Scene("Q.", Slot("a"))
+    engine = Refusing(scene.tokenizer, lambda _request: Script(""))
+    scene.filling = replace(scene.filling, model=replace(scene.filling.model, engine=engine))
+    task = scene.start()
+    await scene.events.until(lambda r: bool(r.of(Degraded)))
+    writer = await scene.log("a")
+    scene.write(writer, " fine")
+    writer.end(End.FINISHED)
+    assert scene.tokenizer.decode(await task) == "Q. fine"
+    assert len(scene.events.of(Degraded)) == 1
+
+
+async def test_a_prompt_that_reaches_the_context_length_is_sent_no_further() -> None:
+    scene = Scene("Q.", Slot("a"), chunk_tokens=1, context_length=5)
+    writer = await scene.log("a")
+    scene.write(writer, " word" * 9)
+    task = scene.start()
+    writer.end(End.FINISHED)
+    assert len(await task) == 11
+    assert all(len(request.input_ids) < 5 for request in scene.engine.prefilled)
+
+
+async def test_cancelling_the_agent_aborts_the_increment_under_way() -> None:
+    scene = Scene("Q. A question", Slot("a"))
+    hold = Hold()
+    engine = ScriptedEngine(scene.tokenizer, lambda _request: Script(""), pace=hold.pace)
+    scene.filling = replace(scene.filling, model=replace(scene.filling.model, engine=engine))
+    before = asyncio.all_tasks()
+    task = scene.start()
+    await hold.until_waiting()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert list(engine.aborted) == ["rid.p0"]
+    assert asyncio.all_tasks() == before

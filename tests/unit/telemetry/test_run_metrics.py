@@ -1,0 +1,78 @@
+"""One run's events as counts."""
+
+from shell_router.core.events import (
+    AgentErred,
+    AgentFinished,
+    AgentStarted,
+    AgentStopped,
+    AgentTokens,
+    ExitScored,
+    PrefillIncrement,
+    PromptReady,
+)
+from shell_router.telemetry import Metrics, RunMetrics
+
+EVENTS = (
+    AgentStarted(1.0, "a", "small"),
+    AgentStarted(1.0, "b", "small"),
+    AgentStarted(1.0, "root", "large"),
+    PromptReady(1.1, "a", 10),
+    AgentTokens(1.2, "b", (1, 2, 3), "xyz"),
+    AgentTokens(1.3, "b", (4,), "w"),
+    AgentFinished(1.4, "a", "stop", 10, 5, 9, 0.5),
+    ExitScored(1.5, 1.4, "leaves", ("a",), 0.5, 0.6, 0.7, 0.8, 0.1, True, ("b",)),
+    AgentStopped(1.5, "b", "early_exit"),
+    PrefillIncrement(1.6, "root", 1.55, None, 20, 12, 16),
+    AgentTokens(1.8, "root", (1,), "x"),
+    AgentTokens(1.9, "root", (2,), "y"),
+    AgentErred(2.0, "root", "broken", False),
+)
+
+
+def observed() -> Metrics:
+    metrics = Metrics(cache_degraded=lambda: True)
+    run = RunMetrics(metrics, "duo", "root", 1.0)
+    for event in EVENTS:
+        run.observe(event)
+    run.ended(2.0, "failed")
+    return metrics
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"shell_router_{name}", labels)
+
+
+def test_agents_are_counted_by_model_and_end() -> None:
+    metrics = observed()
+    assert value(metrics, "agents_started_total", model="small") == 2
+    assert value(metrics, "agents_finished_total", model="small", reason="stop") == 1
+    assert value(metrics, "agents_stopped_total", model="small", why="early_exit") == 1
+    assert value(metrics, "agents_failed_total", model="large", dropped="false") == 1
+
+
+def test_tokens_of_agents_cut_off_are_wasted_and_others_are_not() -> None:
+    metrics = observed()
+    assert value(metrics, "wasted_tokens_total", model="small", why="early_exit") == 4
+    assert value(metrics, "completion_tokens_total", model="small") == 5
+
+
+def test_an_increment_tells_what_it_computed_and_what_it_should_have_found() -> None:
+    metrics = observed()
+    assert value(metrics, "prefill_increments_total", model="large") == 1
+    assert value(metrics, "prefill_new_tokens_total", model="large") == 8
+    assert value(metrics, "prefill_cached_tokens_total", model="large") == 12
+    assert value(metrics, "retokenized_tokens_total", model="large") == 4
+
+
+def test_the_first_token_is_the_roots_and_counts_once() -> None:
+    metrics = observed()
+    assert value(metrics, "first_token_seconds_count", target="duo") == 1
+    assert abs((value(metrics, "first_token_seconds_sum", target="duo") or 0) - 0.8) < 1e-9
+
+
+def test_runs_gates_and_the_caches_state_are_there() -> None:
+    metrics = observed()
+    assert value(metrics, "run_seconds_sum", target="duo", outcome="failed") == 1.0
+    assert value(metrics, "gate_decisions_total", target="duo", exited="true") == 1
+    assert value(metrics, "gate_probability_sum", target="duo") == 0.8
+    assert value(metrics, "cache_degraded") == 1

@@ -1,0 +1,127 @@
+"""Configuration files: what is read, and what an error says."""
+
+from pathlib import Path
+
+import pytest
+
+from shell_router.config import Config, EmbeddedSection, PairSettings, RandomWeights, load_config
+from shell_router.errors import ConfigError
+
+MODELS = "models: {small: {random: {}}}\n"
+PAIR = "pairs: [{prefill: 'http://a', decode: 'http://b'}]"
+
+
+def _load(folder: Path, text: str, **environ: str) -> Config:
+    file = folder / "router.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load_config(file, environ)
+
+
+def _error(folder: Path, text: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        _load(folder, text)
+    return caught.value
+
+
+def test_a_minimal_file_gets_defaults_for_everything_else(tmp_path: Path) -> None:
+    config = _load(tmp_path, MODELS)
+    assert config.models["small"].random == RandomWeights()
+    assert config.listen.port == 8000
+    assert config.listen.loopback
+    assert config.cache.backend == "memory"
+
+
+def test_every_section_is_read(tmp_path: Path) -> None:
+    config = _load(
+        tmp_path,
+        """
+listen: {host: "::1", port: 0}
+models:
+  a: {path: a, embedded: {device: cuda, dtype: bfloat16, threads: 2}, context_length: 4096}
+  b: {path: /b, pairs: [{prefill: "http://p:1", decode: "http://d:2", bootstrap_port: 9, bootstrap_host: h}]}
+limits: {drain_s: 3}
+""",
+    )
+    assert config.models["a"].embedded == EmbeddedSection("cuda", "bfloat16", 2)
+    assert config.models["a"].context_length == 4096
+    assert config.models["b"].pairs == (PairSettings("http://p:1", "http://d:2", 9, "h"),)
+    assert config.limits.drain_s == 3.0
+
+
+def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    config = _load(tmp_path, "models: {a: {path: weights/a}}\ntopologies: [trees, /other]\n")
+    assert config.models["a"].path == tmp_path / "weights" / "a"
+    assert config.topologies == (tmp_path / "trees", Path("/other"))
+
+
+def test_keys_come_from_the_file_or_the_environment(tmp_path: Path) -> None:
+    config = _load(tmp_path, MODELS + "api_keys: {alice: {env: ALICE}, bob: secret}\n", ALICE="from-there")
+    assert config.api_keys == {"alice": "from-there", "bob": "secret"}
+
+
+def test_an_unset_key_variable_is_an_error_that_names_it(tmp_path: Path) -> None:
+    error = _error(tmp_path, MODELS + "api_keys: {alice: {env: ALICE}}\n")
+    assert "'alice'" in str(error)
+    assert "ALICE" in error.remedy
+
+
+def test_two_tenants_cannot_share_a_key(tmp_path: Path) -> None:
+    error = _error(tmp_path, MODELS + "api_keys: {alice: same, bob: same}\n")
+    assert "'alice' and 'bob'" in str(error)
+    assert "same" not in str(error).replace("the same", "")
+
+
+def test_an_open_address_without_keys_is_refused(tmp_path: Path) -> None:
+    error = _error(tmp_path, MODELS + "listen: {host: 0.0.0.0}\n")
+    assert "0.0.0.0" in str(error)
+    assert "api_keys" in error.remedy
+
+
+def test_an_open_address_with_keys_is_accepted(tmp_path: Path) -> None:
+    assert not _load(tmp_path, MODELS + "listen: {host: 0.0.0.0}\napi_keys: {alice: k}\n").listen.loopback
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        (MODELS + "limits:\n  drain: 3\n", 3, "Did you mean 'drain_s'?"),
+        (MODELS + "listen: {port: many}\n", 2, "expected a whole number, not 'many'"),
+        (MODELS + "listen: {port: true}\n", 2, "expected a whole number, not true"),
+        (MODELS + "listen: {port: 70000}\n", 2, "between 0 and 65535"),
+        (MODELS + "listen: []\n", 2, "expected settings, not a list"),
+        (MODELS + "topologies: here\n", 2, "expected a list, not 'here'"),
+        (MODELS + "cache: {backend: disk}\n", 2, "Choose memory or redis"),
+        (MODELS + "cache: {url: 'http://x'}\n", 2, "redis://"),
+        (MODELS + "cache: {ttl_s: 0}\n", 2, "ttl_s must be above 0"),
+        (MODELS + "embedder: {model: 3}\n", 2, "Put it in quotes"),
+        (MODELS + MODELS, 2, "first in line 1"),
+        (MODELS + "listen:\n", 2, "not nothing"),
+        ("models: {}\n", 1, "models is empty"),
+        ("listen: {port: 1}\n", 1, "'models' is missing"),
+        ("models:\n  a: {context_length: 4}\n", 2, "needs path or random"),
+        ("models:\n  a: {path: x, random: {}}\n", 2, "needs path or random"),
+        ("models:\n  a: {random: {hidden: 50}}\n", 2, "multiple of 32"),
+        ("models:\n  a: {path: x, pairs: [{prefill: a, decode: b}]}\n", 2, "http(s) URL"),
+        ("models:\n  a: {path: x, pairs: [{prefill: 'http://a'}]}\n", 2, "'decode' is missing"),
+        (f"models:\n  a: {{path: x, embedded: {{}}, {PAIR}}}\n", 2, "not by both"),
+        (f"models:\n  a: {{random: {{}}, {PAIR}}}\n", 2, "pairs serve weights of their own"),
+        ("models: [\n", 2, "Not valid YAML"),
+        ("", 1, "empty"),
+    ],
+)
+def test_an_error_names_file_line_and_remedy(tmp_path: Path, text: str, line: int, words: str) -> None:
+    error = _error(tmp_path, text)
+    assert str(error).startswith(f"{tmp_path / 'router.yaml'}:{line}: ")
+    assert words in str(error)
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_config(tmp_path / "absent.yaml", {})
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda file: file.name
+)
+def test_the_shipped_deployments_are_valid(file: Path) -> None:
+    assert load_config(file, {"SHELL_ROUTER_KEY": "k"}).models

@@ -1,0 +1,80 @@
+"""What users can set or see is documented; the README's commands exist."""
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from shell_router.cli import parser
+from shell_router.config import Config
+
+ROOT = Path(__file__).parents[2]
+PAGES = {page.name: page.read_text(encoding="utf-8") for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+
+
+def _settings(kind: Any, path: str) -> Iterator[str]:
+    """Dotted names of every setting of a dataclass, those of its sections included."""
+    for name, hint in get_type_hints(kind).items():
+        yield from _of_hint(hint, f"{path}.{name}".lstrip("."))
+
+
+def _of_hint(hint: Any, path: str) -> Iterator[str]:
+    sections = [part for part in _parts(hint) if is_dataclass(part)]
+    if not sections:
+        yield path
+    for section in sections:
+        yield from _settings(section, path)
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    yield hint
+    for part in get_args(hint):
+        yield from _parts(part)
+
+
+def _as_documented(setting: str) -> str:
+    named = re.sub(r"^models\.", "models.<alias>.", setting).replace(".pairs.", ".pairs[].")
+    return re.sub(r"^api_keys\.", "api_keys.<tenant>.", named)
+
+
+@pytest.mark.parametrize("setting", sorted(set(_settings(Config, ""))))
+def test_every_setting_is_documented(setting: str) -> None:
+    assert f"`{_as_documented(setting)}`" in PAGES["configuration.md"]
+
+
+def test_no_setting_is_documented_that_does_not_exist() -> None:
+    known = {_as_documented(setting) for setting in _settings(Config, "")}
+    sections = {setting.rpartition(".")[0].removesuffix("[]") for setting in known}
+    assert set(re.findall(r"^\| `([^` ]+)` \|", PAGES["configuration.md"], re.MULTILINE)) <= known | sections
+
+
+def _options(top: argparse.ArgumentParser) -> Iterator[str]:
+    for action in top._actions:
+        yield from (option for option in action.option_strings if option.startswith("--") and option != "--help")
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                yield name
+                yield from _options(command)
+
+
+@pytest.mark.parametrize("option", sorted(set(_options(parser()))))
+def test_every_command_and_option_is_documented(option: str) -> None:
+    assert any(f"{option}" in page for page in PAGES.values())
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    for name, text in PAGES.items():
+        folder = ROOT if name == "README.md" else ROOT / "docs"
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (folder / target).exists(), f"{name} links to {target}"
+
+
+def test_the_two_commands_of_the_readme_stand_on_lines_of_their_own() -> None:
+    commands = re.findall(
+        r"^pip install -c configs/cpu-constraints\.txt -e '\.\[\w+\]' && (.+)$", PAGES["README.md"], re.M
+    )
+    assert commands == ["shell-router demo", "python -m pytest"]

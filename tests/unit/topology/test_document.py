@@ -1,0 +1,75 @@
+import pytest
+
+from shell_router.errors import TopologyError
+from shell_router.topology.document import Problem, read_document
+
+
+def test_values_come_with_their_lines() -> None:
+    document = read_document("a: 1\nb:\n  - x\n  - {c: 2.5}\n\nd: |\n  text\n", source="f.yaml")
+    assert document.value == {"a": 1, "b": ["x", {"c": 2.5}], "d": "text\n"}
+    paths = ((), ("a",), ("b",), ("b", 1), ("b", 1, "c"), ("d",), ("d", "not there"))
+    assert [document.line_of(path) for path in paths] == [1, 1, 2, 4, 4, 6, 6]
+
+
+def test_an_alias_stands_for_what_it_names() -> None:
+    assert read_document("a: &x {k: [1]}\nb: *x\n", source="f").value == {"a": {"k": [1]}, "b": {"k": [1]}}
+
+
+def test_problems_are_told_once_each_in_the_order_of_lines() -> None:
+    document = read_document("a: 1\nb: 2\n", source="f.yaml")
+    late, early = Problem(("b",), "B.", "Mend b."), Problem(("a",), "A.", "Mend a.")
+    with pytest.raises(TopologyError) as error:
+        document.refuse([late, early, late])
+    assert str(error.value) == "f.yaml:1: A. Mend a.\nf.yaml:2: B. Mend b."
+
+
+def test_a_single_problem_keeps_its_remedy_apart() -> None:
+    with pytest.raises(TopologyError) as error:
+        read_document("a: 1", source="f.yaml").refuse([Problem(("a",), "Wrong.", "Mend it.")])
+    assert error.value.args[0] == "f.yaml:1: Wrong."
+    assert error.value.remedy == "Mend it."
+
+
+def test_a_document_without_problems_is_not_refused() -> None:
+    read_document("a: 1", source="f.yaml").refuse([])
+
+
+_BOMB = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, 12)]
+)
+
+UNREADABLE = {
+    "empty": ("", 1, "empty"),
+    "only a comment": ("# nothing\n", 1, "empty"),
+    "unclosed list": ("a:\n  [1,\n", 3, "Not valid YAML"),
+    "tab indentation": ("a:\n\tb: 1\n", 2, "Not valid YAML"),
+    "control character": ("a: 1\nb: \x07\n", 2, "character"),
+    "two documents": ("a: 1\n---\nb: 2\n", 2, "Not valid YAML"),
+    "undefined alias": ("a: 1\nb: *nobody\n", 2, "undefined alias"),
+    "same key twice": ("a: 1\nb: 2\na: 3\n", 3, "'a' stands twice; first in line 1"),
+    "key that is not text": ("a: 1\n2: b\n", 2, "key 2 is not text"),
+    "key read as a switch": ("off: b\n", 1, "key off is not text"),
+    "merge key": ("a: &a {b: 1}\nc:\n  <<: *a\n", 3, "not text"),
+    "key that is a list": ("? [a]\n: b\n", 1, "not text"),
+    "date": ("a: 2026-01-01\n", 1, "YAML timestamp"),
+    "wrong tag": ("a: !!int x\n", 1, "YAML int"),
+    "number beyond all limits": ("a: 1" + "0" * 5000, 1, "YAML int"),
+    "alias bomb": (_BOMB, 1, "too many"),
+    "alias of itself": ("a: &a [*a]\n", 1, "nested too deeply"),
+    "depth within YAML": ("[" * 5000, 1, "nested too deeply"),
+    "depth within limits of YAML": ("[" * 80 + "]" * 80, 1, "nested too deeply"),
+    "size": ("a: " + "x" * 1_000_001, 1, "characters"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_cannot_be_read_is_refused_with_its_line(case: str) -> None:
+    text, line, message = UNREADABLE[case]
+    with pytest.raises(TopologyError, match=message) as error:
+        read_document(text, source="f.yaml")
+    assert str(error.value).startswith(f"f.yaml:{line}: ")
+    assert error.value.remedy
+
+
+def test_a_tag_that_would_run_code_is_only_a_list() -> None:
+    assert read_document("a: !!python/object/apply:os.system [x]", source="f").value == {"a": ["x"]}

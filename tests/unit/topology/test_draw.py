@@ -1,0 +1,64 @@
+from shell_router.topology import draw_mermaid, draw_terminal, parse_topology
+
+DIAMOND = """
+name: diamond
+description: a diamond
+early_exit: {policy: threshold, threshold: 0.9}
+prefill: {chunk_tokens: 16, slot_order: expected_finish}
+agents:
+  start: {model: small}
+  left: {model: small, precursors: [start]}
+  right: {model: medium, precursors: [start]}
+  judge: {model: large, precursors: [left, right]}
+"""
+
+
+def test_the_terminal_drawing_shows_agents_models_clusters_and_early_exit() -> None:
+    assert draw_terminal(parse_topology(DIAMOND, source="f")) == (
+        "diamond: 4 agents in 3 layers\n"
+        "a diamond\n"
+        "\n"
+        "judge [large]\n"
+        "├─ left [small]  (cluster-1)\n"
+        "│  └─ start [small]\n"
+        "└─ right [medium]  (cluster-1)\n"
+        "   └─ start [small]  ↑ above\n"
+        "\n"
+        "Clusters:\n"
+        "  cluster-1  early exit at Q >= 0.9, tau 0.7, from 2 outputs on; left, right\n"
+        "Prefill: incremental, chunks of 16 tokens, slots by expected finish\n"
+    )
+
+
+def test_precursors_shared_as_a_whole_are_drawn_once() -> None:
+    drawn = draw_terminal(parse_topology("all_to_all: {shape: [9, 9, 1], models: [m]}", source="f"))
+    assert drawn.count("proposer-5 [") == 1
+    assert drawn.count("the 9 precursors of aggregator-1  ↑ above") == 8
+
+
+def test_a_long_chain_can_be_drawn() -> None:
+    links = "".join(f"  a{n}: {{precursors: [a{n - 1}]}}\n" for n in range(1, 1500))
+    chain = parse_topology(f"defaults: {{model: m}}\nagents:\n  a0: {{}}\n{links}", source="f")
+    assert draw_terminal(chain).count("[m]") == 1500
+    assert "Clusters: none" in draw_terminal(chain)
+
+
+def test_mermaid_shows_agents_clusters_and_links() -> None:
+    assert draw_mermaid(parse_topology(DIAMOND, source="f")) == (
+        "flowchart LR\n"
+        '    subgraph c0["cluster-1: early exit at Q #gt;= 0.9, tau 0.7, from 2 outputs on"]\n'
+        '        a1["left<br/>small"]\n'
+        '        a2["right<br/>medium"]\n'
+        "    end\n"
+        '    a0["start<br/>small"]\n'
+        '    a3["judge<br/>large"]\n'
+        "    a0 --> a1\n"
+        "    a0 --> a2\n"
+        "    a1 --> a3\n"
+        "    a2 --> a3\n"
+    )
+
+
+def test_mermaid_labels_cannot_be_broken_out_of() -> None:
+    drawn = draw_mermaid(parse_topology("""agents: {a: {model: "x\\"]\\n<b>#1&"}}""", source="f"))
+    assert drawn == 'flowchart LR\n    a0["a<br/>x#quot;] #lt;b#gt;#35;1#38;"]\n'

@@ -1,0 +1,102 @@
+import re
+from typing import Any
+
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shell_router.errors import TopologyError
+from shell_router.topology import draw_mermaid, draw_terminal, parse_topology
+
+TREE = """name: t
+tree: {shape: [4, 2, 1], models: [small, large], proposer: {sampling: {temperature: 0.7}}}
+early_exit: {policy: stochastic, tau: 0.7}
+prefill: {chunk_tokens: adaptive, slot_order: declared}
+"""
+GRAPH = """agents:
+  a: &a {model: small, prompt: {prefix: "{question}"}}
+  b: *a
+  c: {model: large, precursors: [a, b], prompt: {slot: "{index} {output}"}}
+clusters: {x: {agents: [a, b], early_exit: off}}
+"""
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> dict[str, list[str]]:
+    """Precursors per agent of a random graph with one root, agents shuffled."""
+    size = draw(st.integers(1, 12))
+    names = [f"n{number}" for number in range(size)]
+    precursors: dict[str, list[str]] = {name: [] for name in names}
+    for position in range(size - 1):  # each is read by one or more of those after it
+        for reader in draw(st.sets(st.sampled_from(names[position + 1 :]), min_size=1, max_size=3)):
+            precursors[reader].append(names[position])
+    return {name: precursors[name] for name in draw(st.permutations(names))}
+
+
+@given(graphs())
+@settings(deadline=None)
+def test_any_graph_with_one_root_is_read_as_it_was_written(precursors: dict[str, list[str]]) -> None:
+    agents = {agent: {"model": "m", "precursors": read} for agent, read in precursors.items()}
+    topology = parse_topology(yaml.safe_dump({"agents": agents}, sort_keys=False), source="f")
+    assert {agent.id: list(agent.precursors) for agent in topology.agents.values()} == precursors
+    seen: set[str] = set()
+    for agent in topology.agents.values():
+        assert seen.issuperset(agent.precursors)
+        seen.add(agent.id)
+    assert topology.root.id == f"n{len(precursors) - 1}"
+    assert topology.needed(()) == set(precursors)
+    clustered = [agent for cluster in topology.clusters for agent in cluster.agents]
+    assert len(clustered) == len(set(clustered))
+    assert all(topology.root.id != agent for agent in clustered)
+    assert all(f"{agent} [" in draw_terminal(topology) for agent in precursors)
+    assert draw_mermaid(topology).count("-->") == sum(map(len, precursors.values()))
+
+
+def loads_or_is_refused(text: str) -> None:
+    try:
+        topology = parse_topology(text, source="f.yaml")
+    except TopologyError as error:
+        assert re.match(r"f\.yaml:\d+: \S", str(error))
+    else:
+        assert draw_terminal(topology)
+
+
+@given(st.text())
+@settings(deadline=None)
+def test_no_text_raises_anything_but_a_topology_error(text: str) -> None:
+    loads_or_is_refused(text)
+
+
+@given(
+    st.sampled_from([TREE, GRAPH]),
+    st.integers(0, 400),
+    st.integers(0, 40),
+    st.one_of(st.text(max_size=8), st.sampled_from(["*a", "&a ", "<<: ", "!!int ", "{", "]", "\n  ", "'", ": ", "- "])),
+)
+@settings(max_examples=300, deadline=None)
+def test_no_edit_of_a_file_raises_anything_but_a_topology_error(text: str, start: int, cut: int, put: str) -> None:
+    loads_or_is_refused(text[:start] + put + text[start + cut :])
+
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.sampled_from(["a", "on", "off"])
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+)
+
+
+@given(st.sampled_from([TREE, GRAPH]), st.integers(0, 60), values)
+@settings(max_examples=300, deadline=None)
+def test_no_value_in_any_place_raises_anything_but_a_topology_error(text: str, place: int, value: Any) -> None:
+    content = yaml.safe_load(text)
+    places = list(_places(content))
+    holder, key = places[place % len(places)]
+    holder[key] = value
+    loads_or_is_refused(yaml.safe_dump(content))
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    steps = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    return [(value, step) for step in steps] + [place for step in steps for place in _places(value[step])]
