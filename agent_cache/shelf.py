@@ -35,6 +35,11 @@ class LogShelf:
         now_s = self._clock()
         return sum(log.expires_s > now_s for logs in self._programs.values() for log in logs.values())
 
+    @property
+    def awaited(self) -> int:
+        """How many logs readers wait for that have not begun."""
+        return len(self._awaited)
+
     def find(self, key: LogKey) -> Log | None:
         """The log of `key` if it has begun and is neither forgotten nor expired."""
         logs = self._programs.get((key.tenant, key.program), {})

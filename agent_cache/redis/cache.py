@@ -52,8 +52,8 @@ class RedisAgentPromptCache:
         self._closed = False
         self.stats = CacheStats()
         self._connection = Connection(redis, reply_limit_s=reply_limit_s)
-        layout = Layout(prefix, owner or uuid4().hex, max(1, round(1000 * ttl_s)))
-        self._publisher = Publisher(self._connection, layout, self.stats)
+        layout = Layout(prefix, owner or uuid4().hex, ttl_s)
+        self._publisher = Publisher(self._connection, layout, self.stats, clock=clock)
         self._reader = RemoteReader(self._connection, layout, self.stats)
         self._shelf = LogShelf(clock=clock, ttl_s=ttl_s, dropped=self._publisher.drop)
 

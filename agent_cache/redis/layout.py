@@ -13,6 +13,7 @@ Each program has a set of its agents beside its streams, so that it can be delet
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -36,14 +37,19 @@ def id_parts(entry_id: bytes) -> tuple[int, int]:
 class Layout:
     """The names and commands of one deployment's logs.
 
-    `prefix` keeps deployments apart that share a Redis; `owner` tells this process from others; keys expire `ttl_ms`
-    after the last write. Names are percent-encoded, so no tenant, program or agent can run into another, and a
-    program's keys share a hash tag, so that they lie on one node of a cluster.
+    `prefix` keeps deployments apart that share a Redis; `owner` tells this process from others; keys expire `ttl_s`
+    after the last write, or up to `renew_s` later. Names are percent-encoded, so no tenant, program or agent can run
+    into another, and a program's keys share a hash tag, so that they lie on one node of a cluster.
     """
 
     prefix: str
     owner: str
-    ttl_ms: int
+    ttl_s: float
+
+    @property
+    def renew_s(self) -> float:
+        """How long a key's time to live need not be renewed, so that most writes are one command and not three."""
+        return self.ttl_s / 16
 
     def log(self, key: LogKey) -> str:
         return self.log_named(key.tenant, key.program, _quoted(key.agent))
@@ -75,8 +81,8 @@ class Layout:
 
     def keep(self, key: LogKey) -> list[Command]:
         """Count the time to live from now."""
-        agents = self.agents(key.tenant, key.program)
-        return [("PEXPIRE", self.log(key), self.ttl_ms), ("PEXPIRE", agents, self.ttl_ms)]
+        ttl_ms = max(1, round(1000 * (self.ttl_s + self.renew_s)))
+        return [("PEXPIRE", name, ttl_ms) for name in (self.log(key), self.agents(key.tenant, key.program))]
 
     def delete(self, log: str) -> list[Command]:
         """Wake the log's blocked readers with an end mark, then delete it: a deletion alone wakes nobody.
@@ -126,6 +132,7 @@ def stream_entries(response: object) -> list[Entry]:
     return cast(list[Entry], streams[0][1]) if streams else []
 
 
+@lru_cache(maxsize=8192)
 def _quoted(name: str) -> str:
     return quote(name, safe="", errors="surrogatepass")
 

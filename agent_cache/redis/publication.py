@@ -1,6 +1,7 @@
 """How far one log of this process has come in Redis."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -32,14 +33,15 @@ class Writes:
     entries: int
     chunks: int
     ended: bool
+    renewed_s: float
 
 
 @dataclass(slots=True, eq=False)
 class Publication:
     """One log's way to Redis: `chunks` of them are there, the begin mark if `begun`, the end mark if `ended`.
 
-    `answer` tells whoever asked for the log what became of its begin mark, None if Redis did not say. A `withdrawn`
-    log is served to this process only.
+    Its keys' time to live was renewed at `renewed_s`. `answer` tells whoever asked for the log what became of its
+    begin mark, None if Redis did not say. A `withdrawn` log is served to this process only.
     """
 
     key: LogKey
@@ -47,6 +49,7 @@ class Publication:
     begun: bool = False
     chunks: int = 0
     ended: bool = False
+    renewed_s: float = -math.inf
     withdrawn: bool = False
     answer: asyncio.Future[Outcome | None] | None = None
 
@@ -61,10 +64,10 @@ class Publication:
         behind = self.chunks < len(self.log.chunks) or (self.log.end is not None and not self.ended)
         return not self.withdrawn and (behind or not self.begun)
 
-    def writes(self, layout: Layout) -> Writes:
+    def writes(self, layout: Layout, now_s: float) -> Writes:
         """What to send next: the begin mark alone, as another process may have set it, or what waits behind it."""
         if not self.begun:
-            return Writes(self, layout.begin(self.key), 1, 0, ended=False)
+            return Writes(self, layout.begin(self.key), 1, 0, ended=False, renewed_s=now_s)
         log, upto = self.log, min(len(self.log.chunks), self.chunks + CHUNKS_PER_ENTRY)
         ended = log.end is not None and upto == len(log.chunks)
         commands: list[Command] = []
@@ -73,7 +76,10 @@ class Publication:
             commands.append(layout.chunks(self.key, log.chunks[self.chunks : upto], position))
         if log.end is not None and ended and not self.ended:
             commands.append(layout.end(self.key, log.position, log.end, log.detail))
-        return Writes(self, commands + layout.keep(self.key), len(commands), upto, ended)
+        entries, renewed_s = len(commands), self.renewed_s
+        if ended or now_s >= renewed_s + layout.renew_s:
+            commands, renewed_s = commands + layout.keep(self.key), now_s
+        return Writes(self, commands, entries, upto, ended, renewed_s)
 
     def settle(self, writes: Writes, replies: Sequence[object]) -> Outcome:
         """Take note of Redis's `replies`. Raises the first error that is not an answer."""
@@ -86,6 +92,7 @@ class Publication:
         if any(reply is None for reply in replies[: writes.entries]):
             return Outcome.GONE
         self.begun, self.chunks, self.ended = True, writes.chunks, writes.ended
+        self.renewed_s = writes.renewed_s
         return Outcome.PUBLISHED
 
     def resume(self, first: Sequence[Entry], last: Sequence[Entry], owner: str) -> bool:
@@ -93,7 +100,7 @@ class Publication:
 
         False if it is another process's, or another process was about to delete it.
         """
-        self.begun, self.chunks, self.ended = bool(first), 0, False
+        self.begun, self.chunks, self.ended, self.renewed_s = bool(first), 0, False, -math.inf
         if not first:
             return True
         if first[0][1].get(b"owner") != owner.encode():

@@ -6,7 +6,7 @@ work is per round trip and not per token, and nobody who writes ever waits.
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -32,7 +32,10 @@ class Publisher:
     this process only, and all that is still remembered is sent when it is back.
     """
 
-    def __init__(self, connection: Connection, layout: Layout, stats: CacheStats) -> None:
+    def __init__(
+        self, connection: Connection, layout: Layout, stats: CacheStats, *, clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
         self._connection = connection
         self._layout = layout
         self._stats = stats
@@ -136,7 +139,8 @@ class Publisher:
             self._regained()
 
     async def _publish(self, batch: Sequence[Publication]) -> None:
-        writes = [publication.writes(self._layout) for publication in batch if publication.pending]
+        now_s = self._clock()
+        writes = [publication.writes(self._layout, now_s) for publication in batch if publication.pending]
         try:
             replies = await self._connection.send([command for write in writes for command in write.commands])
             gone = self._settle(writes, iter(replies))

@@ -1,5 +1,6 @@
 """Who may call: API keys, or callers on this machine where there are none."""
 
+import functools
 import hmac
 import ipaddress
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ def _key_holder(keys: Mapping[str, str], authorization: str) -> str:
     return matches[0]
 
 
+@functools.lru_cache(maxsize=1024)
 def _is_loopback(peer: str) -> bool:
     address = ipaddress.ip_address(peer.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)

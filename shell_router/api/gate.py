@@ -30,6 +30,7 @@ class Gate:
         self._services = services
         self._settings = settings
         self._running = 0
+        services.metrics.running_requests.set_function(lambda: self._running)
 
     @web.middleware
     async def serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -63,12 +64,10 @@ class Gate:
                 remedy=f"Try again in {self._settings.retry_after_s} s, or raise max_running.",
             )
         self._running += 1
-        self._services.metrics.running_requests.set(self._running)
         try:
             return await handler(request)
         finally:
             self._running -= 1
-            self._services.metrics.running_requests.set(self._running)
 
     def _tenant(self, request: web.Request) -> str:
         if request.path in OPEN_ROUTES:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from shell_router.demo.states import CUT_OFF
 
@@ -85,33 +85,31 @@ def as_report(rows: Sequence[Row], *, engine: str, title: str) -> dict[str, Any]
     return {"title": title, "engine": engine, "simulated": False, "rows": [asdict(row) for row in rows]}
 
 
-COLUMNS: Mapping[str, str] = {
-    "topology": "topology",
+LABELS: Mapping[str, str] = {
     "questions": "questions",
     "agents": "agents",
-    "end_to_end_s": "end to end, s",
-    "first_token_s": "first token, s",
+    "end_to_end_s": "end to end, s (median)",
+    "first_token_s": "root's first token, s (median)",
     "prompt_tokens": "prompt tokens",
     "completion_tokens": "new tokens",
-    "cached_share": "prompt cached",
-    "hidden_prefill_share": "prefill hidden",
-    "agents_cut_off": "cut off",
-    "latency_ratio": "latency ratio",
+    "cached_share": "prompt tokens found cached",
+    "hidden_prefill_share": "prefill hidden behind precursors",
+    "agents_cut_off": "agents cut off early",
+    "latency_ratio": "latency relative to the first",
 }
-"""Per key of a row its heading."""
+"""Per key of a row what people read."""
 
 
 def as_table(rows: Sequence[Row]) -> Table:
-    """The same for people."""
-    table = Table(title="Median per question")
-    for key, heading in COLUMNS.items():
-        table.add_column(heading, justify="left" if key == "topology" else "right")
-    for row in rows:
-        table.add_row(*(_cell(key, value) for key, value in asdict(row).items()))
+    """The same for people, a column per topology."""
+    table = Table("", *(Column(row.topology, justify="right") for row in rows))
+    cells = [asdict(row) for row in rows]
+    for key, label in LABELS.items():
+        table.add_row(label, *(_cell(key, row[key]) for row in cells))
     return table
 
 
-def _cell(key: str, value: float | str) -> str:
+def _cell(key: str, value: float) -> str:
     if key.endswith("_share"):
         return f"{value:.0%}"
     return f"{value:.2f}" if isinstance(value, float) else str(value)

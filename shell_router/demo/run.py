@@ -43,13 +43,13 @@ async def run_demo(settings: DemoSettings) -> None:
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shell-router-demo-") as folder, shared_cache() as (cache, name):
         topologies = write_topologies(Path(folder), new_tokens=settings.new_tokens)
-        console.print(f"Starting {len(MODELS)} models, each on a prefill and a decode process; agents share {name}.")
+        console.print(f"Starting a prefill and a decode engine for each of {len(MODELS)} models; agents share {name}.")
         asked = await _ask_all(Path(folder), cache, topologies, settings, console)
     rows = compare(asked)
     console.print(as_table(rows))
     for one in _last_of_each(asked):
         _print_timeline(one, console)
-    console.print(f"{HONESTY} The whole took {time.monotonic() - begun_s:.0f} s.", style="dim")
+    console.print(f"The whole took {time.monotonic() - begun_s:.0f} s.", style="dim")
     if settings.as_json:
         report = as_report(rows, engine=ENGINE, title="Demo: all-to-all and tree over HTTP")
         sys.stdout.write(orjson.dumps(report).decode() + "\n")
@@ -58,12 +58,16 @@ async def run_demo(settings: DemoSettings) -> None:
 async def _ask_all(
     folder: Path, cache: CacheSettings, topologies: Sequence[Topology], settings: DemoSettings, console: Console
 ) -> list[Asked]:
-    async with running_server(deployment(folder, cache)) as url, aiohttp.ClientSession() as session:
+    async with (
+        running_server(deployment(folder, cache), tell=lambda step: console.print(f"  {step}", style="dim")) as url,
+        aiohttp.ClientSession() as session,
+    ):
         client = Client(session, url)
+        console.print("  loading the early exit's embedding model", style="dim")
         await client.wait_until_ready(limit_s=START_LIMIT_S)
-        console.print(f"Serving on {url}. {HONESTY}")
-        for model in MODELS:  # a process's first request pays for what torch does only once
-            await client.ask(model, "Ready?", seed=0, tell=lambda _chunk: None)
+        console.print(f"Serving on {url}\n{HONESTY}")
+        # an engine's first batches pay for what torch does only once
+        await client.ask(topologies[-1].name, "Ready?", seed=settings.seed, tell=lambda _chunk: None)
         return [
             await _ask(client, topology, QUESTIONS[number % len(QUESTIONS)], settings.seed + number, console)
             for number in range(settings.rounds)

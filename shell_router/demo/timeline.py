@@ -15,7 +15,11 @@ PAINT: Mapping[str, tuple[str, str]] = {
 }
 """Per kind of span its character and colour, later ones painted over earlier ones."""
 
-LEGEND = "▒ prefill while precursors still write   ▓ prefill that had to wait for them   █ decode   ✂ cut off early"
+LEGEND = (
+    "▒ prefill while precursors still write",
+    "▓ queue and prefill once all input is there",
+    "█ decode   ✂ cut off early",
+)
 
 
 def draw_timeline(trace: Mapping[str, Any], *, columns: int) -> Iterator[Text]:
@@ -30,7 +34,8 @@ def draw_timeline(trace: Mapping[str, Any], *, columns: int) -> Iterator[Text]:
         line.append(" ✂" if record["state"] in CUT_OFF else "", "red")
         yield line
     yield Text(" " * margin + axis(duration_s, width), "dim")
-    yield Text(LEGEND, "dim")
+    for words in LEGEND:
+        yield Text(" " * margin + words, "dim")
 
 
 def bar(spans: Sequence[Mapping[str, Any]], duration_s: float, width: int) -> Text:

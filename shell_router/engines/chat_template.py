@@ -41,9 +41,7 @@ class ChatTemplate:
             ) from error
 
 
-def read_chat_template(
-    folder: Path, settings: Mapping[str, Any], now: Callable[[], datetime]
-) -> ChatTemplate | None:
+def read_chat_template(folder: Path, settings: Mapping[str, Any], now: Callable[[], datetime]) -> ChatTemplate | None:
     """The folder's template (`chat_template.jinja` before `tokenizer_config.json`), or None; raises ConfigError."""
     file = folder / "chat_template.jinja"
     source = file.read_text(encoding="utf-8") if file.exists() else _configured(settings.get("chat_template"))
@@ -79,7 +77,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 class _Generation(Extension):
     """The tag `{% generation %}`, by which templates mark the assistant's words for training: no effect here."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
+from yarl import URL
 
 from shell_router.engines.address import PairLimits, Server
 from shell_router.engines.task_owner import TaskOwner
@@ -27,17 +28,26 @@ class LegClient:
         self.limits = limits
         self.tasks = TaskOwner()
 
+        self._stall_timeout = self._timeout(limits.stall_s)
+        self._urls: dict[tuple[str, str], URL] = {}
+
     def _timeout(self, quiet_s: float) -> aiohttp.ClientTimeout:
         return aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect_s, sock_read=quiet_s)
+
+    def _url(self, server: Server, route: str) -> URL:
+        """Joined once per route: it costs as much as a tenth of a small request."""
+        url = self._urls.get((server.role, route))
+        if url is None:
+            url = self._urls[server.role, route] = server.url / route
+        return url
 
     async def post(
         self, server: Server, route: str, body: bytes, *, quiet_s: float | None = None
     ) -> aiohttp.ClientResponse:
         """The response's head, whatever its status; raises EngineUnreachable or EngineStalled."""
+        timeout = self._stall_timeout if quiet_s is None else self._timeout(quiet_s)
         try:
-            return await self._session.post(
-                server.url / route, data=body, headers=_JSON, timeout=self._timeout(quiet_s or self.limits.stall_s)
-            )
+            return await self._session.post(self._url(server, route), data=body, headers=_JSON, timeout=timeout)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self.failure(server, error) from error
 

@@ -103,9 +103,7 @@ class Legs:
         if not self._head.done():
             self._head.set_exception(error)
             self._head.exception()  # marks it as seen: a caller that has just gone away never asks
-        if self._response is not None:
-            self._response.content.set_exception(error)
-        self.close()
+        self.close()  # closing decode's response wakes its reader, which then raises the first failure
         return error
 
     async def _open_decode(self) -> None:

@@ -80,24 +80,25 @@ class PrefillOnly:
 
     async def probe(self, tokens: int, vocabulary: int) -> PrefillWay:
         """Find the first way that warms the prefix cache and use it from now on; see `SglangPair.probe`."""
+        found = []
         for way in PREFILL_WAYS:
-            cached_tokens = await self._warmed(way, [self._bootstrap.room() % vocabulary for _ in range(tokens)])
-            logger.info("prefill-only by %s: %d of %d tokens warm", way, cached_tokens, tokens)
-            if cached_tokens >= tokens // 2:
+            outcome = await self._try(way, [self._bootstrap.room() % vocabulary for _ in range(tokens)])
+            found.append(f"{way}: {outcome}")
+            if isinstance(outcome, int) and outcome >= tokens // 2:
                 self.way = way
-                logger.info("prefill-only requests to the %s go by %s", self._client.prefill, way)
+                logger.info("prefill-only requests to the %s go by %s", self._client.prefill, "; ".join(found))
                 return way
         raise EngineRejected(
-            f"No prefill-only request warms the prefix cache of the {self._client.prefill}.",
+            f"No prefill-only request of {tokens} tokens warms the prefix cache of the {self._client.prefill} "
+            f"({'; '.join(found)}).",
             status=501,
             remedy="Start it with its prefix cache on (without --disable-radix-cache).",
         )
 
-    async def _warmed(self, way: PrefillWay, input_ids: Sequence[int]) -> int:
-        """Tokens found cached on the second sending; 0 where the server refuses this way."""
+    async def _try(self, way: PrefillWay, input_ids: Sequence[int]) -> int | EngineRejected:
+        """Tokens found cached on the second sending, or the refusal where the server knows no such way."""
         try:
             await self._prefill_by(way, Generation(rid=self._rid(), input_ids=input_ids))
             return (await self._prefill_by(way, Generation(rid=self._rid(), input_ids=input_ids))).cached_tokens
-        except EngineRejected as error:
-            logger.info("prefill-only by %s is refused: %s", way, error)
-            return 0
+        except EngineRejected as refusal:
+            return refusal

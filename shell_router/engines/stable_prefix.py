@@ -40,10 +40,8 @@ class StablePrefix:
         while count and offsets[count - 1][1] > limit:
             count -= 1
         inside = [start for start in starts if start < count]
-        if count < len(offsets) and count not in starts:
-            held = _HELD_WORDS + 1  # the last of these is a word cut short
-        else:
-            held = _HELD_WORDS
+        cut_short = count < len(offsets) and count not in starts
+        held = _HELD_WORDS + cut_short
         return inside[-held] if len(inside) >= held else 0
 
     def _word_starts(self, encoding: Encoding) -> list[int]:

@@ -67,7 +67,7 @@ class Preparation:
         order = order_slots(agent.precursors, prefill.slot_order, self._finish_s)
         return Filling(
             agent.id,
-            f"{self._request.id}.{agent.id}",
+            self._rid(agent),
             model,
             agent_parts(agent, order, model, self._request.messages),
             {precursor: self._source(precursor, model) for precursor in agent.precursors},
@@ -76,6 +76,10 @@ class Preparation:
             begin_s=self._request.timeout_s,
             silence_s=self._request.timeout_s,
         )
+
+    def _rid(self, agent: Agent) -> str:
+        """Numbered, since SGLang aborts every request whose id begins with the given one, and `p-1` begins `p-10`."""
+        return f"{self._request.id}.{list(self._topology.agents).index(agent.id)}.{agent.id}"
 
     def _source(self, precursor: str, reader: ServedModel) -> Source:
         writer = self._models[self._topology.agents[precursor].model]

@@ -43,6 +43,7 @@ class Metrics:
 
     def _http(self) -> None:
         self.requests = self._counter("http_requests", "HTTP requests answered", "route", "status")
+        self._by_outcome: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.request_seconds = self._seconds("http_request_seconds", "Time to the end of the answer", "route")
         self.running_requests = self._gauge("running_requests", "Requests to models and topologies under way")
 
@@ -98,5 +99,10 @@ class Metrics:
 
     def http_request_ended(self, route: str, status: int, took_s: float) -> None:
         """Count one HTTP request; `route` is the route's pattern, never a client's path."""
-        self.requests.labels(route, str(status)).inc()
-        self.request_seconds.labels(route).observe(took_s)
+        counted = self._by_outcome.get((route, status))
+        if counted is None:
+            series = self.requests.labels(route, str(status)), self.request_seconds.labels(route)
+            counted = self._by_outcome.setdefault((route, status), series)
+        requests, seconds = counted
+        requests.inc()
+        seconds.observe(took_s)

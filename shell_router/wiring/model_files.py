@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from yarl import URL
@@ -10,7 +11,6 @@ from yarl import URL
 from shell_router.config import EmbeddedSection, ModelSettings, PairSettings, RandomWeights
 from shell_router.core.model import Tokenizer
 from shell_router.engines.address import PairAddress
-from shell_router.engines.embedded.checkpoint import make_checkpoint
 from shell_router.engines.embedded.settings import EmbeddedSettings
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.errors import ConfigError
@@ -27,7 +27,18 @@ class ModelFiles:
 
 def read_files(models: Mapping[str, ModelSettings], scratch: Path) -> dict[str, ModelFiles]:
     """Per alias its model's files; models with random weights are made in `scratch`. Blocks. Raises ConfigError."""
+    if any(not settings.pairs for settings in models.values()):
+        _require_embedded_extra()
     return {alias: _read(alias, settings, scratch) for alias, settings in models.items()}
+
+
+def _require_embedded_extra() -> None:
+    missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"embedded pairs need {', '.join(missing)}, not installed here.",
+            remedy="pip install 'shell-router[embedded]', or give the models SGLang pairs.",
+        )
 
 
 def _read(alias: str, settings: ModelSettings, scratch: Path) -> ModelFiles:
@@ -37,6 +48,8 @@ def _read(alias: str, settings: ModelSettings, scratch: Path) -> ModelFiles:
 
 
 def _make(weights: RandomWeights, folder: Path) -> Path:
+    from shell_router.engines.embedded.checkpoint import make_checkpoint  # noqa: PLC0415 - needs an extra
+
     heads = weights.hidden // 16
     return make_checkpoint(
         folder, hidden=weights.hidden, layers=weights.layers, heads=heads, kv_heads=heads // 2, seed=weights.seed

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,24 +38,27 @@ class RunningModel:
 
 
 @asynccontextmanager
-async def running_models(config: Config) -> AsyncIterator[Mapping[str, RunningModel]]:
-    """Every model by its alias, all started at the same time. Raises ConfigError and EngineError."""
+async def running_models(config: Config, tell: Callable[[str], None]) -> AsyncIterator[Mapping[str, RunningModel]]:
+    """Every model by its alias, all started at the same time; `tell` gets a line per step.
+
+    Raises ConfigError and EngineError.
+    """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shell-router-")))
         files = await asyncio.to_thread(read_files, config.models, folder)
-        addresses = await _addresses(config, files, stack)
+        addresses = await _addresses(config, files, stack, tell)
         # the API limits what runs; a limit here would let agents wait where no trace shows it
         session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         await stack.enter_async_context(session)
         pairs = {alias: _pair(address, session, config.limits) for alias, address in addresses.items()}
         for pair in pairs.values():
             stack.push_async_callback(pair.aclose)
-        await _until_ready(pairs, config.limits.engine_start_s)
+        await _until_ready(pairs, config.limits.engine_start_s, tell)
         yield {alias: RunningModel(_served(alias, pairs[alias], files[alias]), pairs[alias]) for alias in config.models}
 
 
 async def _addresses(
-    config: Config, files: Mapping[str, ModelFiles], stack: AsyncExitStack
+    config: Config, files: Mapping[str, ModelFiles], stack: AsyncExitStack, tell: Callable[[str], None]
 ) -> Mapping[str, PairAddress]:
     """Where each model's pair is; embedded ones are started, and ended by `stack`."""
     embedded = {
@@ -64,7 +67,7 @@ async def _addresses(
     fleet: Mapping[str, EmbeddedPair] = {}
     if embedded:
         limit_s = config.limits.engine_start_s
-        fleet = await stack.enter_async_context(EmbeddedFleet(embedded, start_limit_s=limit_s, on_progress=log.info))
+        fleet = await stack.enter_async_context(EmbeddedFleet(embedded, start_limit_s=limit_s, on_progress=tell))
     started = {
         alias: PairAddress(pair.prefill_url, pair.decode_url, pair.bootstrap_host, pair.bootstrap_port)
         for alias, pair in fleet.items()
@@ -80,12 +83,12 @@ def _served(alias: str, pair: SglangPair, files: ModelFiles) -> ServedModel:
     return ServedModel(alias, pair, files.tokenizer, files.context_length)
 
 
-async def _until_ready(pairs: Mapping[str, SglangPair], limit_s: float) -> None:
+async def _until_ready(pairs: Mapping[str, SglangPair], limit_s: float, tell: Callable[[str], None]) -> None:
     """Return when every pair is healthy and its way of prefill-only is known. Raises the first EngineError."""
     try:
         async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
             for alias, pair in pairs.items():
-                tasks.create_task(_probe(alias, pair))
+                tasks.create_task(_probe(alias, pair, tell))
     except TimeoutError as error:
         raise EngineStalled(
             f"The engines were not ready within {limit_s:g} s.", remedy="Raise limits.engine_start_s."
@@ -94,9 +97,9 @@ async def _until_ready(pairs: Mapping[str, SglangPair], limit_s: float) -> None:
         raise failures.exceptions[0] from None
 
 
-async def _probe(alias: str, pair: SglangPair) -> None:
+async def _probe(alias: str, pair: SglangPair, tell: Callable[[str], None]) -> None:
     await pair.ready()
     way = await pair.probe()
-    log.info("model %s is ready; prefill-only by %s", alias, way)
+    tell(f"model {alias} is ready; prefill-only by {way}")
     if way == "pair":
         log.warning("model %s: no prefill-only request warms the cache; one-token requests take its place", alias)

@@ -1,7 +1,8 @@
 """Everything the API works with, started and ended together."""
 
+import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from shell_router.wiring.cache import running_cache
 from shell_router.wiring.embedding import running_embedder
 from shell_router.wiring.models import running_models
 
+log = logging.getLogger(__name__)
+
 
 @asynccontextmanager
-async def running_services(config: Config) -> AsyncIterator[Services]:
-    """Start what `config` names and give it to the API; end all of it on leaving, in reverse order.
+async def running_services(config: Config, *, tell: Callable[[str], None] = log.info) -> AsyncIterator[Services]:
+    """Start what `config` names, telling each step, and give it to the API; end it on leaving, in reverse order.
 
     Raises ConfigError before anything is started where the files are wrong, EngineError for an engine that does not
     come up. Nothing is left running on any path.
@@ -28,7 +31,7 @@ async def running_services(config: Config) -> AsyncIterator[Services]:
     async with (
         running_embedder(config.embedder) as embedding,
         running_cache(config.cache, clock) as cache,
-        running_models(config) as models,
+        running_models(config, tell) as models,
     ):
         served = {alias: model.served for alias, model in models.items()}
         yield Services(

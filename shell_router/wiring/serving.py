@@ -23,12 +23,12 @@ def with_address(config: Config, host: str | None, port: int | None) -> Config:
 
 
 @asynccontextmanager
-async def running_server(config: Config) -> AsyncIterator[str]:
-    """Serve `config` while the context is open; gives its base URL.
+async def running_server(config: Config, *, tell: Callable[[str], None] = log.info) -> AsyncIterator[str]:
+    """Serve `config` while the context is open; gives its base URL. `tell` gets a line per step of the start.
 
     On leaving, running requests get the deployment's `drain_s` to end; then everything that was started is ended.
     """
-    async with running_services(config) as services:
+    async with running_services(config, tell=tell) as services:
         app = create_app(services, api_settings(config))
         listen = config.listen
         try:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.command import alive, running_command
+from tests.fakes.command import running_command, survivors
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +15,7 @@ async def _demo(*arguments: str) -> tuple[list[str], int, set[int]]:
         await command.line_with("Serving on", limit_s=180)
         started = command.started()
         code, output = await command.ended(limit_s=180)
-        return output.splitlines(), code, alive(started)
+        return output.splitlines(), code, survivors(started)
 
 
 async def test_the_demo_ends_with_one_row_per_topology_and_leaves_no_process() -> None:

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from shell_router.api import ApiSettings, Services, create_app, listening
+from shell_router.api import ApiSettings, Runs, Services, create_app, listening
 from shell_router.core.relay import NativeRoute, Relayed
 from shell_router.errors import InvalidRequest
 from shell_router.telemetry import Metrics
 from shell_router.topology import Agent, Prompt, Topology
 from tests.fakes.moa import ScriptedMoa
+
+LIMIT = aiohttp.ClientTimeout(total=60)
 
 DUO = Topology(
     name="duo",
@@ -90,6 +92,7 @@ async def api(
     moa: ScriptedMoa | None = None,
     settings: ApiSettings | None = None,
     *,
+    executor: Runs | None = None,
     relays: Mapping[str, ScriptedRelay] | None = None,
     checks: Mapping[str, Callable[[], Awaitable[bool]]] | None = None,
     topologies: tuple[Topology, ...] = (DUO,),
@@ -97,7 +100,7 @@ async def api(
     """Serve while the context is open."""
     moa = moa or ScriptedMoa()
     services = Services(
-        executor=moa.executor,
+        executor=executor or moa.executor,
         programs=moa.programs,
         topologies={topology.name: topology for topology in topologies},
         models=moa.models,
@@ -106,7 +109,7 @@ async def api(
         metrics=Metrics(),
     )
     app = create_app(services, settings or ApiSettings())
-    async with listening(app, drain_s=1) as url, aiohttp.ClientSession() as client:
+    async with listening(app, drain_s=1) as url, aiohttp.ClientSession(timeout=LIMIT) as client:
         yield Api(url, moa, services, client)
 
 

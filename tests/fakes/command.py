@@ -1,9 +1,12 @@
 """The `shell-router` command as a process, with what it starts in sight."""
 
 import asyncio
+import contextlib
 import os
+import select
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -49,10 +52,19 @@ class RunningCommand:
         if self._process.returncode is None:
             self._process.kill()
 
+    async def clear_away(self, *, limit_s: float = 30.0) -> None:
+        """Kill it and all that it started, so that a failed test leaves nothing behind either."""
+        for pid in self.started():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.kill()
+        async with asyncio.timeout(limit_s):
+            await self._process.communicate()
+
 
 @asynccontextmanager
 async def running_command(*arguments: str | Path) -> AsyncIterator[RunningCommand]:
-    """Run `shell-router` with `arguments` from the repository's root; it is killed if it still runs at the end."""
+    """Run `shell-router` with `arguments` from the repository's root; what still runs at the end is killed."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND,
         *map(str, arguments),
@@ -66,17 +78,28 @@ async def running_command(*arguments: str | Path) -> AsyncIterator[RunningComman
     try:
         yield command
     finally:
-        command.kill()
-        await process.communicate()
+        await command.clear_away()
 
 
-def alive(pids: set[int]) -> set[int]:
-    """Those of `pids` that still run; a zombie does not."""
-    return {pid for pid in pids if (stat := _stat(pid)) is not None and stat[0] != "Z"}
+def survivors(pids: set[int], *, limit_s: float = 10.0) -> set[int]:
+    """Those of `pids` that still run after `limit_s`; returns as soon as all have ended."""
+    deadline_s = time.monotonic() + limit_s
+    return {pid for pid in pids if not _ends(pid, max(0.0, deadline_s - time.monotonic()))}
+
+
+def _ends(pid: int, limit_s: float) -> bool:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], limit_s)[0])
+    finally:
+        os.close(descriptor)
 
 
 def _descendants(pid: int) -> set[int]:
-    parents = {int(entry.name): stat[1] for entry in Path("/proc").glob("[0-9]*") if (stat := _stat(int(entry.name)))}
+    parents = {int(entry.name): _parent(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
     found: set[int] = set()
     frontier = {pid}
     while frontier:
@@ -85,10 +108,9 @@ def _descendants(pid: int) -> set[int]:
     return found
 
 
-def _stat(pid: int) -> tuple[str, int] | None:
-    """State and parent of a process; None where it is gone."""
+def _parent(pid: int) -> int | None:
+    """The process that started `pid`; None where it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     except OSError:
         return None
-    return fields[0], int(fields[1])

@@ -1,7 +1,7 @@
 """A scripted prefill-decode pair with the router's own client in front, and ways to look at what is left of it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -10,9 +10,17 @@ import aiohttp
 from shell_router.core.generation import Finish, Generation, Tokens
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.pair import SglangPair
-from shell_router.engines.scripted_server import Fault, ScriptedPair, ScriptedSettings
+from shell_router.engines.scripted_server import Fault, ScriptedPair, ScriptedServer, ScriptedSettings
+from shell_router.engines.scripting.script import DEFAULT_SETTINGS
 
 LIMITS = PairLimits(stall_s=5, answer_s=5, connect_s=2, abort_s=2, settle_s=1)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until `condition` holds; fails after two seconds."""
+    async with asyncio.timeout(2):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+            await asyncio.sleep(0)
 
 
 @dataclass(frozen=True)
@@ -30,27 +38,34 @@ class Served:
 
     async def idle(self) -> None:
         """Return once nothing runs on either server; fails after two seconds."""
-        async with asyncio.timeout(2):
-            while self.servers.prefill.running or self.servers.decode.running:
-                await asyncio.sleep(0)
+        await until(lambda: not (self.servers.prefill.running or self.servers.decode.running))
 
     async def quiet(self) -> None:
         """Return once no task but the test's own is left; fails after two seconds."""
         await self.pair.aclose()
-        async with asyncio.timeout(2):
-            while len(asyncio.all_tasks()) > 1:
-                await asyncio.sleep(0)
+        await until(lambda: len(asyncio.all_tasks()) == 1)
 
 
 @asynccontextmanager
-async def served(
-    settings: ScriptedSettings = ScriptedSettings(), limits: PairLimits = LIMITS
-) -> AsyncIterator[Served]:
+async def served(settings: ScriptedSettings = DEFAULT_SETTINGS, limits: PairLimits = LIMITS) -> AsyncIterator[Served]:
     """A running scripted pair and its client."""
     connector = aiohttp.TCPConnector(limit=0)
     async with ScriptedPair(settings) as servers, aiohttp.ClientSession(connector=connector) as session:
         address = PairAddress(servers.prefill.url, servers.decode.url, "127.0.0.1", 8998)
         pair = SglangPair(address, session, limits=limits)
+        yield Served(pair, servers, session)
+        await pair.aclose()
+
+
+@asynccontextmanager
+async def apart(prefill: ScriptedSettings, decode: ScriptedSettings) -> AsyncIterator[Served]:
+    """Servers that share no rooms: decode does not wait for its prefill, and knows nothing of it."""
+    servers = ScriptedPair()
+    servers.prefill = ScriptedServer(replace(prefill, role="prefill"))
+    servers.decode = ScriptedServer(decode)
+    async with servers, aiohttp.ClientSession() as session:
+        address = PairAddress(servers.prefill.url, servers.decode.url, "127.0.0.1", 8998)
+        pair = SglangPair(address, session, limits=LIMITS)
         yield Served(pair, servers, session)
         await pair.aclose()
 

@@ -50,7 +50,8 @@ def answer_what_was_given_up() -> None:
             write_states(answers, call, np.ones((given_up, 2), dtype=np.float32))
 
 
-if "--contrary" in sys.argv:
-    answer_what_was_given_up()
-else:
-    serve(load, max_batch=4)
+if __name__ == "__main__":
+    if "--contrary" in sys.argv:
+        answer_what_was_given_up()
+    else:
+        serve(load, max_batch=4)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+from shell_router.api import ApiSettings
 from tests.fakes.api_server import api
 from tests.fakes.gates import Hold
 from tests.fakes.moa import ScriptedMoa
@@ -86,8 +87,6 @@ async def test_a_precursor_that_never_comes_ends_the_wait_and_the_stream() -> No
 
 
 async def test_programs_of_two_tenants_do_not_meet() -> None:
-    from shell_router.api import ApiSettings
-
     async with api(settings=ApiSettings(keys={"me": "sk-1", "other": "sk-2"})) as served:
         await served.post(PATH, ONE, Authorization="Bearer sk-1")
         assert (await served.get(PATH + "/p", Authorization="Bearer sk-2"))[0] == 404

@@ -5,9 +5,12 @@ import json
 import pytest
 
 from shell_router.api import ApiSettings
+from shell_router.api.services import Emit
 from shell_router.engines.scripted import Script
 from shell_router.errors import EngineRejected, EngineStalled, EngineUnreachable
-from tests.fakes.api_server import DUO, Api, api, chat, until
+from shell_router.execution import Answer, MoaRequest
+from shell_router.topology import Topology
+from tests.fakes.api_server import DUO, Api, api, chat
 from tests.fakes.gates import Gates, Hold
 from tests.fakes.moa import ScriptedMoa
 
@@ -163,12 +166,12 @@ async def test_a_request_over_its_time_fails_with_504_or_inside_its_stream() -> 
 
 async def test_the_head_comes_at_once_and_silence_is_filled_with_comments() -> None:
     gates = Gates("root")
-    async with api(ScriptedMoa(pace=gates.pace), ApiSettings(ping_s=0.01)) as served:
-        async with served.stream(chat(stream=True)) as response:
-            assert response.status == 200 and "x-trace-id" in response.headers
-            assert await response.content.readuntil(b"\n\n") == b": ping\n\n"
-            gates.open("root")
-            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+    moa = ScriptedMoa(pace=gates.pace)
+    async with api(moa, ApiSettings(ping_s=0.01)) as served, served.stream(chat(stream=True)) as response:
+        assert response.status == 200 and "x-trace-id" in response.headers
+        assert await response.content.readuntil(b"\n\n") == b": ping\n\n"
+        gates.open("root")
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
 
 
 async def test_an_unexpected_error_is_logged_and_gives_nothing_away(caplog: pytest.LogCaptureFixture) -> None:
@@ -201,8 +204,22 @@ async def test_a_run_is_traced_and_other_tenants_do_not_see_it() -> None:
         assert (await served.get(path))[0] == 401
 
 
+class Kept:
+    """Keeps what it is asked to run."""
+
+    def __init__(self) -> None:
+        self.requests: list[MoaRequest] = []
+
+    async def run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:
+        self.requests.append(request)
+        return Answer("", "stop", {})
+
+
 async def test_requests_draw_their_own_seeds_unless_given_one() -> None:
-    async with api() as served:
-        ids = {(await served.post("/v1/chat/completions", chat()))[1]["id"] for _ in range(3)}
-        assert len(ids) == 3
-        await until(lambda: served.moa.running == set())
+    kept = Kept()
+    async with api(executor=kept) as served:
+        for body in (chat(), chat(), chat(seed=7)):
+            assert (await served.post("/v1/chat/completions", body))[0] == 200
+    first, second, third = kept.requests
+    assert first.seed != second.seed and third.seed == 7
+    assert len({request.id for request in kept.requests}) == 3

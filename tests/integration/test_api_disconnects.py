@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import aiohttp
 import pytest
@@ -39,10 +40,9 @@ async def test_a_client_that_leaves_before_the_first_token_aborts_its_run(
         if not asking.cancelled():
             asking.result().close()
         await until(lambda: not moa.running)
-        assert asked and {rid.rpartition(".")[2] for rid in asked} <= moa.aborted | asked
+        assert asked and asked <= {rid for engine in moa.engines.values() for rid in engine.aborted}
         hold.release()
         await nothing_runs(served)
-        assert moa.aborted
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_stream_aborts_its_run() -> None:
@@ -62,22 +62,44 @@ async def test_a_client_that_leaves_in_the_middle_of_its_stream_aborts_its_run()
         assert moa.aborted == {"root"}
 
 
-async def test_a_client_that_stops_reading_slows_no_agent_and_is_given_up() -> None:
-    flood = "word " * 200_000
-    moa = ScriptedMoa({"root": flood}, context_length=10**9)
-    async with api(moa, ApiSettings(write_timeout_s=0.2)) as served:
-        host, port = served.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1)
-        body = json.dumps(chat(stream=True)).encode()
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
-        writer.write(body)
-        await reader.readuntil(b"200") if False else None
-        await until(lambda: len(served.services.traces) == 1)
-        (trace,) = served.services.traces._traces.values()
-        await until(lambda: trace.as_json()["state"] == "finished", 60)
-        running = served.services.metrics.running_requests
-        await until(lambda: running._value.get() == 0, 60)
-        writer.transport.abort()
+async def deaf_client(served: Api) -> socket.socket:
+    """Asks for a stream and never reads; 20 MB do not fit into any socket's buffers."""
+    host, port = served.url.removeprefix("http://").split(":")
+    client = socket.socket()
+    client.setblocking(False)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, (host, int(port)))
+    body = json.dumps(chat(stream=True)).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    await loop.sock_sendall(client, head + body)
+    await until(lambda: len(served.services.traces) == 1)
+    return client
+
+
+def flood() -> ScriptedMoa:
+    return ScriptedMoa({"root": ("x" * 1000 + " ") * 20_000}, context_length=10**9)
+
+
+def running(served: Api) -> float | None:
+    return served.services.metrics.registry.get_sample_value("shell_router_running_requests")
+
+
+async def test_a_client_that_does_not_read_slows_no_agent() -> None:
+    async with api(flood()) as served:
+        with await deaf_client(served):
+            (trace,) = served.services.traces._traces.values()
+            await until(lambda: trace.as_json()["state"] != "running", 60)
+            assert trace.as_json()["state"] == "finished"
+            assert running(served) == 1
+        await until(lambda: running(served) == 0)
+
+
+async def test_a_client_that_does_not_read_is_given_up_at_the_limit() -> None:
+    async with api(flood(), ApiSettings(write_timeout_s=0.05)) as served:
+        with await deaf_client(served):
+            await until(lambda: running(served) == 0, 60)
+        assert not served.moa.running
 
 
 async def test_leaving_a_native_stream_leaves_the_relays_context_early() -> None:

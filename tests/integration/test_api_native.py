@@ -23,12 +23,12 @@ async def test_bodies_and_answers_pass_byte_for_byte(route: str) -> None:
 
 async def test_a_stream_passes_chunk_by_chunk() -> None:
     relay = ScriptedRelay((b"data: 1\n\n", b"data: 2\n\n"), "text/event-stream", gate=asyncio.Event())
-    async with api(relays={"small": relay}) as served:
-        async with served.stream({"text": "x", "stream": True}, "/generate") as response:
-            assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"
-            assert relay.gate is not None
-            relay.gate.set()
-            assert await response.read() == b"data: 2\n\n"
+    body = {"text": "x", "stream": True}
+    async with api(relays={"small": relay}) as served, served.stream(body, "/generate") as response:
+        assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"
+        assert relay.gate is not None
+        relay.gate.set()
+        assert await response.read() == b"data: 2\n\n"
 
 
 async def test_the_model_is_named_by_header_or_field_and_must_be_known() -> None:

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from shell_router.cli import main
-from tests.fakes.command import alive, running_command
+from tests.fakes.command import running_command, survivors
 
 TREE = "tree: {shape: [2, 1], models: [small]}\nearly_exit: off\n"
 CONFIG = """
@@ -18,6 +18,14 @@ models: {{small: {{random: {{hidden: 32, layers: 1}}}}}}
 embedder: {{model: hash}}
 topologies: [pair.yaml]
 """
+
+QUESTION = {
+    "model": "pair",
+    "messages": [{"role": "user", "content": "Why?"}],
+    "max_tokens": 500,
+    "ignore_eos": True,
+    "stream": True,
+}
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -92,16 +100,26 @@ def test_a_wrong_command_line_ends_with_two(arguments: list[str], capsys: pytest
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_serve_answers_and_ends_with_all_it_started(deployment: Path, number: signal.Signals) -> None:
+async def test_ctrl_c_ends_serve_and_all_it_started(deployment: Path) -> None:
     async with running_command("serve", "--config", deployment) as command:
-        url = (await command.line_with("Serving on", limit_s=120)).split()[-1]
-        assert await _answer(url) != ""
+        await command.line_with("Serving on", limit_s=120)
         started = command.started()
         assert len(started) >= 2, "a prefill and a decode process"
-        command.signal(number)
+        command.signal(signal.SIGINT)
         code, output = await command.ended(limit_s=60)
-        assert (code, alive(started)) == (0, set()), output
+        assert (code, survivors(started)) == (0, set()), output
+
+
+@pytest.mark.slow
+async def test_sigterm_lets_a_running_request_end(deployment: Path) -> None:
+    async with running_command("serve", "--config", deployment) as command, aiohttp.ClientSession() as session:
+        url = (await command.line_with("Serving on", limit_s=120)).split()[-1]
+        async with session.post(f"{url}/v1/chat/completions", json=QUESTION) as response:
+            await response.content.readuntil(b"data: ")
+            command.signal(signal.SIGTERM)
+            await command.line_with("SIGTERM: no new requests", limit_s=60)
+            assert (await response.read()).rstrip().endswith(b"data: [DONE]")
+        assert (await command.ended(limit_s=60))[0] == 0
 
 
 @linux
@@ -111,30 +129,18 @@ async def test_serve_killed_outright_takes_its_engines_along(deployment: Path) -
         await command.line_with("Serving on", limit_s=120)
         started = command.started()
         command.kill()
-        # the output's end comes only when every process that holds it has ended
-        await command.ended(limit_s=60)
-        assert alive(started) == set()
+        assert survivors(started) == set()
 
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_demo_stopped_while_it_starts_leaves_nothing(number: signal.Signals) -> None:
+@pytest.mark.parametrize(("moment", "number"), [("importing torch", signal.SIGINT), ("Serving on", signal.SIGTERM)])
+async def test_a_stopped_demo_leaves_nothing(moment: str, number: signal.Signals) -> None:
     async with running_command("demo", "--json") as command:
-        await command.line_with("Starting", limit_s=60)
+        await command.line_with(moment, limit_s=120)
+        started = command.started()
+        assert len(started) >= 2, "Redis and an engine or the embedder"
         command.signal(number)
         code, output = await command.ended(limit_s=60)
-        assert code == 128 + number, output
+        assert (code, survivors(started)) == (128 + number, set()), output
         assert "Traceback" not in output
-
-
-async def _answer(url: str) -> str:
-    """The answer of the deployment's topology."""
-    body = {"model": "pair", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 4}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{url}/v1/chat/completions", json=body) as response,
-    ):
-        answer = await response.json()
-        assert response.status == 200, answer
-        return str(answer["choices"][0]["message"]["content"])

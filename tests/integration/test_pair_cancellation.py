@@ -1,19 +1,15 @@
 """A caller that goes away, at any moment, leaves nothing running on either server and no task behind."""
 
 import asyncio
-from collections.abc import Callable
 
+import aiohttp
 import pytest
 
 from shell_router.core.generation import Generation
+from shell_router.engines.address import PairAddress, PairLimits
+from shell_router.engines.pair import SglangPair
 from shell_router.engines.scripted_server import Fault, ScriptedSettings
-from tests.fakes.scripted_pair import Served, collect, generation, served
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(2):
-        while not condition():
-            await asyncio.sleep(0)
+from tests.fakes.scripted_pair import Served, collect, generation, served, until
 
 
 async def cancelled(task: asyncio.Task[object]) -> None:
@@ -54,7 +50,7 @@ async def test_in_mid_stream() -> None:
 
         async def consume() -> None:
             async for event in at.pair.generate(generation("gone")):
-                seen.append(event)
+                seen.append(event)  # noqa: PERF401 - the list is watched while it grows
 
         task = asyncio.create_task(consume())
         await until(lambda: len(seen) == 3)
@@ -113,6 +109,30 @@ async def test_leaving_a_relayed_stream_before_its_end() -> None:
         async with at.pair.forward("generate", body) as answer:
             await anext(aiter(answer.chunks))
         await nothing_is_left(at, "gone")
+
+
+async def test_connections_to_servers_that_never_answer_are_closed() -> None:
+    """Such servers do not hear an abort either; the closed connection is all they can notice."""
+    opened, closed = 0, 0
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal opened, closed
+        opened += 1
+        while await reader.read(65536):
+            pass
+        closed += 1
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    limits = PairLimits(abort_s=0.05)
+    async with server, aiohttp.ClientSession() as session:
+        pair = SglangPair(PairAddress(url, url, "127.0.0.1", 1), session, limits=limits)
+        task = asyncio.create_task(collect(pair, generation("gone")))
+        await until(lambda: opened == 2)
+        await cancelled(task)
+        await until(lambda: opened == closed == 4)  # the two legs and the two aborts
+        await pair.aclose()
 
 
 async def test_leaving_a_relayed_batch_aborts_every_request_of_it() -> None:

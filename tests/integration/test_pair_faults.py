@@ -11,7 +11,7 @@ from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.pair import SglangPair
 from shell_router.engines.scripted_server import Fault, ScriptedSettings
 from shell_router.errors import EngineError, EngineRejected, EngineStalled, EngineUnreachable
-from tests.fakes.scripted_pair import collect, generation, served
+from tests.fakes.scripted_pair import apart, collect, generation, served, until
 
 IMPATIENT = PairLimits(stall_s=0.05, answer_s=0.05, connect_s=2, abort_s=2, settle_s=0.05)
 
@@ -81,11 +81,21 @@ async def test_the_engines_status_and_words_reach_the_caller() -> None:
 async def test_a_prefill_that_fails_while_decode_waits_ends_it_at_once() -> None:
     """Decode is waiting for its room without a limit of its own; only the abort ends it."""
     async with served() as at:
-        at.break_leg("prefill", Fault("garbage"))
-        at.servers.prefill.settings = ScriptedSettings(role="prefill", fault=Fault("status", status=500), prefill_s=0)
+        at.break_leg("prefill", Fault("status", status=500))
         with pytest.raises(EngineRejected, match="prefill engine"):
             await collect(at.pair, generation())
         await at.idle()
+
+
+async def test_a_late_prefill_failure_ends_decode_even_while_nobody_reads() -> None:
+    failing = ScriptedSettings(prefill_s=0.01, fault=Fault("error_event", message="KV lost"))
+    async with apart(failing, ScriptedSettings(token_s=60)) as at:
+        stream = at.pair.generate(generation("broken"))
+        await anext(stream)
+        await until(lambda: at.servers.decode.aborted == ["broken"])
+        await at.idle()
+        with pytest.raises(EngineRejected, match=r"prefill engine .* KV lost"):
+            await anext(stream)
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -156,7 +166,7 @@ async def test_aborts_to_a_dead_server_do_not_hold_up_closing() -> None:
 
 
 async def test_a_url_that_is_no_engine_is_named() -> None:
-    """Two prefill servers: the route `prefill_only` of a decode server does not exist."""
+    """A decode server in the prefill's place has no route `prefill_only`."""
     async with served() as at, aiohttp.ClientSession() as session:
         address = PairAddress(at.servers.decode.url, at.servers.decode.url, "127.0.0.1", 1)
         with pytest.raises(EngineRejected) as failed:

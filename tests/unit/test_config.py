@@ -77,6 +77,15 @@ def test_an_open_address_without_keys_is_refused(tmp_path: Path) -> None:
     assert "api_keys" in error.remedy
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.2", "'::1'"])
+def test_an_address_of_this_machine_needs_no_keys(tmp_path: Path, host: str) -> None:
+    assert _load(tmp_path, MODELS + f"listen: {{host: {host}}}\n").api_keys == {}
+
+
+def test_a_host_name_counts_as_open(tmp_path: Path) -> None:
+    assert "router.example" in str(_error(tmp_path, MODELS + "listen: {host: router.example}\n"))
+
+
 def test_an_open_address_with_keys_is_accepted(tmp_path: Path) -> None:
     assert not _load(tmp_path, MODELS + "listen: {host: 0.0.0.0}\napi_keys: {alice: k}\n").listen.loopback
 

@@ -10,7 +10,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from shell_router.cli import parser
-from shell_router.config import Config
+from shell_router.config import Config, load_config
+from shell_router.topology import parse_topology
 
 ROOT = Path(__file__).parents[2]
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
@@ -48,7 +49,7 @@ def test_every_setting_is_documented(setting: str) -> None:
 
 def test_no_setting_is_documented_that_does_not_exist() -> None:
     known = {_as_documented(setting) for setting in _settings(Config, "")}
-    sections = {setting.rpartition(".")[0].removesuffix("[]") for setting in known}
+    sections = {setting.rpartition(".")[0].removesuffix("[]") for setting in known} | set(get_type_hints(Config))
     assert set(re.findall(r"^\| `([^` ]+)` \|", PAGES["configuration.md"], re.MULTILINE)) <= known | sections
 
 
@@ -78,3 +79,20 @@ def test_the_two_commands_of_the_readme_stand_on_lines_of_their_own() -> None:
         r"^pip install -c configs/cpu-constraints\.txt -e '\.\[\w+\]' && (.+)$", PAGES["README.md"], re.M
     )
     assert commands == ["shell-router demo", "python -m pytest"]
+
+
+def _yaml_block(page: str) -> str:
+    """The first YAML example of a page."""
+    found = re.search(r"```yaml\n(.*?)```", PAGES[page], re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+def test_the_readmes_topology_is_a_right_one() -> None:
+    assert len(parse_topology(_yaml_block("README.md"), source="README.md").agents) == 13
+
+
+def test_the_example_of_a_configuration_is_a_right_one(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text(_yaml_block("configuration.md"), encoding="utf-8")
+    assert load_config(file, {}).cache.backend == "redis"

@@ -46,16 +46,15 @@ def to_bytes(kv: Tensor) -> memoryview:
     return flat.reshape(-1).data
 
 
-def from_bytes(payload: bytes, parcel: Parcel, shape: KvShape) -> Tensor:
-    """The tensor over `payload`, `[layers, 2, kv_heads, prompt_tokens, head_dim]`."""
+def from_bytes(flat: Tensor, parcel: Parcel, shape: KvShape) -> Tensor:
+    """The tensor over the received bytes `flat`, `[layers, 2, kv_heads, prompt_tokens, head_dim]`."""
     if parcel.dtype != str(shape.dtype):
         raise KvTransferError(f"prefill computes in {parcel.dtype}, decode in {shape.dtype}")
     wanted = (shape.layers, 2, shape.kv_heads, parcel.prompt_tokens, shape.head_dim)
-    # A bytearray, because torch warns of a tensor over memory that must not be written.
-    flat = torch.frombuffer(bytearray(payload), dtype=shape.dtype)
-    if flat.numel() != torch.Size(wanted).numel():
-        raise KvTransferError(f"the KV has {flat.numel()} numbers, not those of shape {wanted}: another model?")
-    return flat.reshape(wanted)
+    numbers = flat.view(shape.dtype)
+    if numbers.numel() != torch.Size(wanted).numel():
+        raise KvTransferError(f"the KV has {numbers.numel()} numbers, not those of shape {wanted}: another model?")
+    return numbers.reshape(wanted)
 
 
 class KvClient:
@@ -65,13 +64,13 @@ class KvClient:
         self._session = session
         self._wait_s = wait_s
 
-    async def fetch(self, host: str, port: int, room: int) -> tuple[Parcel, bytes]:
-        """Wait for the room's KV and take it. Raises `KvTransferError`."""
+    async def fetch(self, host: str, port: int, room: int) -> tuple[Parcel, Tensor]:
+        """Wait for the room's KV and take its bytes. Raises `KvTransferError`."""
         try:
             async with asyncio.timeout(self._wait_s), self._session.get(_address(host, port, room)) as response:
                 if response.status != 200:
                     raise KvTransferError(await response.text())
-                return Parcel.from_headers(response.headers), await response.read()
+                return Parcel.from_headers(response.headers), await _receive(response)
         except TimeoutError as error:
             raise KvTransferError(f"no KV within {self._wait_s:g} s") from error
         except aiohttp.ClientError as error:
@@ -84,6 +83,16 @@ class KvClient:
                 pass
         except (TimeoutError, aiohttp.ClientError):
             return
+
+
+async def _receive(response: aiohttp.ClientResponse) -> Tensor:
+    """The body, written straight into a tensor of bytes."""
+    flat = torch.empty(response.content_length or 0, dtype=torch.uint8)
+    memory, at = flat.numpy().data, 0
+    async for chunk in response.content.iter_any():
+        memory[at : at + len(chunk)] = chunk
+        at += len(chunk)
+    return flat
 
 
 def _address(host: str, port: int, room: int) -> str:

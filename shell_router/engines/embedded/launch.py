@@ -113,6 +113,11 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
     def __len__(self) -> int:
         return len(self._pairs)
 
+    @property
+    def spawner_pid(self) -> int | None:
+        """The process that all servers are forks of, and that they end with; None before `start` and after `stop`."""
+        return None if self._process is None else self._process.pid
+
     async def __aenter__(self) -> "EmbeddedFleet":
         await self.start()
         return self

@@ -49,14 +49,14 @@ class Output:
         full = len(self.draw.output_ids) >= self._max_new_tokens
         if is_stop or full:
             text += self._detokenizer.finish()
-        cut = self._stop_string(text)
+        cut = self._stop_string(text) if self.draw.params.stop else None
         if cut is not None:
             return Piece(token_id, logprob, cut[0], {"type": "stop", "matched": cut[1]})
         if is_stop:
             return Piece(token_id, logprob, text, {"type": "stop", "matched": token_id})
         if full:
             return Piece(token_id, logprob, text, {"type": "length", "length": self._max_new_tokens})
-        return Piece(token_id, logprob, self._hold_back(text))
+        return Piece(token_id, logprob, self._hold_back(text) if self.draw.params.stop else text)
 
     def _stop_string(self, text: str) -> tuple[str, str] | None:
         """The text before the first stop string, and that string."""

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+SHORT_LEAF_TOKENS = 128
+
 TokenIds = npt.NDArray[np.int64]
 
 
@@ -47,10 +49,15 @@ class Match:
 
 
 class RadixCache:
-    """Longest cached prefixes of token sequences, at most `capacity_tokens` of them. Not thread-safe."""
+    """Longest cached prefixes of token sequences, at most `capacity_tokens` of them. Not thread-safe.
 
-    def __init__(self, capacity_tokens: int) -> None:
+    A leaf shorter than `short_leaf_tokens` is extended in place: a prompt that grows by a few tokens at a time would
+    else become a chain of as many nodes, and every match would walk it.
+    """
+
+    def __init__(self, capacity_tokens: int, *, short_leaf_tokens: int = SHORT_LEAF_TOKENS) -> None:
         self.capacity_tokens = capacity_tokens
+        self.short_leaf_tokens = short_leaf_tokens
         self.tokens = 0
         self.evicted_tokens = 0
         self._root = Node(np.empty(0, np.int64), torch.empty(0), None)
@@ -88,7 +95,7 @@ class RadixCache:
         self.unpin(node)
         stop = min(len(wanted), start + self.capacity_tokens - self.tokens)
         if stop > start:
-            self._add_leaf(node, wanted[start:stop], kv[:, :, :, start:stop].clone())
+            self._append(node, wanted[start:stop], kv[:, :, :, start:stop])
         return max(stop - start, 0)
 
     def clear(self) -> None:
@@ -107,8 +114,9 @@ class RadixCache:
             if child is None:
                 return
             shared = _common_prefix(child.tokens, wanted[start:])
+            partial = shared < len(child.tokens)
             yield child, shared
-            if shared < len(child.tokens):
+            if partial:  # asked before the yield: whoever walks may split the child
                 return
             node, start = child, start + shared
 
@@ -129,9 +137,13 @@ class RadixCache:
         upper.children[int(node.tokens[0])] = node
         return upper
 
-    def _add_leaf(self, parent: Node, tokens: TokenIds, kv: Tensor) -> None:
-        parent.children[int(tokens[0])] = Node(tokens, kv, parent, next(self._tick))
+    def _append(self, node: Node, tokens: TokenIds, kv: Tensor) -> None:
         self.tokens += len(tokens)
+        if node.parent is not None and not node.children and len(node.tokens) < self.short_leaf_tokens:
+            node.tokens, node.kv = np.concatenate((node.tokens, tokens)), torch.cat((node.kv, kv), dim=3)
+            node.last_used = next(self._tick)
+        else:
+            node.children[int(tokens[0])] = Node(tokens, kv.clone(), node, next(self._tick))
 
     def _evict(self, wanted_tokens: int) -> None:
         if wanted_tokens <= 0:

@@ -45,10 +45,11 @@ class Room:
             return
         self._timer.cancel()
         self._loop.call_later(self._wait_s, self._forget, self._room_id)
+        if self.offered.done():
+            self.offered = self._loop.create_future()  # lets go of the KV
         for future in (self.offered, self.taken):
-            if not future.done():
-                future.set_exception(KvTransferError(f"KVTransferError(bootstrap_room={self._room_id}): {reason}"))
-                future.exception()  # seen: nobody need be waiting
+            future.set_exception(KvTransferError(f"KVTransferError(bootstrap_room={self._room_id}): {reason}"))
+            future.exception()  # seen: nobody need be waiting
 
     def _arm(self) -> asyncio.TimerHandle:
         return self._loop.call_later(self._wait_s, self.fail, f"not handed over within {self._wait_s:g} s")

@@ -70,12 +70,11 @@ class BatchSampler:
 
     def _sample(self, logits: Tensor) -> Tensor:
         uniforms = _column([self._draws[row].uniform(self._rng) for row in self._random]).to(logits)
-        probabilities, order = torch.softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
-        cumulative = self._truncation.apply(probabilities).cumsum(-1)
-        # The last number is the mass that truncation left; scaling the draw by it is renormalising.
-        picked = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-        picked = picked.clamp_(max=logits.shape[-1] - 1)
-        return order.gather(-1, picked).squeeze(-1)
+        probabilities = torch.softmax(logits, -1)
+        if not self._truncation.needed:
+            return _invert(probabilities, uniforms).squeeze(-1)
+        probabilities, order = probabilities.sort(dim=-1, descending=True)
+        return order.gather(-1, _invert(self._truncation.apply(probabilities), uniforms)).squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +95,6 @@ class _Truncation:
 
     def apply(self, probabilities: Tensor) -> Tensor:
         """Zero what top-k, top-p and min-p exclude of rows sorted from likely to unlikely."""
-        if not self.needed:
-            return probabilities
         rank = torch.arange(probabilities.shape[-1], device=probabilities.device)
         before = probabilities.cumsum(-1) - probabilities
         excluded = rank >= self.top_k.to(rank)
@@ -124,6 +121,13 @@ def shape_logits(logits: Tensor, draw: Draw) -> None:
         logits[token] += bias
     if draw.position < params.min_new_tokens and draw.stop_ids:
         logits[sorted(draw.stop_ids)] = -torch.inf
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Indices `[batch, 1]` drawn in proportion to `weights` `[batch, n]`, which need not sum to one."""
+    cumulative = weights.cumsum(-1)
+    picked = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    return picked.clamp_(max=weights.shape[-1] - 1)
 
 
 def _column(values: Sequence[float]) -> Tensor:

@@ -4,7 +4,8 @@ Importing them takes seconds per process; a fork takes milliseconds. The router'
 forks: it has threads and sockets. Commands and events are JSON lines on standard input and output:
 
     {"start": name, "server": {...}}  ->  {"ready": name, "pid": …, "port": …, "bootstrap_port": …}
-    {"stop": name}                    ->  {"exited": name, "code": …}
+                                      or  {"failed": name, "message": …}
+    when a server's process ends:         {"exited": name, "code": …}
 
 The end of standard input stops everything, so nothing outlives the router however it dies.
 """
@@ -26,7 +27,6 @@ from shell_router.engines.embedded.server import Listening, run_server
 from shell_router.engines.embedded.settings import EmbeddedSettings, ServerSettings
 
 TERM_LIMIT_S = 5.0
-COMMANDS, CHILDREN = 0, 1
 
 
 def main() -> None:
@@ -44,48 +44,36 @@ class Spawner:
 
     _names: dict[int, str] = field(default_factory=dict)
     _lifeline: tuple[int, int] = field(default_factory=os.pipe)
+    _pending: bytes = b""
 
     def run(self) -> None:
         """Obey commands until standard input ends."""
-        woken, wake = os.pipe()
-        for end in (woken, wake):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        report(spawner=os.getpid())
         selector = selectors.DefaultSelector()
-        selector.register(sys.stdin.fileno(), selectors.EVENT_READ, COMMANDS)
-        selector.register(woken, selectors.EVENT_READ, CHILDREN)
-        pending = b""
-        while True:
+        selector.register(sys.stdin.fileno(), selectors.EVENT_READ, self._read_commands)
+        selector.register(_wakeups(), selectors.EVENT_READ, self._reap_woken)
+        open_ended = True
+        while open_ended:
             for key, _ in selector.select():
-                if key.data == CHILDREN:
-                    os.read(woken, 4096)
-                    self.reap()
-                    continue
-                chunk = os.read(sys.stdin.fileno(), 65536)
-                if not chunk:
-                    return
-                *lines, pending = (pending + chunk).split(b"\n")
-                for line in lines:
-                    self.obey(json.loads(line))
+                open_ended = key.data(key.fd) and open_ended
+
+    def _read_commands(self, commands: int) -> bool:
+        chunk = os.read(commands, 65536)
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        for line in lines:
+            self.obey(json.loads(line))
+        return bool(chunk)
+
+    def _reap_woken(self, woken: int) -> bool:
+        os.read(woken, 4096)
+        self.reap()
+        return True
 
     def obey(self, command: dict[str, Any]) -> None:
-        if "start" in command:
-            self.start(command["start"], server_settings(command["server"]))
-        else:
-            self.stop(command["stop"])
-
-    def start(self, name: str, settings: ServerSettings) -> None:
+        name, settings = command["start"], server_settings(command["server"])
         pid = os.fork()
         if pid == 0:
             self._become_server(name, settings)
         self._names[pid] = name
-
-    def stop(self, name: str) -> None:
-        for pid in [pid for pid, own in self._names.items() if own == name]:
-            _signal(pid, signal.SIGTERM)
 
     def stop_all(self) -> None:
         """SIGTERM to every child, SIGKILL after a limit."""
@@ -122,6 +110,17 @@ class Spawner:
         finally:
             # Not sys.exit: a fork must not run what its parent registered for its own end.
             os._exit(code)
+
+
+def _wakeups() -> int:
+    """A descriptor that turns readable when a child ends; SIGTERM ends this process in order."""
+    woken, wake = os.pipe()
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    return woken
 
 
 def server_settings(fields: dict[str, Any]) -> ServerSettings:

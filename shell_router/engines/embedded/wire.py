@@ -86,7 +86,9 @@ def read_request(body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestL
             raise InvalidRequest(f"The embedded engine has no {name}.", remedy="Leave it out, or use SGLang.")
     sampling = parse_sampling_params(body.get("sampling_params"), limits.vocab_size)
     input_ids = _input_ids(body, tokenizer, limits)
-    _check_lengths(len(input_ids), sampling.max_new_tokens, limits)
+    # Only what was asked for is checked; SGLang silently cuts its default to what is left.
+    wanted = (body.get("sampling_params") or {}).get("max_new_tokens")
+    _check_lengths(len(input_ids), wanted, limits)
     return GenerateRequest(
         rid=body.get("rid") or uuid.uuid4().hex,
         input_ids=input_ids,

@@ -59,7 +59,8 @@ class EmbeddingChild:
                 self._send(request(Ask.FORGET, call))
 
     def kill(self) -> None:
-        """End the process now; calls that wait fail."""
+        """End the process now; calls that wait fail, new ones are refused."""
+        self.alive = False
         if self._process.returncode is None:
             self._process.kill()
 
@@ -121,7 +122,8 @@ class EmbeddingChild:
     def _settle(self, call: int, outcome: TokenStates | EngineError) -> None:
         self.answered += 1
         answer = self._waiting.pop(call, None)
-        assert answer is not None
+        if answer is None or answer.done():
+            return
         if isinstance(outcome, EngineError):
             answer.set_exception(outcome)
         else:

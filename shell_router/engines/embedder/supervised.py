@@ -92,7 +92,8 @@ class SupervisedEmbedder:
             if self._launch is not None:
                 self.restarts += 1
                 log.warning("embedding process has ended; starting it again (restart %d)", self.restarts)
-            self._launch = asyncio.create_task(self._start_child(), name="embedding-start")
+            start = self._start_child(after=self._child())
+            self._launch = asyncio.create_task(start, name="embedding-start")
         return await self._launched(self._launch)
 
     async def _launched(self, launch: asyncio.Task[EmbeddingChild]) -> EmbeddingChild:
@@ -104,7 +105,9 @@ class SupervisedEmbedder:
                 raise EngineError("the embedder was closed while it started.") from None
             raise
 
-    async def _start_child(self) -> EmbeddingChild:
+    async def _start_child(self, *, after: EmbeddingChild | None) -> EmbeddingChild:
+        if after is not None:
+            await after.close()
         try:
             return await EmbeddingChild.launch(self._command, self._env, self._start_timeout_s)
         except EngineError as error:

@@ -93,6 +93,9 @@ class HttpProtocol(asyncio.Protocol):
         head_end = received.find(b"\r\n\r\n")
         if head_end < 0:
             return
+        if received.startswith(b"PRI "):  # HTTP/2, which sglang-router tries first when it looks for gRPC workers
+            self.drop()
+            return
         length = _CONTENT_LENGTH.search(received, 0, head_end)
         end = head_end + 4 + (int(length.group(1)) if length else 0)
         if len(received) < end:

@@ -1,5 +1,6 @@
 """One request on a scripted server: its tokens, decided by its prompt alone, and the answer it writes."""
 
+import time
 import zlib
 from typing import Any
 
@@ -74,6 +75,8 @@ class ScriptedRun:
             meta["output_token_logprobs"] = [
                 (-(token % 97 + 1) / 100, token, _text(token) if self._logprob_text else None) for token in ids
             ]
+        if self.settings.stamped:
+            meta["sent_s"] = time.monotonic()
         return {"text": "".join(map(_text, shown)), "output_ids": ids, "meta_info": meta}
 
     def event(self, position: int) -> bytes:
@@ -114,8 +117,10 @@ def _packed_prompt(body: dict[str, Any]) -> bytes:
     ids, text = body.get("input_ids"), body.get("text")
     if (ids is None) == (text is None):
         raise BadRequest("Either text or input_ids must be provided, and not both.")
+    if ids is not None and not isinstance(ids, list):
+        raise BadRequest("input_ids must be a list of integers.")
     try:
-        prompt = pack(ids if isinstance(ids, list) else list(str(text).encode()))
+        prompt = pack(list(str(text).encode()) if ids is None else ids)
     except (TypeError, OverflowError) as error:
         raise BadRequest(f"input_ids must be integers: {error}") from error
     if not prompt:

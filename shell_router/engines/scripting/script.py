@@ -30,10 +30,12 @@ class Fault:
 class ScriptedSettings:
     """How a scripted server behaves.
 
-    Delays are seconds: `prefill_s` plus `prefill_token_s` for each token not cached, then `token_s` for each token;
-    with `token_s` 0 a whole answer is written at once. `warms` names the prefill-only requests that fill the prefix
-    cache, which holds `cache_prompts`; without `route` there is no such route. `cut_bytes` above 0 writes in pieces of that size, `crlf` ends
-    lines as some proxies do. `log_bodies` keeps the bodies of that many last requests.
+    Delays are seconds: `prefill_s` plus `prefill_token_s` for each token not cached, then `token_s` for each
+    token; with `token_s` 0 a whole answer is written at once. `warms` names the prefill-only requests that fill
+    the prefix cache, which holds `cache_prompts`; without `route` there is no such route. `cut_bytes` above 0
+    writes in pieces of that size, `crlf` ends lines as some proxies do. `log_bodies` keeps the bodies of that
+    many last requests. With `stamped` every output says in `meta_info.sent_s` when it was written, in seconds of
+    the machine's monotonic clock.
     """
 
     role: Literal["prefill", "decode"] = "decode"
@@ -48,10 +50,11 @@ class ScriptedSettings:
     cut_bytes: int = 0
     crlf: bool = False
     log_bodies: int = 0
+    stamped: bool = False
     fault: Fault | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prefill_s", "prefill_token_s", "token_s", "cut_bytes", "log_bodies"):
+        for name in ("prefill_s", "prefill_token_s", "token_s", "cut_bytes", "log_bodies", "cache_prompts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be below 0, but is {getattr(self, name)}")
         for name in ("vocabulary", "context_length"):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from agent_cache import Chunk, End, LogKey, LogRead
 from agent_cache.redis.layout import Entry, Layout, decode, encode, read_entries, stream_entries
 
-LAYOUT = Layout("prefix", "owner", 1000)
+LAYOUT = Layout("prefix", "owner", 1.0)
 chunks = st.builds(
     Chunk,
     text=st.text(st.characters(exclude_categories=()), min_size=1),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import pytest
 
 from agent_cache import Chunk, End, LogExists, LogKey, LogTimeout, MemoryAgentPromptCache
+from agent_cache.shelf import LogShelf
 
 KEY = LogKey("tenant", "program", "agent")
 
@@ -99,3 +100,14 @@ async def test_only_what_a_read_returned_is_a_position(position: int) -> None:
 def test_a_time_to_live_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="ttl_s is 0"):
         MemoryAgentPromptCache(clock=Clock(), ttl_s=0)
+
+
+async def test_a_log_that_never_begins_is_given_up_with_its_last_reader() -> None:
+    shelf = LogShelf(clock=Clock(), ttl_s=10)
+    readings = [asyncio.create_task(shelf.wait(LogKey("tenant", "program", agent))) for agent in "aab"]
+    await asyncio.sleep(0)
+    assert shelf.awaited == 2
+    for reading in readings:
+        reading.cancel()
+    await asyncio.wait(readings)
+    assert shelf.awaited == 0

@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from redis.asyncio import Redis
@@ -18,16 +20,40 @@ async def turn() -> None:
     await asyncio.sleep(0)
 
 
-async def test_every_key_expires_and_each_write_renews_it(server: RedisServer) -> None:
-    async with RedisAgentPromptCache(server.url, clock=time.monotonic, ttl_s=50) as cache:
+@dataclass
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_every_key_expires_and_writes_renew_it(server: RedisServer) -> None:
+    clock = Clock()
+    async with RedisAgentPromptCache(server.url, clock=clock, ttl_s=160) as cache:
         log = await cache.create(KEY)
-        names = server.keys()
-        assert len(names) == 2
-        for name in names:
-            server.ask("PEXPIRE", name, 10_000)
-        log.append(Chunk("a"))
-        assert await cache.flush(limit_s=LIMIT_S)
-        assert all(40_000 < ttl_ms <= 50_000 for ttl_ms in server.keys().values())
+        assert len(server.keys()) == 2
+        writes: list[Callable[[], None]] = [lambda: log.append(Chunk("a")), lambda: log.end(End.FINISHED)]
+        for write in writes:
+            for name in list(server.keys()):
+                server.ask("PEXPIRE", name, 50_000)
+            clock.now_s += 10
+            write()
+            assert await cache.flush(limit_s=LIMIT_S)
+            assert all(160_000 < ttl_ms <= 170_000 for ttl_ms in server.keys().values())
+
+
+async def test_frequent_writes_renew_the_time_to_live_only_now_and_then(server: RedisServer) -> None:
+    clock = Clock()
+    async with RedisAgentPromptCache(server.url, clock=clock, ttl_s=160) as cache:
+        log = await cache.create(KEY)
+        for _ in range(100):
+            clock.now_s += 1
+            log.append(Chunk("a"))
+            assert await cache.flush(limit_s=LIMIT_S)
+        statistics = server.ask("INFO", "commandstats")
+        assert isinstance(statistics, dict)
+        assert statistics["cmdstat_pexpire"]["calls"] == 2 * (1 + 10)
 
 
 async def test_nothing_is_left_once_all_programs_are_forgotten(server: RedisServer) -> None:

@@ -23,7 +23,10 @@ def test_unknown_fields_and_number_formats_keep_their_bytes() -> None:
     assert orjson.loads(sent) == {**orjson.loads(body), "rid": "fresh", **PD}
 
 
-@given(st.dictionaries(st.text(max_size=6).filter(lambda key: key != "rid"), JSON, max_size=5), st.sampled_from(["", " \r\n"]))
+@given(
+    st.dictionaries(st.text(max_size=6).filter(lambda key: key != "rid"), JSON, max_size=5),
+    st.sampled_from(["", " \r\n"]),
+)
 def test_every_object_gains_exactly_the_new_fields(found: dict[str, object], tail: str) -> None:
     sent = read_native(orjson.dumps(found) + tail.encode(), "fresh").with_fields(PD)
     assert orjson.loads(sent) == {**found, "rid": "fresh", **PD}

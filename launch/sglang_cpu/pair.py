@@ -1,0 +1,160 @@
+"""A prefill-decode pair of real SGLang on this machine, without a GPU.
+
+    python -m launch.sglang_cpu.pair MODEL_FOLDER
+
+with cpu_pair(model, venv, folder) as pair:
+    pair.prefill.url, pair.decode.url, pair.bootstrap_port
+"""
+
+import argparse
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+from launch.sglang_cpu.engine import HOST, SglangServer
+from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment, engine_variables, install_plugin
+from shell_router.errors import EngineUnreachable
+
+START_LIMIT_S = 300.0
+POLL_S = 0.5
+REPORT_S = 10.0
+
+COMMON_OPTIONS = (
+    *("--host", HOST, "--device", "cpu", "--dtype", "float32"),
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule"),
+    *("--max-total-tokens", "65536"),  # by default the KV pool takes most of the machine's memory
+    *("--incremental-streaming-output", "--enable-metrics"),
+    *("--disaggregation-transfer-backend", "mooncake_tcp"),
+)
+ROLE_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "prefill": ("--disaggregation-mode", "prefill"),
+    "decode": ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "cpu_tensor"),
+}
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPair:
+    """A pair's two servers. Their output is in `prefill.log` and `decode.log`."""
+
+    prefill: SglangServer
+    decode: SglangServer
+    bootstrap_port: int
+    bootstrap_host: str = HOST
+
+    def start(self, *, limit_s: float = START_LIMIT_S, progress: Progress = lambda _: None) -> None:
+        """Start what does not run and return when both serve; raises EngineUnreachable."""
+        started_s = reported_s = monotonic()
+        waiting = [self.prefill, self.decode]
+        for server in waiting:
+            server.start()
+        while waiting:
+            for server in [server for server in waiting if server.healthy()]:
+                waiting.remove(server)
+                progress(f"{server.role}: ready after {monotonic() - started_s:.0f} s at {server.url}")
+            if monotonic() - started_s > limit_s:
+                raise EngineUnreachable(
+                    f"SGLang's {waiting[0].role} server was not ready within {limit_s:g} s.",
+                    remedy=f"Read {waiting[0].log}.",
+                )
+            if monotonic() - reported_s > REPORT_S:
+                reported_s = monotonic()
+                progress(f"{' and '.join(s.role for s in waiting)}: starting for {reported_s - started_s:.0f} s")
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """Stop both servers. Again, it changes nothing."""
+        for server in (self.prefill, self.decode):
+            server.signal(signal.SIGTERM)  # both at once: each takes seconds to end
+        for server in (self.prefill, self.decode):
+            server.stop()
+
+
+def make_pair(model: Path, venv: Path, folder: Path, *, options: Sequence[str] = (), plugin: bool = True) -> CpuPair:
+    """A pair that is not started yet. `folder` takes its logs; without `plugin` it is SGLang as released."""
+    site = folder / "site"
+    site.mkdir(parents=True, exist_ok=True)
+    if plugin:
+        install_plugin(site)
+    prefill, decode, bootstrap = free_ports(3)
+    shared = ("--model-path", str(model), *COMMON_OPTIONS, "--disaggregation-bootstrap-port", str(bootstrap), *options)
+    python, variables = venv / "bin" / "python", engine_variables(site)
+
+    def server(role: str, port: int) -> SglangServer:
+        return SglangServer(role, python, (*shared, *ROLE_OPTIONS[role]), port, folder / f"{role}.log", variables)
+
+    return CpuPair(server("prefill", prefill), server("decode", decode), bootstrap)
+
+
+@contextmanager
+def cpu_pair(
+    model: Path,
+    venv: Path,
+    folder: Path,
+    *,
+    options: Sequence[str] = (),
+    plugin: bool = True,
+    progress: Progress = lambda _: None,
+) -> Iterator[CpuPair]:
+    """A pair that serves (see `make_pair`), stopped at the end. Raises EngineUnreachable."""
+    pair = make_pair(model, venv, folder, options=options, plugin=plugin)
+    try:
+        pair.start(progress=progress)
+        yield pair
+    finally:
+        pair.stop()
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports that were free a moment ago."""
+    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
+    try:
+        return [found.getsockname()[1] for found in sockets]
+    finally:
+        for found in sockets:
+            found.close()
+
+
+def serve(model: Path, venv: Path, options: Sequence[str]) -> None:
+    """Run a pair until SIGINT or SIGTERM, and print its part of the router's configuration."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder = Path(tempfile.mkdtemp(prefix="sglang-pair-"))
+    _say(f"logs: {folder}")
+    try:
+        with cpu_pair(model, venv, folder, options=options, progress=_say) as pair:
+            print(
+                f'pairs: [{{prefill: "{pair.prefill.url}", decode: "{pair.decode.url}", '
+                f"bootstrap_port: {pair.bootstrap_port}}}]",
+                flush=True,
+            )
+            signal.pause()
+    except KeyboardInterrupt:
+        _say("stopped")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m launch.sglang_cpu.pair", description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="a Hugging Face folder")
+    parser.add_argument("options", nargs="*", help="given to both servers (put -- before them)")
+    arguments = parser.parse_args()
+    venv = built_environment()
+    if venv is None:
+        sys.exit(f"The SGLang environment is not built. Build it with: {BUILD_COMMAND}")
+    serve(arguments.model.resolve(), venv, arguments.options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Stands in for SGLang's kernel package on a machine without a GPU.
+
+The real one cannot load without a CUDA driver. SGLang's CPU path imports some `*_cpu` kernels by name when it starts,
+and takes pure PyTorch instead of them when they are not registered, as they are not here.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+
+def __getattr__(name: str) -> Callable[..., NoReturn]:
+    if not name.endswith("_cpu"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it stands in for the CUDA package")
+
+    def missing(*_arguments: Any, **_named: Any) -> NoReturn:
+        raise NotImplementedError(f"{name} has no implementation here: this sgl_kernel is a stand-in")
+
+    return missing

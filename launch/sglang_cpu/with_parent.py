@@ -1,0 +1,23 @@
+"""Run the rest of the command line as this process, which ends with its parent, however that ends (Linux).
+
+python with_parent.py PARENT_PID PROGRAM ARGUMENT...
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parent, program, *arguments = sys.argv[1:]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it ended before the line above
+        sys.exit(1)
+    os.execv(program, [program, *arguments])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The routes that the plugin adds to SGLang's HTTP server."""
+
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any, Final
+
+from shell_router.sglang_plugin.prefix_cache import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
+
+logger = logging.getLogger(__name__)
+
+CONTRACT: Final = 1
+"""Counts up when `/prefill_only` or `/shell_router/capabilities` change so that an older router would misread them."""
+
+
+def add_routes(server_args: Any, *_arguments: Any, **_named: Any) -> None:
+    """Before `launch_server`: `GET /shell_router/capabilities`, and `POST /prefill_only` on a prefill server."""
+    from sglang.srt.entrypoints import http_server
+
+    if server_args.tokenizer_worker_num > 1:
+        logger.warning(
+            "SGLang loads no plugins in its tokenizer workers, so --tokenizer-worker-num %d leaves out /prefill_only; "
+            "the router will prefill by real pairs. Use 1 for increments without KV transfer.",
+            server_args.tokenizer_worker_num,
+        )
+        return
+    found = capabilities(server_args, version("sglang"))
+
+    async def tell() -> dict[str, Any]:
+        return found
+
+    http_server.app.add_api_route("/shell_router/capabilities", tell, methods=["GET"])
+    if found["disaggregation_mode"] == "prefill":
+        http_server.app.add_api_route("/prefill_only", prefill_only_route(), methods=["POST"])
+
+
+def capabilities(server_args: Any, sglang_version: str) -> dict[str, Any]:
+    """What `GET /shell_router/capabilities` answers."""
+    mode = server_args.disaggregation_mode
+    return {
+        "contract": CONTRACT,
+        "sglang_version": sglang_version,
+        "disaggregation_mode": mode,
+        "prefill_only": mode == "prefill" and not server_args.disable_radix_cache,
+    }
+
+
+def prefill_only_route() -> Callable[..., Awaitable[Any]]:
+    """The route that takes a `/generate` body and answers as `/generate` does, once its KV is in the radix cache."""
+    from fastapi import Request
+    from sglang.srt.entrypoints.http_server import GenerateReqInput, generate_request
+
+    async def prefill_only(obj: GenerateReqInput, request: Request) -> Any:
+        return await generate_request(as_prefill_only(obj, random.getrandbits(62)), request)
+
+    return prefill_only
+
+
+def as_prefill_only(body: Any, room: int) -> Any:
+    """`body` (a `GenerateReqInput`, changed) as one prefill or a batch of them, without a decode partner.
+
+    Its own room is kept: SGLang chooses a data-parallel rank by it.
+    """
+    body.bootstrap_host, body.bootstrap_port = FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
+    if body.bootstrap_room is None:
+        body.bootstrap_room = room
+    body.stream = False
+    body.sampling_params = _of_one_token(body.sampling_params)
+    return body
+
+
+def _of_one_token(sampling: Any) -> Any:
+    if isinstance(sampling, list):
+        return [_of_one_token(one) for one in sampling]
+    return {**(sampling or {}), "max_new_tokens": 1, "min_new_tokens": 0}

@@ -1,0 +1,409 @@
+"""What the router needs of a prefill-decode pair on the wire, asked of every kind of pair in the same words.
+
+Each point is checked on the raw HTTP answers, and where the router reads them, through its own client as well.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+import pytest_asyncio
+
+from shell_router.core.generation import Finish, Generation, Tokens
+from shell_router.engines.pair import PairAddress, SglangPair
+from shell_router.engines.prefill_only import PREFILL_WAYS
+from shell_router.engines.tokenizer import HfTokenizer
+from shell_router.errors import PromptTooLong
+from tests.fakes.pairs_under_test import PairUnderTest, embedded, running, scripted
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+Output = dict[str, Any]
+_unique = count(1)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A pair, spoken to without the router's client."""
+
+    under_test: PairUnderTest
+    session: aiohttp.ClientSession
+
+    @property
+    def address(self) -> PairAddress:
+        return self.under_test.address
+
+    def body(self, ids: list[int], new_tokens: int = 12, **more: Any) -> dict[str, Any]:
+        """A greedy request of a fixed length, with the fields that pair its two legs."""
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **more.pop("sampling", {})}
+        pairing = {
+            "bootstrap_host": self.address.bootstrap_host,
+            "bootstrap_port": self.address.bootstrap_port,
+            "bootstrap_room": next(_unique) + 2**40,
+            "rid": f"wire-{next(_unique)}",
+        }
+        return {"input_ids": ids, "sampling_params": sampling, **pairing, **more}
+
+    async def post(self, url: str, route: str, body: object) -> tuple[int, bytes]:
+        sent = body if isinstance(body, bytes) else orjson.dumps(body)
+        headers = {"Content-Type": "application/json"}
+        async with self.session.post(f"{url}/{route}", data=sent, headers=headers) as answer:
+            return answer.status, await answer.read()
+
+    async def get(self, url: str, route: str) -> Any:
+        async with self.session.get(f"{url}/{route}") as answer:
+            assert answer.status == 200
+            return orjson.loads(await answer.read() or b"null")
+
+    async def pair(self, body: dict[str, Any]) -> tuple[Output, Output]:
+        """Both legs' whole answers to one body: prefill's, then decode's."""
+        answers = await asyncio.gather(
+            self.post(self.address.prefill_url, "generate", body), self.post(self.address.decode_url, "generate", body)
+        )
+        assert [status for status, _ in answers] == [200, 200], answers
+        return orjson.loads(answers[0][1]), orjson.loads(answers[1][1])
+
+    async def stream(self, body: dict[str, Any]) -> list[bytes]:
+        """The payloads of decode's stream."""
+        both = await asyncio.gather(
+            self.post(self.address.prefill_url, "generate", {**body, "stream": False}),
+            self.post(self.address.decode_url, "generate", {**body, "stream": True}),
+        )
+        return [line[6:] for line in both[1][1].split(b"\n") if line.startswith(b"data: ")]
+
+    async def until_idle(self) -> None:
+        """Return once neither server has a request; fails after ten seconds."""
+        async with asyncio.timeout(10):
+            while await self.held():  # noqa: ASYNC110 - the engine is another process
+                await asyncio.sleep(0)
+
+    async def held(self) -> int:
+        found = [await self.get(url, "v1/loads") for url in (self.address.prefill_url, self.address.decode_url)]
+        ranks = [rank for one in found for rank in one["loads"]]
+        return sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in ranks)
+
+
+def prompt(length: int = 40) -> list[int]:
+    """A prompt that shares no prefix with any other of this run."""
+    salt = next(_unique)
+    return [20 + salt // 150 % 150, 20 + salt % 150, *(20 + (salt * 31 + at * 7) % 150 for at in range(length - 2))]
+
+
+def folded(payloads: list[bytes]) -> tuple[list[int], str, list[list[Any]]]:
+    """Ids, text and logprobs of a whole stream, incremental or cumulative."""
+    ids: list[int] = []
+    text, logprobs = "", []
+    for payload in payloads[:-1]:
+        event = orjson.loads(payload)
+        if len(event["output_ids"]) == event["meta_info"]["completion_tokens"]:
+            ids, text, logprobs = [], "", []
+        ids += event["output_ids"]
+        text += event["text"]
+        logprobs += event["meta_info"].get("output_token_logprobs", [])
+    return ids, text, logprobs
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "scripted",
+        "scripted_cumulative",
+        pytest.param("embedded", marks=pytest.mark.slow),
+        pytest.param("embedded_cumulative", marks=pytest.mark.slow),
+        pytest.param("sglang", marks=pytest.mark.sglang),
+    ],
+)
+def starting(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AbstractAsyncContextManager[PairUnderTest]:
+    kind, _, mode = request.param.partition("_")
+    if kind == "scripted":
+        return scripted(incremental=not mode)
+    if kind == "embedded":
+        return embedded(tmp_path_factory.mktemp("model"), incremental=not mode)
+    return running(request.getfixturevalue("real_sglang"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def wire(starting: AbstractAsyncContextManager[PairUnderTest]) -> AsyncIterator[Wire]:
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    async with starting as under_test, aiohttp.ClientSession(connector=connector) as session:
+        yield Wire(under_test, session)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(wire: Wire) -> AsyncIterator[SglangPair]:
+    pair = SglangPair(wire.address, wire.session)
+    await pair.probe(vocabulary=wire.under_test.vocabulary)
+    yield pair
+    await pair.aclose()
+
+
+async def collect(client: SglangPair, request: Generation) -> tuple[list[int], str, list[float], Finish]:
+    ids: list[int] = []
+    text, logprobs, finish = "", [], None
+    async for event in client.generate(request):
+        if isinstance(event, Tokens):
+            ids += event.ids
+            text += event.text
+            logprobs += event.logprobs
+        else:
+            assert finish is None
+            finish = event
+    assert finish is not None
+    return ids, text, logprobs, finish
+
+
+def generation(body: dict[str, Any]) -> Generation:
+    """The same request for the router's client."""
+    return Generation(
+        f"{body['rid']}-client", body["input_ids"], body["sampling_params"], logprobs=body.get("return_logprob", False)
+    )
+
+
+async def test_streamed_and_whole_answers_agree(wire: Wire, client: SglangPair) -> None:
+    ids = prompt()
+    _, whole = await wire.pair(wire.body(ids))
+    payloads = await wire.stream(wire.body(ids))
+    assert payloads[-1] == b"[DONE]"
+    assert folded(payloads)[:2] == (whole["output_ids"], whole["text"])
+    seen_ids, text, _, _ = await collect(client, generation(wire.body(ids)))
+    assert (seen_ids, text) == (whole["output_ids"], whole["text"])
+
+
+async def test_only_the_last_event_has_a_finish_reason(wire: Wire) -> None:
+    events = [orjson.loads(payload) for payload in (await wire.stream(wire.body(prompt())))[:-1]]
+    assert [event["meta_info"]["finish_reason"] is None for event in events] == [True] * (len(events) - 1) + [False]
+
+
+async def test_counts_and_the_length_reason(wire: Wire, client: SglangPair) -> None:
+    body = wire.body(prompt(33), new_tokens=7)
+    _, whole = await wire.pair(body)
+    meta = whole["meta_info"]
+    assert meta["finish_reason"]["type"] == "length"
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["id"]) == (33, 7, body["rid"])
+    assert len(whole["output_ids"]) == 7
+    _, _, _, finish = await collect(client, generation(wire.body(prompt(33), new_tokens=7)))
+    assert (finish.reason, finish.prompt_tokens, finish.completion_tokens) == ("length", 33, 7)
+
+
+async def test_log_probabilities_come_one_for_each_id(wire: Wire, client: SglangPair) -> None:
+    ids = prompt()
+    _, whole = await wire.pair(wire.body(ids, return_logprob=True))
+    rows = whole["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in rows] == whole["output_ids"]
+    assert all(logprob <= 0 for logprob, _, _ in rows)
+    streamed = folded(await wire.stream(wire.body(ids, return_logprob=True)))[2]
+    assert [token for _, token, _ in streamed] == whole["output_ids"]
+    seen_ids, _, logprobs, _ = await collect(client, generation(wire.body(ids, return_logprob=True)))
+    assert seen_ids == whole["output_ids"]
+    assert logprobs == pytest.approx([logprob for logprob, _, _ in rows], abs=1e-4)
+
+
+async def test_a_stop_token_ends_the_output_and_is_its_last_id(wire: Wire, client: SglangPair) -> None:
+    ids = prompt()
+    _, whole = await wire.pair(wire.body(ids))
+    stop = whole["output_ids"][5]
+    sampling = {"stop_token_ids": [stop], "ignore_eos": False}
+    first = whole["output_ids"].index(stop)
+    _, stopped = await wire.pair(wire.body(ids, sampling=sampling))
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert stopped["output_ids"] == whole["output_ids"][: first + 1]
+    assert whole["text"].startswith(stopped["text"])
+    for logprobs in (False, True):
+        body = wire.body(ids, sampling=sampling, return_logprob=logprobs)
+        seen_ids, text, found, finish = await collect(client, generation(body))
+        assert seen_ids == whole["output_ids"][:first]
+        assert (text, finish.reason, finish.completion_tokens) == (stopped["text"], "stop", first + 1)
+        assert len(found) == (first if logprobs else 0)
+
+
+async def test_a_stop_string_ends_the_output_before_it(wire: Wire, client: SglangPair) -> None:
+    wire.under_test.needs_model()
+    ids = prompt()
+    _, whole = await wire.pair(wire.body(ids))
+    text = whole["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    _, stopped = await wire.pair(wire.body(ids, sampling={"stop": [stop]}))
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert stopped["text"] == text[: text.index(stop)]
+    _, seen, _, finish = await collect(client, generation(wire.body(ids, sampling={"stop": [stop]})))
+    assert (seen, finish.reason) == (stopped["text"], "stop")
+
+
+async def test_prefill_only_finds_what_was_prefilled_before(wire: Wire, client: SglangPair) -> None:
+    ids = prompt(400)
+    before = 0
+    for end in (100, 200, 300, 400):
+        found = await client.prefill(Generation(f"grow-{next(_unique)}", ids[:end]))
+        assert found.prompt_tokens == end
+        assert found.cached_tokens >= 0.99 * before
+        assert found.cached_tokens <= max(before, 1)
+        before = end
+    again = await client.prefill(Generation(f"grow-{next(_unique)}", ids))
+    assert again.cached_tokens == 399  # the last token is always computed again
+    *_, finish = await collect(client, Generation("final", [*ids, 30, 31], {"max_new_tokens": 2, "temperature": 0}))
+    assert finish.cached_tokens >= 0.99 * 400
+
+
+async def test_incremental_prefill_changes_no_output(wire: Wire, client: SglangPair) -> None:
+    ids = prompt(60)
+    _, cold = await wire.pair(wire.body(ids))
+    warm = prompt(60)
+    expected = await collect(client, generation(wire.body(warm)))
+    for end in (20, 40, 60):
+        await client.prefill(Generation(f"inc-{next(_unique)}", ids[:end]))
+    assert (await collect(client, generation(wire.body(ids))))[0] == cold["output_ids"]
+    assert (await collect(client, generation(wire.body(warm))))[:2] == expected[:2]
+
+
+async def test_decode_reports_the_prefills_cached_tokens(wire: Wire) -> None:
+    ids = prompt(80)
+    await wire.pair(wire.body(ids))
+    prefill, decode = await wire.pair(wire.body(ids))
+    assert prefill["meta_info"]["cached_tokens"] == decode["meta_info"]["cached_tokens"] == 79
+
+
+async def test_an_abort_ends_the_stream_and_frees_both_servers(wire: Wire) -> None:
+    body = wire.body(prompt(), new_tokens=1500, stream=True)
+    headers = {"Content-Type": "application/json"}
+    sent = orjson.dumps(body)
+    prefill = asyncio.create_task(wire.post(wire.address.prefill_url, "generate", {**body, "stream": False}))
+    async with wire.session.post(f"{wire.address.decode_url}/generate", data=sent, headers=headers) as answer:
+        received = await answer.content.readuntil(b"\n")
+        assert (await wire.post(wire.address.decode_url, "abort_request", {"rid": body["rid"]}))[0] == 200
+        received += await answer.content.read()
+    await prefill
+    last = [line[6:] for line in received.split(b"\n") if line.startswith(b"data: {")][-1]
+    assert orjson.loads(last)["meta_info"]["finish_reason"]["type"] == "abort"
+    await wire.until_idle()
+
+
+async def test_a_caller_that_leaves_frees_both_servers(wire: Wire, client: SglangPair) -> None:
+    async with aclosing(client.generate(generation(wire.body(prompt(), new_tokens=1500)))) as stream:
+        for _ in range(3):  # SGLang's loads show a request one step after its first token
+            await anext(stream)
+        assert await wire.held() >= 1
+    await client.aclose()
+    await wire.until_idle()
+
+
+async def test_aborting_an_unknown_request_is_no_error(wire: Wire) -> None:
+    for url in (wire.address.prefill_url, wire.address.decode_url):
+        assert (await wire.post(url, "abort_request", {"rid": "nobody"}))[0] == 200
+
+
+async def test_a_request_without_a_room_is_refused_by_both(wire: Wire) -> None:
+    body = wire.body(prompt())
+    del body["bootstrap_room"]
+    for url in (wire.address.prefill_url, wire.address.decode_url):
+        status, answer = await wire.post(url, "generate", body)
+        assert status == 400
+        assert b"bootstrap room" in answer
+    await wire.until_idle()
+
+
+async def test_a_prompt_over_the_context_is_refused_by_both(wire: Wire, client: SglangPair) -> None:
+    body = wire.body(prompt(wire.under_test.context_length + 1))
+    for url in (wire.address.prefill_url, wire.address.decode_url):
+        status, answer = await wire.post(url, "generate", body)
+        assert status == 400
+        assert b"context length" in answer
+    with pytest.raises(PromptTooLong):
+        await collect(client, generation(body))
+    await client.aclose()
+    await wire.until_idle()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"[]",
+        b"{}",
+        b'{"input_ids": "words", "bootstrap_room": 1}',
+        b'{"input_ids": [1], "sampling_params": {"max_new_tokens": -1}, "bootstrap_room": 1}',
+    ],
+)
+async def test_bad_bodies_get_a_4xx(wire: Wire, body: bytes) -> None:
+    for url in (wire.address.prefill_url, wire.address.decode_url):
+        status, _ = await wire.post(url, "generate", body)
+        assert 400 <= status < 500
+    await wire.until_idle()
+
+
+async def test_unknown_fields_change_nothing(wire: Wire) -> None:
+    ids = prompt()
+    _, plain = await wire.pair(wire.body(ids))
+    _, with_more = await wire.pair(wire.body(ids, user="somebody", a_field_of_next_year={"deep": [1, None]}))
+    assert with_more["output_ids"] == plain["output_ids"]
+
+
+async def test_text_is_tokenized_as_the_router_tokenizes_it(wire: Wire) -> None:
+    tokenizer = HfTokenizer.from_folder(wire.under_test.needs_model())
+    text = f"Question {next(_unique)}: où est la 東京 tower? 😀 Answer in 3 words."
+    body = wire.body([])
+    del body["input_ids"]
+    _, by_text = await wire.pair({**body, "text": text})
+    _, by_ids = await wire.pair(wire.body(tokenizer.encode(text)))
+    assert by_text["output_ids"] == by_ids["output_ids"]
+    assert by_text["meta_info"]["prompt_tokens"] == len(tokenizer.encode(text))
+
+
+async def test_streamed_text_has_no_broken_characters(wire: Wire) -> None:
+    """Many prompts of bytes that are parts of characters: what is streamed adds up to the whole text."""
+    for _ in range(5):
+        ids = prompt()
+        _, whole = await wire.pair(wire.body(ids, new_tokens=32))
+        assert folded(await wire.stream(wire.body(ids, new_tokens=32)))[1] == whole["text"]
+
+
+async def test_requests_together_answer_as_alone(wire: Wire, client: SglangPair) -> None:
+    bodies = [wire.body(prompt(20 + 5 * index)) for index in range(8)]
+    alone = [(await wire.pair(body))[1]["output_ids"] for body in bodies]
+    together = await asyncio.gather(*(collect(client, generation(body)) for body in bodies))
+    assert [ids for ids, *_ in together] == alone
+    await wire.until_idle()
+
+
+async def test_a_relayed_request_gets_decodes_answer(wire: Wire, client: SglangPair) -> None:
+    ids = prompt()
+    _, whole = await wire.pair(wire.body(ids))
+    sent = {"input_ids": ids, "sampling_params": wire.body(ids)["sampling_params"], "unknown": 1.50}
+    async with client.forward("generate", orjson.dumps(sent)) as answer:
+        relayed = orjson.loads(b"".join([chunk async for chunk in answer.chunks]))
+    assert (answer.status, relayed["output_ids"]) == (200, whole["output_ids"])
+    async with client.forward("prefill_only", orjson.dumps(sent)) as answer:
+        relayed = orjson.loads(b"".join([chunk async for chunk in answer.chunks]))
+    assert (answer.status, relayed["meta_info"]["cached_tokens"]) == (200, len(ids) - 1)
+    await client.aclose()
+    await wire.until_idle()
+
+
+async def test_each_server_says_what_it_is(wire: Wire) -> None:
+    for role, url in (("prefill", wire.address.prefill_url), ("decode", wire.address.decode_url)):
+        assert (await wire.get(url, "model_info"))["disaggregation_mode"] == role
+        assert (await wire.get(url, "server_info"))["disaggregation_mode"] == role
+
+
+async def test_loads_count_requests_and_tokens(wire: Wire, client: SglangPair) -> None:
+    await client.ready()
+    for url in (wire.address.prefill_url, wire.address.decode_url):
+        for rank in (await wire.get(url, "v1/loads"))["loads"]:
+            assert {"dp_rank", "num_running_reqs", "num_waiting_reqs"} <= rank.keys()
+            assert 0 <= rank["token_usage"] <= 1
+            assert 0 <= rank["num_used_tokens"] <= rank["max_total_num_tokens"]
+    prefill, decode = await client.loads()
+    assert prefill.running == decode.running == 0
+
+
+async def test_the_probe_found_a_way_to_prefill_only(client: SglangPair) -> None:
+    assert client.prefill_way in PREFILL_WAYS

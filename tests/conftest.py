@@ -1,0 +1,74 @@
+"""The real SGLang pair, started once for all tests that ask for it, and a summary of what they measured."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
+from launch.sglang_cpu.pair import CpuPair, cpu_pair
+from shell_router.engines.address import PairAddress
+from shell_router.engines.embedded.checkpoint import make_checkpoint
+from tests.fakes.pairs_under_test import SGLANG_VARIABLES, PairUnderTest, of_model
+
+RUN_COMMAND = f"{BUILD_COMMAND} && python -m pytest -m sglang"
+MEASUREMENTS = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session")
+def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny model that the pair serves."""
+    return make_checkpoint(tmp_path_factory.mktemp("sglang-model"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def own_sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuPair]:
+    """A real SGLang pair on this machine's CPU, whose servers a test may kill as long as it starts them again."""
+    if "sglang" not in request.config.option.markexpr:
+        pytest.skip(f"real SGLang runs only when asked for (5 GB of memory, a minute to start): {RUN_COMMAND}")
+    venv = built_environment()
+    if venv is None:
+        pytest.skip(f"real SGLang is not built for these tests: {RUN_COMMAND}")
+    model: Path = request.getfixturevalue("sglang_model")
+    chunks = ("--chunked-prefill-size", "512")  # a long prompt then leaves time to break something while it prefills
+    folder = tmp_path_factory.mktemp("sglang")
+    with cpu_pair(model, venv, folder, options=chunks, progress=_uncaptured(request.config)) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="session")
+def real_sglang(request: pytest.FixtureRequest) -> PairUnderTest:
+    """The pair that SHELL_ROUTER_SGLANG_* name, which may be anywhere; else one of our own."""
+    prefill_url, decode_url, port, model = (os.environ.get(name) for name in SGLANG_VARIABLES)
+    if prefill_url and decode_url and port and model:
+        return of_model(PairAddress(prefill_url, decode_url, "127.0.0.1", int(port)), Path(model))
+    own: CpuPair = request.getfixturevalue("own_sglang")
+    address = PairAddress(own.prefill.url, own.decode.url, own.bootstrap_host, own.bootstrap_port)
+    return of_model(address, request.getfixturevalue("sglang_model"))
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest) -> Callable[[str, float], None]:
+    """Reports a time in seconds at the end of the run. No test asserts one: the machine is shared."""
+    lines = request.config.stash.setdefault(MEASUREMENTS, [])
+    return lambda what, seconds: lines.append(f"{what}: {1000 * seconds:.0f} ms")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if lines := config.stash.get(MEASUREMENTS, []):
+        terminalreporter.section("measured")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+def _uncaptured(config: pytest.Config) -> Callable[[str], None]:
+    """Prints a line while output is captured: a pair takes a minute to start, and silence looks like a hang."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    terminal = config.pluginmanager.getplugin("terminalreporter")
+
+    def say(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            terminal.write_line(line)
+
+    return say

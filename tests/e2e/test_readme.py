@@ -1,0 +1,59 @@
+"""The README's examples, run as they are written."""
+
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.command import ROOT, running_command
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("curl") is None, reason="the examples are curl commands"),
+]
+
+
+@pytest.fixture
+async def url() -> AsyncIterator[str]:
+    async with running_command("serve", "--config", "configs/embedded.yaml", "--port", "0") as command:
+        yield (await command.line_with("Serving on", limit_s=180)).split()[-1]
+
+
+def _example(name: str) -> str:
+    """The block of the README that stands under the comment `command: name`."""
+    text = Path(ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(rf"<!-- command: {name} -->\n```bash\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+async def _run(script: str, url: str) -> str:
+    assert "http://127.0.0.1:8000" in script
+    process = await asyncio.create_subprocess_exec(
+        *("bash", "-c", script.replace("http://127.0.0.1:8000", url)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    async with asyncio.timeout(120):
+        output, _ = await process.communicate()
+    return output.decode()
+
+
+def _objects(stream: str) -> list[dict[str, object]]:
+    data = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in data if line != "[DONE]"]
+
+
+async def test_the_curl_examples_work(url: str) -> None:
+    answer = await _run(_example("curl"), url)
+    assert answer.rstrip().endswith("data: [DONE]")
+    assert len(_objects(answer)) > 10
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in _objects(answer))
+    agents = await _run(_example("agent-request"), url)
+    assert '"error"' not in agents
+    assert '"writer"' in agents
+    assert '"planner"' in agents

@@ -1,0 +1,154 @@
+"""Embedded servers as processes: they start together, end together, and never outlive their parent."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from shell_router.engines.embedded.checkpoint import make_checkpoint
+from shell_router.engines.embedded.launch import EmbeddedFleet, EmbeddedPair, EmbeddedServer
+from shell_router.engines.embedded.settings import EmbeddedSettings
+from shell_router.errors import EngineUnreachable
+
+LIMIT_S = 60.0
+
+PARENT = """
+import asyncio, sys
+from shell_router.engines.embedded.launch import EmbeddedFleet
+from shell_router.engines.embedded.settings import EmbeddedSettings
+
+async def main():
+    async with EmbeddedFleet({"only": EmbeddedSettings(sys.argv[1])}) as fleet:
+        pair = fleet["only"]
+        print(pair.prefill.pid, pair.decode.pid, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint")))
+
+
+@pytest_asyncio.fixture
+async def fleet(folder: str) -> AsyncIterator[EmbeddedFleet]:
+    """Two pairs of one model, so that one's decode server can work with the other's prefill server."""
+    async with EmbeddedFleet({"first": EmbeddedSettings(folder), "second": EmbeddedSettings(folder)}) as fleet:
+        yield fleet
+
+
+def pair_body(pair: EmbeddedPair, **fields: Any) -> dict[str, Any]:
+    return {
+        "input_ids": [random.randrange(3, 500) for _ in range(20)],
+        "bootstrap_host": pair.bootstrap_host,
+        "bootstrap_port": pair.bootstrap_port,
+        "bootstrap_room": random.getrandbits(62),
+        **fields,
+    }
+
+
+async def post(http: aiohttp.ClientSession, server: EmbeddedServer, body: dict[str, Any]) -> tuple[int, Any]:
+    async with http.post(f"{server.url}/generate", json=body) as response:
+        return response.status, await response.json()
+
+
+async def process_ended(pid: int) -> None:
+    """Wait, without polling, until the process of that id has ended; it need not be a child."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def test_a_killed_prefill_server_fails_its_requests_and_leaves_decode_serving(fleet: EmbeddedFleet) -> None:
+    first, second = fleet["first"], fleet["second"]
+    async with aiohttp.ClientSession() as http, asyncio.timeout(LIMIT_S):
+        orphan = asyncio.create_task(post(http, first.decode, pair_body(first)))
+        long = pair_body(first, stream=True, sampling_params={"max_new_tokens": 300, "ignore_eos": True})
+        prefill = asyncio.create_task(post(http, first.prefill, {**long, "stream": False}))
+        async with http.post(f"{first.decode.url}/generate", json=long) as running:
+            await running.content.readuntil(b"\n\n")
+            await prefill
+            os.kill(first.prefill.pid, signal.SIGKILL)
+            assert await first.wait_dead() is first.prefill
+            last = json.loads((await running.text()).split("\n\n")[-3].removeprefix("data: "))
+        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 300}
+        status, _ = await orphan
+        assert status == 500
+        body = pair_body(second, sampling_params={"max_new_tokens": 3, "ignore_eos": True})
+        (_, _), (status, answer) = await asyncio.gather(
+            post(http, second.prefill, body), post(http, first.decode, body)
+        )
+        assert (status, answer["meta_info"]["completion_tokens"]) == (200, 3)
+        assert (first.prefill.exit_code, first.alive, first.decode.alive) == (-signal.SIGKILL, False, True)
+
+
+async def test_stopping_a_fleet_ends_every_server_in_order(folder: str) -> None:
+    fleet = EmbeddedFleet({"only": EmbeddedSettings(folder)})
+    await fleet.start()
+    servers = (fleet["only"].prefill, fleet["only"].decode)
+    await fleet.stop()
+    for server in servers:
+        await process_ended(server.pid)
+    assert [server.exit_code for server in servers] == [0, 0]
+    await fleet.stop()
+
+
+async def test_servers_end_when_their_parent_is_killed(folder: str) -> None:
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, folder, stdout=asyncio.subprocess.PIPE, cwd=Path.cwd()
+    )
+    assert parent.stdout is not None
+    async with asyncio.timeout(LIMIT_S):
+        children = [int(pid) for pid in (await parent.stdout.readline()).split()]
+        assert len(children) == 2
+        parent.kill()
+        await parent.wait()
+        for pid in children:
+            await process_ended(pid)
+
+
+async def test_servers_end_when_the_process_that_forked_them_is_killed(folder: str) -> None:
+    async with EmbeddedFleet({"only": EmbeddedSettings(folder)}) as fleet:
+        pair = fleet["only"]
+        assert fleet.spawner_pid is not None
+        os.kill(fleet.spawner_pid, signal.SIGKILL)
+        for server in (pair.prefill, pair.decode):
+            await process_ended(server.pid)
+        async with asyncio.timeout(LIMIT_S):
+            await pair.wait_dead()
+        assert not pair.alive
+
+
+async def test_a_folder_that_is_no_model_fails_the_start_by_name_and_leaves_nothing(tmp_path: Path) -> None:
+    steps: list[str] = []
+    fleet = EmbeddedFleet({"broken": EmbeddedSettings(str(tmp_path))}, on_progress=steps.append)
+    with pytest.raises(EngineUnreachable, match=r"broken/\w+ cannot start: .*config\.json"):
+        await fleet.start()
+    assert steps == ["importing torch and transformers"]
+    assert len(fleet) == 0
+
+
+async def test_a_start_that_takes_too_long_is_given_up(folder: str) -> None:
+    with pytest.raises(EngineUnreachable, match=r"not ready within 0\.01 s"):
+        await EmbeddedFleet({"only": EmbeddedSettings(folder)}, start_limit_s=0.01).start()

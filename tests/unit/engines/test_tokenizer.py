@@ -1,0 +1,174 @@
+"""Ids that may be prefilled before the text is complete, fingerprints, and chat templates."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from shell_router.engines.tokenizer import HfTokenizer, id_fingerprint
+from shell_router.errors import ConfigError, InvalidRequest
+from tests.fakes.tokenizers_of_every_kind import KINDS, trained, write_folder
+
+TRICKY = [
+    "word", "We", "'", "'re", "'l", "l", "’s", " ", "  ", "\n", "\n\n", "\r\n", "\t", " \n ", "1", "234", "5678",
+    "3.14", ",", ".", "!\n", "...", "-", "<", "<|", "<|im_", "im_end|>", "end|>", "<|im_end|>", "<|endoftext",
+    "<think>", "</think", "e", "\u0301", "\u0327", "é", "ß", "東京", "は", "ᄀ", "ᅡ", "ᆨ", "한", "😀", "\u200d", "\ufe0f",
+    "👍🏽", "\ufffd", "Привет", "ABc", "İ", "ﬁ", "ſ", "|", "\u00a0", "\u2028", "_", "/", "//\n", "▁", "٣", "½",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(TRICKY) | st.text(max_size=3), max_size=14).map("".join)
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Is 1 < 2 & 3 > 2?\n"},
+    {"role": "assistant", "content": "Yes — “naturally”."},
+    {"role": "user", "content": "<think>why</think>"},
+]
+CHATML = (
+    "{%- for message in messages %}\n    {%- if loop.first and message.role != 'system' %}\n        {{- 'default' }}\n"
+    "    {%- endif %}\n{{ '<|im_start|>' + message['role'] + '\\n' + message.content | trim + eos_token }}\n"
+    "{% endfor %}\n"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}{{ messages | tojson }}"
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HfTokenizer]:
+    return {kind: HfTokenizer.from_folder(write_folder(tmp_path_factory.mktemp(kind), kind)) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXTS)
+def test_no_continuation_changes_stable_ids(folders: dict[str, HfTokenizer], kind: str, text: str) -> None:
+    tokenizer = folders[kind]
+    ids = tokenizer.encode(text)
+    for cut in range(len(text)):
+        stable = tokenizer.encode_stable(text[:cut])
+        assert stable == ids[: len(stable)], text[:cut]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "across_words"])
+def test_nearly_all_of_a_longer_text_is_stable(folders: dict[str, HfTokenizer], kind: str) -> None:
+    tokenizer = folders[kind]
+    text = "The quick brown fox can't jump, we are sure. " * 20
+    assert len(tokenizer.encode(text)) - len(tokenizer.encode_stable(text)) <= 12
+
+
+def test_where_merges_cross_words_nothing_is_stable_and_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = HfTokenizer.from_folder(write_folder(tmp_path, "across_words"))
+    assert tokenizer.encode_stable("The quick brown fox can jump over dogs") == []
+    assert "merges across words" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "tail", ["<", "<|", "<|im_", "<|im_end|", "   <|im_e", "\ufffd", "  \n ", "12345", "'r", " don"]
+)
+def test_an_undecided_tail_is_held_back(folders: dict[str, HfTokenizer], tail: str) -> None:
+    tokenizer = folders["qwen"]
+    head = "Some words that come before it "
+    held = tokenizer.encode_stable(head + tail)
+    assert 0 < len(held) < len(tokenizer.encode(head))
+
+
+def test_special_tokens_in_the_text_are_recognised(folders: dict[str, HfTokenizer]) -> None:
+    tokenizer = folders["qwen"]
+    assert tokenizer.encode("<|im_end|>") == [trained("qwen").token_to_id("<|im_end|>")]
+
+
+@pytest.mark.parametrize("kind", ["qwen", "gpt2", "llama3"])
+def test_ids_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    ours = HfTokenizer.from_folder(write_folder(tmp_path, kind))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ["", "Hello, world!", "<|im_start|>user\nIt's 12345 → 東京<|im_end|>\n", "".join(TRICKY)]:
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
+def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path) -> None:
+    write_folder(tmp_path, "qwen")
+    found = json.loads((tmp_path / "tokenizer.json").read_text())
+    found["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    assert len(HfTokenizer.from_folder(tmp_path).encode("one two three four five")) > 2
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% if loop.last %}{% break %}{% endif %}{% endfor %}",
+        "{{ bos_token }}{% set ns = namespace(n=0) %}"
+        "{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{% endfor %}",
+    ],
+)
+def test_chats_render_as_transformers_renders_them(tmp_path: Path, template: str) -> None:
+    write_folder(tmp_path, "qwen", bos_token={"__type": "AddedToken", "content": "<|endoftext|>"})
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert HfTokenizer.from_folder(tmp_path).render_chat(MESSAGES) == expected
+
+
+@pytest.mark.parametrize("given_as", ["text", "named"])
+def test_a_template_in_the_configuration_is_found(tmp_path: Path, given_as: str) -> None:
+    template = "{{ messages[0].content }}"
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+    write_folder(tmp_path, "qwen", chat_template=template if given_as == "text" else named)
+    assert HfTokenizer.from_folder(tmp_path).render_chat(MESSAGES) == "Be brief."
+
+
+def test_a_template_may_write_the_date(tmp_path: Path) -> None:
+    write_folder(tmp_path, "qwen", chat_template="{{ strftime_now('%d %b %Y') }}")
+    tokenizer = HfTokenizer.from_folder(tmp_path, now=lambda: datetime(2026, 11, 5))
+    assert tokenizer.render_chat(MESSAGES) == "05 Nov 2026"
+
+
+def test_a_template_that_refuses_the_messages_is_the_clients_error(tmp_path: Path) -> None:
+    write_folder(tmp_path, "qwen", chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        HfTokenizer.from_folder(tmp_path).render_chat(MESSAGES)
+
+
+def test_a_template_cannot_reach_into_the_process(tmp_path: Path) -> None:
+    write_folder(tmp_path, "qwen", chat_template="{{ messages.__class__.__mro__ }}")
+    with pytest.raises(InvalidRequest):
+        HfTokenizer.from_folder(tmp_path).render_chat(MESSAGES)
+
+
+def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+    tokenizer = HfTokenizer.from_folder(write_folder(tmp_path, "qwen"))
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
+        tokenizer.render_chat(MESSAGES)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_broken_file_is_named(tmp_path: Path, file: str) -> None:
+    write_folder(tmp_path, "qwen")
+    (tmp_path / file).write_text("{{{ broken")
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        HfTokenizer.from_folder(tmp_path)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        HfTokenizer.from_folder(tmp_path / "nowhere")
+
+
+def test_fingerprints_follow_what_decides_ids_and_nothing_else() -> None:
+    found = json.loads(trained("qwen").to_str())
+    same = {**found, "decoder": None, "truncation": {"max_length": 3}, "post_processor": None, "version": "9"}
+    spelled = {**found, "model": {**found["model"], "merges": [" ".join(merge) for merge in found["model"]["merges"]]}}
+    others = [
+        {**found, "normalizer": None},
+        {**found, "added_tokens": found["added_tokens"][1:]},
+        {**found, "pre_tokenizer": None},
+        {**found, "model": {**found["model"], "merges": found["model"]["merges"][1:]}},
+        json.loads(trained("llama3").to_str()),
+    ]
+    assert id_fingerprint(found) == id_fingerprint(same) == id_fingerprint(spelled)
+    assert len({id_fingerprint(found), *map(id_fingerprint, others)}) == 6
