@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from report import Row, report
+
 from shell_router.api import Services
 from shell_router.config import Config, ModelSettings, RandomWeights
 from shell_router.early_exit import EarlyExit
@@ -76,8 +77,6 @@ async def measure(rounds: int, new_tokens: int, question_tokens: int) -> list[Ro
     found: dict[str, list[Figures]] = {name: [] for name in settings}
     words = random.Random(0)
     async with running_services(config) as services:
-        while not await services.checks["embedder"]():
-            await asyncio.sleep(0.1)
         for round_number in range(rounds + 1):
             for name, topology in settings.items():
                 question = " ".join(words.choices(WORDS, k=question_tokens))

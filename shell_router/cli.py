@@ -20,6 +20,8 @@ TERMINATED = 143
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for an error, 130 after Ctrl-C, 143 after SIGTERM."""
     chosen = parser().parse_args(arguments)
+    # NumPy's threads spin against each other on busy cores; the gate's matrices are small. Read when NumPy loads.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         return int(chosen.command(chosen))
     except errors.ShellRouterError as error:

@@ -1,25 +1,25 @@
 """Every error that a caller of the router may meet.
 
-    ShellRouterError
-    ├── ConfigError              a configuration file is wrong
-    │   └── TopologyError        a topology file is wrong: file, line and remedy
-    ├── InvalidRequest           the client's request cannot be served as it stands
-    │   ├── InvalidField         one field of its body is missing, of a wrong type or out of range
-    │   ├── UnknownModel         neither a topology nor a model alias
-    │   ├── PromptTooLong        prompt and output do not fit the model's context
-    │   ├── DuplicateAgent       this program already has an agent of that id
-    │   ├── UnknownProgram       no such program
-    │   └── UnknownTrace         no such trace
-    ├── Unauthorized             missing or wrong API key
-    │   └── RemoteRefused        no API keys are set, and the caller is not on this machine
-    ├── Overloaded               a limit on running requests is reached
-    ├── EngineError              an engine could not serve
-    │   ├── EngineUnreachable    connection refused, reset or closed early
-    │   ├── EngineRejected       the engine answered with an error status
-    │   └── EngineStalled        nothing came within the limit
-    ├── AgentFailed              an agent failed whose topology says `on_failure: fail`
-    ├── PrecursorTimeout         a precursor's output did not come within the limit
-    └── DeadlineExceeded         the request's own time limit passed
+ShellRouterError
+├── ConfigError              a configuration file is wrong
+│   └── TopologyError        a topology file is wrong: file, line and remedy
+├── InvalidRequest           the client's request cannot be served as it stands
+│   ├── InvalidField         one field of its body is missing, of a wrong type or out of range
+│   ├── UnknownModel         neither a topology nor a model alias
+│   ├── PromptTooLong        prompt and output do not fit the model's context
+│   ├── DuplicateAgent       this program already has an agent of that id
+│   ├── UnknownProgram       no such program
+│   └── UnknownTrace         no such trace
+├── Unauthorized             missing or wrong API key
+│   └── RemoteRefused        no API keys are set, and the caller is not on this machine
+├── Overloaded               a limit on running requests is reached
+├── EngineError              an engine could not serve
+│   ├── EngineUnreachable    connection refused, reset or closed early
+│   ├── EngineRejected       the engine answered with an error status
+│   └── EngineStalled        nothing came within the limit
+├── AgentFailed              an agent failed whose topology says `on_failure: fail`
+├── PrecursorTimeout         a precursor's output did not come within the limit
+└── DeadlineExceeded         the request's own time limit passed
 """
 
 

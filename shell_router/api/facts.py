@@ -10,6 +10,7 @@ from shell_router.core.events import (
     AgentStarted,
     AgentStopped,
     AgentTokens,
+    Degraded,
     Event,
     ExitScored,
     PrefillIncrement,
@@ -25,6 +26,7 @@ KINDS: dict[type, str] = {
     ExitScored: "exit",
     AgentStopped: "stopped",
     AgentErred: "failed",
+    Degraded: "degraded",
 }
 _FIELDS = {kind: tuple(one.name for one in fields(kind)) for kind in KINDS}
 _TIMES = ("at_s", "started_s")

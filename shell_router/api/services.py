@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,7 +40,8 @@ class AgentPrograms(Protocol):
 class Services:
     """Everything a route may call.
 
-    `checks` are named as operators should read them ("engine small", "cache"). `clock` is the runs' clock in
+    `checks` are named as operators should read them ("engine small", "cache"); those named in `dispensable` only make
+    requests slower or less shared when they fail, so they do not make the router unready. `clock` is the runs' clock in
     monotonic seconds, `wall` Unix time, `new_id` gives a fresh unguessable id.
     """
 
@@ -50,6 +51,7 @@ class Services:
     models: Mapping[str, ServedModel]
     relays: Mapping[str, Relay]
     checks: Mapping[str, ReadinessCheck] = field(default_factory=dict)
+    dispensable: Collection[str] = ()
     metrics: Metrics = field(default_factory=Metrics)
     traces: TraceStore = field(default_factory=TraceStore)
     clock: Callable[[], float] = time.monotonic

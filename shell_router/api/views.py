@@ -40,12 +40,16 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Every engine and the cache can serve; 503 names those that cannot."""
+    """Every engine can serve; 503 names those that cannot. A shared cache that is away only shows as degraded."""
     limit_s = request.app[SETTINGS].ready_timeout_s
-    checks = request.app[SERVICES].checks
+    services = request.app[SERVICES]
+    checks = services.checks
     outcomes = await asyncio.gather(*(_holds(name, check, limit_s) for name, check in checks.items()))
-    failing = [name for name, holds in zip(checks, outcomes, strict=True) if not holds]
-    body = {"ready": not failing, "not_ready": failing, "checks": dict(zip(checks, outcomes, strict=True))}
+    holding = dict(zip(checks, outcomes, strict=True))
+    away = [name for name, holds in holding.items() if not holds]
+    failing = [name for name in away if name not in services.dispensable]
+    degraded = [name for name in away if name in services.dispensable]
+    body = {"ready": not failing, "not_ready": failing, "degraded": degraded, "checks": holding}
     return json_reply(request, body, status=503 if failing else 200)
 
 

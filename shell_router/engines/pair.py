@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 
-import aiohttp
 import orjson
 
 from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
@@ -44,14 +43,13 @@ class LegLoad:
 class SglangPair:
     """One pair as an `Engine` and a `Relay`.
 
-    The session is the caller's and outlives the pair; its connector's limit must not be below twice the number of
-    concurrent requests. `room` gives fresh bootstrap rooms below 2^63, `rid` fresh request ids.
+    It opens as many connections as requests run at a time, and keeps them for the next ones. `room` gives fresh
+    bootstrap rooms below 2^63, `rid` fresh request ids.
     """
 
     def __init__(
         self,
         address: PairAddress,
-        session: aiohttp.ClientSession,
         *,
         limits: PairLimits = DEFAULT_LIMITS,
         room: Callable[[], int] = random_room,
@@ -60,7 +58,7 @@ class SglangPair:
         self.address = address
         self._limits = limits
         self._bootstrap = Bootstrap(address.bootstrap_host, address.bootstrap_port, room)
-        self._client = LegClient(session, address.prefill, address.decode, limits)
+        self._client = LegClient(address.prefill, address.decode, limits)
         self._prefill_only = PrefillOnly(self._client, self._bootstrap, self._prefill_by_pair, rid)
         self._relay = PairRelay(self._client, self._bootstrap, self._prefill_only, rid)
 
@@ -157,8 +155,8 @@ class SglangPair:
         await asyncio.gather(*(self._client.get(server, "health", limit_s=limit_s) for server in both))
 
     async def aclose(self) -> None:
-        """Wait, within the abort limit, for the aborts and legs that still end in the background."""
-        await self._client.tasks.aclose(self._limits.abort_s)
+        """Wait, within the abort limit, for the aborts and legs that still end, and close idle connections."""
+        await self._client.aclose()
 
 
 __all__ = ["LegLoad", "PairAddress", "PairLimits", "SglangPair"]

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
-import aiohttp
 import orjson
 
 from shell_router.core.generation import Generation, Prefilled
 from shell_router.engines.address import Bootstrap
+from shell_router.engines.http import Exchange
 from shell_router.engines.leg_client import LegClient
 from shell_router.engines.native import NativeBody
 from shell_router.engines.wire import body_fields, read_prefilled
@@ -59,24 +59,23 @@ class PrefillOnly:
         return {**self._bootstrap.fields(), "bootstrap_host": FAKE_BOOTSTRAP_HOST} if way == "fake_host" else {}
 
     @asynccontextmanager
-    async def forward(self, native: NativeBody) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def forward(self, native: NativeBody) -> AsyncIterator[Exchange]:
         """The prefill server's answer to a client's own body; not for the way `pair`."""
         async with self._post(self.way, native.with_fields(self._fields(self.way)), native.rids) as response:
             yield response
 
     @asynccontextmanager
-    async def _post(self, way: PrefillWay, body: bytes, rids: Sequence[str]) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _post(self, way: PrefillWay, body: bytes, rids: Sequence[str]) -> AsyncIterator[Exchange]:
         """A request to the prefill server only, aborted unless its answer is read to the end."""
-        response: aiohttp.ClientResponse | None = None
+        server, route = self._client.prefill, "prefill_only" if way == "route" else "generate"
+        exchange = self._client.begin(server, route, body)
         try:
-            route = "prefill_only" if way == "route" else "generate"
-            response = await self._client.post(self._client.prefill, route, body)
-            yield response
+            await self._client.head(server, exchange)
+            yield exchange
         finally:
-            if response is None or not response.content.is_eof():
+            if not exchange.complete:
                 self._client.abort(rids)
-            if response is not None:
-                response.close()
+                exchange.close()
 
     async def probe(self, tokens: int, vocabulary: int) -> PrefillWay:
         """Find the first way that warms the prefix cache and use it from now on; see `SglangPair.probe`."""

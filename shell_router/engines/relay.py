@@ -3,8 +3,6 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import aiohttp
-
 from shell_router.core.relay import NativeRoute, Relayed
 from shell_router.engines.address import Bootstrap
 from shell_router.engines.leg_client import HTTP_OK, LegClient
@@ -31,13 +29,13 @@ class PairRelay:
         if route == "prefill_only" and self._prefill_only.way != "pair":
             async with self._prefill_only.forward(native) as response:
                 yield Relayed(
-                    response.status, _content_type(response), self._client.body(self._client.prefill, response)
+                    response.status, response.content_type, self._client.body(self._client.prefill, response)
                 )
             return
         legs = Legs(self._client, self._bodies(route, native))
         try:
             response = await legs.head()
-            yield Relayed(response.status, _content_type(response), _PairBody(legs, response.status))
+            yield Relayed(response.status, response.content_type, _PairBody(legs, response.status))
         finally:
             legs.close()
 
@@ -69,6 +67,3 @@ class _PairBody:
             self._legs.settle_later()
         raise StopAsyncIteration
 
-
-def _content_type(response: aiohttp.ClientResponse) -> str:
-    return response.headers.get("Content-Type", "application/octet-stream")

@@ -74,6 +74,9 @@ class Metrics:
     def _runs(self) -> None:
         self.first_token_seconds = self._seconds("first_token_seconds", "Time to the root's first token", "target")
         self.run_seconds = self._seconds("run_seconds", "Time from a run's start to its end", "target", "outcome")
+        self.degraded = self._counter(
+            "degraded", "Times a run went on without what only makes it faster", "target", "what"
+        )
 
     def _gate(self) -> None:
         self.gate_decisions = self._counter("gate_decisions", "Times the early-exit gate scored", "target", "exited")

@@ -9,6 +9,7 @@ from shell_router.core.events import (
     AgentStarted,
     AgentStopped,
     AgentTokens,
+    Degraded,
     Event,
     ExitScored,
     PrefillIncrement,
@@ -40,6 +41,7 @@ class RunMetrics:
             PrefillIncrement: self._increment,
             PromptReady: lambda event: None,
             ExitScored: self._scored,
+            Degraded: self._degraded,
         }
 
     def observe(self, event: Event) -> None:
@@ -87,6 +89,9 @@ class RunMetrics:
         metrics.increment_cached_tokens.labels(model).inc(event.cached_tokens)
         metrics.increment_resident_tokens.labels(model).inc(event.resident_tokens)
         metrics.retokenized_tokens.labels(model).inc(max(0, event.resident_tokens - event.cached_tokens))
+
+    def _degraded(self, event: Degraded) -> None:
+        self._metrics.degraded.labels(self._target, event.what).inc()
 
     def _scored(self, event: ExitScored) -> None:
         metrics, target = self._metrics, self._target

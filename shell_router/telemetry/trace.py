@@ -10,6 +10,7 @@ from shell_router.core.events import (
     AgentStarted,
     AgentStopped,
     AgentTokens,
+    Degraded,
     Event,
     ExitScored,
     PrefillIncrement,
@@ -46,6 +47,7 @@ class Trace:
         self._wall_s = wall_s
         self._precursors = precursors
         self._exits: list[ExitScored] = []
+        self._degraded: list[Degraded] = []
         self._outcome = "running"
         self._ended_s: float | None = None
         self._error = ""
@@ -65,6 +67,8 @@ class Trace:
                 self._of(event.agent, event.at_s).end = event
             case ExitScored():
                 self._exits.append(event)
+            case Degraded():
+                self._degraded.append(event)
 
     def ended(self, at_s: float, outcome: str, error: str = "") -> None:
         """Close the trace; `outcome` is finished, failed or cancelled."""
@@ -82,6 +86,7 @@ class Trace:
             **({"error": self._error} if self._error else {}),
             "agents": {agent: self._agent_json(agent) for agent in self.agents},
             "exits": [self._exit_json(scored) for scored in self._exits],
+            "degraded": [self._degraded_json(event) for event in self._degraded],
             "overlap": self._overlap_json(),
         }
 
@@ -97,6 +102,10 @@ class Trace:
         facts = asdict(scored)
         times = {"start_s": facts.pop("started_s"), "end_s": facts.pop("at_s")}
         return {name: since(at, self._started_s) for name, at in times.items()} | facts
+
+    def _degraded_json(self, event: Degraded) -> dict[str, Any]:
+        at_s = since(event.at_s, self._started_s)
+        return {"at_s": at_s, "agent": event.agent, "what": event.what, "error": event.error}
 
     def _times(self, agent: str) -> PrefillTimes | None:
         done_s = self._inputs_done_s(agent)

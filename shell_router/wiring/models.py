@@ -8,8 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-
 from shell_router.config import Config, Limits
 from shell_router.core.model import ServedModel
 from shell_router.engines.address import PairAddress, PairLimits
@@ -47,10 +45,7 @@ async def running_models(config: Config, tell: Callable[[str], None]) -> AsyncIt
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shell-router-")))
         files = await asyncio.to_thread(read_files, config.models, folder)
         addresses = await _addresses(config, files, stack, tell)
-        # the API limits what runs; a limit here would let agents wait where no trace shows it
-        session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        await stack.enter_async_context(session)
-        pairs = {alias: _pair(address, session, config.limits) for alias, address in addresses.items()}
+        pairs = {alias: _pair(address, config.limits) for alias, address in addresses.items()}
         for pair in pairs.values():
             stack.push_async_callback(pair.aclose)
         await _until_ready(pairs, config.limits.engine_start_s, tell)
@@ -75,8 +70,8 @@ async def _addresses(
     return started | {alias: address_of(model.pairs[0]) for alias, model in config.models.items() if model.pairs}
 
 
-def _pair(address: PairAddress, session: aiohttp.ClientSession, limits: Limits) -> SglangPair:
-    return SglangPair(address, session, limits=PairLimits(stall_s=limits.engine_stall_s))
+def _pair(address: PairAddress, limits: Limits) -> SglangPair:
+    return SglangPair(address, limits=PairLimits(stall_s=limits.engine_stall_s))
 
 
 def _served(alias: str, pair: SglangPair, files: ModelFiles) -> ServedModel:

@@ -45,6 +45,7 @@ async def running_services(config: Config, *, tell: Callable[[str], None] = log.
                 "cache": cache.healthy,
                 "embedder": embedding.loaded,
             },
+            dispensable=("cache",),  # requests go on from memory
             metrics=Metrics(cache_degraded=cache.degraded),
             traces=TraceStore(config.traces.kept),
             clock=clock,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -52,13 +51,12 @@ async def families(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ma
     }
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(EmbeddedFleet(settings))
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         models = {}
         for family, running in fleet.items():
             address = PairAddress(
                 running.prefill_url, running.decode_url, running.bootstrap_host, running.bootstrap_port
             )
-            pair = SglangPair(address, session)
+            pair = SglangPair(address)
             stack.push_async_callback(pair.aclose)
             models[family] = ServedModel(family, pair, HfTokenizer.from_folder(folders[family]), 8192)
         yield models

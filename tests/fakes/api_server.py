@@ -95,6 +95,7 @@ async def api(
     executor: Runs | None = None,
     relays: Mapping[str, ScriptedRelay] | None = None,
     checks: Mapping[str, Callable[[], Awaitable[bool]]] | None = None,
+    dispensable: tuple[str, ...] = (),
     topologies: tuple[Topology, ...] = (DUO,),
 ) -> AsyncIterator[Api]:
     """Serve while the context is open."""
@@ -106,6 +107,7 @@ async def api(
         models=moa.models,
         relays=relays or {},
         checks=checks or {},
+        dispensable=dispensable,
         metrics=Metrics(),
     )
     app = create_app(services, settings or ApiSettings())

@@ -15,8 +15,10 @@ async def idle(session: aiohttp.ClientSession, *urls: str, limit_s: float) -> fl
     """When (monotonic seconds) these servers were first seen without requests; TimeoutError if they never are."""
     async with asyncio.timeout(limit_s):
         while True:
+            if await held(session, *urls):
+                continue
             seen_s = monotonic()
-            if not await held(session, *urls) and not await held(session, *urls):
+            if not await held(session, *urls):
                 return seen_s
 
 

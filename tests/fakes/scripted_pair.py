@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-import aiohttp
-
 from shell_router.core.generation import Finish, Generation, Tokens
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.pair import SglangPair
@@ -29,7 +27,6 @@ class Served:
 
     pair: SglangPair
     servers: ScriptedPair
-    session: aiohttp.ClientSession
 
     def break_leg(self, leg: str, fault: Fault | None) -> None:
         """Let `fault` strike the server of that role from now on; None mends it."""
@@ -49,11 +46,10 @@ class Served:
 @asynccontextmanager
 async def served(settings: ScriptedSettings = DEFAULT_SETTINGS, limits: PairLimits = LIMITS) -> AsyncIterator[Served]:
     """A running scripted pair and its client."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with ScriptedPair(settings) as servers, aiohttp.ClientSession(connector=connector) as session:
+    async with ScriptedPair(settings) as servers:
         address = PairAddress(servers.prefill.url, servers.decode.url, "127.0.0.1", 8998)
-        pair = SglangPair(address, session, limits=limits)
-        yield Served(pair, servers, session)
+        pair = SglangPair(address, limits=limits)
+        yield Served(pair, servers)
         await pair.aclose()
 
 
@@ -63,10 +59,10 @@ async def apart(prefill: ScriptedSettings, decode: ScriptedSettings) -> AsyncIte
     servers = ScriptedPair()
     servers.prefill = ScriptedServer(replace(prefill, role="prefill"))
     servers.decode = ScriptedServer(decode)
-    async with servers, aiohttp.ClientSession() as session:
+    async with servers:
         address = PairAddress(servers.prefill.url, servers.decode.url, "127.0.0.1", 8998)
-        pair = SglangPair(address, session, limits=LIMITS)
-        yield Served(pair, servers, session)
+        pair = SglangPair(address, limits=LIMITS)
+        yield Served(pair, servers)
         await pair.aclose()
 
 

@@ -38,7 +38,21 @@ async def test_ready_names_what_is_not() -> None:
 
 async def test_ready_is_200_when_all_is_well() -> None:
     async with api(checks={"cache": yes}) as served:
-        assert await served.get("/ready") == (200, {"ready": True, "not_ready": [], "checks": {"cache": True}})
+        assert await served.get("/ready") == (
+            200,
+            {
+                "ready": True,
+                "not_ready": [],
+                "degraded": [],
+                "checks": {"cache": True},
+            },
+        )
+
+
+async def test_a_shared_cache_that_is_away_does_not_make_the_router_unready() -> None:
+    async with api(checks={"cache": no, "engine small": yes}, dispensable=("cache",)) as served:
+        status, body = await served.get("/ready")
+        assert (status, body["ready"], body["degraded"]) == (200, True, ["cache"])
 
 
 async def test_probes_need_no_key_and_metrics_do() -> None:

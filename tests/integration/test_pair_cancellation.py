@@ -2,7 +2,6 @@
 
 import asyncio
 
-import aiohttp
 import pytest
 
 from shell_router.core.generation import Generation
@@ -126,8 +125,8 @@ async def test_connections_to_servers_that_never_answer_are_closed() -> None:
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     limits = PairLimits(abort_s=0.05)
-    async with server, aiohttp.ClientSession() as session:
-        pair = SglangPair(PairAddress(url, url, "127.0.0.1", 1), session, limits=limits)
+    async with server:
+        pair = SglangPair(PairAddress(url, url, "127.0.0.1", 1), limits=limits)
         task = asyncio.create_task(collect(pair, generation("gone")))
         await until(lambda: opened == 2)
         await cancelled(task)

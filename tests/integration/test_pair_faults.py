@@ -3,7 +3,6 @@
 import asyncio
 from contextlib import suppress
 
-import aiohttp
 import pytest
 
 from shell_router.core.generation import Tokens
@@ -167,10 +166,10 @@ async def test_aborts_to_a_dead_server_do_not_hold_up_closing() -> None:
 
 async def test_a_url_that_is_no_engine_is_named() -> None:
     """A decode server in the prefill's place has no route `prefill_only`."""
-    async with served() as at, aiohttp.ClientSession() as session:
+    async with served() as at:
         address = PairAddress(at.servers.decode.url, at.servers.decode.url, "127.0.0.1", 1)
         with pytest.raises(EngineRejected) as failed:
-            await SglangPair(address, session).prefill(generation())
+            await SglangPair(address).prefill(generation())
         assert failed.value.status == 404
 
 

@@ -12,7 +12,7 @@ from shell_router.engines.address import PairLimits
 from shell_router.engines.pair import SglangPair
 from shell_router.engines.scripted_server import ScriptedSettings
 from shell_router.errors import EngineRejected, InvalidRequest, PromptTooLong
-from tests.fakes.scripted_pair import apart, collect, generation, served
+from tests.fakes.scripted_pair import apart, collect, generation, served, until
 
 
 async def test_tokens_then_one_finish() -> None:
@@ -90,7 +90,7 @@ async def test_a_prefill_answer_that_never_comes_costs_the_count_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with apart(ScriptedSettings(prefill_s=30), ScriptedSettings()) as at:
-        pair = SglangPair(at.pair.address, at.session, limits=PairLimits(settle_s=0.01))
+        pair = SglangPair(at.pair.address, limits=PairLimits(settle_s=0.01))
         _, finish = await collect(pair, generation("lone"))
         assert finish.cached_tokens == 0
         assert "without the prefill engine" in caplog.text
@@ -164,10 +164,11 @@ async def test_a_relayed_answer_is_decodes_own_bytes(stream: bool) -> None:
         assert at.servers.decode.bodies[0].startswith(body[:-1])
         assert at.servers.decode.bodies == at.servers.prefill.bodies
         assert answer.content_type.startswith("text/event-stream" if stream else "application/json")
-        async with at.session.post(f"{at.servers.prefill.url}/generate", data=at.servers.prefill.bodies[0]):
-            pass
-        async with at.session.post(f"{at.servers.decode.url}/generate", data=at.servers.decode.bodies[0]) as direct:
-            assert await direct.read() == relayed
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{at.servers.prefill.url}/generate", data=at.servers.prefill.bodies[0]):
+                pass
+            async with session.post(f"{at.servers.decode.url}/generate", data=at.servers.decode.bodies[0]) as direct:
+                assert await direct.read() == relayed
         assert (at.servers.prefill.aborted, at.servers.decode.aborted) == ([], [])
 
 
@@ -200,8 +201,9 @@ async def test_a_body_that_is_no_object_reaches_no_engine() -> None:
         assert at.servers.prefill.requests == at.servers.decode.requests == 0
 
 
-async def test_the_session_stays_the_owners() -> None:
+async def test_a_closed_pair_holds_no_connection_and_can_be_used_again() -> None:
     async with served() as at:
-        await at.pair.aclose()
-        assert isinstance(at.session, aiohttp.ClientSession)
-        assert not at.session.closed
+        for _ in range(2):
+            await collect(at.pair, generation())
+            await at.pair.aclose()
+            await until(lambda: at.servers.prefill.connections == at.servers.decode.connections == 0)

@@ -15,9 +15,9 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @pytest_asyncio.fixture
-async def pair(real_sglang: PairUnderTest, session: aiohttp.ClientSession) -> AsyncIterator[SglangPair]:
+async def pair(real_sglang: PairUnderTest) -> AsyncIterator[SglangPair]:
     """The router's client of the real pair, its way of prefill-only chosen."""
-    pair = SglangPair(real_sglang.address, session)
+    pair = SglangPair(real_sglang.address)
     await pair.probe(vocabulary=real_sglang.vocabulary)
     yield pair
     await pair.aclose()

@@ -31,8 +31,8 @@ def address(own: CpuPair) -> PairAddress:
 
 
 @pytest_asyncio.fixture
-async def client(own_sglang: CpuPair, session: aiohttp.ClientSession) -> AsyncIterator[SglangPair]:
-    pair = SglangPair(address(own_sglang), session, limits=LIMITS)
+async def client(own_sglang: CpuPair) -> AsyncIterator[SglangPair]:
+    pair = SglangPair(address(own_sglang), limits=LIMITS)
     yield pair
     await pair.aclose()
 
@@ -64,7 +64,7 @@ async def test_a_prefill_that_answers_400_ends_its_decode(
         at = PairAddress(
             scripted.prefill.url, own_sglang.decode.url, own_sglang.bootstrap_host, own_sglang.bootstrap_port
         )
-        broken = SglangPair(at, session, limits=LIMITS)
+        broken = SglangPair(at, limits=LIMITS)
         began_s = monotonic()
         with pytest.raises(EngineRejected, match="prefill engine"):
             await finish_of(broken, request("refused", SHORT))
@@ -109,7 +109,7 @@ async def test_a_caller_that_leaves_during_decode_frees_both(
 async def test_a_stalled_decode_is_noticed_and_freed_when_it_goes_on(
     own_sglang: CpuPair, session: aiohttp.ClientSession, measured: Measured
 ) -> None:
-    impatient = SglangPair(address(own_sglang), session, limits=PairLimits(stall_s=2, abort_s=20))
+    impatient = SglangPair(address(own_sglang), limits=PairLimits(stall_s=2, abort_s=20))
     async with aclosing(impatient.generate(request("stalled", LONG))) as stream:
         await anext(stream)
         own_sglang.decode.signal(signal.SIGSTOP)
@@ -123,9 +123,10 @@ async def test_a_stalled_decode_is_noticed_and_freed_when_it_goes_on(
             own_sglang.decode.signal(signal.SIGCONT)
             resumed_s = monotonic()
     await impatient.aclose()
-    patient = SglangPair(address(own_sglang), session, limits=LIMITS)
+    patient = SglangPair(address(own_sglang), limits=LIMITS)
     measured("decode stalls: both free after going on", await both_idle(session, own_sglang) - resumed_s)
     await served_again(patient)
+    await patient.aclose()
 
 
 async def test_a_decode_killed_in_mid_stream_is_one_error_and_its_successor_serves(

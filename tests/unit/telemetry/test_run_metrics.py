@@ -1,11 +1,16 @@
 """One run's events as counts."""
 
+from typing import get_args
+
+from shell_router.api.facts import KINDS
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
     AgentStarted,
     AgentStopped,
     AgentTokens,
+    Degraded,
+    Event,
     ExitScored,
     PrefillIncrement,
     PromptReady,
@@ -23,6 +28,7 @@ EVENTS = (
     ExitScored(1.5, 1.4, "leaves", ("a",), 0.5, 0.6, 0.7, 0.8, 0.1, True, ("b",)),
     AgentStopped(1.5, "b", "early_exit"),
     PrefillIncrement(1.6, "root", 1.55, None, 20, 12, 16),
+    Degraded(1.7, "root", "increment", "the engine is gone"),
     AgentTokens(1.8, "root", (1,), "x"),
     AgentTokens(1.9, "root", (2,), "y"),
     AgentErred(2.0, "root", "broken", False),
@@ -40,6 +46,14 @@ def observed() -> Metrics:
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(f"shell_router_{name}", labels)
+
+
+def test_what_a_run_went_without_is_counted() -> None:
+    assert value(observed(), "degraded_total", target="duo", what="increment") == 1
+
+
+def test_every_kind_of_event_is_counted_and_told() -> None:
+    assert {type(event) for event in EVENTS} == set(get_args(Event)) == set(KINDS)
 
 
 def test_agents_are_counted_by_model_and_end() -> None:

@@ -8,6 +8,7 @@ from shell_router.core.events import (
     AgentStarted,
     AgentStopped,
     AgentTokens,
+    Degraded,
     ExitScored,
     PrefillIncrement,
     PromptReady,
@@ -39,6 +40,7 @@ def whole() -> Trace:
         ExitScored(12.0, 11.9, "leaves", ("a",), 0.5, 0.6, 0.7, 0.8, 0.1, True, ("b",)),
         AgentStopped(12.0, "b", "early_exit"),
         PromptReady(12.1, "root", 15),
+        Degraded(12.2, "leaves", "early_exit", "the embedder is gone"),
         AgentTokens(12.5, "root", (1,), "x"),
         AgentFinished(13.0, "root", "stop", 15, 1, 12, None),
     ):
@@ -71,6 +73,7 @@ def test_states_ends_and_exits_are_told() -> None:
     (scored,) = told["exits"]
     assert (scored["start_s"], scored["end_s"], scored["probability"]) == (1.9, 2.0, 0.8)
     assert scored["exited"] and scored["aborted"] == ("b",)
+    assert told["degraded"] == [{"at_s": 2.2, "agent": "leaves", "what": "early_exit", "error": "the embedder is gone"}]
     assert (told["state"], told["duration_s"]) == ("finished", 3.0)
 
 
