@@ -137,9 +137,10 @@ def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
     """What the trace says of one run."""
     agents = trace["agents"]
     ended_s = {name: agent["ended_s"] for name, agent in agents.items()}
-    aggregators = [name for name in topology.layers[1] if agents[name]["state"] == "finished"]
+    finished = {name: agent for name, agent in agents.items() if agent["state"] == "finished"}
+    aggregators = [name for name in topology.layers[1] if name in finished]
     waits = [ended_s[a] - max(ended_s[p] for p in topology.agents[a].precursors) for a in aggregators]
-    readers = [agents[name] for layer in topology.layers[1:] for name in layer]
+    readers = [agent for name, agent in finished.items() if topology.agents[name].precursors]
     prompts = sum(agent["prompt_tokens"] for agent in readers)
     return Figures(
         end_to_end_s=trace["duration_s"],

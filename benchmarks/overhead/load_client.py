@@ -87,9 +87,9 @@ class Connection(asyncio.Protocol):
 
 
 def request_bytes(authority: bytes, path: str, body: bytes) -> bytes:
-    """One POST as it goes over the wire."""
-    head = b"POST %s HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    return head % (path.encode(), authority, len(body)) + body
+    """One POST as it goes over the wire; only our router reads `x-model`."""
+    head = b"POST %s HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\n" % (path.encode(), authority)
+    return head + b"x-model: small\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
 async def connect(url: str, *, quick_acks: bool = False) -> Connection:

@@ -27,7 +27,7 @@ def keep_prefill_only_kv(_made: None, request: Any, *_arguments: Any, **_named: 
             "Report its version; the router's probe will choose another way."
         )
         return
-    request.skip_radix_cache_insert = True
+    request.skip_radix_cache_insert = False
 
 
 def _is_ours(request: Any) -> bool:
