@@ -291,7 +291,15 @@ async def test_the_clients_sampling_goes_to_the_root_alone() -> None:
     graph = topology(agent("a", sampling={"temperature": 1}), agent("root", "a", sampling={"top_k": 5}))
     await moa.executor.run(graph, ask(sampling={"temperature": 0}), print)
     leaf, root = moa.engines["small"].generated
-    assert (leaf.sampling, root.sampling) == ({"temperature": 1}, {"top_k": 5, "temperature": 0})
+    assert root.sampling == {"top_k": 5, "temperature": 0}
+    assert (leaf.sampling["temperature"], "top_k" in leaf.sampling) == (1, False)
+
+
+async def test_precursors_stream_in_pieces_unless_the_topology_says_otherwise_and_the_root_token_by_token() -> None:
+    moa = ScriptedMoa()
+    graph = topology(agent("a"), agent("b", sampling={"stream_interval": 1}), agent("root", "a", "b"))
+    await moa.executor.run(graph, ask(), print)
+    assert [one.sampling.get("stream_interval") for one in moa.engines["small"].generated] == [8, 1, None]
 
 
 async def test_with_expected_finish_the_slower_model_comes_last() -> None:

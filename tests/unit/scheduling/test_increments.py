@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.scheduling import IncrementSettings, tokens_per_increment
+from shell_router.scheduling import IncrementSettings, tokens_per_event, tokens_per_increment
 
 ADAPTIVE = IncrementSettings(min_tokens=8, max_tokens=512, busy_share=0.5)
 
@@ -46,3 +46,18 @@ def test_unless_limited_the_engine_is_busy_for_at_most_its_share(cost_s: float, 
 def test_bad_settings_are_refused_by_name(fields: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         IncrementSettings(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "incremental", "tokens"),
+    [
+        (ADAPTIVE, True, 8),
+        (IncrementSettings(4), True, 4),
+        (IncrementSettings(512), True, 32),
+        (ADAPTIVE, False, 32),
+    ],
+)
+def test_an_event_holds_what_the_smallest_update_would_and_never_hides_a_stall(
+    settings: IncrementSettings, incremental: bool, tokens: int
+) -> None:
+    assert tokens_per_event(settings, incremental) == tokens
