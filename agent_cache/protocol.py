@@ -26,7 +26,11 @@ class LogExists(CacheError):
 
 
 class LogTimeout(CacheError):
-    """Nothing new came within the limit."""
+    """Nothing new came within the limit. `begun` tells whether the log had begun by then."""
+
+    def __init__(self, message: str, *, begun: bool = False) -> None:
+        super().__init__(message)
+        self.begun = begun
 
 
 class CacheUnavailable(LogTimeout):
@@ -89,8 +93,8 @@ class AgentPromptCache(Protocol):
     async def read(self, key: LogKey, position: int = 0, *, wait_s: float) -> LogRead:
         """What the log holds after `position`, or what comes next.
 
-        Waits at most `wait_s` for a chunk, an end mark, or, where the log is not yet begun, its beginning. Raises
-        LogTimeout when nothing came. A read at the end of an ended log returns at once.
+        Waits at most `wait_s` for a chunk or an end mark, also where the log is not yet begun. Raises LogTimeout when
+        nothing came. A read at the end of an ended log returns at once.
         """
         ...
 

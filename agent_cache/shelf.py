@@ -74,7 +74,8 @@ class LogShelf:
             async with asyncio.timeout(wait_s):
                 return await self.wait(key, position)
         except TimeoutError:
-            raise LogTimeout(f"nothing came after position {position} of {key} within {wait_s:g} s") from None
+            message = f"nothing came after position {position} of {key} within {wait_s:g} s"
+            raise LogTimeout(message, begun=self.find(key) is not None) from None
 
     async def wait(self, key: LogKey, position: int = 0) -> LogRead:
         """What the log holds after `position`, or what comes next. The caller sets the limit."""

@@ -5,12 +5,16 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shell_router import errors
+
+if TYPE_CHECKING:
+    from shell_router.config import Config
 
 WRONG_INPUT = 2
 INTERRUPTED = 130
@@ -41,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="serve a deployment over HTTP"))
+    _add_launch(commands.add_parser("launch", help="start a deployment's engines, keep them running, and serve it"))
     _add_demo(commands.add_parser("demo", help="start everything on this machine and ask a few questions"))
     topology = commands.add_parser("topology", help="check and draw topology files")
     _add_topology(topology.add_subparsers(required=True, metavar="COMMAND"))
@@ -53,6 +58,14 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--port", type=int, help="listen on this port instead; 0 takes a free one")
     serve.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     serve.set_defaults(command=_serve)
+
+
+def _add_launch(launch: argparse.ArgumentParser) -> None:
+    _add_serve(launch)
+    launch.add_argument("--dry-run", action="store_true", help="print the commands, one to a line, and run nothing")
+    launch.add_argument("--machine", metavar="HOST", help="start only the engines whose URLs name this host")
+    launch.add_argument("--engines-only", action="store_true", help="no router on this machine")
+    launch.set_defaults(command=_launch)
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
@@ -89,14 +102,37 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _serve(chosen: argparse.Namespace) -> int:
+    from shell_router.wiring import serve
+
+    return _run(serve(_deployment(chosen), ready=_say_where))
+
+
+def _launch(chosen: argparse.Namespace) -> int:
+    from shell_router.wiring import launch, plan_launch
+
+    keys_asked = not (chosen.dry_run or chosen.engines_only)
+    launched = plan_launch(_deployment(chosen, with_keys=keys_asked), chosen.config.stem, chosen.machine, os.environ)
+    if chosen.dry_run:
+        router = () if chosen.engines_only else (f"shell-router serve --config {shlex.quote(str(chosen.config))}",)
+        print("\n".join((*launched.lines, *router)))
+        return 0
+    return _run(launch(launched, engines_only=chosen.engines_only, ready=_say_where))
+
+
+def _deployment(chosen: argparse.Namespace, *, with_keys: bool = True) -> "Config":
+    """The configuration that the command line names, and logging as it asks."""
     import logging
 
     from shell_router.config import load_config
-    from shell_router.wiring import serve, with_address
+    from shell_router.wiring import with_address
 
     logging.basicConfig(level=chosen.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = with_address(load_config(chosen.config, os.environ), chosen.host, chosen.port)
-    return _run(serve(config, ready=lambda url: print(f"Serving on {url}", flush=True)))
+    config = load_config(chosen.config, os.environ, with_keys=with_keys)
+    return with_address(config, chosen.host, chosen.port)
+
+
+def _say_where(url: str) -> None:
+    print(f"Serving on {url}", flush=True)
 
 
 def _demo(chosen: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from typing import Self
 from uuid import uuid4
 
 from agent_cache.log import Writer
-from agent_cache.protocol import CacheError, LogExists, LogKey, LogRead, LogWriter
+from agent_cache.protocol import CacheError, LogExists, LogKey, LogRead, LogTimeout, LogWriter
 from agent_cache.redis.connection import AWAY, Connection, RedisClient, connect
 from agent_cache.redis.layout import Layout
 from agent_cache.redis.publication import Publication
@@ -129,6 +129,9 @@ class RedisAgentPromptCache:
         try:
             await asyncio.wait({here, elsewhere}, return_when=asyncio.FIRST_COMPLETED)
             return (here if here.done() else elsewhere).result()
+        except LogTimeout as error:  # it may have begun here while Redis was away
+            error.begun |= self._shelf.find(key) is not None
+            raise
         finally:
             here.cancel()
             elsewhere.cancel()

@@ -41,7 +41,10 @@ class RemoteReader:
                 self._stats.failed_reads += 1
                 await asyncio.sleep(min(RETRY_S, left_s))
             if loop.time() >= deadline_s:
-                raise _timed_out(key, position, wait_s, away) from away
+                message = f"nothing came after position {position} of {key} within {wait_s:g} s"
+                if away is not None:
+                    raise CacheUnavailable(f"{message}; Redis is away ({away!r})") from away
+                raise LogTimeout(message, begun=await self._begun(key))
 
     async def _look(self, key: LogKey, position: int, *, block_s: float) -> LogRead | None:
         """What follows `position`, waiting `block_s` for it. None if nothing came and the log may still be written."""
@@ -53,13 +56,14 @@ class RemoteReader:
             return forgotten(position)
         return None
 
+    async def _begun(self, key: LogKey) -> bool:
+        try:
+            return bool(await self._connection.call("EXISTS", self._layout.log(key)))
+        except AWAY:
+            return False
+
     async def _next_entries(self, name: str, position: int, block_s: float) -> list[Entry]:
         block_ms = int(1000 * block_s)
         block = ("BLOCK", block_ms) if block_ms else ()  # BLOCK 0 would wait for ever
         command = ("XREAD", *block, "STREAMS", name, f"{position}-1")
         return stream_entries(await self._connection.call(*command, blocks_s=block_s, keys=[name]))
-
-
-def _timed_out(key: LogKey, position: int, wait_s: float, away: BaseException | None) -> LogTimeout:
-    message = f"nothing came after position {position} of {key} within {wait_s:g} s"
-    return LogTimeout(message) if away is None else CacheUnavailable(f"{message}; Redis is away ({away!r})")

@@ -13,7 +13,6 @@ from overhead.measured import Watched
 from overhead.processes import Cores, Process, free_ports, running
 from overhead.small import SMALL_BODY
 from overhead.targets import DirectTarget, RouterTarget, Target
-
 from shell_router.engines.embedded.checkpoint import make_checkpoint
 
 START_S = 60.0
@@ -69,7 +68,9 @@ async def running_setups(cores: Cores, folder: Path, new_tokens: int) -> AsyncIt
     }
     async with AsyncExitStack() as stack:
         found = {
-            name: stack.enter_context(running(name, command, cores.engine if name == "engine" else cores.router, folder))
+            name: stack.enter_context(
+                running(name, command, cores.engine if name == "engine" else cores.router, folder)
+            )
             for name, command in commands.items()
         }
         await _answering(DirectTarget(prefill, decode), found["engine"])
@@ -103,7 +104,7 @@ def _write_deployment(folder: Path, prefill: str, decode: str, new_tokens: int) 
 def _engine_command(prefill_port: int, decode_port: int) -> list[str]:
     module = "shell_router.engines.scripted_server"
     ports = ["--prefill-port", str(prefill_port), "--decode-port", str(decode_port)]
-    return [sys.executable, "-m", module, *ports, "--script", '{"stamped": true}']
+    return [sys.executable, "-m", module, *ports, "--script", '{"stamped": true, "cache_prompts": 64}']
 
 
 def _ours_command(config: Path, port: int) -> list[str]:

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 
 import orjson
+
 from overhead.measured import Percentiles, Spent, Watched, percentiles
 from overhead.targets import Poster, Target
 

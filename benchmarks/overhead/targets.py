@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import orjson
+
 from overhead.load_client import Connection, connect
 
 Arrived = Callable[[bytes], None]

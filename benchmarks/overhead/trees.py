@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import aiohttp
 import orjson
+
 from overhead.load_client import ANSWER_S, Connection, answer_body, connect
 from overhead.measured import Percentiles, Spent, Watched, percentiles
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shell_router.errors import EngineUnreachable
+from shell_router.launching import with_parent
 
 HOST = "127.0.0.1"
 STOP_LIMIT_S = 15.0
@@ -45,10 +46,10 @@ class SglangServer:
         """Start the process, as the leader of a process group, unless it runs."""
         if self.started:
             return
-        with_parent = (self._command[0], str(Path(__file__).with_name("with_parent.py")), str(os.getpid()))
+        ends_with_us = (self._command[0], with_parent.__file__, str(os.getpid()))
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                (*with_parent, *self._command),
+                (*ends_with_us, *self._command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -9,11 +9,10 @@ from shell_router.api.fields import Fields, as_object, kind
 from shell_router.api.sampling import read_sampling
 from shell_router.errors import InvalidField
 from shell_router.execution import AgentRequest, OutputOf, Segment
-from shell_router.scheduling import IncrementSettings, SlotOrder
+from shell_router.scheduling import IncrementSettings
 from shell_router.topology import Prefill
 
 IDENTIFIER = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
-SLOT_ORDERS: tuple[SlotOrder, ...] = ("declared", "expected_finish")
 DEFAULT_WAIT_S = 60.0
 
 
@@ -107,12 +106,9 @@ def _prefill(body: Fields | None) -> Prefill:
     if body is None:
         return Prefill()
     incremental = body.raw("incremental") is None or body.flag("incremental")
-    slot_order = next((known for known in SLOT_ORDERS if known == (body.text("slot_order") or "declared")), None)
-    if slot_order is None:
-        raise body.refuse("slot_order", f"must be one of {', '.join(SLOT_ORDERS)}")
-    prefill = Prefill(incremental, _increments(body), slot_order)
+    prefill = Prefill(incremental, _increments(body))
     if body.unread:
-        raise body.refuse(body.unread[0], "is unknown", "Known are incremental, slot_order and the chunk settings.")
+        raise body.refuse(body.unread[0], "is unknown", "Known are incremental and the chunk settings.")
     return prefill
 
 

@@ -17,6 +17,9 @@ from shell_router.api.targets import TARGETS
 from shell_router.execution import Answer, MoaRequest
 from shell_router.topology import Topology
 
+UNSEEN_TOKENS = 32
+"""Tokens per event of an answer that is not streamed on: each event costs, and nobody sees any of them."""
+
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Check everything that can be checked, then run."""
@@ -41,7 +44,7 @@ class ChatRun:
             id=self._seen.id,
             tenant=request[TENANT],
             messages=chat.messages,
-            sampling=chat.sampling,
+            sampling=chat.sampling if chat.stream else {"stream_interval": UNSEEN_TOKENS, **chat.sampling},
             seed=zlib.crc32(self._seen.id.encode()) if chat.seed is None else chat.seed,
             timeout_s=request.app[SETTINGS].request_timeout_s,
         )

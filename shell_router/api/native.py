@@ -50,11 +50,11 @@ async def _forwarded(request: web.Request, route: NativeRoute) -> web.StreamResp
     limit_s = request.app[SETTINGS].request_timeout_s
     body = await read_body(request)
     relay = pick_relay(request.app[SERVICES].relays, request.headers.get("x-model"), body)
-    ends_at = asyncio.get_running_loop().time() + limit_s
     try:
-        async with asyncio.timeout_at(ends_at) as limit, relay.forward(route, body) as relayed:
+        async with asyncio.timeout(limit_s) as limit, relay.forward(route, body) as relayed:
             if not relayed.content_type.startswith("text/event-stream"):
                 return await _whole(request, relayed)
+            ends_at = limit.when()
             limit.reschedule(None)  # once its head has gone, a stream tells of its own end
             return await _streamed(request, relayed, ends_at)
     except TimeoutError:
@@ -67,7 +67,7 @@ async def _whole(request: web.Request, relayed: Relayed) -> web.Response:
     return web.Response(body=body, status=relayed.status, headers=headers)
 
 
-async def _streamed(request: web.Request, relayed: Relayed, ends_at: float) -> web.StreamResponse:
+async def _streamed(request: web.Request, relayed: Relayed, ends_at: float | None) -> web.StreamResponse:
     settings = request.app[SETTINGS]
     stream = await open_stream(
         request, settings.write_timeout_s, status=relayed.status, content_type=relayed.content_type

@@ -1,5 +1,6 @@
 """A deployment's configuration: one YAML file, read into frozen dataclasses."""
 
+from shell_router.config.launch_settings import LaunchSettings, PairLaunch
 from shell_router.config.load import load_config
 from shell_router.config.settings import (
     CacheSettings,
@@ -21,9 +22,11 @@ __all__ = [
     "EmbeddedSection",
     "EmbedderSettings",
     "FromEnvironment",
+    "LaunchSettings",
     "Limits",
     "Listen",
     "ModelSettings",
+    "PairLaunch",
     "PairSettings",
     "RandomWeights",
     "Traces",

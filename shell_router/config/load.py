@@ -9,12 +9,14 @@ from shell_router.config.settings import Config, FromEnvironment
 from shell_router.errors import ConfigError
 
 
-def load_config(path: Path, environ: Mapping[str, str]) -> Config:
-    """The deployment that `path` describes, keys from the environment filled in.
+def load_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = True) -> Config:
+    """The deployment that `path` describes, keys from the environment filled in unless nobody will ask for them.
 
     Raises ConfigError, whose message begins with the file and, where known, the line.
     """
     config: Config = read_file(path, Config)
+    if not with_keys:
+        return config
     keys = {tenant: _resolve(path, tenant, key, environ) for tenant, key in config.api_keys.items()}
     _require_distinct(path, keys)
     return replace(config, api_keys=keys)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from shell_router.config.settings import SettingRefused
+from shell_router.config.refusal import SettingRefused
 from shell_router.errors import ConfigError
 from shell_router.topology.document import Document, read_document
 from shell_router.topology.document import Path as Place

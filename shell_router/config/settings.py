@@ -6,16 +6,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
-from shell_router.errors import ConfigError
-
-
-class SettingRefused(ConfigError):
-    """A setting has a value that cannot be; the reader adds file and line."""
-
-
-def _require(holds: bool, message: str, remedy: str = "") -> None:
-    if not holds:
-        raise SettingRefused(message, remedy=remedy)
+from shell_router.config.launch_settings import LaunchSettings, PairLaunch
+from shell_router.config.refusal import require as _require
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +105,16 @@ class EmbeddedSection:
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """A running SGLang pair. `bootstrap_host` is where decode finds prefill, by default prefill's host."""
+    """An SGLang pair. `bootstrap_host` is where decode finds prefill, by default prefill's host.
+
+    It runs already, or has `launch`: `shell-router launch` then starts it where its URLs say.
+    """
 
     prefill: str
     decode: str
     bootstrap_port: int = 8998
     bootstrap_host: str | None = None
+    launch: PairLaunch | None = None
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
@@ -156,9 +152,9 @@ class ModelSettings:
             remedy="Give each further pair a model alias of its own.",
         )
         _require(
-            not (self.pairs and self.random),
+            not (self.random and any(pair.launch is None for pair in self.pairs)),
             "pairs serve weights of their own, so random has no place beside them",
-            remedy="Give the folder of the pairs' model as path; its tokenizer is read from there.",
+            remedy="Give the folder of the pairs' model as path, or each pair launch, to start it with these weights.",
         )
         _require(
             self.context_length is None or self.context_length > 0,
@@ -200,8 +196,14 @@ class Config:
     cache: CacheSettings = CacheSettings()
     embedder: EmbedderSettings = EmbedderSettings()
     traces: Traces = Traces()
+    launch: LaunchSettings = field(default_factory=LaunchSettings)
 
     def __post_init__(self) -> None:
+        _require(
+            self.cache.ttl_s > self.limits.request_timeout_s,
+            f"cache.ttl_s ({self.cache.ttl_s:g}) must be above limits.request_timeout_s"
+            f" ({self.limits.request_timeout_s:g}): an output must outlive the requests that read it",
+        )
         _require(bool(self.models), "models is empty", remedy="Name at least one model.")
         _require(
             bool(self.api_keys) or self.listen.loopback,

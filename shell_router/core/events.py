@@ -20,7 +20,7 @@ class AgentStarted:
 
 @dataclass(frozen=True, slots=True)
 class PrefillIncrement:
-    """One prefill-only update ended. `slot` is the precursor being read, None for the fixed prefix."""
+    """One prefill-only update ended. `slot` is the precursor last read from, None for the fixed prefix."""
 
     at_s: float
     agent: str

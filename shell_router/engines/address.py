@@ -12,7 +12,8 @@ from yarl import URL
 class PairLimits:
     """How long to wait for an engine, in seconds.
 
-    `stall_s`: without a byte from a leg. `answer_s`: for an answer that is not streamed. `connect_s`: for a
+    `stall_s`: without a byte from a server that works on a request, waiting in its queue included. `answer_s`: the
+    same for relayed requests that are not streamed, which come as one piece. `connect_s`: for a
     connection. `abort_s`: for an abort to be accepted. `settle_s`: for the prefill leg's answer once decode has ended.
     """
 

@@ -44,7 +44,12 @@ class Legs:
             client.decode, "generate", bodies.decode, quiet_s=bodies.quiet_s, ended=self._decode_ended
         )
         self._prefill = client.begin(
-            client.prefill, "generate", bodies.prefill, ended=self._prefill_ended, held_bytes=None
+            client.prefill,
+            "generate",
+            bodies.prefill,
+            quiet_s=bodies.quiet_s,
+            ended=self._prefill_ended,
+            held_bytes=None,
         )
 
     async def head(self) -> Exchange:
@@ -68,10 +73,12 @@ class Legs:
         Decode cannot start without the prefill's KV, so the answer is normally here already.
         """
         self._ended = True
-        if not self._prefill.over:
-            await self._prefill_over()
-        if self._prefill_answer is None:
-            self._drop_prefill()
+        try:
+            if not self._prefill.over:
+                await self._prefill_over()
+        finally:
+            if self._prefill_answer is None:
+                self._drop_prefill()
         return self._prefill_answer
 
     def settle_later(self) -> None:

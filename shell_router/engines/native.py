@@ -9,6 +9,7 @@ import orjson
 
 from shell_router.errors import InvalidRequest
 
+SHORTEST_RID = 32
 _RESERVED = "bootstrap_"
 
 
@@ -33,16 +34,21 @@ class NativeBody:
     def replaced(self, fields: Mapping[str, Any]) -> bytes:
         """The body with `fields` in place of the client's; numbers may be written differently afterwards."""
         found = orjson.loads(self.opened + b"}")
-        sampling = {**(found.get("sampling_params") or {}), **fields.get("sampling_params", {})}
+        own, given = fields.get("sampling_params", {}), found.get("sampling_params") or {}
+        sampling = [{**one, **own} for one in given] if isinstance(given, list) else {**given, **own}
         return orjson.dumps({**found, **fields, "sampling_params": sampling})
 
 
-def read_native(body: bytes, fresh_rid: str) -> NativeBody:
-    """Check `body` and give it `fresh_rid` unless it names itself; raises InvalidRequest."""
+def read_native(body: bytes, fresh_rid: str, vocabulary: int | None = None) -> NativeBody:
+    """Check `body` and give it `fresh_rid` unless it names itself; raises InvalidRequest.
+
+    Token ids must lie below `vocabulary`, where it is known: SGLang ends at one that does not.
+    """
     found = _read_object(body)
     _refuse_reserved(found)
-    if not isinstance(found.get("sampling_params") or {}, dict):
-        raise InvalidRequest("`sampling_params` is not an object.", remedy="Make it one, or leave it out.")
+    if vocabulary is not None:
+        _check_ids(found.get("input_ids"), vocabulary)
+    _check_sampling(found.get("sampling_params"))
     opened = body.rstrip()[:-1].rstrip()
     rid = found.get("rid")
     if rid is None:
@@ -50,8 +56,10 @@ def read_native(body: bytes, fresh_rid: str) -> NativeBody:
             raise InvalidRequest("`rid` is null.", remedy="Leave it out, or make it a string.")
         rid = fresh_rid
         opened += (b"," if found else b"") + b'"rid":' + orjson.dumps(rid)
-    elif body.count(b'"rid"') > 1:
-        _refuse_repeated_rid(body)
+    else:
+        _check_rid(rid)
+        if body.count(b'"rid"') > 1:
+            _refuse_repeated_rid(body)
     return NativeBody(_rids(rid, found), found.get("stream") is True, opened)
 
 
@@ -63,6 +71,26 @@ def _read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidRequest(f"The body is a JSON {type(found).__name__}.", remedy="Send one JSON object.")
     return found
+
+
+def _check_ids(ids: object, vocabulary: int) -> None:
+    """Token ids of one prompt, or a list of such lists. What is neither is left to the engine to refuse."""
+    if not isinstance(ids, list) or not ids:
+        return
+    if isinstance(ids[0], list):
+        for one in ids:
+            _check_ids(one, vocabulary)
+    elif not all(type(token) is int for token in ids) or min(ids) < 0 or max(ids) >= vocabulary:
+        raise InvalidRequest(
+            f"`input_ids` holds something else than token ids below {vocabulary}.", remedy="Tokenize for this model."
+        )
+
+
+def _check_sampling(given: object) -> None:
+    """An object, or for a batch one for each of its requests."""
+    each = given if isinstance(given, list) else [given or {}]
+    if not all(isinstance(one, dict) for one in each):
+        raise InvalidRequest("`sampling_params` is not an object.", remedy="Make it one, or leave it out.")
 
 
 def _refuse_reserved(found: Mapping[str, Any]) -> None:
@@ -83,12 +111,20 @@ def _refuse_repeated_rid(body: bytes) -> None:
         raise InvalidRequest("The body names `rid` twice.", remedy="Name it once.")
 
 
-def _rids(rid: object, found: Mapping[str, Any]) -> tuple[str, ...]:
+def _check_rid(rid: object) -> None:
+    """SGLang aborts every request whose id begins with the given one, so a short id would end others' requests."""
+    named = rid if isinstance(rid, list) else [rid]
+    if not named or not all(isinstance(one, str) and len(one) >= SHORTEST_RID for one in named):
+        raise InvalidRequest(
+            f"`rid` is not a string, or a list of strings, of at least {SHORTEST_RID} characters.",
+            remedy="Leave it out, or use a UUID.",
+        )
+
+
+def _rids(rid: Any, found: Mapping[str, Any]) -> tuple[str, ...]:
     """The ids the engine gives the requests of this body (SGLang appends `_<index>` to a batch's single `rid`)."""
-    if isinstance(rid, list) and rid and all(isinstance(one, str) and one for one in rid):
+    if isinstance(rid, list):
         return tuple(rid)
-    if not isinstance(rid, str) or not rid:
-        raise InvalidRequest("`rid` is neither a string nor a list of strings.", remedy="Leave it out.")
     size = _batch_size(found)
     return (rid,) if size is None else tuple(f"{rid}_{index}" for index in range(size))
 

@@ -1,7 +1,7 @@
 """The client of one prefill-decode pair: SGLang, or the embedded pair, which speaks the same wire format."""
 
 import asyncio
-import uuid
+import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from shell_router.errors import EngineUnreachable
 
 def random_rid() -> str:
     """A fresh request id."""
-    return uuid.uuid4().hex
+    return f"{random.getrandbits(128):032x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SglangPair:
     """One pair as an `Engine` and a `Relay`.
 
     It opens as many connections as requests run at a time, and keeps them for the next ones. `room` gives fresh
-    bootstrap rooms below 2^63, `rid` fresh request ids.
+    bootstrap rooms below 2^63, `rid` fresh request ids. With `vocabulary` relayed token ids are checked against it.
     """
 
     def __init__(
@@ -54,13 +54,14 @@ class SglangPair:
         limits: PairLimits = DEFAULT_LIMITS,
         room: Callable[[], int] = random_room,
         rid: Callable[[], str] = random_rid,
+        vocabulary: int | None = None,
     ) -> None:
         self.address = address
         self._limits = limits
         self._bootstrap = Bootstrap(address.bootstrap_host, address.bootstrap_port, room)
         self._client = LegClient(address.prefill, address.decode, limits)
         self._prefill_only = PrefillOnly(self._client, self._bootstrap, self._prefill_by_pair, rid)
-        self._relay = PairRelay(self._client, self._bootstrap, self._prefill_only, rid)
+        self._relay = PairRelay(self._client, self._bootstrap, self._prefill_only, rid, vocabulary)
 
     @property
     def prefill_way(self) -> PrefillWay:

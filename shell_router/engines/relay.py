@@ -15,22 +15,26 @@ class PairRelay:
     """Implements `Relay` for one pair."""
 
     def __init__(
-        self, client: LegClient, bootstrap: Bootstrap, prefill_only: PrefillOnly, rid: Callable[[], str]
+        self,
+        client: LegClient,
+        bootstrap: Bootstrap,
+        prefill_only: PrefillOnly,
+        rid: Callable[[], str],
+        vocabulary: int | None,
     ) -> None:
         self._client = client
         self._bootstrap = bootstrap
         self._prefill_only = prefill_only
         self._rid = rid
+        self._vocabulary = vocabulary
 
     @asynccontextmanager
     async def forward(self, route: NativeRoute, body: bytes) -> AsyncIterator[Relayed]:
         """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
-        native = read_native(body, self._rid())
+        native = read_native(body, self._rid(), self._vocabulary)
         if route == "prefill_only" and self._prefill_only.way != "pair":
             async with self._prefill_only.forward(native) as response:
-                yield Relayed(
-                    response.status, response.content_type, self._client.body(self._client.prefill, response)
-                )
+                yield Relayed(response.status, response.content_type, self._client.body(self._client.prefill, response))
             return
         legs = Legs(self._client, self._bodies(route, native))
         try:
@@ -66,4 +70,3 @@ class _PairBody:
         if self._status == HTTP_OK:
             self._legs.settle_later()
         raise StopAsyncIteration
-

@@ -2,8 +2,10 @@
 
 import hashlib
 import logging
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +17,9 @@ from shell_router.engines.stable_prefix import StablePrefix
 from shell_router.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+KEPT_TEXTS = 256
+"""Texts whose ids are remembered: those that the agents of a few running trees share."""
 
 
 class HfTokenizer:
@@ -28,6 +33,8 @@ class HfTokenizer:
         self._stable = stable
         self._template = template
         self._name = name
+        self._lately_encoded = lru_cache(KEPT_TEXTS)(self._ids)
+        self._lately_stable = lru_cache(KEPT_TEXTS)(self._stable_ids)
 
     @classmethod
     def from_folder(cls, path: str | Path, *, now: Callable[[], datetime] = datetime.now) -> Self:
@@ -55,13 +62,25 @@ class HfTokenizer:
         return self._fingerprint
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer.encode`."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """See `Tokenizer.encode`. What was tokenized lately is remembered: the agents of a tree share most texts."""
+        return self._lately_encoded(text).tolist()
+
+    def _stable_ids(self, text: str) -> "array[int]":
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return array("I", encoding.ids[: self._stable.tokens(text, encoding)])
+
+    def remember_with(self, other: Self) -> None:
+        """Use the memory of `other`, which must give the same ids; raises ValueError where it does not."""
+        if other.fingerprint != self.fingerprint:
+            raise ValueError("tokenizers of different fingerprints cannot share ids")
+        self._lately_encoded, self._lately_stable = other._lately_encoded, other._lately_stable
+
+    def _ids(self, text: str) -> "array[int]":
+        return array("I", self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_stable(self, text: str) -> list[int]:
         """See `Tokenizer.encode_stable`."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return encoding.ids[: self._stable.tokens(text, encoding)]
+        return self._lately_stable(text).tolist()
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """See `Tokenizer.render_chat`. Raises ConfigError without a template, InvalidRequest where it refuses."""

@@ -1,5 +1,6 @@
 """SGLang's native wire format, read: server-sent events, `/generate` outputs and error bodies. No I/O."""
 
+import math
 import re
 from typing import Any
 
@@ -85,7 +86,9 @@ class OutputReader:
         matched = 0 if reason is None else _stop_tokens(ids, reason.get("matched"))
         logprobs: tuple[float, ...] = ()
         if self._logprobs and ids:
-            logprobs = tuple(entry[0] for entry in meta["output_token_logprobs"][-len(ids) :])
+            entries = meta["output_token_logprobs"][-len(ids) :]
+            # JSON has no -inf: SGLang writes null
+            logprobs = tuple(-math.inf if entry[0] is None else float(entry[0]) for entry in entries)
             logprobs = logprobs[: len(ids) - matched]
         if reason is not None:
             self.finish = Finish(

@@ -1,7 +1,7 @@
 """One agent, from its prompt with holes to the end of its output."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,10 @@ from shell_router.core.events import AgentFinished, AgentStarted, AgentTokens, E
 from shell_router.core.generation import Finish, Generation, Tokens
 from shell_router.core.model import ServedModel
 from shell_router.early_exit.confidence import Confidence
-from shell_router.errors import EngineError, EngineStalled, PromptTooLong
+from shell_router.errors import EngineError, EngineStalled, InvalidRequest, PromptTooLong
 from shell_router.execution.incremental import Filling, SlotFiller
 from shell_router.execution.pace import Pace
+from shell_router.execution.prompt import Part
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's own default
 
@@ -122,12 +123,32 @@ class AgentRun:
         )
 
 
+def check_parts(agent: str, model: ServedModel, parts: Sequence[Part], sampling: Mapping[str, Any]) -> None:
+    """Raise PromptTooLong where the parts known already do not fit with what is wanted.
+
+    A text has hardly more tokens than bytes, so short ones need no tokenizing to be let through; the complete prompt
+    is checked exactly before it is decoded.
+    """
+    texts = [part for part in parts if isinstance(part, str)]
+    if sum(len(text.encode()) for text in texts) + _wanted_tokens(sampling) > model.context_length:
+        check_length(agent, model, sum(len(model.tokenizer.encode(text)) for text in texts), sampling)
+
+
 def check_length(agent: str, model: ServedModel, prompt_tokens: int, sampling: Mapping[str, Any]) -> None:
     """Raise PromptTooLong where prompt and wanted output do not fit the model's context."""
-    wanted = int(sampling.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS))
+    wanted = _wanted_tokens(sampling)
     if prompt_tokens + wanted > model.context_length:
         raise PromptTooLong(
             f"Agent {agent!r} asks for {wanted} tokens after a prompt of {prompt_tokens}; {model.alias!r} takes"
             f" {model.context_length} in all.",
             remedy="Shorten the question, lower max_new_tokens, or choose a model with a longer context.",
         )
+
+
+def _wanted_tokens(sampling: Mapping[str, Any]) -> int:
+    wanted = sampling.get("max_new_tokens")
+    if wanted is None:
+        return DEFAULT_MAX_NEW_TOKENS
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
+        raise InvalidRequest(f"max_new_tokens is {wanted!r}.", remedy="Make it a whole number of tokens.")
+    return wanted

@@ -42,7 +42,7 @@ class ClusterExit:
         """The agents to cut off now that `agent` has ended; mostly none.
 
         `unfinished` is asked before scoring, which is not worth its cost when nobody is left, and again after it. An
-        embedder that fails leaves the cluster without early exit, with a warning and an event.
+        embedder that fails leaves this completion out of the judgement, with a warning and an event.
         """
         async with self._turn:
             if not unfinished():
@@ -50,8 +50,8 @@ class ClusterExit:
             started_s = self._clock()
             try:
                 score = await self._score(output)
-            except EngineError as error:
-                log.warning("cluster %s goes on without early exit: %s", self._id, error)
+            except (EngineError, ValueError) as error:  # ValueError: what it said is no embedding
+                log.warning("cluster %s is not judged on %s: %s", self._id, agent, error)
                 self._emit(Degraded(self._clock(), self._id, "early_exit", str(error)))
                 return ()
             self._completed.append(agent)

@@ -37,8 +37,8 @@ class Executor:
     async def run(self, topology: Topology, request: MoaRequest, emit: Callable[[Event], None]) -> Answer:
         """Run `request` to the root's end, telling `emit` what happens, as it happens.
 
-        Raises UnknownModel and PromptTooLong before anything runs where that can be known, AgentFailed,
-        PromptTooLong or DeadlineExceeded later. However it ends, cancellation included, every engine request of it
+        Raises UnknownModel and PromptTooLong before anything runs where that can be known, AgentFailed (or the
+        error itself, where there is but one agent), PromptTooLong or DeadlineExceeded later. However it ends, cancellation included, every engine request of it
         has been aborted, every task has ended, and its cache logs are gone.
         """
         prepared = Preparation(topology, request, self._models, self._pace).agents()
@@ -158,7 +158,7 @@ class _Run:
         self._emit(AgentErred(self._clock(), agent.id, str(error), dropped))
         if dropped:
             self._cut_unneeded()
-        elif isinstance(error, PromptTooLong | AgentFailed):
+        elif isinstance(error, PromptTooLong | AgentFailed) or len(self._topology.agents) == 1:
             raise error
         else:
             raise AgentFailed(

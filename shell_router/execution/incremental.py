@@ -8,8 +8,9 @@ the engine, so a slow update delays no reading, and the next one then carries al
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from agent_cache import AgentPromptCache, End, LogKey, LogTimeout
+from agent_cache import AgentPromptCache, End, LogKey, LogRead, LogTimeout
 from shell_router.core.events import Event
 from shell_router.core.model import ServedModel, Tokenizer
 from shell_router.errors import AgentFailed, PrecursorTimeout
@@ -24,10 +25,18 @@ _LONG_TEXT = 4096  # characters; tokenizing more takes milliseconds, which the e
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a slot's output comes from. `shares_ids`: the writer's token ids are this model's too."""
+    """Where a slot's output comes from. `shares_ids`: the writer's ids are this model's too, and all of its output."""
 
     key: LogKey
     shares_ids: Callable[[], bool]
+
+
+def ids_are_text(writer: ServedModel, sampling: Mapping[str, Any], reader: ServedModel) -> bool:
+    """Whether `reader` may take a writer's ids for its text.
+
+    They must share a tokenizer; and where a stop string ended the output, it is in the ids but not in the text.
+    """
+    return writer.tokenizer.fingerprint == reader.tokenizer.fingerprint and not sampling.get("stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,7 @@ class SlotFiller:
 
     async def _read_slot(self, slot: Slot) -> None:
         before = self._prompt.draft()
-        self._slot, self._slot_tokens = slot.agent, 0
+        self._slot_tokens = 0
         self._prompt.add_text(slot.before)
         end, detail = await self._follow(self._filling.sources[slot.agent])
         if end is End.FINISHED:
@@ -151,24 +160,28 @@ class SlotFiller:
             try:
                 read = await self._cache.read(source.key, position, wait_s=wait_s)
             except LogTimeout as error:
+                if error.begun and wait_s < self._filling.silence_s:
+                    wait_s = self._filling.silence_s
+                    continue
                 raise PrecursorTimeout(
                     f"Agent {self._filling.agent!r} waited {wait_s:g} s for {source.key.agent!r}, and nothing came.",
                     remedy="Send the precursor first, or allow a longer wait.",
                 ) from error
             if read.position > position:
-                self._append(read.ids if source.shares_ids() else (), read.text)
+                self._slot = source.key.agent
+                self._append(read, shares_ids=source.shares_ids())
             if read.end is not None:
                 return read.end, read.detail
             position, wait_s = read.position, self._filling.silence_s
 
-    def _append(self, ids: tuple[int, ...], text: str) -> None:
-        if ids:
-            self._prompt.add_ids(ids)
+    def _append(self, read: LogRead, *, shares_ids: bool) -> None:
+        if shares_ids:  # a piece may have text alone: what its ids say came with earlier pieces
+            self._prompt.add_ids(read.ids)
         else:
-            self._prompt.add_text(text)
+            self._prompt.add_text(read.text)
         if self._slot_tokens == 0:
             self._slot_started_s = self._clock()
-        added = len(ids) or max(1, len(text) // 4)  # about four characters a token, where ids are not shared
+        added = len(read.ids) or max(1, len(read.text) // 4)  # about four characters a token, where ids are not known
         self._slot_tokens += added
         self._unsent += added
         self._news.set()

@@ -1,19 +1,19 @@
 """All that can be decided, and refused, before the first agent of a request runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agent_cache import LogKey
 from shell_router.core.model import ServedModel
 from shell_router.errors import UnknownModel
-from shell_router.execution.agent_run import Decoding, check_length
+from shell_router.execution.agent_run import Decoding, check_parts
 from shell_router.execution.assembly import agent_parts
-from shell_router.execution.incremental import Filling, Source
+from shell_router.execution.incremental import Filling, Source, ids_are_text
 from shell_router.execution.pace import Pace
-from shell_router.execution.prompt import fixed_tokens
+from shell_router.execution.prompt import Part
 from shell_router.execution.requests import MoaRequest
-from shell_router.scheduling import order_slots
-from shell_router.topology import Agent, Topology
+from shell_router.scheduling import order_slots, tokens_per_event
+from shell_router.topology import Agent, Prompt, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Preparation:
         self._request = request
         self._models = models
         self._finish_s = pace.expected_finish_s(topology)
+        self._parts: dict[tuple[str, Prompt, tuple[str, ...]], tuple[Part, ...]] = {}
+        self._tokens_per_event = tokens_per_event(topology.prefill.increments, topology.prefill.incremental)
 
     def agents(self) -> dict[str, PreparedAgent]:
         """Every agent by id, in topological order. Raises UnknownModel and PromptTooLong."""
@@ -53,14 +55,13 @@ class Preparation:
         judged = cluster is not None and cluster.early_exit is not None
         decoding = Decoding(self._sampling(agent), logprobs=judged, timeout_s=agent.timeout_s)
         filling = self._filling(agent)
-        fixed = fixed_tokens(filling.model.tokenizer, filling.parts)
-        check_length(agent.id, filling.model, fixed, decoding.sampling)
+        check_parts(agent.id, filling.model, filling.parts, decoding.sampling)
         return PreparedAgent(agent, self._key(agent.id), filling, decoding)
 
     def _sampling(self, agent: Agent) -> Mapping[str, object]:
         if agent.id == self._topology.root.id:
             return {**agent.sampling, **self._request.sampling}
-        return agent.sampling
+        return {"stream_interval": self._tokens_per_event, **agent.sampling}
 
     def _filling(self, agent: Agent) -> Filling:
         model, prefill = self._models[agent.model], self._topology.prefill
@@ -69,7 +70,7 @@ class Preparation:
             agent.id,
             self._rid(agent),
             model,
-            agent_parts(agent, order, model, self._request.messages),
+            self._agent_parts(agent, order, model),
             {precursor: self._source(precursor, model) for precursor in agent.precursors},
             prefill,
             all_needed=False,
@@ -77,13 +78,20 @@ class Preparation:
             silence_s=self._request.timeout_s,
         )
 
+    def _agent_parts(self, agent: Agent, order: Sequence[str], model: ServedModel) -> tuple[Part, ...]:
+        """Put together once for agents that differ in their names alone, as a tree's leaves do."""
+        same = (model.alias, agent.prompt, tuple(order))
+        if same not in self._parts:
+            self._parts[same] = agent_parts(agent, order, model, self._request.messages)
+        return self._parts[same]
+
     def _rid(self, agent: Agent) -> str:
         """Numbered, since SGLang aborts every request whose id begins with the given one, and `p-1` begins `p-10`."""
         return f"{self._request.id}.{list(self._topology.agents).index(agent.id)}.{agent.id}"
 
     def _source(self, precursor: str, reader: ServedModel) -> Source:
-        writer = self._models[self._topology.agents[precursor].model]
-        shares_ids = writer.tokenizer.fingerprint == reader.tokenizer.fingerprint
+        agent = self._topology.agents[precursor]
+        shares_ids = ids_are_text(self._models[agent.model], self._sampling(agent), reader)
         return Source(self._key(precursor), lambda: shares_ids)
 
     def _key(self, agent: str) -> LogKey:

@@ -4,6 +4,8 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
 
 from agent_cache import AgentPromptCache, End, LogExists, LogKey, LogWriter
 from shell_router.core.events import AgentErred, Event
@@ -18,10 +20,10 @@ from shell_router.errors import (
     UnknownModel,
     UnknownProgram,
 )
-from shell_router.execution.agent_run import AgentRun, Decoding, check_length
-from shell_router.execution.incremental import Filling, Source
+from shell_router.execution.agent_run import AgentRun, Decoding, check_parts
+from shell_router.execution.incremental import Filling, Source, ids_are_text
 from shell_router.execution.pace import Pace
-from shell_router.execution.prompt import Message, Part, Slot, fixed_tokens, render
+from shell_router.execution.prompt import Message, Part, Slot, render
 from shell_router.execution.requests import (
     AgentRequest,
     AgentUsage,
@@ -38,10 +40,12 @@ class _Record:
     """One agent of a program, from the moment it was sent."""
 
     model: ServedModel
+    sampling: Mapping[str, Any]
     precursors: frozenset[str]
     run: AgentRun | None = None
     task: asyncio.Task[Answer] | None = None
     ended: ProgramAgentState | None = None
+    output: str = ""
 
     @property
     def state(self) -> ProgramAgentState:
@@ -49,9 +53,18 @@ class _Record:
             return self.ended
         return "running" if self.run and self.run.prompt_tokens else "waiting"
 
+    @property
+    def text(self) -> str:
+        return self.run.text if self.run else self.output
+
+    def end(self, state: ProgramAgentState) -> None:
+        """Keep what can still be asked for, and nothing of the run."""
+        self.ended, self.output, self.run, self.task = state, self.text, None, None
+
 
 @dataclass(slots=True)
 class _Program:
+    used_s: float
     agents: dict[str, _Record] = field(default_factory=dict)
 
     def is_running(self) -> bool:
@@ -59,7 +72,11 @@ class _Program:
 
 
 class Programs:
-    """Runs agent requests and remembers the programs they belong to, the oldest ended one going first."""
+    """Runs agent requests and remembers the programs they belong to.
+
+    A program whose agents have all ended is forgotten `ttl_s` after its last one was sent, as the cache forgets their
+    logs, or when there are more than `max_programs`, the oldest first.
+    """
 
     def __init__(
         self,
@@ -67,11 +84,13 @@ class Programs:
         cache: AgentPromptCache,
         *,
         clock: Callable[[], float],
+        ttl_s: float = 3600.0,
         max_programs: int = 10_000,
     ) -> None:
         self._models = models
         self._cache = cache
         self._clock = clock
+        self._ttl_s = ttl_s
         self._max_programs = max_programs
         self._pace = Pace()
         self._programs: dict[tuple[str, str], _Program] = {}
@@ -86,21 +105,20 @@ class Programs:
         filling = self._filling(request)
         await self._make_room(request)
         record = self._register(request, filling)
-        record.task = asyncio.create_task(self._run(request, filling, record, emit))
+        record.task = task = asyncio.create_task(self._run(request, filling, record, emit))
         try:
-            await asyncio.wait([record.task])
+            await asyncio.wait([task])
         finally:
-            if not record.task.done():
-                record.task.cancel()
-                await asyncio.wait([record.task])
-            if record.ended is None:
-                record.ended = "cancelled" if record.task.cancelled() else "failed"
-        if record.task.cancelled():
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+            record.end(_end_of(task))
+        if task.cancelled():
             raise AgentFailed(
                 f"Agent {request.agent!r} was cancelled with its program {request.program!r}.",
                 remedy="Send it again in a new program.",
             )
-        return record.task.result()
+        return task.result()
 
     def state(self, tenant: str, program: str) -> ProgramState:
         """What is known of a program. Raises UnknownProgram."""
@@ -108,7 +126,7 @@ class Programs:
         return ProgramState(
             program,
             {agent: record.state for agent, record in agents.items()},
-            {agent: record.run.text if record.run else "" for agent, record in agents.items()},
+            {agent: record.text for agent, record in agents.items()},
         )
 
     async def cancel(self, tenant: str, program: str) -> None:
@@ -131,7 +149,7 @@ class Programs:
                 remedy=f"Use one of: {', '.join(sorted(self._models))}.",
             )
         parts = _parts(request, model)
-        check_length(request.agent, model, fixed_tokens(model.tokenizer, parts), request.sampling)
+        check_parts(request.agent, model, parts, request.sampling)
         return Filling(
             request.agent,
             f"{request.agent}.{uuid.uuid4().hex}",
@@ -149,11 +167,13 @@ class Programs:
             # known once its log has begun here; an agent that another router runs is read as text
             program = self._programs.get((request.tenant, request.program))
             writer = program.agents.get(precursor) if program else None
-            return writer is not None and writer.model.tokenizer.fingerprint == reader.tokenizer.fingerprint
+            return writer is not None and ids_are_text(writer.model, writer.sampling, reader)
 
         return Source(LogKey(request.tenant, request.program, precursor), shares_ids)
 
     async def _make_room(self, request: AgentRequest) -> None:
+        for key in self._expired():
+            await self._forget(*key)
         if (request.tenant, request.program) in self._programs:
             return
         while len(self._programs) >= self._max_programs:
@@ -165,8 +185,17 @@ class Programs:
                 )
             await self._forget(*ended)
 
+    def _expired(self) -> list[tuple[str, str]]:
+        """Programs are in the order of their last use, so only the oldest need looking at."""
+        limit_s = self._clock() - self._ttl_s
+        oldest = takewhile(lambda item: item[1].used_s <= limit_s, list(self._programs.items()))
+        return [key for key, program in oldest if not program.is_running()]
+
     def _register(self, request: AgentRequest, filling: Filling) -> _Record:
-        program = self._programs.setdefault((request.tenant, request.program), _Program())
+        key = (request.tenant, request.program)
+        program = self._programs.pop(key, None) or _Program(0.0)
+        program.used_s = self._clock()
+        self._programs[key] = program  # the last used is last
         if request.agent in program.agents:
             raise _duplicate(request)
         precursors = frozenset(filling.sources)
@@ -175,7 +204,7 @@ class Programs:
                 f"Agent {request.agent!r} would wait for itself: {' <- '.join(circle)}.",
                 remedy="Break the circle of output_of segments.",
             )
-        return program.agents.setdefault(request.agent, _Record(filling.model, precursors))
+        return program.agents.setdefault(request.agent, _Record(filling.model, request.sampling, precursors))
 
     # --- while it runs
 
@@ -184,7 +213,9 @@ class Programs:
     ) -> Answer:
         try:
             writer = await self._cache.create(LogKey(request.tenant, request.program, request.agent))
-        except LogExists as error:
+        except LogExists as error:  # another router's agent: what is known of this one would be wrong of that
+            if program := self._programs.get((request.tenant, request.program)):
+                program.agents.pop(request.agent, None)
             raise _duplicate(request) from error
         try:
             answer = await self._answer(request, filling, record, writer, emit)
@@ -218,7 +249,6 @@ class Programs:
                 remedy="Allow more time.",
             ) from error
         writer.end(End.FINISHED)
-        record.ended = "finished"
         finish = output.finish
         usage = AgentUsage(
             request.model, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens, "finished"
@@ -265,8 +295,14 @@ def _circle(program: _Program, agent: str, precursors: frozenset[str]) -> tuple[
     return ()
 
 
+def _end_of(task: asyncio.Task[Answer]) -> ProgramAgentState:
+    if task.cancelled():
+        return "cancelled"
+    return "failed" if task.exception() else "finished"
+
+
 def _duplicate(request: AgentRequest) -> DuplicateAgent:
     return DuplicateAgent(
         f"Program {request.program!r} already has an agent {request.agent!r}.",
-        remedy="Give each agent its own id, or delete the program first.",
+        remedy=f"Give each agent its own id, or first send DELETE /v1/agent/requests/{request.program}.",
     )

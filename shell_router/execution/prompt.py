@@ -104,8 +104,3 @@ class GrowingPrompt:
         """Forget all that was added since `draft` was taken."""
         self._ids = list(draft.ids)
         self._texts = [draft.text]
-
-
-def fixed_tokens(tokenizer: Tokenizer, parts: Sequence[Part]) -> int:
-    """Tokens of the parts that are known before any precursor has written."""
-    return sum(len(tokenizer.encode(part)) for part in parts if isinstance(part, str))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from shell_router.core.events import Degraded, Event, PrefillIncrement
 from shell_router.core.generation import Generation
 from shell_router.core.model import ServedModel
-from shell_router.errors import EngineError
+from shell_router.errors import EngineError, PromptTooLong
 from shell_router.execution.pace import Pace
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class PrefillUpdates:
         self._count += 1
         try:
             done = await self._model.engine.prefill(request)
-        except EngineError as error:
+        except (EngineError, PromptTooLong) as error:
             self._refused = True
             log.warning("agent %s goes on without incremental prefill: %s", self._agent, error)
             self._emit(Degraded(self._clock(), self._agent, "increment", str(error)))

@@ -5,6 +5,8 @@ from typing import Literal
 
 ChunkTokens = int | Literal["adaptive"]
 
+_MOST_TOKENS_PER_EVENT = 32  # about a second of decoding: silence must still tell a stalled engine
+
 
 @dataclass(frozen=True, slots=True)
 class IncrementSettings:
@@ -52,3 +54,15 @@ def tokens_per_increment(
         return settings.min_tokens
     wanted = cost_s * arrival_tokens_per_s / settings.busy_share
     return int(min(max(wanted, settings.min_tokens), settings.max_tokens))
+
+
+def tokens_per_event(settings: IncrementSettings, incremental: bool) -> int:
+    """Tokens of a precursor that are worth an event of their own, for SGLang's `stream_interval`.
+
+    Nobody but its successors reads them, and those send no update of fewer; each event costs the engine and the
+    router about as much as any other. The first token always comes alone.
+    """
+    if not incremental:
+        return _MOST_TOKENS_PER_EVENT
+    smallest = settings.min_tokens if settings.chunk_tokens == "adaptive" else settings.chunk_tokens
+    return min(smallest, _MOST_TOKENS_PER_EVENT)

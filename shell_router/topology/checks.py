@@ -59,6 +59,7 @@ def graph_problems(file: Values) -> Iterator[Problem]:
     yield from _root_problems(roots, precursors)
     if len(roots) == 1:
         yield from _root_misuse(roots[0], file)
+    yield from _starved(file, precursors)
 
 
 def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:
@@ -156,6 +157,20 @@ def _root_problems(roots: list[str], precursors: Mapping[str, Collection[str]]) 
         named = " and ".join(f"'{agent}'" for agent in ends)
         remedy = "Exactly one agent may be read by nobody; name the others among somebody's precursors."
         yield Problem(("agents", ends[1]), f"The graph has {counts}: {named} are read by nobody.", remedy)
+
+
+def _starved(file: Values, precursors: Mapping[str, Collection[str]]) -> Iterator[Problem]:
+    """An exit may leave any one of a cluster: an agent that reads some of it and nobody else could get nothing."""
+    for cluster, said in file.get("clusters", {}).items():
+        members = set(said["agents"])
+        if said.get("early_exit", file.get("early_exit", False)) in (False, "off"):
+            continue
+        for agent, read in precursors.items():
+            if read and members.issuperset(read) and members.difference(read):
+                wrong = f"Agent '{agent}' reads only a part of cluster '{cluster}', which exits early, and nobody else."
+                yield Problem(
+                    ("agents", agent, "precursors"), wrong, "Let it read the whole cluster, or split the cluster."
+                )
 
 
 def _root_misuse(root: str, file: Values) -> Iterator[Problem]:

@@ -1,19 +1,20 @@
 """What is read from a model's folder, and what the settings of its pair become."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from yarl import URL
 
 from shell_router.config import EmbeddedSection, ModelSettings, PairSettings, RandomWeights
-from shell_router.core.model import Tokenizer
 from shell_router.engines.address import PairAddress
 from shell_router.engines.embedded.settings import EmbeddedSettings
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.errors import ConfigError
+from shell_router.launching.weights import make_random_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +22,25 @@ class ModelFiles:
     """A model's folder and what it says."""
 
     folder: Path
-    tokenizer: Tokenizer
+    tokenizer: HfTokenizer
     context_length: int
+    vocabulary: int
 
 
 def read_files(models: Mapping[str, ModelSettings], scratch: Path) -> dict[str, ModelFiles]:
     """Per alias its model's files; models with random weights are made in `scratch`. Blocks. Raises ConfigError."""
     if any(not settings.pairs for settings in models.values()):
         _require_embedded_extra()
-    return {alias: _read(alias, settings, scratch) for alias, settings in models.items()}
+    files = {alias: _read(alias, settings, scratch) for alias, settings in models.items()}
+    _share_ids([one.tokenizer for one in files.values()])
+    return files
+
+
+def _share_ids(tokenizers: Sequence[HfTokenizer]) -> None:
+    """Models of a family tokenize alike: what one of them has tokenized the others need not."""
+    first: dict[str, HfTokenizer] = {}
+    for tokenizer in tokenizers:
+        tokenizer.remember_with(first.setdefault(tokenizer.fingerprint, tokenizer))
 
 
 def _require_embedded_extra() -> None:
@@ -42,29 +53,38 @@ def _require_embedded_extra() -> None:
 
 
 def _read(alias: str, settings: ModelSettings, scratch: Path) -> ModelFiles:
-    folder = settings.path or _make(settings.random or RandomWeights(), scratch / alias)
-    length = settings.context_length or _own_context_length(folder, alias)
-    return ModelFiles(folder, HfTokenizer.from_folder(folder), length)
+    folder = settings.path or make_random_model(settings.random or RandomWeights(), scratch / alias)
+    config = _config(folder, alias)
+    length = settings.context_length or _count(config, "max_position_embeddings", folder, alias)
+    vocabulary = _count(config, "vocab_size", folder, alias)
+    return ModelFiles(folder, HfTokenizer.from_folder(folder), length, vocabulary)
 
 
-def _make(weights: RandomWeights, folder: Path) -> Path:
-    from shell_router.engines.embedded.checkpoint import make_checkpoint  # noqa: PLC0415 - needs an extra
-
-    heads = weights.hidden // 16
-    return make_checkpoint(
-        folder, hidden=weights.hidden, layers=weights.layers, heads=heads, kv_heads=heads // 2, seed=weights.seed
-    )
-
-
-def _own_context_length(folder: Path, alias: str) -> int:
-    try:
-        length = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
-    except (OSError, ValueError, KeyError) as error:
+def _config(folder: Path, alias: str) -> Mapping[str, Any]:
+    """The model's configuration; that of its text part where it has several (vision-language models)."""
+    if not folder.is_dir():
         raise ConfigError(
-            f"the model {alias!r} has no context length: {folder / 'config.json'} names no max_position_embeddings.",
-            remedy=f"Set models.{alias}.context_length, or check models.{alias}.path.",
+            f"models.{alias}.path: there is no folder {folder}.",
+            remedy="Name a Hugging Face model folder, with config.json and tokenizer.json.",
+        )
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return {**config, **config.get("text_config", {})}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"models.{alias}.path: {folder / 'config.json'} cannot be read: {error}.",
+            remedy="Name a Hugging Face model folder, with config.json and tokenizer.json.",
         ) from error
-    return int(length)
+
+
+def _count(config: Mapping[str, Any], name: str, folder: Path, alias: str) -> int:
+    found = config.get(name)
+    if not isinstance(found, int):
+        raise ConfigError(
+            f"models.{alias}.path: {folder / 'config.json'} names no {name}.",
+            remedy=f"Check the folder, or set models.{alias}.context_length where only the length is missing.",
+        )
+    return found
 
 
 def embedded_settings(model: ModelSettings, files: ModelFiles) -> EmbeddedSettings:

@@ -18,6 +18,8 @@ from shell_router.wiring.model_files import ModelFiles, address_of, embedded_set
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
@@ -45,7 +47,7 @@ async def running_models(config: Config, tell: Callable[[str], None]) -> AsyncIt
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shell-router-")))
         files = await asyncio.to_thread(read_files, config.models, folder)
         addresses = await _addresses(config, files, stack, tell)
-        pairs = {alias: _pair(address, config.limits) for alias, address in addresses.items()}
+        pairs = {alias: _pair(address, config.limits, files[alias].vocabulary) for alias, address in addresses.items()}
         for pair in pairs.values():
             stack.push_async_callback(pair.aclose)
         await _until_ready(pairs, config.limits.engine_start_s, tell)
@@ -70,8 +72,8 @@ async def _addresses(
     return started | {alias: address_of(model.pairs[0]) for alias, model in config.models.items() if model.pairs}
 
 
-def _pair(address: PairAddress, limits: Limits) -> SglangPair:
-    return SglangPair(address, limits=PairLimits(stall_s=limits.engine_stall_s))
+def _pair(address: PairAddress, limits: Limits, vocabulary: int) -> SglangPair:
+    return SglangPair(address, limits=PairLimits(stall_s=limits.engine_stall_s), vocabulary=vocabulary)
 
 
 def _served(alias: str, pair: SglangPair, files: ModelFiles) -> ServedModel:
@@ -93,7 +95,17 @@ async def _until_ready(pairs: Mapping[str, SglangPair], limit_s: float, tell: Ca
 
 
 async def _probe(alias: str, pair: SglangPair, tell: Callable[[str], None]) -> None:
-    await pair.ready()
+    """Wait for the pair, which may still be loading; the caller sets the limit."""
+    waiting = False
+    while True:
+        try:
+            await pair.ready()
+            break
+        except EngineError as error:
+            if not waiting:
+                tell(f"model {alias}: waiting for its engines ({error})")
+            waiting = True
+            await asyncio.sleep(RETRY_S)
     way = await pair.probe()
     tell(f"model {alias} is ready; prefill-only by {way}")
     if way == "pair":

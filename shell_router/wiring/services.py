@@ -20,7 +20,12 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def running_services(config: Config, *, tell: Callable[[str], None] = log.info) -> AsyncIterator[Services]:
+async def running_services(
+    config: Config,
+    *,
+    tell: Callable[[str], None] = log.info,
+    engine_restarts: Callable[[], Mapping[str, int]] = dict,
+) -> AsyncIterator[Services]:
     """Start what `config` names, telling each step, and give it to the API; end it on leaving, in reverse order.
 
     Raises ConfigError before anything is started where the files are wrong, EngineError for an engine that does not
@@ -46,7 +51,7 @@ async def running_services(config: Config, *, tell: Callable[[str], None] = log.
                 "embedder": embedding.loaded,
             },
             dispensable=("cache",),  # requests go on from memory
-            metrics=Metrics(cache_degraded=cache.degraded),
+            metrics=Metrics(cache_degraded=cache.degraded, engine_restarts=engine_restarts),
             traces=TraceStore(config.traces.kept),
             clock=clock,
         )

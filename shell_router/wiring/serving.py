@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -23,12 +23,19 @@ def with_address(config: Config, host: str | None, port: int | None) -> Config:
 
 
 @asynccontextmanager
-async def running_server(config: Config, *, tell: Callable[[str], None] = log.info) -> AsyncIterator[str]:
+async def running_server(
+    config: Config,
+    *,
+    tell: Callable[[str], None] = log.info,
+    engine_restarts: Callable[[], Mapping[str, int]] = dict,
+) -> AsyncIterator[str]:
     """Serve `config` while the context is open; gives its base URL. `tell` gets a line per step of the start.
+
+    `engine_restarts` is asked for a metric: by engine, how often it was started again.
 
     On leaving, running requests get the deployment's `drain_s` to end; then everything that was started is ended.
     """
-    async with running_services(config, tell=tell) as services:
+    async with running_services(config, tell=tell, engine_restarts=engine_restarts) as services:
         app = create_app(services, api_settings(config))
         listen = config.listen
         try:
@@ -41,12 +48,14 @@ async def running_server(config: Config, *, tell: Callable[[str], None] = log.in
             ) from error
 
 
-async def serve(config: Config, *, ready: Callable[[str], None]) -> None:
+async def serve(
+    config: Config, *, ready: Callable[[str], None], engine_restarts: Callable[[], Mapping[str, int]] = dict
+) -> None:
     """Serve until SIGINT or SIGTERM, then drain; a second signal ends at once. `ready` is told the URL."""
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     task = asyncio.current_task()
     assert task is not None
-    async with running_server(config) as url:
+    async with running_server(config, engine_restarts=engine_restarts) as url:
 
         def stop(name: str) -> None:
             if stopped.is_set():

@@ -265,8 +265,18 @@ async def test_of_many_who_begin_a_log_at_once_one_succeeds(backend: Backend) ->
 
 @pytest.mark.parametrize("wait_s", [0, 0.01])
 async def test_a_read_of_a_log_that_never_begins_ends_at_its_limit(backend: Backend, wait_s: float) -> None:
-    with pytest.raises(LogTimeout, match="nothing came"):
+    with pytest.raises(LogTimeout, match="nothing came") as raised:
         await backend.reader.read(KEY, wait_s=wait_s)
+    assert not raised.value.begun
+
+
+@pytest.mark.parametrize("wait_s", [0, 0.01])
+async def test_a_read_that_ends_at_its_limit_tells_whether_the_log_had_begun(backend: Backend, wait_s: float) -> None:
+    await begin(backend.writer, KEY)
+    await backend.settle()
+    with pytest.raises(LogTimeout) as raised:
+        await backend.reader.read(KEY, wait_s=wait_s)
+    assert raised.value.begun
 
 
 @pytest.mark.parametrize("wait_s", [0, 0.01])

@@ -47,6 +47,14 @@ class RunningCommand:
         """Ids of the processes that it has started and that run now, their own children included."""
         return _descendants(self._process.pid)
 
+    def engine(self, mode: str) -> int:
+        """The process that leads the engine which it launched as `mode`, prefill or decode."""
+        for pid in self.started():
+            line = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
+            if os.getpgid(pid) == pid and f"\0--disaggregation-mode\0{mode}\0" in line:
+                return pid
+        raise AssertionError(f"no {mode} engine runs")
+
     def kill(self) -> None:
         """End it without a farewell, if it still runs."""
         if self._process.returncode is None:

@@ -36,7 +36,7 @@ async def test_sampling_goes_to_the_root_and_messages_are_put_in() -> None:
         status, _ = await served.post("/v1/chat/completions", chat("Why?", temperature=0.3, max_tokens=9, seed=5))
         root = served.moa.engines["large"].generated[0]
         assert status == 200
-        assert root.sampling == {"temperature": 0.3, "max_new_tokens": 9, "sampling_seed": 5}
+        assert root.sampling.items() >= {"temperature": 0.3, "max_new_tokens": 9, "sampling_seed": 5}.items()
         assert "Why?" in served.moa.prompt_of("root") and "left thinks" in served.moa.prompt_of("root")
 
 

@@ -26,20 +26,20 @@ async def nothing_is_left(at: Served, rid: str) -> None:
 
 async def test_before_the_prefill_has_ended() -> None:
     async with served(ScriptedSettings(prefill_s=60)) as at:
-        task = asyncio.create_task(collect(at.pair, generation("gone")))
+        task = asyncio.create_task(collect(at.pair, generation("99999999999999999999999999999999")))
         await until(lambda: at.servers.prefill.running == at.servers.decode.running == 1)
         await cancelled(task)
-        await nothing_is_left(at, "gone")
+        await nothing_is_left(at, "99999999999999999999999999999999")
 
 
 async def test_before_decodes_first_token() -> None:
     async with served() as at:
         at.break_leg("decode", Fault("stall"))
-        task = asyncio.create_task(collect(at.pair, generation("gone")))
+        task = asyncio.create_task(collect(at.pair, generation("99999999999999999999999999999999")))
         await until(lambda: at.servers.prefill.requests == 1 and at.servers.prefill.running == 0)
         await until(lambda: at.servers.decode.running == 1)
         await cancelled(task)
-        await nothing_is_left(at, "gone")
+        await nothing_is_left(at, "99999999999999999999999999999999")
 
 
 async def test_in_mid_stream() -> None:
@@ -48,29 +48,29 @@ async def test_in_mid_stream() -> None:
         seen: list[object] = []
 
         async def consume() -> None:
-            async for event in at.pair.generate(generation("gone")):
+            async for event in at.pair.generate(generation("99999999999999999999999999999999")):
                 seen.append(event)  # noqa: PERF401 - the list is watched while it grows
 
         task = asyncio.create_task(consume())
         await until(lambda: len(seen) == 3)
         await cancelled(task)
-        await nothing_is_left(at, "gone")
+        await nothing_is_left(at, "99999999999999999999999999999999")
 
 
 async def test_closing_the_generator_in_mid_stream() -> None:
     async with served() as at:
         at.break_leg("decode", Fault("stall", after_tokens=3))
-        stream = at.pair.generate(generation("gone"))
+        stream = at.pair.generate(generation("99999999999999999999999999999999"))
         await anext(stream)
         await stream.aclose()
-        await nothing_is_left(at, "gone")
+        await nothing_is_left(at, "99999999999999999999999999999999")
 
 
 @pytest.mark.parametrize("turns", range(0, 60, 3))
 async def test_after_any_number_of_loop_turns(turns: int) -> None:
     """Cancelled wherever it happens to be, an unfinished request is aborted on both servers."""
     async with served(ScriptedSettings(token_s=60, cut_bytes=16)) as at:
-        task = asyncio.create_task(collect(at.pair, generation("gone")))
+        task = asyncio.create_task(collect(at.pair, generation("99999999999999999999999999999999")))
         for _ in range(turns):
             await asyncio.sleep(0)
         await cancelled(task)
@@ -81,16 +81,16 @@ async def test_after_any_number_of_loop_turns(turns: int) -> None:
 
 async def test_a_prefill_only_request_is_aborted() -> None:
     async with served(ScriptedSettings(prefill_s=60)) as at:
-        task = asyncio.create_task(at.pair.prefill(generation("gone")))
+        task = asyncio.create_task(at.pair.prefill(generation("99999999999999999999999999999999")))
         await until(lambda: at.servers.prefill.running == 1)
         await cancelled(task)
-        await nothing_is_left(at, "gone")
+        await nothing_is_left(at, "99999999999999999999999999999999")
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
 async def test_leaving_a_relayed_answer_before_its_head(stream: bytes) -> None:
     async with served(ScriptedSettings(prefill_s=60)) as at:
-        body = b'{"input_ids": [1, 2], "rid": "gone", "stream": %s}' % stream
+        body = b'{"input_ids": [1, 2], "rid": "99999999999999999999999999999999", "stream": %s}' % stream
 
         async def relay() -> None:
             async with at.pair.forward("generate", body):
@@ -99,15 +99,16 @@ async def test_leaving_a_relayed_answer_before_its_head(stream: bytes) -> None:
         task = asyncio.create_task(relay())
         await until(lambda: at.servers.prefill.running == at.servers.decode.running == 1)
         await cancelled(task)
-        await nothing_is_left(at, "gone")
+        await nothing_is_left(at, "99999999999999999999999999999999")
 
 
 async def test_leaving_a_relayed_stream_before_its_end() -> None:
     async with served(ScriptedSettings(token_s=0.001)) as at:
-        body = b'{"input_ids": [1, 2], "rid": "gone", "stream": true, "sampling_params": {"max_new_tokens": 20000}}'
+        body = b'{"input_ids": [1, 2], "rid": "%s", "stream": true, "sampling_params": {"max_new_tokens": 20000}}'
+        body %= b"9" * 32
         async with at.pair.forward("generate", body) as answer:
             await anext(aiter(answer.chunks))
-        await nothing_is_left(at, "gone")
+        await nothing_is_left(at, "99999999999999999999999999999999")
 
 
 async def test_connections_to_servers_that_never_answer_are_closed() -> None:
@@ -127,7 +128,7 @@ async def test_connections_to_servers_that_never_answer_are_closed() -> None:
     limits = PairLimits(abort_s=0.05)
     async with server:
         pair = SglangPair(PairAddress(url, url, "127.0.0.1", 1), limits=limits)
-        task = asyncio.create_task(collect(pair, generation("gone")))
+        task = asyncio.create_task(collect(pair, generation("99999999999999999999999999999999")))
         await until(lambda: opened == 2)
         await cancelled(task)
         await until(lambda: opened == closed == 4)  # the two legs and the two aborts
@@ -136,7 +137,7 @@ async def test_connections_to_servers_that_never_answer_are_closed() -> None:
 
 async def test_leaving_a_relayed_batch_aborts_every_request_of_it() -> None:
     async with served(ScriptedSettings(prefill_s=60)) as at:
-        body = b'{"text": ["a", "b"], "rid": "batch", "stream": true}'
+        body = b'{"text": ["a", "b"], "rid": "88888888888888888888888888888888", "stream": true}'
 
         async def relay() -> None:
             async with at.pair.forward("generate", body):
@@ -146,7 +147,7 @@ async def test_leaving_a_relayed_batch_aborts_every_request_of_it() -> None:
         await until(lambda: at.servers.decode.running == 1)
         await cancelled(task)
         await at.pair.aclose()
-        assert sorted(at.servers.decode.aborted) == ["batch_0", "batch_1"]
+        assert sorted(at.servers.decode.aborted) == [f"{'8' * 32}_0", f"{'8' * 32}_1"]
         await at.idle()
 
 

@@ -39,15 +39,15 @@ async def test_a_leg_that_fails_at_the_start(leg: str, fault: Fault, error: type
     async with served(limits=IMPATIENT) as at:
         at.break_leg(leg, fault)
         with pytest.raises(error) as failed:
-            await collect(at.pair, generation("broken"))
+            await collect(at.pair, generation("77777777777777777777777777777777"))
         if fault.kind != "stall":  # a stalled prefill stalls its decode as well, and either may be noticed first
             assert f"{leg} engine http" in str(failed.value)
         await at.pair.aclose()
-        assert "broken" in at.servers.prefill.aborted
-        assert "broken" in at.servers.decode.aborted
+        assert "77777777777777777777777777777777" in at.servers.prefill.aborted
+        assert "77777777777777777777777777777777" in at.servers.decode.aborted
         await at.idle()
         at.break_leg(leg, None)
-        await collect(at.pair, generation("next"))
+        await collect(at.pair, generation("66666666666666666666666666666666"))
         await at.quiet()
 
 
@@ -57,15 +57,15 @@ async def test_decode_that_fails_in_mid_stream(fault: Fault, error: type[EngineE
         at.break_leg("decode", fault)
         seen: list[Tokens] = []
         with pytest.raises(error, match="decode engine http"):
-            async for event in at.pair.generate(generation("broken")):
+            async for event in at.pair.generate(generation("77777777777777777777777777777777")):
                 assert isinstance(event, Tokens)
                 seen.append(event)
         assert len(seen) <= 2
         await at.pair.aclose()
-        assert at.servers.decode.aborted == at.servers.prefill.aborted == ["broken"]
+        assert at.servers.decode.aborted == at.servers.prefill.aborted == ["77777777777777777777777777777777"]
         await at.idle()
         at.break_leg("decode", None)
-        await collect(at.pair, generation("next"))
+        await collect(at.pair, generation("66666666666666666666666666666666"))
         await at.quiet()
 
 
@@ -89,9 +89,9 @@ async def test_a_prefill_that_fails_while_decode_waits_ends_it_at_once() -> None
 async def test_a_late_prefill_failure_ends_decode_even_while_nobody_reads() -> None:
     failing = ScriptedSettings(prefill_s=0.01, fault=Fault("error_event", message="KV lost"))
     async with apart(failing, ScriptedSettings(token_s=60)) as at:
-        stream = at.pair.generate(generation("broken"))
+        stream = at.pair.generate(generation("77777777777777777777777777777777"))
         await anext(stream)
-        await until(lambda: at.servers.decode.aborted == ["broken"])
+        await until(lambda: at.servers.decode.aborted == ["77777777777777777777777777777777"])
         await at.idle()
         with pytest.raises(EngineRejected, match=r"prefill engine .* KV lost"):
             await anext(stream)
@@ -114,11 +114,11 @@ async def test_a_faulty_prefill_only_request_names_the_prefill_server() -> None:
         for fault, error in AT_THE_START:
             at.break_leg("prefill", fault)
             with pytest.raises(error, match="prefill engine http"):
-                await at.pair.prefill(generation("broken"))
+                await at.pair.prefill(generation("77777777777777777777777777777777"))
             await at.pair.aclose()
         at.break_leg("prefill", None)
         await at.idle()
-        await at.pair.prefill(generation("next"))
+        await at.pair.prefill(generation("66666666666666666666666666666666"))
         await at.quiet()
 
 
@@ -131,7 +131,7 @@ async def test_a_relayed_request_whose_leg_fails(
     """Decode's own errors are relayed as they are; everything else raises."""
     async with served(limits=IMPATIENT) as at:
         at.break_leg(leg, fault)
-        body = b'{"input_ids": [1, 2, 3], "rid": "broken", "stream": %s}' % (b"true" if stream else b"false")
+        body = b'{"input_ids": [1, 2, 3], "rid": "%s", "stream": %s}' % (b"7" * 32, b"true" if stream else b"false")
         relayed = b""
         with suppress(EngineError):
             async with at.pair.forward("generate", body) as answer:
@@ -141,7 +141,7 @@ async def test_a_relayed_request_whose_leg_fails(
         await at.pair.aclose()
         await at.idle()
         at.break_leg(leg, None)
-        async with at.pair.forward("generate", b'{"input_ids": [1, 2, 3], "rid": "next"}') as answer:
+        async with at.pair.forward("generate", b'{"input_ids": [1, 2, 3]}') as answer:
             assert answer.status == 200
             assert b"".join([chunk async for chunk in answer.chunks])
         await at.quiet()

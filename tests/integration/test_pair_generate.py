@@ -156,7 +156,9 @@ async def test_many_requests_at_once_leave_nothing() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_relayed_answer_is_decodes_own_bytes(stream: bool) -> None:
     async with served(ScriptedSettings(log_bodies=1)) as at:
-        body = b'{"input_ids": [1,2,3], "rid": "mine", "sampling_params": {"temperature": 1.50}, "later": null'
+        body = b'{"input_ids": [1,2,3], "rid": "%s", "sampling_params": {"temperature": 1.50}, "later": null' % (
+            b"5" * 32
+        )
         body += b', "stream": true}' if stream else b"}"
         for _ in range(2):  # the second time the prompt is cached, and stays so
             async with at.pair.forward("generate", body) as answer:
@@ -174,7 +176,7 @@ async def test_a_relayed_answer_is_decodes_own_bytes(stream: bool) -> None:
 
 async def test_a_relayed_error_status_comes_through_and_frees_both_legs() -> None:
     async with served() as at:
-        async with at.pair.forward("generate", b'{"rid": "x"}') as answer:
+        async with at.pair.forward("generate", b'{"rid": "44444444444444444444444444444444"}') as answer:
             body = b"".join([chunk async for chunk in answer.chunks])
         assert answer.status == 400
         assert b"input_ids" in body

@@ -1,10 +1,19 @@
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
+import pytest
 import pytest_asyncio
 
 from shell_router.engines.pair import SglangPair
 from tests.fakes.pairs_under_test import PairUnderTest
+
+LAUNCHES = Path(__file__).with_name("test_launch.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The launcher's own pair first, so that it is gone when the pair of all other tests starts: each takes 5 GB."""
+    items.sort(key=lambda item: item.path != LAUNCHES)
 
 
 @pytest_asyncio.fixture

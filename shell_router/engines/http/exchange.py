@@ -53,6 +53,7 @@ class Exchange:
 
     def __init__(
         self,
+        loop: asyncio.AbstractEventLoop,
         quiet_s: float,
         *,
         ended: Callable[["Exchange"], None] | None = None,
@@ -70,7 +71,7 @@ class Exchange:
         self._over = False
         self._paused = False
         self._heard_s = 0.0
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._carrier: Carrier | None = None
         self._reader: asyncio.Future[None] | None = None
         self._watch: asyncio.TimerHandle | None = None

@@ -6,8 +6,7 @@ from shell_router.engines.scripting.script import Fault
 
 def strike(run: ScriptedRun, fault: Fault) -> bool:
     """Write a stream's tokens before the fault, then let it happen. True when the answer has ended with it."""
-    events = [run.event(position) for position in range(run.sent, fault.after_tokens)]
-    run.sent = max(run.sent, fault.after_tokens)
+    events = run.events(fault.after_tokens) if run.sent < fault.after_tokens else []
     run.ended = True
     last = fault.kind in ("garbage", "error_event", "abort")
     if last:

@@ -147,12 +147,12 @@ class Player:
         return 0.0 if self.settings.role == "prefill" else self.settings.token_s
 
     def _pace(self, run: ScriptedRun, start_s: float) -> None:
-        """Write one token at each multiple of `token_s`, however long the writing takes."""
+        """Write each event when its last token is due, at a multiple of `token_s`, however long the writing takes."""
         if run.ended:
             return
-        self._write_tokens(run, run.sent + 1)
+        self._write_tokens(run, run.due)
         if not run.ended:
-            due_s = start_s + run.sent * self.settings.token_s
+            due_s = start_s + (run.due - 1) * self.settings.token_s
             asyncio.get_running_loop().call_at(due_s, self._pace, run, start_s)
 
     def _write_tokens(self, run: ScriptedRun, until: int) -> None:
@@ -161,8 +161,7 @@ class Player:
             if strike(run, fault):
                 self._leave(run)
             return
-        events = [run.event(position) for position in range(run.sent, max(until, 1))]
-        run.sent = until
+        events = run.events(until)
         last = until >= len(run.ids)
         if last:
             events.append(run.done_mark())

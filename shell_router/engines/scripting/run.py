@@ -42,6 +42,7 @@ class ScriptedRun:
         self._plan(body.get("sampling_params") or {})
 
     def _plan(self, sampling: dict[str, Any]) -> None:
+        self._interval = max(1, int(sampling.get("stream_interval") or 1))
         wanted = sampling.get("max_new_tokens", 128)
         if not isinstance(wanted, int) or wanted < 0:
             raise BadRequest(f"max_new_tokens must be at least 0, got {wanted}.")
@@ -79,11 +80,23 @@ class ScriptedRun:
             meta["sent_s"] = time.monotonic()
         return {"text": "".join(map(_text, shown)), "output_ids": ids, "meta_info": meta}
 
-    def event(self, position: int) -> bytes:
-        """The stream's event for the token at `position`, the finish with the last."""
-        last = position + 1 >= len(self.ids)
-        start = position if self.settings.incremental else 0
-        return self.framed(self.output(start, min(position + 1, len(self.ids)), self._reason if last else None))
+    def events(self, until: int) -> list[bytes]:
+        """The stream's events for the tokens not yet sent before `until`, the finish with the last."""
+        events: list[bytes] = []
+        while not events or self.sent < until:
+            end = min(until, self.due)
+            events.append(self._event(self.sent, end))
+            self.sent = end
+        return events
+
+    @property
+    def due(self) -> int:
+        """Where the next event ends: the first holds one token, each later one `stream_interval` of them."""
+        return min(self.sent + self._interval if self.sent else 1, len(self.ids))
+
+    def _event(self, start: int, end: int) -> bytes:
+        reason = self._reason if end >= len(self.ids) else None
+        return self.framed(self.output(start if self.settings.incremental else 0, end, reason))
 
     def framed(self, found: dict[str, Any]) -> bytes:
         """An event as it goes over the wire."""

@@ -45,8 +45,8 @@ def test_limits_default_to_the_servers_and_waiting_to_a_minute() -> None:
 
 
 def test_prefill_settings_are_read() -> None:
-    wanted = {"incremental": False, "slot_order": "expected_finish", "chunk_tokens": 16}
-    assert read(prefill=wanted).prefill == Prefill(False, IncrementSettings(16), "expected_finish")
+    wanted = {"incremental": False, "chunk_tokens": 16}
+    assert read(prefill=wanted).prefill == Prefill(False, IncrementSettings(16))
     assert read(prefill={"chunk_tokens": "adaptive"}).prefill == Prefill()
 
 

@@ -34,17 +34,18 @@ def test_every_object_gains_exactly_the_new_fields(found: dict[str, object], tai
 
 def test_without_fields_only_the_rid_is_added() -> None:
     assert read_native(b"{}", "fresh").with_fields({}) == b'{"rid":"fresh"}'
-    assert read_native(b'{"rid":"mine"} ', "fresh").with_fields({}) == b'{"rid":"mine"}'
+    own = b'{"rid":"55555555555555555555555555555555"}'
+    assert read_native(own + b" ", "fresh").with_fields({}) == own
 
 
 @pytest.mark.parametrize(
     ("body", "rids"),
     [
-        (b'{"rid": "a", "text": "x"}', ("a",)),
+        (b'{"rid": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "text": "x"}', ("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",)),
         (b'{"text": "x"}', ("fresh",)),
         (b'{"text": ["x", "y"]}', ("fresh_0", "fresh_1")),
-        (b'{"input_ids": [[1], [2], [3]], "rid": "b"}', ("b_0", "b_1", "b_2")),
-        (b'{"input_ids": [[1], [2]], "rid": ["p", "q"]}', ("p", "q")),
+        (b'{"input_ids": [[1], [2]], "rid": "%s"}' % (b"b" * 32), (f"{'b' * 32}_0", f"{'b' * 32}_1")),
+        (b'{"input_ids": [[1], [2]], "rid": ["%s", "%s"]}' % (b"c" * 32, b"d" * 32), ("c" * 32, "d" * 32)),
     ],
 )
 def test_every_request_of_a_body_can_be_aborted_by_its_rid(body: bytes, rids: tuple[str, ...]) -> None:
@@ -64,10 +65,11 @@ def test_every_request_of_a_body_can_be_aborted_by_its_rid(body: bytes, rids: tu
         b'{"bootstrap_room": 1}',
         b'{"bootstr\\u0061p_host": "2.2.2.2"}',
         b'{"rid": 3}',
+        b'{"rid": "too-short-to-be-nobody-elses"}',
         b'{"rid": ""}',
         b'{"rid": null}',
         b'{"rid": []}',
-        b'{"rid": "a", "rid": "b"}',
+        b'{"rid": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "rid": "bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"}',
         b'{"sampling_params": [1]}',
     ],
 )
@@ -77,9 +79,26 @@ def test_bodies_that_would_confuse_the_pair_are_refused_with_a_remedy(body: byte
     assert refused.value.remedy
 
 
+@pytest.mark.parametrize("ids", ["[100]", "[-1]", "[1, 2, 100]", "[[1], [100]]", "[true]", "[1.0]", '["1"]'])
+def test_ids_outside_the_vocabulary_never_reach_an_engine(ids: str) -> None:
+    with pytest.raises(InvalidRequest, match="below 100"):
+        read_native(b'{"input_ids": %s}' % ids.encode(), "fresh", 100)
+
+
+@pytest.mark.parametrize("body", ['{"input_ids": [0, 99]}', '{"input_ids": [[0], [99]]}', '{"text": "x"}'])
+def test_ids_of_the_vocabulary_pass(body: str) -> None:
+    read_native(body.encode(), "fresh", 100)
+
+
+def test_a_batch_may_have_sampling_parameters_for_each_of_its_requests() -> None:
+    native = read_native(b'{"text": ["x", "y"], "sampling_params": [{"top_k": 1}, {"max_new_tokens": 9}]}', "fresh")
+    found = orjson.loads(native.replaced({"sampling_params": {"max_new_tokens": 1}}))
+    assert found["sampling_params"] == [{"top_k": 1, "max_new_tokens": 1}, {"max_new_tokens": 1}]
+
+
 def test_the_word_rid_elsewhere_in_the_body_is_no_repetition() -> None:
-    body = b'{"rid": "a", "text": "say \\"rid\\"", "meta": {"rid": 1}}'
-    assert read_native(body, "fresh").rids == ("a",)
+    body = b'{"rid": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "text": "say \\"rid\\"", "meta": {"rid": 1}}'
+    assert read_native(body, "fresh").rids == ("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",)
 
 
 def test_replacing_sampling_parameters_keeps_the_clients_others() -> None:

@@ -1,6 +1,7 @@
 import asyncio
 from time import monotonic
 
+import numpy as np
 import pytest
 
 from shell_router.core.embedding import TokenStates
@@ -24,9 +25,10 @@ from shell_router.errors import (
     UnknownModel,
 )
 from shell_router.execution import Executor
+from shell_router.scheduling import IncrementSettings
 from shell_router.topology import Agent, Cluster, Prefill, Prompt, Topology
 from tests.fakes.gates import Gates
-from tests.fakes.moa import ScriptedMoa, ask
+from tests.fakes.moa import ScriptedMoa, agent_of, ask
 from tests.fakes.recorder import Recorder
 
 LEAF = Prompt()
@@ -132,11 +134,17 @@ async def test_a_half_read_slot_that_is_cut_off_leaves_no_token_behind() -> None
     gates = Gates("b", "stop")
 
     async def pace(rid: str, piece: int) -> None:
-        # c writes two pieces and then stalls
-        await gates.pace(f"{rid}.stop" if rid.endswith(".c") and piece >= 2 else rid, piece)
+        # c writes some pieces and then stalls
+        await gates.pace(f"{rid}.stop" if rid.endswith(".c") and piece >= 6 else rid, piece)
 
     moa, events = ScriptedMoa({"b": "yes", "c": "never to be read " * 9}, pace=pace), Recorder()
-    graph = topology(agent("b"), agent("c"), agent("root", "c", "b"), clusters=(Cluster("one", ("b", "c"), ALWAYS),))
+    graph = topology(
+        agent("b"),
+        agent("c"),
+        agent("root", "c", "b"),
+        clusters=(Cluster("one", ("b", "c"), ALWAYS),),
+        prefill=Prefill(increments=IncrementSettings(4)),
+    )
     run = asyncio.create_task(moa.executor.run(graph, ask("Why?"), events.emit))
     await events.until(lambda r: any(e.slot == "c" and e.agent == "root" for e in r.of(PrefillIncrement)))
     gates.open("b")
@@ -196,6 +204,21 @@ async def test_a_cluster_whose_embedder_fails_goes_on_without_early_exit_and_say
     assert [(e.agent, e.what) for e in events.of(Degraded)] == [("one", "early_exit")]
 
 
+async def test_states_that_are_no_numbers_leave_their_output_out_of_the_judgement() -> None:
+    class BrokenEmbedder:
+        async def embed(self, text: str) -> TokenStates:
+            return np.full((len(text), 4), np.nan, np.float32)
+
+    gates = Gates("b")
+    moa, events = ScriptedMoa(pace=gates.pace), Recorder()
+    executor = Executor(moa.models, moa.cache, BrokenEmbedder(), clock=monotonic)
+    graph = topology(agent("a"), agent("b"), agent("root", "a", "b"), clusters=(Cluster("one", ("a", "b"), ALWAYS),))
+    run = asyncio.create_task(executor.run(graph, ask(), events.emit))
+    await events.until(lambda r: bool(r.of(Degraded)))
+    gates.open("b")
+    assert {usage.state for usage in (await run).agents.values()} == {"finished"}
+
+
 async def test_early_exit_without_an_embedder_is_refused_before_anything_runs() -> None:
     moa = ScriptedMoa()
     executor = Executor(moa.models, moa.cache, None, clock=monotonic)
@@ -214,6 +237,12 @@ async def test_a_failed_agent_fails_the_request_by_default_and_ends_all_others()
     assert not moa.running
     assert len(moa.cache) == 0
     assert [(e.agent, e.dropped) for e in events.of(AgentErred)] == [("a", False)]
+
+
+async def test_the_error_of_a_lone_agent_is_told_as_it_is() -> None:
+    moa = ScriptedMoa({"a": Script("never", error=EngineUnreachable("The engine is gone."))})
+    with pytest.raises(EngineUnreachable, match="engine is gone"):
+        await moa.executor.run(topology(agent("a")), ask(), print)
 
 
 async def test_a_failed_agent_that_may_be_dropped_leaves_its_slot_out() -> None:
@@ -336,8 +365,14 @@ async def test_earlier_turns_and_system_messages_reach_every_agent() -> None:
     assert moa.prompt_of("root").startswith("<system>Judge.\n\nBe kind.<user>Hi<assistant>Hello<user>Why?")
 
 
-async def test_two_requests_at_once_do_not_meet() -> None:
+async def test_requests_at_once_do_not_meet() -> None:
     moa = ScriptedMoa()
-    answers = await asyncio.gather(*(moa.executor.run(TWO_BRANCHES, ask(run_id=f"run{i}"), print) for i in range(8)))
-    assert len({answer.text for answer in answers}) == 1
+    for engine in moa.engines.values():
+        engine.answer = lambda request: Script(f"{request.rid.partition('.')[0]} says {agent_of(request)}")
+    names = ["ann", "bob", "cat", "dan", "eve"]
+    answers = await asyncio.gather(*(moa.executor.run(TWO_BRANCHES, ask(run_id=name), print) for name in names))
+    assert [answer.text for answer in answers] == [f"{name} says root" for name in names]
+    for request in moa.engines["large"].generated:
+        prompt = moa.tokenizers["large"].decode(request.input_ids)
+        assert [name for name in names if name in prompt] == [request.rid.partition(".")[0]]
     assert len(moa.cache) == 0

@@ -100,6 +100,55 @@ async def test_agents_that_would_wait_for_each_other_are_refused() -> None:
         await waiting
 
 
+async def test_the_refused_agents_model_is_not_taken_for_that_of_another_routers_agent() -> None:
+    moa = ProgramMoa()
+    elsewhere = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
+    first = await elsewhere.run(send("first", "Hi", model="other"), print)
+    with pytest.raises(DuplicateAgent):
+        await moa.programs.run(send("first", "Hi", model="large"), print)
+    await moa.programs.run(send("second", OutputOf("first"), model="large"), print)
+    assert moa.prompts("large") == [first.text]
+
+
+async def test_a_precursor_that_has_begun_may_be_silent_for_longer_than_wait_s() -> None:
+    hold, events = Hold(0), Recorder()
+    moa = ProgramMoa(pace=hold.pace)
+    first = asyncio.create_task(moa.programs.run(send("first", "Hi"), events.emit))
+    second = asyncio.create_task(
+        moa.programs.run(send("second", OutputOf("first"), model="large", wait_s=0.01), events.emit)
+    )
+    third = asyncio.create_task(moa.programs.run(send("third", OutputOf("nobody"), wait_s=0.05), events.emit))
+    with pytest.raises(PrecursorTimeout):  # by then the second has waited longer than its wait_s
+        await third
+    hold.release()
+    assert (await second).text
+    await first
+
+
+@pytest.mark.parametrize("wanted", ["many", 1.5, True, -1])
+async def test_a_max_new_tokens_that_is_no_number_of_tokens_is_refused(wanted: object) -> None:
+    with pytest.raises(InvalidRequest, match="max_new_tokens"):
+        await ProgramMoa().programs.run(send("first", "Hi", sampling={"max_new_tokens": wanted}), print)
+
+
+async def test_an_ended_program_is_forgotten_after_its_time_and_its_name_is_free() -> None:
+    now_s = 0.0
+    moa = ProgramMoa()
+    programs = Programs(moa.models, moa.cache, clock=lambda: now_s, ttl_s=10.0)
+    await programs.run(send("first", "Hi"), print)
+    now_s = 10.0
+    await programs.run(send("other", "Hi", program="q"), print)
+    with pytest.raises(UnknownProgram):
+        programs.state("tenant", "p")
+    await programs.run(send("first", "Hi"), print)
+
+
+async def test_the_output_of_an_ended_agent_can_still_be_asked_for() -> None:
+    moa = ProgramMoa()
+    first = await moa.programs.run(send("first", "Hi"), print)
+    assert moa.programs.state("tenant", "p").outputs == {"first": first.text}
+
+
 async def test_a_failed_agent_fails_those_that_need_it_with_its_reason() -> None:
     moa = ProgramMoa()
     moa.engines["small"].answer = lambda _request: Script("x", error=EngineUnreachable("The engine is gone."))

@@ -1,0 +1,69 @@
+"""What the router adds to a request, next to sglang-router 0.3.2 in front of the same scripted engine.
+
+    python benchmarks/router_overhead.py [--quick] [--rounds N] [--json]
+
+All setups take turns in every round; figures are medians over the rounds, and what is `added` is the distance to the
+`direct` setup of the same round, where the load client sends both legs to the pair itself. The engine has no model and
+answers at once or at a given pace, so that only the router's own work and delays are seen.
+
+    request      small /generate requests that are not streamed: per_s with 32 connections, p50 and p99 of one
+                 request after the other
+    first token  64 streams of 64 tokens, one every 20 ms: from the request to its first token
+    chunk        the same streams: from the engine's writing a chunk to the client's having it
+    tree         9-3-1 agents of 32 tokens, one every 10 ms, 32 trees at a time. shell-router runs the tree itself;
+                 for sglang-router a client runs the layers, each behind a barrier: as lean as this benchmark's load
+                 client with whole answers or streams, or with aiohttp, as people write it
+
+    router_us    CPU of the router's process per unit, in microseconds
+    client_us    CPU of the client per unit; with shell-router the tree's work is in router_us
+    per_core_s   units per second of CPU that router and client spend together
+    router_busy  share of its core that the router used; load_busy the same of engine and client together
+
+sglang-router leaves Nagle's algorithm on for the connections it accepts, so a client that delays its acknowledgements,
+as Linux does, waits 40 ms for small segments. `quick ACKs` is the same router with a client that does not.
+"""
+
+import argparse
+import asyncio
+import os
+import tempfile
+from pathlib import Path
+
+import uvloop
+from overhead.goals import goals
+from overhead.processes import Cores, spread
+from overhead.rounds import FULL, LIMIT_S, QUICK, Amount, measured_rows
+from overhead.setups import running_setups
+from report import Row, report
+
+TITLE = "Router overhead: shell-router and sglang-router 0.3.2 in front of one scripted engine"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round, in about a minute")
+    parser.add_argument("--rounds", type=int, help=f"rounds of each setup (default {FULL.rounds})")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    options = parser.parse_args()
+    amount = QUICK if options.quick else FULL
+    cores = spread()
+    rows = uvloop.run(measure(cores, amount, options.rounds or amount.rounds))
+    for line in goals(rows):
+        print(line)
+    report(TITLE, rows, engine=f"scripted engine; {cores}", simulated=False, as_json=options.json)
+
+
+async def measure(cores: Cores, amount: Amount, rounds: int) -> list[Row]:
+    """Start everything, measure, stop everything."""
+    os.sched_setaffinity(0, {cores.client})
+    with tempfile.TemporaryDirectory(prefix="router-overhead-") as folder:
+        async with (
+            asyncio.timeout(LIMIT_S),
+            running_setups(cores, Path(folder), amount.tree_tokens) as setups,
+        ):
+            return await measured_rows(setups, amount, rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""Stands for a Python that has SGLang: that of environment.sh, with all that SGLang needs to run without a GPU.
+
+launch/sglang_cpu/interpreter.py -m sglang.launch_server …
+"""
+
+import fcntl
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from launch.sglang_cpu.environment import (  # noqa: E402 - found by the line above
+    BUILD_COMMAND,
+    built_environment,
+    engine_variables,
+    install_plugin,
+)
+
+
+def installed_plugin(beside: Path) -> Path:
+    """A folder with this working tree's plugin, made once. The two engines of a pair start at the same time."""
+    tree = hashlib.sha256(bytes(ROOT) + (ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    site = beside / f"plugin-{tree[:12]}"
+    site.mkdir(exist_ok=True)
+    with (site / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (site / "complete").exists():
+            install_plugin(site)
+            (site / "complete").touch()
+    return site
+
+
+def main() -> None:
+    venv = built_environment()
+    if venv is None:
+        sys.exit(f"The SGLang environment is not built. Build it with: {BUILD_COMMAND}")
+    python = venv / "bin" / "python"
+    os.execve(python, [str(python), *sys.argv[1:]], engine_variables(installed_plugin(venv.parent)))
+
+
+if __name__ == "__main__":
+    main()

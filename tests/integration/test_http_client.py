@@ -1,0 +1,211 @@
+"""The legs' HTTP client against servers that answer in every way there is, byte by byte, and in ways there is not."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from yarl import URL
+
+from shell_router.engines.http import Exchange, HttpClient
+from shell_router.engines.http.endpoint import endpoint
+from tests.fakes.scripted_pair import until
+
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 5\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3;ext=1\r\nllo\r\n0\r\nTrailer: x\r\n\r\n"
+UNTIL_CLOSE = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhello"
+CONTINUED = b"HTTP/1.1 100 Continue\r\n\r\n" + WHOLE
+Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@dataclass
+class RawServer:
+    """Answers every request on a connection with the same bytes; `requests` holds what was asked."""
+
+    url: str = ""
+    requests: list[bytes] = field(default_factory=list)
+    connections: int = 0
+    open: int = 0
+
+
+@asynccontextmanager
+async def raw_server(*pieces: bytes, close: bool = False) -> AsyncIterator[RawServer]:
+    """A server that writes `pieces` one by one to each request, and with `close` hangs up behind them."""
+    found = RawServer()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        found.connections += 1
+        found.open += 1
+        try:
+            while await _request(reader, found.requests):
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                if close:
+                    break
+        except ConnectionError:
+            pass
+        finally:
+            found.open -= 1
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    found.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        yield found
+
+
+async def _request(reader: asyncio.StreamReader, requests: list[bytes]) -> bool:
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return False
+    length = next((line for line in head.split(b"\r\n") if line.startswith(b"Content-Length")), b": 0")
+    requests.append(head + await reader.readexactly(int(length.partition(b":")[2])))
+    return True
+
+
+@asynccontextmanager
+async def http_client(idle_s: float = 2.0) -> AsyncIterator[HttpClient]:
+    """A client, closed at the end."""
+    client = HttpClient(connect_s=2, idle_s=idle_s)
+    yield client
+    await client.aclose(1)
+
+
+def post(client: HttpClient, url: str, *, quiet_s: float = 5, held_bytes: int | None = 2**20) -> Exchange:
+    return client.begin(endpoint("POST", URL(url) / "generate"), b'{"a":1}', quiet_s=quiet_s, held_bytes=held_bytes)
+
+
+async def answer(exchange: Exchange) -> tuple[int, bytes]:
+    await exchange.head()
+    return exchange.status, await exchange.read_all()
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 1000])
+@pytest.mark.parametrize("written", [WHOLE, CHUNKED, CONTINUED], ids=["whole", "chunked", "after a 100"])
+async def test_an_answer_is_the_same_however_it_is_cut_and_its_connection_is_used_again(
+    written: bytes, step: int
+) -> None:
+    pieces = [written[start : start + step] for start in range(0, len(written), step)]
+    async with raw_server(*pieces) as server, http_client() as client:
+        for _ in range(3):
+            assert await answer(post(client, server.url)) == (200, b"hello")
+        assert server.connections == 1
+    assert server.requests[0] == (
+        b"POST /generate HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n"
+        b'{"a":1}' % server.url.removeprefix("http://").encode()
+    )
+
+
+async def test_a_body_without_a_length_ends_with_its_connection() -> None:
+    async with raw_server(UNTIL_CLOSE, close=True) as server, http_client() as client:
+        for _ in range(2):
+            assert await answer(post(client, server.url)) == (200, b"hello")
+        assert server.connections == 2
+
+
+@pytest.mark.parametrize("cut", [0, 5, len(WHOLE) - 5, len(WHOLE) - 1])
+async def test_a_connection_that_breaks_before_the_answers_end_fails_it(cut: int) -> None:
+    async with raw_server(WHOLE[:cut], close=True) as server, http_client() as client:
+        with pytest.raises(ConnectionError, match="before the answer's end"):
+            await answer(post(client, server.url))
+
+
+@pytest.mark.parametrize(
+    "written", [b"SSH-2.0-x\r\n", b"HTTP/1.1 101 Switch\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n"]
+)
+async def test_what_is_no_answer_fails_at_once(written: bytes) -> None:
+    async with raw_server(written) as server, http_client() as client:
+        with pytest.raises(ConnectionError, match=r"not HTTP/1\.1"):
+            await answer(post(client, server.url))
+        await until(lambda: server.open == 0)
+
+
+async def test_bytes_behind_the_answer_cost_the_connection_not_the_answer() -> None:
+    async with raw_server(WHOLE + WHOLE) as server, http_client() as client:
+        for _ in range(2):
+            assert await answer(post(client, server.url)) == (200, b"hello")
+        assert server.connections == 2
+
+
+async def test_silence_fails_a_request_and_closes_its_connection() -> None:
+    async with raw_server(CHUNKED[:60]) as server, http_client() as client:
+        exchange = post(client, server.url, quiet_s=0.02)
+        with pytest.raises(TimeoutError):
+            await answer(exchange)
+        await until(lambda: server.open == 0)
+
+
+async def test_a_reader_that_is_slow_stops_the_server_and_is_not_taken_for_silence() -> None:
+    body = b"x" * 2**16
+    async with raw_server(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (64 * len(body)), *[body] * 64) as server:
+        async with http_client() as client:
+            exchange = post(client, server.url, quiet_s=0.02, held_bytes=2**17)
+            await exchange.head()
+            await asyncio.wait((asyncio.create_task(asyncio.sleep(0.06)),))  # three times its limit
+            assert 2**17 < len(exchange.held()) < 2**20
+            assert len(await exchange.read_all()) == 64 * len(body)
+
+
+async def test_a_reader_that_leaves_breaks_the_connection_and_the_next_request_gets_another() -> None:
+    async with raw_server(CHUNKED[:60]) as server, http_client() as client:
+        exchange = post(client, server.url)
+        await exchange.head()
+        exchange.close()
+        await until(lambda: server.open == 0)
+        await post(client, server.url).head()
+        assert server.connections == 2
+
+
+async def test_leaving_before_the_connection_is_there_keeps_it_for_the_next() -> None:
+    async with raw_server(WHOLE) as server, http_client() as client:
+        post(client, server.url).close()
+        await until(lambda: server.connections == 1)
+        assert await answer(post(client, server.url)) == (200, b"hello")
+        assert (server.connections, len(server.requests)) == (1, 1)
+
+
+async def test_a_connection_idle_for_too_long_is_not_used_again() -> None:
+    async with raw_server(WHOLE) as server, http_client(idle_s=1e-9) as client:
+        for _ in range(3):
+            assert await answer(post(client, server.url)) == (200, b"hello")
+        assert server.connections == 3
+        await until(lambda: server.open == 0)
+
+
+async def test_a_connection_that_the_server_closed_while_idle_is_not_used_again() -> None:
+    async with raw_server(WHOLE, close=True) as server, http_client() as client:
+        for _ in range(2):
+            assert await answer(post(client, server.url)) == (200, b"hello")
+            await until(lambda: server.open == 0)
+        assert server.connections == 2
+
+
+async def test_nobody_listening_fails_the_request() -> None:
+    async with raw_server() as server:
+        pass
+    async with http_client() as client:
+        with pytest.raises(OSError, match=r"Connect call failed|refused"):
+            await answer(post(client, server.url))
+
+
+async def test_ended_is_told_once_and_never_to_those_who_left() -> None:
+    told: list[Exchange] = []
+    async with raw_server(WHOLE) as server, http_client() as client:
+        at = endpoint("POST", URL(server.url))
+        kept = client.begin(at, b"{}", quiet_s=5, ended=told.append, held_bytes=None)
+        client.begin(at, b"{}", quiet_s=5, ended=told.append).close()
+        await until(lambda: told)
+        assert told == [kept]
+        assert (kept.complete, kept.held()) == (True, b"hello")
+
+
+def test_an_endpoint_keeps_path_port_and_credentials() -> None:
+    at = endpoint("GET", URL("https://me:pass word@[::1]:8443/base/") / "v1/loads")
+    assert at.origin == ("::1", 8443, True)
+    assert at.request(None) == (
+        b"GET /base/v1/loads HTTP/1.1\r\nHost: [::1]:8443\r\nAuthorization: Basic bWU6cGFzcyB3b3Jk\r\n\r\n"
+    )

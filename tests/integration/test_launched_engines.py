@@ -1,0 +1,191 @@
+"""Engines as processes: started, waited for, started again, stopped. The engines are small HTTP servers."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from launch.sglang_cpu.pair import free_ports
+from shell_router.config import load_config
+from shell_router.errors import EngineUnreachable
+from shell_router.launching import EngineCommand, Engines, LaunchPlan, Patience, RestartPolicy, plan, running_engines
+from tests.fakes import fake_engine
+from tests.fakes.command import survivors
+
+PATIENCE = Patience(start_s=30, stop_s=10, poll_s=0.02)
+AT_ONCE = RestartPolicy(delay_s=0.001, prefill_away_s=0.001)
+LIMIT_S = 30
+
+DEPLOYMENT = """
+models:
+  m:
+    path: /no/model
+    pairs:
+      - {{prefill: "http://127.0.0.1:{}", decode: "http://127.0.0.1:{}", bootstrap_port: {}, launch: {{{launch}}}}}
+launch: {{python: {python}}}
+"""
+
+Launched = Callable[..., AbstractAsyncContextManager[Engines]]
+
+
+class Lines:
+    """What the supervisor tells, to be waited for."""
+
+    def __init__(self) -> None:
+        self._lines: asyncio.Queue[str] = asyncio.Queue()
+
+    def __call__(self, line: str) -> None:
+        self._lines.put_nowait(line)
+
+    async def with_words(self, words: str) -> str:
+        """The next line that holds `words`; those before it are passed over."""
+        async with asyncio.timeout(LIMIT_S):
+            while words not in (line := await self._lines.get()):
+                pass
+        return line
+
+
+class _Into(logging.Handler):
+    def __init__(self, lines: Lines) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines(record.getMessage())
+
+
+@pytest.fixture
+def lines() -> Lines:
+    return Lines()
+
+
+def launched(folder: Path, launch: str = "") -> LaunchPlan:
+    """A plan of one pair of fake engines on free ports."""
+    python = fake_engine.interpreter(folder, Path(fake_engine.__file__))
+    file = folder / "launch.yaml"
+    file.write_text(DEPLOYMENT.format(*free_ports(3), launch=launch, python=python), encoding="utf-8")
+    return plan(load_config(file, {}), folder=folder, python=sys.executable)
+
+
+async def get(engine: EngineCommand, path: str) -> str:
+    async with aiohttp.ClientSession() as session, session.get(engine.ready_url.replace("health", path)) as answer:
+        return await answer.text()
+
+
+async def pids(*engines: EngineCommand) -> set[int]:
+    return {int(pid) for engine in engines for pid in (await get(engine, "health")).split()}
+
+
+async def end(engine: EngineCommand) -> None:
+    with pytest.raises(aiohttp.ClientError):
+        await get(engine, "end")
+
+
+async def test_engines_serve_inside_and_are_gone_after_with_their_children(tmp_path: Path, lines: Lines) -> None:
+    planned = launched(tmp_path)
+    async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, tell=lines) as engines:
+        running = await pids(*planned.engines)
+        assert len(running) == 4
+        assert engines.restarts() == {"m/prefill": 0, "m/decode": 0}
+    assert survivors(running) == set()
+
+
+async def test_an_engine_that_ignores_sigterm_is_killed(tmp_path: Path, lines: Lines) -> None:
+    planned = launched(tmp_path, launch="flags: --stubborn")
+    async with running_engines(planned, policy=AT_ONCE, patience=replace(PATIENCE, stop_s=0.05), tell=lines):
+        running = await pids(*planned.engines)
+    assert survivors(running) == set()
+
+
+@pytest.mark.parametrize("dead", [0, 1], ids=["prefill", "decode"])
+async def test_a_dead_engine_is_started_again_and_counted(tmp_path: Path, lines: Lines, dead: int) -> None:
+    planned = launched(tmp_path)
+    engine, other = planned.engines[dead], planned.engines[1 - dead]
+    async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, tell=lines) as engines:
+        before, untouched = await pids(engine), await pids(other)
+        for _ in planned.engines:
+            await lines.with_words(": ready after")
+        await end(engine)
+        await lines.with_words(f"{engine.name}: ready after")
+        assert engines.restarts() == {engine.name: 1, other.name: 0}
+        assert survivors(before) == set(), "its child held the port's memory"
+        assert await pids(engine) != before
+        assert await pids(other) == untouched
+        running = await pids(*planned.engines)
+    assert survivors(running) == set()
+
+
+async def test_an_engine_over_its_limit_is_left_down_and_the_others_go_on(tmp_path: Path, lines: Lines) -> None:
+    planned = launched(tmp_path)
+    prefill, decode = planned.engines
+    told = _Into(lines)
+    logging.getLogger("shell_router.launching").addHandler(told)
+    try:
+        policy = replace(AT_ONCE, limit=0)
+        async with running_engines(planned, policy=policy, patience=PATIENCE, tell=lines) as engines:
+            await end(decode)
+            line = await lines.with_words("left down")
+            assert "m/decode ended with code 3" in line
+            assert "m-decode.log" in line
+            assert len(await pids(prefill)) == 2
+            assert engines.restarts()["m/decode"] == 0
+    finally:
+        logging.getLogger("shell_router.launching").removeHandler(told)
+
+
+async def test_an_engine_that_ends_before_it_serves_is_an_error_with_its_last_words(
+    tmp_path: Path, lines: Lines
+) -> None:
+    planned = launched(tmp_path, launch="decode_flags: --no-such-flag")
+    with pytest.raises(
+        EngineUnreachable, match="m/decode ended before it was ready: …unrecognized arguments"
+    ) as failed:
+        async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, tell=lines):
+            raise AssertionError("it serves")
+    assert failed.value.remedy == f"Read {tmp_path / 'm-decode.log'}."
+
+
+async def test_an_engine_that_is_never_ready_is_an_error_that_names_its_log(tmp_path: Path, lines: Lines) -> None:
+    planned = launched(tmp_path, launch="prefill_flags: --never-ready")
+    with pytest.raises(EngineUnreachable, match=r"m/prefill.*: not ready within 0.2 s\. .*m-prefill\.log"):
+        await _enter(planned, replace(PATIENCE, start_s=0.2), lines)
+
+
+async def test_a_start_that_is_cancelled_stops_what_it_started(tmp_path: Path, lines: Lines) -> None:
+    planned = launched(tmp_path, launch="prefill_flags: --never-ready")
+    entering = asyncio.create_task(_enter(planned, replace(PATIENCE, report_s=0.05), lines))
+    await lines.with_words("m/decode: ready after")
+    await lines.with_words("m/prefill: starting for")
+    running = await pids(planned.engines[1])
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert survivors(running) == set()
+
+
+async def _enter(planned: LaunchPlan, patience: Patience, lines: Lines) -> None:
+    async with running_engines(planned, policy=AT_ONCE, patience=patience, tell=lines):
+        raise AssertionError("it serves")
+
+
+async def test_engines_elsewhere_are_waited_for_and_not_touched(tmp_path: Path, lines: Lines) -> None:
+    planned = launched(tmp_path)
+    prefill, decode = planned.engines
+    there, here = (
+        replace(planned, engines=(one,), elsewhere=(other,)) for one, other in ((prefill, decode), (decode, prefill))
+    )
+    async with asyncio.TaskGroup() as tasks:
+        first = running_engines(there, policy=AT_ONCE, patience=PATIENCE, tell=lines)
+        entering = tasks.create_task(first.__aenter__())
+        async with running_engines(here, policy=AT_ONCE, patience=PATIENCE, tell=lines):
+            await entering
+            running = await pids(prefill)
+        assert await pids(prefill) == running
+        await first.__aexit__(None, None, None)
+    assert survivors(running) == set()
