@@ -14,15 +14,13 @@ Qwen3-Embedding-4B) are seeded noise, so nothing is embedded there. Milliseconds
 
 import argparse
 import asyncio
-import json
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from report import Row, report
 
 from shell_router.core.embedding import TokenStates
 from shell_router.early_exit import ClusterGate, EarlyExit, features, similarity
@@ -34,8 +32,6 @@ TOKENS = (32, 234, 1024, 2000)
 WIDTHS = (384, 2560)
 WINDOW_TOKENS = 256
 WORDS = ("time", "people", "water", "number", "answer", "seven", "twelve", "table", "river", "money", "light", "house")
-
-Row = dict[str, Any]
 
 
 async def main() -> None:
@@ -49,9 +45,7 @@ async def main() -> None:
         for width in WIDTHS:
             embed = embedder.embed if width == WIDTHS[0] else None
             rows += [await _measure(tokens, width, embed, options.rounds) for tokens in TOKENS]
-    _print_table(rows)
-    if options.json:
-        print(json.dumps({"title": TITLE, "engine": ENGINE, "simulated": False, "rows": rows}))
+    report(TITLE, rows, engine=ENGINE, simulated=False, as_json=options.json)
 
 
 async def _measure(tokens: int, width: int, embed: Callable[[str], Awaitable[TokenStates]] | None, rounds: int) -> Row:
@@ -116,21 +110,6 @@ def _median_ms(rounds: int, step: Callable[[], object]) -> float:
         step()
         times.append(1e3 * (time.perf_counter() - started))
     return statistics.median(times)
-
-
-def _print_table(rows: Sequence[Row]) -> None:
-    table = Table(*rows[0], title=TITLE, caption=ENGINE)
-    for column in table.columns:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*map(_cell, row.values()))
-    Console().print(table)
-
-
-def _cell(value: float | int | None) -> str:
-    if value is None:
-        return "-"
-    return str(value) if isinstance(value, int) else f"{value:.2f}"
 
 
 if __name__ == "__main__":

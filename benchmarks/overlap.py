@@ -173,7 +173,7 @@ def row(name: str, found: Mapping[str, Sequence[Figures]]) -> Row:
         "vs_all_to_all": median(a.end_to_end_s / b.end_to_end_s for a, b in zip(mine, dense, strict=True)),
         "vs_tree": median(a.end_to_end_s / b.end_to_end_s for a, b in zip(mine, tree, strict=True)),
         "second_layer_ms": 1e3 * median(one.second_layer_s for one in mine),
-        "second_layer_vs_tree": median(a.second_layer_s / b.second_layer_s for a, b in zip(mine, tree, strict=True)),
+        "second_vs_tree": median(a.second_layer_s / b.second_layer_s for a, b in zip(mine, tree, strict=True)),
         "exposed_ms": 1e3 * median(one.exposed_s for one in mine),
         "cached_share": median(one.cached_share for one in mine),
         "bound_ms": 1e3 * median(one.bound_s for one in mine),

@@ -20,7 +20,7 @@ def report(title: str, rows: Sequence[Row], *, engine: str, simulated: bool, as_
         table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    Console(width=max(120, 14 * len(rows[0]))).print(table)
+    Console(width=max(120, 17 * len(rows[0]))).print(table)
     if as_json:
         print(json.dumps({"title": title, "engine": engine, "simulated": simulated, "rows": list(rows)}))
 

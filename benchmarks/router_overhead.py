@@ -26,6 +26,7 @@ as Linux does, waits 40 ms for small segments. `quick ACKs` is the same router w
 import argparse
 import asyncio
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -55,8 +56,11 @@ def main() -> None:
 
 
 async def measure(cores: Cores, amount: Amount, rounds: int) -> list[Row]:
-    """Start everything, measure, stop everything."""
+    """Start everything, measure, stop everything, also after SIGTERM."""
     os.sched_setaffinity(0, {cores.client})
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with tempfile.TemporaryDirectory(prefix="router-overhead-") as folder:
         async with (
             asyncio.timeout(LIMIT_S),

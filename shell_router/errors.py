@@ -13,6 +13,7 @@ ShellRouterError
 ├── Unauthorized             missing or wrong API key
 │   └── RemoteRefused        no API keys are set, and the caller is not on this machine
 ├── Overloaded               a limit on running requests is reached
+├── RouterStopping           the router was stopped before the request had ended
 ├── EngineError              an engine could not serve
 │   ├── EngineUnreachable    connection refused, reset or closed early
 │   ├── EngineRejected       the engine answered with an error status
@@ -85,6 +86,10 @@ class RemoteRefused(Unauthorized):
 
 class Overloaded(ShellRouterError):
     """A limit on running requests is reached; trying again later may succeed."""
+
+
+class RouterStopping(ShellRouterError):
+    """The router was stopped, and the request had not ended within the drain."""
 
 
 class EngineError(ShellRouterError):

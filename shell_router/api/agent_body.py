@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shell_router.api.fields import Fields, as_object, kind
+from shell_router.api.fields import Fields, as_object, shown
 from shell_router.api.sampling import read_sampling
 from shell_router.errors import InvalidField
 from shell_router.execution import AgentRequest, OutputOf, Segment
@@ -87,7 +87,7 @@ def _message(message: Fields) -> tuple[str, tuple[Segment, ...]]:
     if isinstance(content, str):
         return role, (content,)
     if not isinstance(content, list):
-        raise message.refuse("content", f"must be a string or an array of segments, not {kind(content)}")
+        raise message.refuse("content", f"must be a string or an array of segments, not {shown(content)}")
     return role, _segments(content, message.path("content"))
 
 

@@ -5,6 +5,7 @@ from aiohttp import web
 from shell_router.api.agent_body import read_agent_body
 from shell_router.api.agent_reply import AgentFrames, agent_answer, program_reply
 from shell_router.api.bodies import read_body
+from shell_router.api.drain import DRAIN
 from shell_router.api.fields import parse_body
 from shell_router.api.live_run import LiveRun
 from shell_router.api.observed import Observed
@@ -60,5 +61,7 @@ class AgentRequestRun:
             return await stream_run(self._request, run, frames)
 
     async def _run(self, emit: Emit | None) -> Answer:
-        with self._seen.until_end():
-            return await self._request.app[SERVICES].programs.run(self._asked, self._seen.tell(emit))
+        programs = self._request.app[SERVICES].programs
+        async with self._request.app[DRAIN].until_cut():
+            with self._seen.until_end():
+                return await programs.run(self._asked, self._seen.tell(emit))

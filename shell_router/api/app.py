@@ -3,6 +3,7 @@
 from aiohttp import web
 
 from shell_router.api import agents, chat, native, views
+from shell_router.api.drain import DRAIN, Drain
 from shell_router.api.gate import Gate
 from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, Services
 from shell_router.api.settings import ApiSettings
@@ -29,7 +30,10 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
 
     Raises ConfigError where a topology and a model share a name.
     """
-    app = web.Application(middlewares=[Gate(services, settings).serve], client_max_size=settings.max_body_bytes)
+    drain = Drain()
+    gate = Gate(services, settings, drain)
+    app = web.Application(middlewares=[gate.serve], client_max_size=settings.max_body_bytes)
+    app[DRAIN] = drain
     app[SERVICES] = services
     app[SETTINGS] = settings
     app[TARGETS] = Targets(services)

@@ -7,6 +7,7 @@ from aiohttp import web
 from shell_router.api.bodies import read_body
 from shell_router.api.chat_body import ChatBody, ignored_fields, read_chat
 from shell_router.api.chat_reply import ChatFrames, StreamOptions, agents, chunk_base, completion
+from shell_router.api.drain import DRAIN
 from shell_router.api.fields import parse_body
 from shell_router.api.live_run import LiveRun
 from shell_router.api.observed import Observed
@@ -70,6 +71,7 @@ class ChatRun:
             return await stream_run(self._request, run, frames)
 
     async def _run(self, emit: Emit | None) -> Answer:
-        with self._seen.until_end():
-            executor = self._request.app[SERVICES].executor
-            return await executor.run(self._topology, self._asked, self._seen.tell(emit))
+        executor = self._request.app[SERVICES].executor
+        async with self._request.app[DRAIN].until_cut():
+            with self._seen.until_end():
+                return await executor.run(self._topology, self._asked, self._seen.tell(emit))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shell_router.api.fields import Fields, as_object, kind
+from shell_router.api.fields import Fields, as_object, shown
 from shell_router.api.sampling import read_sampling
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -108,7 +108,7 @@ def _content(message: Fields) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise message.refuse("content", f"must be a string or an array of text parts, not {kind(value)}")
+        raise message.refuse("content", f"must be a string or an array of text parts, not {shown(value)}")
     path = message.path("content")
     return "".join(_part(as_object(part, f"{path}[{at}]")) for at, part in enumerate(value))
 

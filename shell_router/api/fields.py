@@ -7,6 +7,8 @@ import orjson
 
 from shell_router.errors import InvalidField, InvalidRequest
 
+SHOWN_CHARACTERS = 40
+
 
 class Fields:
     """A JSON object being read. A field that is null counts as absent. Remembers what was never asked for."""
@@ -40,7 +42,7 @@ class Fields:
         value = self.raw(name)
         if value is None or isinstance(value, str):
             return value
-        raise self.refuse(name, f"must be a string, not {kind(value)}")
+        raise self.refuse(name, f"must be a string, not {shown(value)}")
 
     def required_text(self, name: str) -> str:
         """A string that is there and not empty."""
@@ -54,7 +56,7 @@ class Fields:
         value = self.raw(name)
         if value is None or isinstance(value, bool):
             return bool(value)
-        raise self.refuse(name, f"must be true or false, not {kind(value)}")
+        raise self.refuse(name, f"must be true or false, not {shown(value)}")
 
     def number(self, name: str, low: float, high: float) -> float | None:
         """A number from `low` to `high`."""
@@ -62,7 +64,7 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.refuse(name, f"must be a number, not {kind(value)}")
+            raise self.refuse(name, f"must be a number, not {shown(value)}")
         return self._within(name, value, low, high)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
@@ -71,7 +73,7 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.refuse(name, f"must be a whole number, not {kind(value)}")
+            raise self.refuse(name, f"must be a whole number, not {shown(value)}")
         return int(self._within(name, value, low, high))
 
     def _within(self, name: str, value: float, low: float, high: float) -> float:
@@ -84,7 +86,7 @@ class Fields:
         value = self.raw(name)
         if value is None or isinstance(value, list):
             return value
-        raise self.refuse(name, f"must be an array, not {kind(value)}")
+        raise self.refuse(name, f"must be an array, not {shown(value)}")
 
     def object(self, name: str) -> "Fields | None":
         """An object, to be read in turn."""
@@ -95,7 +97,7 @@ class Fields:
 def as_object(value: Any, path: str) -> Fields:
     """`value`, found at `path`, as an object."""
     if not isinstance(value, dict):
-        raise InvalidField(f"{path} must be an object, not {kind(value)}.", field=path)
+        raise InvalidField(f"{path} must be an object, not {shown(value)}.", field=path)
     return Fields(value, path)
 
 
@@ -106,11 +108,17 @@ def parse_body(body: bytes) -> Fields:
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"The body is not JSON: {error}.", remedy="Send one JSON object.") from None
     if not isinstance(parsed, dict):
-        raise InvalidRequest(f"The body must be a JSON object, not {kind(parsed)}.")
+        raise InvalidRequest(f"The body must be a JSON object, not {shown(parsed)}.")
     return Fields(parsed)
 
 
-def kind(value: Any) -> str:
-    """What JSON calls the value's type."""
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+def shown(value: Any) -> str:
+    """The value as an error names it: a short one itself, a longer one by its type."""
+    match value:
+        case dict():
+            return "an object"
+        case list():
+            return "an array"
+        case str() if len(value) > SHOWN_CHARACTERS:
+            return "a string"
+    return orjson.dumps(value).decode()

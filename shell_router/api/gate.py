@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import ClientConnectionResetError, web
 
 from shell_router.api.access import LOCAL_TENANT, tenant_of
+from shell_router.api.drain import Drain
 from shell_router.api.problems import INTERNAL, problem_body, problem_of
 from shell_router.api.replies import json_reply
 from shell_router.api.services import REQUEST_ID, TENANT, Services
@@ -24,13 +25,13 @@ log = logging.getLogger(__name__)
 
 
 class Gate:
-    """Stands before every route of one app and counts its running requests."""
+    """Stands before every route of one app and limits its running requests."""
 
-    def __init__(self, services: Services, settings: ApiSettings) -> None:
+    def __init__(self, services: Services, settings: ApiSettings, drain: Drain) -> None:
         self._services = services
         self._settings = settings
-        self._running = 0
-        services.metrics.running_requests.set_function(lambda: self._running)
+        self._drain = drain
+        services.metrics.running_requests.set_function(lambda: drain.running)
 
     @web.middleware
     async def serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -52,22 +53,21 @@ class Gate:
             if request.method != "POST":
                 return await handler(request)
             return await self._within_limit(request, handler)
-        except (asyncio.CancelledError, ClientConnectionResetError):
+        except asyncio.CancelledError:
             raise
+        except ClientConnectionResetError:
+            return web.Response(status=CLIENT_GONE)  # raised, aiohttp would log it as an error
         except Exception as error:
             return self._problem_reply(request, error)
 
     async def _within_limit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._running >= self._settings.max_running:
+        if self._drain.running >= self._settings.max_running:
             raise Overloaded(
-                f"{self._running} requests are running, which is this server's limit.",
+                f"{self._drain.running} requests are running, which is this server's limit.",
                 remedy=f"Try again in {self._settings.retry_after_s} s, or raise max_running.",
             )
-        self._running += 1
-        try:
+        with self._drain.counted():
             return await handler(request)
-        finally:
-            self._running -= 1
 
     def _tenant(self, request: web.Request) -> str:
         if request.path in OPEN_ROUTES:

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from aiohttp import ClientConnectionResetError, web
 
 from shell_router.api.bodies import read_body
+from shell_router.api.drain import DRAIN
 from shell_router.api.fields import parse_body
-from shell_router.api.problems import told_in_stream
-from shell_router.api.replies import common_headers
+from shell_router.api.problems import problem_body, told_in_stream
+from shell_router.api.replies import common_headers, json_reply
 from shell_router.api.services import REQUEST_ID, SERVICES, SETTINGS
-from shell_router.api.sse import data_frame, open_stream
+from shell_router.api.sse import EventStream, data_frame, open_stream
+from shell_router.core.engine_errors import error_message
 from shell_router.core.relay import NativeRoute, Relay, Relayed
-from shell_router.errors import DeadlineExceeded, InvalidRequest, UnknownModel
+from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -50,39 +52,57 @@ async def _forwarded(request: web.Request, route: NativeRoute) -> web.StreamResp
     limit_s = request.app[SETTINGS].request_timeout_s
     body = await read_body(request)
     relay = pick_relay(request.app[SERVICES].relays, request.headers.get("x-model"), body)
+    answer = NativeAnswer(request)
     try:
-        async with asyncio.timeout(limit_s) as limit, relay.forward(route, body) as relayed:
-            if not relayed.content_type.startswith("text/event-stream"):
-                return await _whole(request, relayed)
-            ends_at = limit.when()
-            limit.reschedule(None)  # once its head has gone, a stream tells of its own end
-            return await _streamed(request, relayed, ends_at)
+        async with (
+            request.app[DRAIN].until_cut(),
+            asyncio.timeout(limit_s),
+            relay.forward(route, body) as relayed,
+        ):
+            return await answer.passed_on(relayed)
     except TimeoutError:
-        raise _too_late(limit_s) from None
-
-
-async def _whole(request: web.Request, relayed: Relayed) -> web.Response:
-    body = b"".join([chunk async for chunk in relayed.chunks])
-    headers = {"Content-Type": relayed.content_type, **common_headers(request)}
-    return web.Response(body=body, status=relayed.status, headers=headers)
-
-
-async def _streamed(request: web.Request, relayed: Relayed, ends_at: float | None) -> web.StreamResponse:
-    settings = request.app[SETTINGS]
-    stream = await open_stream(
-        request, settings.write_timeout_s, status=relayed.status, content_type=relayed.content_type
-    )
-    try:
-        async with asyncio.timeout_at(ends_at):
-            async for chunk in relayed.chunks:
-                await stream.send(chunk)
+        return await answer.failed(
+            DeadlineExceeded(f"The engine did not end within {limit_s:g} s.", remedy="Ask for fewer tokens.")
+        )
     except (asyncio.CancelledError, ClientConnectionResetError):
         raise
     except Exception as error:
-        told = _too_late(settings.request_timeout_s) if isinstance(error, TimeoutError) else error
-        await stream.send(data_frame(told_in_stream(told, request[REQUEST_ID])))
-    return await stream.end()
+        return await answer.failed(error)
 
 
-def _too_late(limit_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(f"The engine did not end within {limit_s:g} s.", remedy="Ask for fewer tokens.")
+class NativeAnswer:
+    """The answer to one native request: the engine's, whole or streamed, its errors in this API's shape."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._stream: EventStream | None = None
+
+    async def passed_on(self, relayed: Relayed) -> web.StreamResponse:
+        """`relayed` as it comes."""
+        if not relayed.content_type.startswith("text/event-stream"):
+            return await self._whole(relayed)
+        limit_s = self._request.app[SETTINGS].write_timeout_s
+        self._stream = await open_stream(
+            self._request, limit_s, status=relayed.status, content_type=relayed.content_type
+        )
+        async for chunk in relayed.chunks:
+            await self._stream.send(chunk)
+        return await self._stream.end()
+
+    async def failed(self, error: Exception) -> web.StreamResponse:
+        """`error` told in the stream, or raised where its head has not gone."""
+        if self._stream is None:
+            raise error
+        await self._stream.send(data_frame(told_in_stream(error, self._request[REQUEST_ID])))
+        return await self._stream.end()
+
+    async def _whole(self, relayed: Relayed) -> web.Response:
+        body = b"".join([chunk async for chunk in relayed.chunks])
+        if relayed.status >= 400:
+            refusal = EngineRejected(
+                f"The engine answered {relayed.status}: {error_message(body)}", status=relayed.status
+            )
+            envelope = problem_body(refusal, self._request[REQUEST_ID])
+            return json_reply(self._request, envelope, status=relayed.status)
+        headers = {"Content-Type": relayed.content_type, **common_headers(self._request)}
+        return web.Response(body=body, status=relayed.status, headers=headers)

@@ -4,7 +4,7 @@ from typing import Any
 
 import orjson
 
-from shell_router.api.fields import Fields, kind
+from shell_router.api.fields import Fields, shown
 
 MAX_TOKENS = 2**31 - 1
 MAX_SEED = 2**63 - 1
@@ -53,9 +53,12 @@ def _stop(body: Fields) -> str | list[str] | None:
     value = body.raw("stop")
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return value
-    raise body.refuse("stop", f"must be a string or an array of strings, not {kind(value)}")
+    if not isinstance(value, list):
+        raise body.refuse("stop", f"must be a string or an array of strings, not {shown(value)}")
+    for place, one in enumerate(value):
+        if not isinstance(one, str):
+            raise body.refuse(f"stop[{place}]", f"must be a string, not {shown(one)}")
+    return value
 
 
 def _stop_token_ids(body: Fields) -> list[int] | None:

@@ -1,25 +1,38 @@
-"""Serving the application on a socket."""
+"""Serving the application on sockets."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Sequence
 
 from aiohttp import web
+
+from shell_router.api.drain import DRAIN
+
+CLOSE_LIMIT_S = 1.0
+"""For what is left after the drain: requests that only look, and clients that take nothing."""
 
 
 @contextlib.asynccontextmanager
 async def listening(
-    app: web.Application, host: str = "127.0.0.1", port: int = 0, *, drain_s: float = 30.0
+    app: web.Application,
+    sockets: Sequence[socket.socket],
+    *,
+    drain_s: float = 30.0,
+    hurry: asyncio.Event | None = None,
 ) -> AsyncIterator[str]:
-    """Serve `app` while the context is open; gives its base URL. Port 0 takes a free one.
+    """Serve `app` on bound `sockets` while the context is open; gives its base URL.
 
     A request whose client has gone is cancelled. On leaving no new requests are taken and running ones get
-    `drain_s` to end.
+    `drain_s` to end; those that do not, or all of them once `hurry` is set, end with RouterStopping.
     """
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=drain_s)
+    hurried = hurry or asyncio.Event()
+    app.on_shutdown.append(lambda app: app[DRAIN].finish(drain_s, hurried))
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_LIMIT_S)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
+        for one in sockets:
+            await web.SockSite(runner, one).start()
         yield f"http://{_authority(runner.addresses[0])}"
     finally:
         await runner.cleanup()

@@ -1,10 +1,12 @@
 """Server-sent events to one client."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import orjson
 from aiohttp import ClientConnectionResetError, web
+from aiohttp.abc import AbstractStreamWriter
 
 from shell_router.api.replies import common_headers
 
@@ -18,8 +20,14 @@ def data_frame(body: Any) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
+class _Response(web.StreamResponse):
+    """Its head waits for the first bytes, as that of aiohttp's own whole answers does: one packet less."""
+
+    _send_headers_immediately = False
+
+
 class EventStream:
-    """A streamed answer whose head has gone out."""
+    """A streamed answer whose head goes out with its first bytes, or in the loop's next turn."""
 
     def __init__(self, request: web.Request, response: web.StreamResponse, write_timeout_s: float) -> None:
         self._request = request
@@ -64,8 +72,8 @@ async def open_stream(
     content_type: str = "text/event-stream; charset=utf-8",
     headers: dict[str, str] | None = None,
 ) -> EventStream:
-    """Send the head at once."""
-    response = web.StreamResponse(
+    """Send the head: with what is sent before this turn of the loop ends, or by itself."""
+    response = _Response(
         status=status,
         headers={
             "Content-Type": content_type,
@@ -75,5 +83,13 @@ async def open_stream(
             **(headers or {}),
         },
     )
-    await response.prepare(request)
+    writer = await response.prepare(request)
+    assert writer is not None
+    asyncio.get_running_loop().call_soon(_send_head, writer)
     return EventStream(request, response, write_timeout_s)
+
+
+def _send_head(writer: AbstractStreamWriter) -> None:
+    """Nothing happens where it has gone out already."""
+    with contextlib.suppress(ClientConnectionResetError):  # the client has left, which its next write will tell
+        writer.send_headers()

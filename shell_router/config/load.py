@@ -14,21 +14,24 @@ def load_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = Tru
 
     Raises ConfigError, whose message begins with the file and, where known, the line.
     """
-    config: Config = read_file(path, Config)
+    config, where = read_file(path, Config)
+    assert isinstance(config, Config)
     if not with_keys:
         return config
-    keys = {tenant: _resolve(path, tenant, key, environ) for tenant, key in config.api_keys.items()}
+    keys = {
+        tenant: _resolve(where(("api_keys", tenant)), tenant, key, environ) for tenant, key in config.api_keys.items()
+    }
     _require_distinct(path, keys)
     return replace(config, api_keys=keys)
 
 
-def _resolve(path: Path, tenant: str, key: str | FromEnvironment, environ: Mapping[str, str]) -> str:
+def _resolve(where: str, tenant: str, key: str | FromEnvironment, environ: Mapping[str, str]) -> str:
     value = environ.get(key.env, "") if isinstance(key, FromEnvironment) else key
     if value:
         return value
     name = key.env if isinstance(key, FromEnvironment) else ""
     raise ConfigError(
-        f"{path}: the API key of {tenant!r} is empty.",
+        f"{where}: the API key of {tenant!r} is empty.",
         remedy=f"Set the environment variable {name}." if name else "Write a key, or {env: NAME}.",
     )
 

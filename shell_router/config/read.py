@@ -1,6 +1,7 @@
 """Reads a YAML file into frozen dataclasses, by their annotations. Every error begins with `file:line:`."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,8 +23,11 @@ NOUNS: Mapping[type, str] = {
 SEE_PAGE = "docs/configuration.md explains every setting."
 
 
-def read_file(path: Path, kind: type) -> Any:
-    """The file's content as a `kind`, a dataclass; relative paths in it count from the file's folder."""
+def read_file(path: Path, kind: type) -> tuple[Any, Callable[[Place], str]]:
+    """The file's content as a `kind`, a dataclass, and what gives `file:line` of a place in it.
+
+    Relative paths in the file count from its folder.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -32,7 +36,8 @@ def read_file(path: Path, kind: type) -> Any:
         raise ConfigError(f"{path}: is not UTF-8 text.", remedy="Save it as UTF-8.") from error
     if not text.strip():
         raise ConfigError(f"{path}:1: the file is empty.", remedy=SEE_PAGE)
-    return _Reader(read_document(text, source=str(path)), path.parent).read(kind, ())
+    document = read_document(text, source=str(path))
+    return _Reader(document, path.parent).read(kind, ()), lambda at: f"{path}:{document.line_of(at)}"
 
 
 class _Reader:
@@ -89,7 +94,7 @@ class _Reader:
     def _require(self, kind: Any, noun: str, at: Place) -> Any:
         value = self._value(at)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            self._fail(at, f"expected {noun}, not {_shown(value)}", "Put it in quotes." if kind is str else SEE_PAGE)
+            self._fail(at, f"expected {noun}, not {_shown(value)}", _remedy(kind, value))
         return value
 
     def _value(self, at: Place) -> Any:
@@ -123,6 +128,20 @@ def _shown(value: Any) -> str:
         case list():
             return "a list"
     return repr(value)
+
+
+def _remedy(kind: Any, value: Any) -> str:
+    """For a value of the wrong kind. YAML takes 1e3 for text."""
+    if kind is str:
+        return "Put it in quotes."
+    if kind not in (int, (int, float)) or not isinstance(value, str):
+        return SEE_PAGE
+    try:
+        number = float(value)
+    except ValueError:
+        return SEE_PAGE
+    fits = math.isfinite(number) and (kind is not int or number.is_integer())
+    return f"Write {number:.15g}." if fits else SEE_PAGE
 
 
 def _suggestion(name: str, known: Mapping[str, Any]) -> str:

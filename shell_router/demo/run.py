@@ -24,6 +24,7 @@ from shell_router.wiring import running_server
 
 ENGINE = "embedded pair, CPU, random weights"
 HONESTY = "The models have random weights: the words mean nothing; requests, caches, engines and times are real."
+COMPARED = "Compared: all-to-all with no incremental prefill and no early exit; the tree with both."
 START_LIMIT_S = 180.0
 
 
@@ -46,6 +47,7 @@ async def run_demo(settings: DemoSettings) -> None:
         console.print(f"Starting a prefill and a decode engine for each of {len(MODELS)} models; agents share {name}.")
         asked = await _ask_all(Path(folder), cache, topologies, settings, console)
     rows = compare(asked)
+    console.print(COMPARED)
     console.print(as_table(rows))
     for one in _last_of_each(asked):
         _print_timeline(one, console)

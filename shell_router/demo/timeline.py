@@ -16,8 +16,8 @@ PAINT: Mapping[str, tuple[str, str]] = {
 """Per kind of span its character and colour, later ones painted over earlier ones."""
 
 LEGEND = (
-    "▒ prefill while precursors still write",
-    "▓ queue and prefill once all input is there",
+    "· nothing to send yet   ▒ prefill while precursors still write",
+    "▓ queue and prefill on the engine, once all input is there",
     "█ decode   ✂ cut off early",
 )
 

@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import orjson
 
+from shell_router.core.engine_errors import error_message
 from shell_router.engines.address import PairLimits, Server
 from shell_router.engines.http import Endpoint, Exchange, HttpClient
 from shell_router.engines.http.endpoint import endpoint
 from shell_router.engines.http.exchange import HELD_BYTES
 from shell_router.engines.task_owner import TaskOwner
-from shell_router.engines.wire import error_message, rejected
+from shell_router.engines.wire import rejected
 from shell_router.errors import EngineError, EngineStalled, EngineUnreachable, PromptTooLong
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import orjson
 
+from shell_router.core.engine_errors import error_message
 from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
 from shell_router.core.relay import NativeRoute, Relayed
 from shell_router.engines.address import DEFAULT_LIMITS, Bootstrap, PairAddress, PairLimits, Server, random_room
@@ -20,7 +21,6 @@ from shell_router.engines.wire import (
     OutputReader,
     body_fields,
     broken_wire,
-    error_message,
     read_prefilled,
     rejected,
 )

@@ -82,10 +82,12 @@ class PrefillOnly:
         found = []
         for way in PREFILL_WAYS:
             outcome = await self._try(way, [self._bootstrap.room() % vocabulary for _ in range(tokens)])
-            found.append(f"{way}: {outcome}")
+            found.append(f"{way}: {_told(outcome, tokens)}")
             if isinstance(outcome, int) and outcome >= tokens // 2:
                 self.way = way
-                logger.info("prefill-only requests to the %s go by %s", self._client.prefill, "; ".join(found))
+                logger.info(
+                    "prefill-only requests to the %s go by %s (%s)", self._client.prefill, way, "; ".join(found)
+                )
                 return way
         raise EngineRejected(
             f"No prefill-only request of {tokens} tokens warms the prefix cache of the {self._client.prefill} "
@@ -101,3 +103,7 @@ class PrefillOnly:
             return (await self._prefill_by(way, Generation(rid=self._rid(), input_ids=input_ids))).cached_tokens
         except EngineRejected as refusal:
             return refusal
+
+
+def _told(outcome: int | EngineRejected, tokens: int) -> str:
+    return str(outcome) if isinstance(outcome, EngineRejected) else f"{outcome} of {tokens} tokens were found cached"

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from shell_router.core.engine_errors import error_message
 from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
 from shell_router.errors import EngineRejected, PromptTooLong
 
@@ -13,7 +14,6 @@ MAX_EVENT_BYTES = 256 * 2**20
 """A single event longer than this is taken for a broken stream (a cumulative event repeats the whole output)."""
 
 _TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
-_MESSAGE_CHARACTERS = 2000
 
 
 def body_fields(request: Generation) -> dict[str, Any]:
@@ -158,15 +158,3 @@ def broken_wire(where: str, found: str) -> EngineRejected:
         status=502,
         remedy="Check that the URL is an SGLang server of a supported version.",
     )
-
-
-def error_message(body: bytes) -> str:
-    """The engine's own words in an error body of any of SGLang's shapes, shortened."""
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body.decode("utf-8", "replace")[:_MESSAGE_CHARACTERS]
-    for key in ("error", "message", "detail"):
-        while isinstance(found, dict) and key in found:
-            found = found[key]
-    return (found if isinstance(found, str) else orjson.dumps(found).decode())[:_MESSAGE_CHARACTERS]

@@ -38,8 +38,9 @@ class Executor:
         """Run `request` to the root's end, telling `emit` what happens, as it happens.
 
         Raises UnknownModel and PromptTooLong before anything runs where that can be known, AgentFailed (or the
-        error itself, where there is but one agent), PromptTooLong or DeadlineExceeded later. However it ends, cancellation included, every engine request of it
-        has been aborted, every task has ended, and its cache logs are gone.
+        error itself, where there is but one agent), PromptTooLong or DeadlineExceeded later. However it ends,
+        cancellation included, every engine request of it has been aborted, every task has ended, and its cache logs
+        are gone.
         """
         prepared = Preparation(topology, request, self._models, self._pace).agents()
         exits = self._cluster_exits(topology, request, emit)

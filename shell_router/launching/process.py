@@ -3,12 +3,11 @@
 import asyncio
 import os
 import signal
-import sys
 from contextlib import suppress
 from pathlib import Path
 
-from shell_router.launching import with_parent
 from shell_router.launching.commands import EngineCommand
+from shell_router.launching.with_parent import with_parent
 
 LOG_TAIL_CHARACTERS = 2000
 
@@ -28,10 +27,9 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Start the command; its output is added to the log."""
-        wrapper = (sys.executable, with_parent.__file__, str(os.getpid())) if sys.platform == "linux" else ()
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(*wrapper, *self.command.argv),
+                *with_parent(self.command.argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

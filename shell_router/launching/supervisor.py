@@ -41,16 +41,16 @@ async def running_engines(
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience.health_s)) as http:
         engines = Engines(launched, policy, patience, tell, http)
-        keeping: asyncio.Future[list[None]] | None = None
         try:
             await engines.start()
             keeping = asyncio.gather(*map(engines.keep, engines.processes))
-            yield engines
-        finally:
-            if keeping is not None:
+            try:
+                yield engines
+            finally:
                 keeping.cancel()
                 with suppress(asyncio.CancelledError):
                     await keeping
+        finally:
             await engines.stop()
 
 
@@ -95,7 +95,7 @@ class Engines:
             if not await self._start_again(process, code):
                 return
             try:
-                pass
+                await self._until_ready([process.command])
             except EngineUnreachable as error:
                 log.warning("%s", error)
                 await process.stop(self._patience.stop_s)

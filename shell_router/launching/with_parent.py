@@ -7,8 +7,16 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
+
+
+def with_parent(argv: Sequence[str]) -> tuple[str, ...]:
+    """The command line that runs `argv` as a process which ends with this one; where that cannot be, `argv` itself."""
+    if sys.platform != "linux":
+        return tuple(argv)
+    return (sys.executable, __file__, str(os.getpid()), *argv)
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ def load_topology(path: Path, *, models: Collection[str] | None = None) -> Topol
 def parse_topology(text: str, *, source: str, models: Collection[str] | None = None) -> Topology:
     """Read the topology that `text` describes; `source` names it in errors and, where it has no name, gives it one.
 
-    With `models` every model alias must be one of them. Raises TopologyError, whose message holds one
-    `source:line: problem` per line.
+    With `models` every model alias must be one of them, and the topology's name none. Raises TopologyError, whose
+    message holds one `source:line: problem` per line.
     """
     return _checked(read_document(text, source=source), models)
 
@@ -75,7 +75,15 @@ def _checked(document: Document, models: Collection[str] | None) -> Topology:
         document.refuse(_unnamed(stem))
     document.refuse(name_problems(file, models))
     document.refuse(graph_problems(file))
-    return assemble(file, name=stem)
+    topology = assemble(file, name=stem)
+    if models is not None and topology.name in models:
+        document.refuse([_named_as_a_model(topology.name)])
+    return topology
+
+
+def _named_as_a_model(name: str) -> Problem:
+    message = f"The topology's name, '{name}', is a model's too, and requests choose by name."
+    return Problem(("name",), message, "Rename one of them.")
 
 
 def _unnamed(stem: str) -> list[Problem]:

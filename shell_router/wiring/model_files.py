@@ -53,6 +53,11 @@ def _require_embedded_extra() -> None:
 
 
 def _read(alias: str, settings: ModelSettings, scratch: Path) -> ModelFiles:
+    if settings.path is not None and not settings.path.is_dir():
+        raise ConfigError(
+            f"models.{alias}.path: there is no folder {settings.path}.",
+            remedy="Name the folder that holds the model; a relative path counts from the configuration's folder.",
+        )
     folder = settings.path or make_random_model(settings.random or RandomWeights(), scratch / alias)
     config = _config(folder, alias)
     length = settings.context_length or _count(config, "max_position_embeddings", folder, alias)

@@ -70,6 +70,11 @@ def load_topologies(config: Config) -> Mapping[str, Topology]:
 
 
 def _load(path: Path, config: Config) -> Mapping[str, Topology]:
+    if not path.exists():
+        raise ConfigError(
+            f"topologies: there is no file or folder {path}.",
+            remedy="Correct it; a relative path counts from the configuration's folder.",
+        )
     if path.is_dir():
         return load_folder(path, models=config.models)
     topology = load_topology(path, models=config.models)
@@ -80,6 +85,6 @@ def _require_embedder(topologies: Mapping[str, Topology], config: Config) -> Non
     judged = [one.name for one in topologies.values() if any(cluster.early_exit for cluster in one.clusters)]
     if judged and config.embedder.model == "none":
         raise ConfigError(
-            f"the topology {judged[0]!r} exits early, and the deployment's embedder is none.",
-            remedy="Set embedder.model, or early_exit: off in the topology.",
+            f"embedder.model is none, and the topology {judged[0]!r} exits early.",
+            remedy="Set embedder.model: default, or early_exit: off in the topology.",
         )

@@ -1,18 +1,26 @@
 """A deployment on a socket, until it is told to stop."""
 
 import asyncio
+import errno
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 
-from shell_router.api import ApiSettings, create_app, listening
-from shell_router.config import Config
+from shell_router.api import ApiSettings, bound_sockets, create_app, listening
+from shell_router.config import Config, Listen
 from shell_router.errors import ConfigError
 from shell_router.wiring.services import running_services
 
 log = logging.getLogger(__name__)
+
+LISTEN_REMEDIES = {
+    errno.EADDRINUSE: "Stop what listens there, or choose another port, or 0 for a free one.",
+    errno.EACCES: "Choose a port above 1023.",
+    errno.EADDRNOTAVAIL: "Set listen.host to an address of this machine.",
+}
 
 
 def with_address(config: Config, host: str | None, port: int | None) -> Config:
@@ -28,38 +36,48 @@ async def running_server(
     *,
     tell: Callable[[str], None] = log.info,
     engine_restarts: Callable[[], Mapping[str, int]] = dict,
+    hurry: asyncio.Event | None = None,
 ) -> AsyncIterator[str]:
     """Serve `config` while the context is open; gives its base URL. `tell` gets a line per step of the start.
 
     `engine_restarts` is asked for a metric: by engine, how often it was started again.
 
-    On leaving, running requests get the deployment's `drain_s` to end; then everything that was started is ended.
+    On leaving, running requests get the deployment's `drain_s` to end, or none once `hurry` is set; then everything
+    that was started is ended.
     """
-    async with running_services(config, tell=tell, engine_restarts=engine_restarts) as services:
-        app = create_app(services, api_settings(config))
-        listen = config.listen
-        try:
-            async with listening(app, listen.host, listen.port, drain_s=config.limits.drain_s) as url:
+    with taken_address(config.listen) as sockets:  # before engines start, so that a taken port shows at once
+        async with running_services(config, tell=tell, engine_restarts=engine_restarts) as services:
+            app = create_app(services, api_settings(config))
+            async with listening(app, sockets, drain_s=config.limits.drain_s, hurry=hurry) as url:
                 yield url
+
+
+@contextmanager
+def taken_address(listen: Listen) -> Iterator[list[socket.socket]]:
+    """The sockets to listen on. Raises ConfigError."""
+    with ExitStack() as stack:
+        try:
+            sockets = stack.enter_context(bound_sockets(listen.host, listen.port))
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {listen.host}, port {listen.port}: {error.strerror}.",
-                remedy="Choose another port, or 0 for a free one.",
+                remedy=LISTEN_REMEDIES.get(error.errno or 0, "Correct listen.host."),
             ) from error
+        yield sockets
 
 
 async def serve(
     config: Config, *, ready: Callable[[str], None], engine_restarts: Callable[[], Mapping[str, int]] = dict
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then drain; a second signal ends at once. `ready` is told the URL."""
-    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-    task = asyncio.current_task()
-    assert task is not None
-    async with running_server(config, engine_restarts=engine_restarts) as url:
+    """Serve until SIGINT or SIGTERM, then drain; a second signal cuts what runs. `ready` is told the URL."""
+    loop, stopped, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    async with running_server(config, engine_restarts=engine_restarts, hurry=hurry) as url:
 
         def stop(name: str) -> None:
             if stopped.is_set():
-                task.cancel()
+                log.info("%s again: running requests are cut", name)
+                hurry.set()
+                return
             log.info("%s: no new requests; running ones may end (%g s)", name, config.limits.drain_s)
             stopped.set()
 

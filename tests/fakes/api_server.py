@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from shell_router.api import ApiSettings, Runs, Services, create_app, listening
+from shell_router.api import ApiSettings, Runs, Services, bound_sockets, create_app, listening
 from shell_router.core.relay import NativeRoute, Relayed
 from shell_router.errors import InvalidRequest
 from shell_router.telemetry import Metrics
@@ -111,8 +111,9 @@ async def api(
         metrics=Metrics(),
     )
     app = create_app(services, settings or ApiSettings())
-    async with listening(app, drain_s=1) as url, aiohttp.ClientSession(timeout=LIMIT) as client:
-        yield Api(url, moa, services, client)
+    with bound_sockets() as sockets:
+        async with listening(app, sockets, drain_s=1) as url, aiohttp.ClientSession(timeout=LIMIT) as client:
+            yield Api(url, moa, services, client)
 
 
 def chat(content: str = "What is it?", **fields: object) -> dict[str, object]:

@@ -11,7 +11,12 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+LIFE_S = 300
+"""Where a test is killed, its engines end by themselves."""
+
+IGNORES_SIGTERM = (
+    f"import signal; signal.alarm({LIFE_S}); signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+)
 
 
 def interpreter(folder: Path, script: Path) -> Path:
@@ -29,6 +34,7 @@ def main() -> None:
     parser.add_argument("--stubborn", action="store_true")
     parser.add_argument("--no-such-flag", action="store_true")
     given, _ = parser.parse_known_args()
+    signal.alarm(LIFE_S)
     if given.no_such_flag:
         sys.exit("unrecognized arguments: --no-such-flag")
     if given.stubborn:

@@ -95,11 +95,12 @@ async def test_a_client_that_does_not_read_slows_no_agent() -> None:
         await until(lambda: running(served) == 0)
 
 
-async def test_a_client_that_does_not_read_is_given_up_at_the_limit() -> None:
+async def test_a_client_that_does_not_read_is_given_up_at_the_limit(caplog: pytest.LogCaptureFixture) -> None:
     async with api(flood(), ApiSettings(write_timeout_s=0.05)) as served:
         with await deaf_client(served):
             await until(lambda: running(served) == 0, 60)
         assert not served.moa.running
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_leaving_a_native_stream_leaves_the_relays_context_early() -> None:

@@ -65,3 +65,22 @@ async def test_an_engine_that_does_not_end_is_given_up_at_the_limit(content_type
         async with served.stream({"text": "x"}, "/generate") as response:
             assert b"deadline_exceeded" in await response.read()
         assert relay.left_early == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "code"),
+    [
+        (400, b'{"error": {"message": "no room", "code": 400}}', "rejected_by_engine"),
+        (422, b'{"error": "no room"}', "rejected_by_engine"),
+        (500, b"no room", "engine_error"),
+        (503, b'{"object": "error", "message": "no room"}', "engine_error"),
+    ],
+)
+async def test_an_engines_error_keeps_status_and_message_in_the_shape_of_all_errors(
+    status: int, body: bytes, code: str
+) -> None:
+    async with api(relays={"small": ScriptedRelay((body,), status=status)}) as served:
+        told, envelope = await served.post("/generate", {"text": "x"})
+    assert (told, envelope["error"]["code"]) == (status, code)
+    assert envelope["error"]["message"] == f"The engine answered {status}: no room"
+    assert set(envelope["error"]) == {"message", "type", "param", "code"}

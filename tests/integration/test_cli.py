@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -144,3 +145,24 @@ async def test_a_stopped_demo_leaves_nothing(moment: str, number: signal.Signals
         code, output = await command.ended(limit_s=60)
         assert (code, survivors(started)) == (128 + number, set()), output
         assert "Traceback" not in output
+
+
+@linux
+@pytest.mark.slow
+async def test_a_demo_killed_outright_takes_its_redis_and_engines_along() -> None:
+    async with running_command("demo", "--json") as command:
+        await command.line_with("is ready", limit_s=120)
+        started = command.started()
+        assert len(started) >= 2, "Redis and an engine"
+        command.kill()
+        assert survivors(started) == set()
+
+
+async def test_a_taken_port_is_told_before_anything_is_started(deployment: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        async with running_command("serve", "--config", deployment, "--port", port) as command:
+            code, output = await command.ended(limit_s=60)
+    assert code == 2
+    assert f"cannot listen on 127.0.0.1, port {port}: Address already in use. Stop what listens there" in output
+    assert "importing torch" not in output

@@ -80,7 +80,9 @@ async def process_ended(pid: int) -> None:
         os.close(descriptor)
 
 
-async def test_a_killed_prefill_server_fails_its_requests_and_leaves_decode_serving(fleet: EmbeddedFleet) -> None:
+async def test_a_killed_prefill_server_fails_its_requests_and_leaves_decode_serving(
+    fleet: EmbeddedFleet, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = fleet["first"], fleet["second"]
     async with aiohttp.ClientSession() as http, asyncio.timeout(LIMIT_S):
         orphan = asyncio.create_task(post(http, first.decode, pair_body(first)))
@@ -101,9 +103,11 @@ async def test_a_killed_prefill_server_fails_its_requests_and_leaves_decode_serv
         )
         assert (status, answer["meta_info"]["completion_tokens"]) == (200, 3)
         assert (first.prefill.exit_code, first.alive, first.decode.alive) == (-signal.SIGKILL, False, True)
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told.startswith(f"Embedded engine first/prefill (pid {first.prefill.pid}) was ended by SIGKILL. Restart")
 
 
-async def test_stopping_a_fleet_ends_every_server_in_order(folder: str) -> None:
+async def test_stopping_a_fleet_ends_every_server_in_order(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     fleet = EmbeddedFleet({"only": EmbeddedSettings(folder)})
     await fleet.start()
     servers = (fleet["only"].prefill, fleet["only"].decode)
@@ -111,6 +115,7 @@ async def test_stopping_a_fleet_ends_every_server_in_order(folder: str) -> None:
     for server in servers:
         await process_ended(server.pid)
     assert [server.exit_code for server in servers] == [0, 0]
+    assert not caplog.records
     await fleet.stop()
 
 
@@ -152,3 +157,18 @@ async def test_a_folder_that_is_no_model_fails_the_start_by_name_and_leaves_noth
 async def test_a_start_that_takes_too_long_is_given_up(folder: str) -> None:
     with pytest.raises(EngineUnreachable, match=r"not ready within 0\.01 s"):
         await EmbeddedFleet({"only": EmbeddedSettings(folder)}, start_limit_s=0.01).start()
+
+
+async def test_a_start_that_is_no_longer_wanted_leaves_no_process(folder: str) -> None:
+    importing = asyncio.Event()
+    fleet = EmbeddedFleet({"only": EmbeddedSettings(folder)}, on_progress=lambda _: importing.set())
+    starting = asyncio.create_task(fleet.start())
+    await importing.wait()
+    while (spawner := fleet.spawner_pid) is None:  # noqa: ASYNC110 # it is there within a few turns of the loop
+        await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert fleet.spawner_pid is None
+    with pytest.raises(ProcessLookupError):
+        os.killpg(spawner, 0)

@@ -120,7 +120,7 @@ def test_a_port_that_something_listens_on_is_one_line_with_a_remedy(
     with socket.create_server(("127.0.0.1", taken)):
         assert main(["launch", "--config", str(deployment)]) == 2
     error = capsys.readouterr().err
-    assert f"small/decode cannot listen on 127.0.0.1, port {taken}: Address already in use." in error
+    assert f"small/decode cannot listen on 127.0.0.1, port {taken}: Address already in use" in error
     assert "Stop what listens there" in error
 
 

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 
 from shell_router.engines.embedded import answers, status
 from shell_router.engines.embedded.answers import Answer, json_response
@@ -99,6 +99,11 @@ class EngineApp:
     async def _stream(self, request: web.Request, body: Any) -> web.StreamResponse:
         """As SGLang: the head is sent before the request is checked, so a refusal is an event of the stream."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        with suppress(ClientConnectionResetError):  # the client has left, and what it asked for has ended
+            await self._write_stream(request, body, response)
+        return response
+
+    async def _write_stream(self, request: web.Request, body: Any, response: web.StreamResponse) -> None:
         try:
             checked = self._read(body)
             with self.inflight.add(checked) as inflight:
@@ -111,7 +116,6 @@ class EngineApp:
             await response.write(answers.sse(answers.stream_error(str(error))))
         await response.write(answers.STREAM_END)
         await response.write_eof()
-        return response
 
     async def _write_events(self, response: web.StreamResponse, inflight: Inflight) -> None:
         answer = self._answer(inflight.request)

@@ -7,9 +7,12 @@ async with EmbeddedFleet({"small": EmbeddedSettings(model_path="…")}) as fleet
 
 import asyncio
 import json
+import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
@@ -17,8 +20,12 @@ from typing import Any
 from shell_router.engines.embedded.settings import EmbeddedSettings, ServerSettings
 from shell_router.errors import EngineUnreachable
 
+log = logging.getLogger(__name__)
+
 START_LIMIT_S = 180.0
 STOP_LIMIT_S = 10.0
+GIVE_UP_LIMIT_S = 0.5
+RESTART_REMEDY = "Restart the router; until then requests that need it fail."
 Progress = Callable[[str], None]
 
 
@@ -133,13 +140,13 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
                 await self._spawn()
                 await self._until_ready()
         except TimeoutError as error:
-            await self.stop()
+            await self._give_up()
             raise EngineUnreachable(
                 f"The embedded pairs were not ready within {self._start_limit_s:g} s.",
                 remedy="Use a smaller model or a longer limit.",
             ) from error
         except BaseException:
-            await self.stop()
+            await self._give_up()
             raise
 
     async def stop(self) -> None:
@@ -153,8 +160,24 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
             async with asyncio.timeout(STOP_LIMIT_S):
                 await process.wait()
         except TimeoutError:
-            process.kill()
+            _signal_group(process.pid, signal.SIGKILL)
             await process.wait()
+        if self._reader is not None:
+            await self._reader
+
+    async def _give_up(self) -> None:
+        """End a start that failed or is no longer wanted: nobody is served yet, so nothing has to end in order."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        _signal_group(process.pid, signal.SIGTERM)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GIVE_UP_LIMIT_S):
+                    await process.wait()
+        finally:
+            _signal_group(process.pid, signal.SIGKILL)
+        await process.wait()
         if self._reader is not None:
             await self._reader
 
@@ -211,12 +234,16 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
         server = self._servers.get(name)
         if server is None:
             self._fail(f"Embedded server {name} ended with code {code} before it was ready.")
-        else:
-            server.exit_code = code
-            server.dead.set()
+            return
+        server.exit_code = code
+        server.dead.set()
+        if self._process is not None:
+            log.error("Embedded engine %s (pid %d) %s. %s", name, server.pid, how_ended(code), RESTART_REMEDY)
 
     def _all_dead(self) -> None:
         self._fail("The process that starts embedded servers ended.")
+        if self._pairs and self._process is not None:
+            log.error("The process of all embedded engines (pid %d) ended. %s", self._process.pid, RESTART_REMEDY)
         for server in self._servers.values():
             server.dead.set()
 
@@ -224,3 +251,18 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
         """End the start with an error; after the start, a server that ends is seen by its `dead`."""
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(EngineUnreachable(message, remedy="Its own log lines say more."))
+
+
+def how_ended(code: int) -> str:
+    """An exit code in words; a negative one is the signal that ended the process."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def _signal_group(leader: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies is EPERM
+        os.killpg(leader, number)

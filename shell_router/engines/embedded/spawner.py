@@ -11,6 +11,7 @@ The end of standard input stops everything, so nothing outlives the router howev
 """
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from shell_router.engines.embedded.server import Listening, run_server
 from shell_router.engines.embedded.settings import EmbeddedSettings, ServerSettings
 
 TERM_LIMIT_S = 5.0
+PR_SET_NAME = 15
 
 
 def main() -> None:
@@ -99,6 +101,7 @@ class Spawner:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
+            _name_process(name)
             os.close(self._lifeline[1])
             _end_with(self._lifeline[0])
             os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
@@ -129,8 +132,9 @@ def server_settings(fields: dict[str, Any]) -> ServerSettings:
 
 
 def report(**event: Any) -> None:
-    """One event line. Short lines are written whole, so that children may share the pipe."""
-    os.write(sys.stdout.fileno(), json.dumps(event).encode() + b"\n")
+    """One event line, unless the router has gone. Short lines are written whole: children share the pipe."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), json.dumps(event).encode() + b"\n")
 
 
 def _announcer(name: str) -> Callable[[Listening], None]:
@@ -138,6 +142,12 @@ def _announcer(name: str) -> Callable[[Listening], None]:
         report(ready=name, pid=os.getpid(), port=ports.port, bootstrap_port=ports.bootstrap_port)
 
     return announce
+
+
+def _name_process(name: str) -> None:
+    """What `ps` and `top` call this process, 15 bytes at most (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def _end_with(lifeline: int) -> None:

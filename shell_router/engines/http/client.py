@@ -44,6 +44,11 @@ class HttpClient:
             connection.send(exchange, endpoint.request(body))
         return exchange
 
+    @property
+    def idle(self) -> int:
+        """Connections that carry nothing and are kept."""
+        return sum(map(len, self._idle.values()))
+
     async def aclose(self, limit_s: float) -> None:
         """Close idle connections, after `limit_s` also those still being opened; the rest close as they end."""
         await self._connecting.aclose(limit_s)

@@ -59,7 +59,7 @@ def test_a_schema_arrives_as_text_however_it_was_given(asked: dict[str, object])
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         ({"stop": 5}, "stop"),
-        ({"stop": ["a", 5]}, "stop"),
+        ({"stop": ["a", 5]}, "stop[1]"),
         ({"stop_token_ids": [True]}, "stop_token_ids"),
         ({"seed": 2**64}, "seed"),
         ({"regex": "a", "json_schema": "{}"}, "json_schema"),
@@ -73,3 +73,19 @@ def test_a_wrong_value_is_refused_by_name(asked: dict[str, object], at: str) -> 
     with pytest.raises(InvalidField) as refused:
         read_sampling(Fields(asked))
     assert refused.value.field == at
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number, not 1.5."),
+        ({"temperature": "hot"}, 'temperature must be a number, not "hot".'),
+        ({"temperature": "h" * 1000}, "temperature must be a number, not a string."),
+        ({"stop": ["a", 5]}, "stop[1] must be a string, not 5."),
+        ({"ignore_eos": [1]}, "ignore_eos must be true or false, not an array."),
+    ],
+)
+def test_a_refusal_shows_the_value(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        read_sampling(Fields(asked))
+    assert str(refused.value) == message

@@ -9,7 +9,7 @@ from rich.console import Console
 from shell_router.demo.comparison import Asked, as_report, as_table, compare
 from shell_router.demo.drawing import Picture
 from shell_router.demo.states import Progress
-from shell_router.demo.timeline import axis, bar, draw_timeline
+from shell_router.demo.timeline import LEGEND, PAINT, axis, bar, draw_timeline
 from shell_router.topology import parse_topology
 
 TINY = parse_topology("tree: {shape: [2, 1], models: [small]}", source="tiny.yaml")
@@ -92,6 +92,10 @@ def test_the_timeline_marks_agents_that_were_cut_off() -> None:
     assert "✂" not in lines[0]
     assert lines[1].startswith("b ")
     assert lines[1].endswith("✂")
+
+
+def test_the_legend_explains_every_mark_of_a_bar() -> None:
+    assert all(character in "".join(LEGEND) for character, _ in PAINT.values())
 
 
 def test_rows_compare_medians_with_the_first_topology() -> None:

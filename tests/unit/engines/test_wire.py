@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shell_router.core.engine_errors import error_message
 from shell_router.core.generation import Finish, Tokens
-from shell_router.engines.wire import EventSplitter, OutputReader, error_message, rejected
+from shell_router.engines.wire import EventSplitter, OutputReader, rejected
 from shell_router.errors import EngineRejected, PromptTooLong
 
 PIECES = ["Hé", "llo", "", "→ 世", "界", "!"]

@@ -1,0 +1,111 @@
+"""A server that stops: running requests end within the drain, or are cut and told so."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+
+from shell_router.api import ApiSettings, Services, bound_sockets, create_app, listening
+from tests.fakes.api_server import DUO, ScriptedRelay, chat, until
+from tests.fakes.gates import Hold
+from tests.fakes.moa import ScriptedMoa
+
+NATIVE = {"text": "x", "stream": True}
+AGENT = {"program": "p", "agent": "a", "model": "small", "prompt": "Hello", "stream": True}
+
+
+@dataclass(frozen=True)
+class StoppableServer:
+    """A server whose end a test begins while its clients still read."""
+
+    url: str
+    client: aiohttp.ClientSession
+    hurry: asyncio.Event
+    stack: AsyncExitStack
+
+    def stop(self) -> "asyncio.Task[None]":
+        """Begin to stop, as a first signal does."""
+        return asyncio.create_task(self.stack.aclose())
+
+
+@asynccontextmanager
+async def server(
+    moa: ScriptedMoa, drain_s: float, relay: ScriptedRelay | None = None
+) -> AsyncIterator[StoppableServer]:
+    relays = {"small": relay or ScriptedRelay()}
+    services = Services(moa.executor, moa.programs, {DUO.name: DUO}, moa.models, relays)
+    hurry = asyncio.Event()
+    with bound_sockets() as sockets:
+        async with aiohttp.ClientSession() as client, AsyncExitStack() as stack, asyncio.timeout(30):
+            app = create_app(services, ApiSettings())
+            url = await stack.enter_async_context(listening(app, sockets, drain_s=drain_s, hurry=hurry))
+            yield StoppableServer(url, client, hurry, stack)
+
+
+def last_event(stream: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(stream.strip().rpartition("data: ")[2])
+    return found
+
+
+async def refused(url: str) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    except ConnectionError:
+        return True
+    writer.close()
+    return False
+
+
+async def test_a_running_request_may_end_while_new_ones_are_refused() -> None:
+    hold = Hold(first=1)
+    async with server(ScriptedMoa(pace=hold.pace), drain_s=30) as served:
+        async with served.client.post(f"{served.url}/v1/chat/completions", json=chat(stream=True)) as response:
+            await hold.until_waiting()
+            stopping = served.stop()
+            async with asyncio.timeout(10):
+                while not await refused(served.url):
+                    pass
+            hold.release()
+            assert (await response.text()).endswith("data: [DONE]\n\n")
+        await stopping
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat(stream=True)), ("/v1/agent/requests", AGENT)])
+async def test_a_stream_that_outlasts_the_drain_ends_with_an_error(path: str, body: dict[str, object]) -> None:
+    hold = Hold(first=1)
+    moa = ScriptedMoa(pace=hold.pace)
+    async with server(moa, drain_s=0.01) as served:
+        async with served.client.post(served.url + path, json=body) as response:
+            await hold.until_waiting()
+            stopping = served.stop()
+            assert last_event(await response.text())["error"]["code"] == "router_stopping"
+        await stopping
+        assert not moa.running
+
+
+async def test_a_hurried_stop_cuts_at_once_whole_answers_too() -> None:
+    hold = Hold(first=1)
+    async with server(ScriptedMoa(pace=hold.pace), drain_s=3600) as served:
+        asking = asyncio.create_task(served.client.post(f"{served.url}/v1/chat/completions", json=chat()))
+        await hold.until_waiting()
+        stopping = served.stop()
+        served.hurry.set()
+        async with await asking as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (503, "router_stopping")
+        await stopping
+
+
+async def test_a_native_stream_that_outlasts_the_drain_ends_with_an_error() -> None:
+    relay = ScriptedRelay((b"data: 1\n\n", b"data: 2\n\n"), "text/event-stream", gate=asyncio.Event())
+    async with server(ScriptedMoa(), drain_s=0.01, relay=relay) as served:
+        async with served.client.post(f"{served.url}/generate", json=NATIVE) as response:
+            assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"
+            stopping = served.stop()
+            assert last_event(await response.text())["error"]["code"] == "router_stopping"
+        await stopping
+        await until(lambda: relay.left_early == 1)
