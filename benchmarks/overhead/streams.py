@@ -10,6 +10,7 @@ import orjson
 from overhead.measured import Percentiles, Spent, Watched, percentiles
 from overhead.targets import Poster, Target
 
+_GOLDEN = 0.618034  # its multiples fill the unit interval evenly
 _SENT_S = re.compile(rb'"sent_s":([0-9.]+)')
 
 
@@ -21,6 +22,10 @@ class StreamLoad:
     chunks: int = 64
     token_s: float = 0.02
     each: int = 3
+
+    def wait_s(self, at: int) -> float:
+        """When stream `at` begins: spread over a stream's length, and their tokens over the time between two tokens."""
+        return at / self.streams * self.chunks * self.token_s + at * _GOLDEN % 1 * self.token_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Arrivals:
 
 
 async def measure_streams(target: Target, watched: Watched, load: StreamLoad) -> StreamFigures:
-    """The engine must stamp its events. Streams begin evenly spread, so that they do not come in one burst."""
+    """The engine must stamp its events. Streams are spread, so that neither they nor their chunks come in bursts."""
     posters = await asyncio.gather(*(target.open() for _ in range(load.streams)))
     firsts_s: list[float] = []
     delays_s: list[float] = []
@@ -69,8 +74,7 @@ async def measure_streams(target: Target, watched: Watched, load: StreamLoad) ->
             delays_s.extend(arrivals.delays_s)
 
     async def all_streams() -> None:
-        apart_s = load.chunks * load.token_s / load.streams
-        await asyncio.gather(*(one(poster, at * apart_s) for at, poster in enumerate(posters)))
+        await asyncio.gather(*(one(poster, load.wait_s(at)) for at, poster in enumerate(posters)))
 
     try:
         await asyncio.gather(*(poster.post(_body(1)) for poster in posters))

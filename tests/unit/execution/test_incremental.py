@@ -11,7 +11,7 @@ from shell_router.core.events import Degraded, PrefillIncrement
 from shell_router.core.generation import Generation, Prefilled
 from shell_router.core.model import ServedModel
 from shell_router.engines.scripted import Script, ScriptedEngine
-from shell_router.errors import AgentFailed, EngineUnreachable, PrecursorTimeout, PromptTooLong
+from shell_router.errors import AgentFailed, EngineUnreachable, PrecursorTimeout, PromptTooLong, ShellRouterError
 from shell_router.execution.incremental import Filling, SlotFiller, Source
 from shell_router.execution.pace import Pace
 from shell_router.execution.prompt import Part, Slot
@@ -167,10 +167,11 @@ async def test_a_precursor_that_never_begins_is_given_up_after_its_limit() -> No
         await scene.start()
 
 
-async def test_an_engine_that_refuses_an_increment_costs_only_the_overlap() -> None:
+@pytest.mark.parametrize("refusal", [EngineUnreachable("No prefill today."), PromptTooLong("Over the context length.")])
+async def test_an_engine_that_refuses_an_increment_costs_only_the_overlap(refusal: ShellRouterError) -> None:
     class Refusing(ScriptedEngine):
-        async def prefill(self, request: Generation):  # type: ignore[no-untyped-def]
-            raise EngineUnreachable("No prefill today.")
+        async def prefill(self, request: Generation) -> Prefilled:
+            raise refusal
 
     scene = Scene("Q.", Slot("a"))
     engine = Refusing(scene.tokenizer, lambda _request: Script(""))
@@ -222,19 +223,3 @@ async def test_a_last_piece_of_text_alone_changes_nothing_in_token_mode_however_
         return scene.tokenizer.decode(await task)
 
     assert await prompt(read_apart=True) == await prompt(read_apart=False) == "Q. yes"
-
-
-async def test_an_increment_that_the_engine_finds_too_long_costs_only_the_overlap() -> None:
-    class Strict(ScriptedEngine):
-        async def prefill(self, request: Generation) -> Prefilled:
-            raise PromptTooLong("Longer than the model's context length.")
-
-    scene = Scene("Q.", Slot("a"))
-    engine = Strict(scene.tokenizer, lambda _request: Script(""))
-    scene.filling = replace(scene.filling, model=replace(scene.filling.model, engine=engine))
-    task = scene.start()
-    await scene.events.until(lambda r: bool(r.of(Degraded)))
-    writer = await scene.log("a")
-    scene.write(writer, " fine")
-    writer.end(End.FINISHED)
-    assert scene.tokenizer.decode(await task) == "Q. fine"
