@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
@@ -13,6 +14,9 @@ from shell_router.engines.embedded.checkpoint import make_checkpoint
 from tests.fakes.pairs_under_test import SGLANG_VARIABLES, PairUnderTest, of_model
 
 RUN_COMMAND = f"{BUILD_COMMAND} && python -m pytest -m sglang"
+hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a time: the machine is shared
+hypothesis.settings.load_profile("untimed")
+
 MEASUREMENTS = pytest.StashKey[list[str]]()
 
 
