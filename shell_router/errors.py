@@ -16,7 +16,9 @@ ShellRouterError
 ├── RouterStopping           the router was stopped before the request had ended
 ├── EngineError              an engine could not serve
 │   ├── EngineUnreachable    connection refused, reset or closed early
+│   ├── EngineUnavailable    it failed so often of late that nothing is sent to it for now
 │   ├── EngineRejected       the engine answered with an error status
+│   ├── EngineAborted        the engine ended the request as aborted, and not for the router's sake
 │   └── EngineStalled        nothing came within the limit
 ├── AgentFailed              an agent failed whose topology says `on_failure: fail`
 ├── PrecursorTimeout         a precursor's output did not come within the limit
@@ -98,6 +100,14 @@ class EngineError(ShellRouterError):
 
 class EngineUnreachable(EngineError):
     """The connection was refused, reset, or closed before the answer ended."""
+
+
+class EngineUnavailable(EngineError):
+    """All servers that could serve the request failed so often of late that it was not sent."""
+
+
+class EngineAborted(EngineError):
+    """Somebody other than the router had the engine abort the request."""
 
 
 class EngineRejected(EngineError):

@@ -57,7 +57,7 @@ async def _forwarded(request: web.Request, route: NativeRoute) -> web.StreamResp
         async with (
             request.app[DRAIN].until_cut(),
             asyncio.timeout(limit_s),
-            relay.forward(route, body) as relayed,
+            relay.forward(route, body, affinity=request.headers.get("x-routing-key")) as relayed,
         ):
             return await answer.passed_on(relayed)
     except TimeoutError:

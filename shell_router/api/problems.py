@@ -13,6 +13,7 @@ from shell_router.errors import (
     EngineError,
     EngineRejected,
     EngineStalled,
+    EngineUnavailable,
     InvalidField,
     InvalidRequest,
     Overloaded,
@@ -52,6 +53,7 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     RemoteRefused: Problem(403, "permission_error", "loopback_only"),
     Overloaded: Problem(429, "rate_limit_error", "too_many_requests"),
     EngineError: Problem(502, "server_error", "engine_error"),
+    EngineUnavailable: Problem(503, "server_error", "engine_unavailable"),
     EngineStalled: Problem(504, "server_error", "engine_stalled"),
     AgentFailed: Problem(502, "server_error", "agent_failed"),
     PrecursorTimeout: Problem(504, "server_error", "precursor_timeout"),
@@ -61,6 +63,7 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     web.HTTPMethodNotAllowed: Problem(405, "invalid_request_error", "method_not_allowed"),
     web.HTTPRequestEntityTooLarge: Problem(413, "invalid_request_error", "body_too_large"),
 }
+BUSY_ENGINE = Problem(503, "server_error", "engine_unavailable")
 REJECTED_BY_ENGINE = Problem(400, "invalid_request_error", "rejected_by_engine")
 INTERNAL = Problem(500, "server_error", "internal_error")
 
@@ -68,9 +71,11 @@ INTERNAL = Problem(500, "server_error", "internal_error")
 def problem_of(error: BaseException) -> Problem:
     """The entry of the error's nearest class.
 
-    An engine's own 4xx is the client's to mend. A failed agent answers as its cause does, so that a timeout or a
-    refused parameter is not hidden behind the tree.
+    An engine that has too much to do asks for patience; its other 4xx are the client's to mend. A failed agent answers
+    as its cause does, so that a timeout or a refused parameter is not hidden behind the tree.
     """
+    if isinstance(error, EngineRejected) and error.status in (429, 503):
+        return BUSY_ENGINE
     if isinstance(error, EngineRejected) and 400 <= error.status < 500:
         return REJECTED_BY_ENGINE
     if isinstance(error, AgentFailed) and isinstance(error.__cause__, ShellRouterError):

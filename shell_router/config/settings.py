@@ -49,6 +49,9 @@ class Limits:
     write_timeout_s: float = 60.0
     engine_stall_s: float = 60.0
     engine_start_s: float = 180.0
+    engine_attempts: int = 3
+    breaker_failures: int = 5
+    breaker_open_s: float = 5.0
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -146,10 +149,11 @@ class ModelSettings:
             "a model is served either by an embedded pair or by pairs, not by both",
             remedy="Leave one of them out.",
         )
+        bootstraps = {(pair.prefill, pair.bootstrap_host, pair.bootstrap_port) for pair in self.pairs}
         _require(
-            len(self.pairs) < 2,
-            f"a model has one pair for now, not {len(self.pairs)}",
-            remedy="Give each further pair a model alias of its own.",
+            len(bootstraps) == len({pair.prefill for pair in self.pairs}),
+            "a prefill server stands in several pairs with different bootstrap hosts or ports",
+            remedy="It has one; correct the others.",
         )
         _require(
             not (self.random and any(pair.launch is None for pair in self.pairs)),

@@ -13,7 +13,8 @@ class Generation:
 
     `rid` names the request on every engine it reaches and is unique per attempt. `sampling` holds SGLang's
     `sampling_params` and is passed on unchanged. With `logprobs` every output token comes with its natural-log
-    probability. `priority` is the engine's scheduling priority, where it has one.
+    probability. `priority` is the engine's scheduling priority, where it has one. Requests of one `affinity` grow one
+    prompt: where several servers prefill, they go to the one that holds its KV.
     """
 
     rid: str
@@ -21,6 +22,7 @@ class Generation:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     logprobs: bool = False
     priority: int | None = None
+    affinity: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ class Prefilled:
 class Engine(Protocol):
     """A prefill-decode pair (or several) that serves one model.
 
-    Both calls raise `EngineError`. When a caller abandons either, by cancelling or by closing the generator, the
+    Both calls raise `EngineError`. A request that failed before its first token may have been sent again under another
+    id. When a caller abandons either, by cancelling or by closing the generator, the
     implementation aborts `rid` on every engine it reached; nothing stays running.
     """
 

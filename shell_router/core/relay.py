@@ -20,8 +20,10 @@ class Relayed:
 class Relay(Protocol):
     """Sends a client's native body to a pair, unknown fields intact, and its answer back."""
 
-    def forward(self, route: NativeRoute, body: bytes) -> AbstractAsyncContextManager[Relayed]:
-        """Forward `body`, a JSON object in SGLang's native shape.
+    def forward(
+        self, route: NativeRoute, body: bytes, *, affinity: str | None = None
+    ) -> AbstractAsyncContextManager[Relayed]:
+        """Forward `body`, a JSON object in SGLang's native shape. `affinity` is as in `Generation`.
 
         Raises InvalidRequest for a body that is not an object or that sets `bootstrap_*` itself, and EngineError.
         Leaving the context before the answer ended aborts the request on both engines.

@@ -1,4 +1,4 @@
-"""Both legs of one request on a prefill-decode pair, supervised as one (B9)."""
+"""Both legs of one request on a prefill and a decode server, supervised as one (B9)."""
 
 import asyncio
 import logging
@@ -6,13 +6,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shell_router.engines.http import Exchange
-from shell_router.engines.leg_client import HTTP_OK, LegClient
-from shell_router.engines.wire import EventSplitter, refuse_errors
-from shell_router.errors import EngineError, PromptTooLong
+from shell_router.engines.server_client import HTTP_OK, ServerClient, ServerFailure
+from shell_router.engines.wire import EventSplitter, refuse_aborted, refuse_errors
+from shell_router.errors import EngineError, EngineStalled, PromptTooLong
 
 logger = logging.getLogger(__name__)
-
-LegFailure = EngineError | PromptTooLong
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +28,34 @@ class Legs:
 
     Make it, read `head`, then `read` until it is empty, then call `settled`; always end with `close`, which aborts
     on both servers unless the answer had ended. Nothing of this waits for the prefill leg before decode's end, and
-    nothing of it is a task: what happens to a leg is told by its exchange.
+    nothing of it is a task: what happens to a leg is told by its exchange. A failure counts on the breaker of the
+    server whose it is, and on no other; `suspects` then holds that server.
     """
 
-    def __init__(self, client: LegClient, bodies: LegBodies) -> None:
-        self._client = client
+    def __init__(self, prefill: ServerClient, decode: ServerClient, bodies: LegBodies) -> None:
+        self._prefill_server = prefill
+        self._decode_server = decode
         self._bodies = bodies
-        self._failure: LegFailure | None = None
+        self.suspects: tuple[ServerClient, ...] = ()
+        self._failure: ServerFailure | None = None
         self._ended = False
+        self._begun = False
         self._prefill_answer: bytes | None = None
         self._prefill_news: asyncio.Event | None = None
-        self._decode = client.begin(
-            client.decode, "generate", bodies.decode, quiet_s=bodies.quiet_s, ended=self._decode_ended
+        self._decode = decode.begin("generate", bodies.decode, quiet_s=bodies.quiet_s, ended=self._decode_ended)
+        self._prefill = prefill.begin(
+            "generate", bodies.prefill, quiet_s=bodies.quiet_s, ended=self._prefill_ended, held_bytes=None
         )
-        self._prefill = client.begin(
-            client.prefill,
-            "generate",
-            bodies.prefill,
-            quiet_s=bodies.quiet_s,
-            ended=self._prefill_ended,
-            held_bytes=None,
-        )
+
+    @property
+    def prefill_name(self) -> str:
+        """The prefill server in words."""
+        return str(self._prefill_server)
+
+    @property
+    def decode_name(self) -> str:
+        """The decode server in words."""
+        return str(self._decode_server)
 
     async def head(self) -> Exchange:
         """Decode's answer from its head on, whatever its status; raises the first failure of either leg."""
@@ -63,19 +68,27 @@ class Legs:
     async def read(self) -> bytes:
         """The next bytes of decode's answer as they came, empty at its end; raises the first failure of either leg."""
         try:
-            return await self._decode.read()
+            piece = await self._decode.read()
         except (TimeoutError, OSError) as error:
             raise self._first_failure() from error
+        self._begun = True
+        return piece
+
+    async def prefilled(self) -> bytes:
+        """The prefill leg's answer, for those who need it before decode's. Raises the first failure of either leg."""
+        await self._prefill_over(self._prefill_server.limits.answer_s)
+        if self._prefill_answer is None:
+            raise self._failure or self._prefill_server.failure(TimeoutError())
+        return self._prefill_answer
 
     async def settled(self) -> bytes | None:
         """Call once decode has ended well: the prefill leg's answer, or None where it does not come in time.
 
         Decode cannot start without the prefill's KV, so the answer is normally here already.
         """
-        self._ended = True
+        self._ended_well()
         try:
-            if not self._prefill.over:
-                await self._prefill_over()
+            await self._prefill_over(self._prefill_server.limits.settle_s)
         finally:
             if self._prefill_answer is None:
                 self._drop_prefill()
@@ -83,9 +96,13 @@ class Legs:
 
     def settle_later(self) -> None:
         """As `settled`, in the background, for those who have no use for the prefill leg's answer."""
-        self._ended = True
+        self._ended_well()
         if self._prefill_answer is None:
-            self._client.tasks.start(self._settle())
+            self._prefill_server.tasks.start(self._settle())
+
+    def refused(self, error: ServerFailure) -> None:
+        """Call where what was read is no answer but `error`: decode's fault, unless it was told already."""
+        self._fail(self._decode_server, error)
 
     def close(self) -> None:
         """Stop what still runs. Calling it again changes nothing."""
@@ -94,52 +111,76 @@ class Legs:
         self._ended = True
         self._decode.close()
         self._prefill.close()
-        self._client.abort(self._bodies.rids)
+        self._abort()
+
+    def _ended_well(self) -> None:
+        self._ended = True
+        self._decode_server.succeeded()
 
     async def _settle(self) -> None:
         await self.settled()
 
-    async def _prefill_over(self) -> None:
+    async def _prefill_over(self, limit_s: float) -> None:
+        if self._prefill.over:
+            return
         self._prefill_news = asyncio.Event()
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._client.limits.settle_s):
+            async with asyncio.timeout(limit_s):
                 await self._prefill_news.wait()
 
     def _drop_prefill(self) -> None:
-        logger.warning("decode of %s ended without the %s's answer", self._bodies.rids, self._client.prefill)
+        logger.warning("decode of %s ended without the %s's answer", self._bodies.rids, self._prefill_server)
         self._prefill.close()
-        self._client.abort(self._bodies.rids)
+        self._abort()
+
+    def _abort(self) -> None:
+        for server in (self._prefill_server, self._decode_server):
+            server.abort(self._bodies.rids)
 
     def _decode_ended(self, decode: Exchange) -> None:
         if decode.failure is not None:
-            self._fail(self._client.failure(self._client.decode, decode.failure))
+            self._fail(self._decode_server, self._decode_server.failure(decode.failure))
 
     def _prefill_ended(self, prefill: Exchange) -> None:
         try:
             self._prefill_answer = self._checked(prefill)
+            self._prefill_server.succeeded()
         except (EngineError, PromptTooLong) as error:
             if not self._decode_refused():
-                self._fail(error)
+                self._fail(self._prefill_server, error)
         if self._prefill_news is not None:
             self._prefill_news.set()
 
     def _checked(self, prefill: Exchange) -> bytes:
-        body = self._client.whole(self._client.prefill, prefill)
+        body = self._prefill_server.whole(prefill)
         if prefill.content_type.startswith("text/event-stream"):
-            refuse_errors(str(self._client.prefill), EventSplitter().feed(body))
+            refuse_errors(str(self._prefill_server), EventSplitter().feed(body))
+        else:
+            refuse_aborted(str(self._prefill_server), body)
         return body
 
     def _decode_refused(self) -> bool:
         """Decode has answered with an error status already: that is the first failure, and it is being read."""
         return self._decode.status not in (0, HTTP_OK)
 
-    def _first_failure(self) -> LegFailure:
+    def _first_failure(self) -> ServerFailure:
         assert self._failure is not None, "decode's failure is told before its reader goes on"
         return self._failure
 
-    def _fail(self, error: LegFailure) -> None:
+    def _fail(self, server: ServerClient, error: ServerFailure) -> None:
         """Keep the first failure, make every reader raise it, and stop both legs."""
         if self._failure is None and not self._ended:
-            self._failure = error
+            self._failure, self.suspects = error, self._suspects(server, error)
+            for suspect in self.suspects:
+                suspect.failed(error)
             self._decode.fail(ConnectionAbortedError("the other leg failed"))
             self.close()
+
+    def _suspects(self, server: ServerClient, error: ServerFailure) -> tuple[ServerClient, ...]:
+        """Before the first token, silence on one leg is silence on both: a stalled server stalls its partner as well.
+
+        Both are then suspected, and the next request that one of them serves clears it.
+        """
+        if isinstance(error, EngineStalled) and not self._begun and self._prefill_answer is None:
+            return self._prefill_server, self._decode_server
+        return (server,)

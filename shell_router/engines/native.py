@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from shell_router.engines.input_logprobs import wants_input_logprobs
 from shell_router.errors import InvalidRequest
 
 SHORTEST_RID = 32
@@ -17,12 +18,15 @@ _RESERVED = "bootstrap_"
 class NativeBody:
     """A JSON object in SGLang's native shape.
 
-    `rids` name every request in it to the engines (a batch has several), `opened` is the object without its closing
-    brace, with a `rid` in it.
+    `rids` name every request in it to the engines (a batch has several), and `named` says whether the client did;
+    `opened` is the object without its closing brace, with a `rid` in it. With `input_logprobs` the answer shall hold
+    log probabilities of the prompt.
     """
 
     rids: tuple[str, ...]
+    named: bool
     stream: bool
+    input_logprobs: bool
     opened: bytes
 
     def with_fields(self, fields: Mapping[str, Any]) -> bytes:
@@ -50,9 +54,9 @@ def read_native(body: bytes, fresh_rid: str, vocabulary: int | None = None) -> N
         _check_ids(found.get("input_ids"), vocabulary)
     _check_sampling(found.get("sampling_params"))
     opened = body.rstrip()[:-1].rstrip()
-    rid = found.get("rid")
+    rid, named = found.get("rid"), "rid" in found
     if rid is None:
-        if "rid" in found:
+        if named:
             raise InvalidRequest("`rid` is null.", remedy="Leave it out, or make it a string.")
         rid = fresh_rid
         opened += (b"," if found else b"") + b'"rid":' + orjson.dumps(rid)
@@ -60,7 +64,7 @@ def read_native(body: bytes, fresh_rid: str, vocabulary: int | None = None) -> N
         _check_rid(rid)
         if body.count(b'"rid"') > 1:
             _refuse_repeated_rid(body)
-    return NativeBody(_rids(rid, found), found.get("stream") is True, opened)
+    return NativeBody(_rids(rid, found), named, found.get("stream") is True, wants_input_logprobs(found), opened)
 
 
 def _read_object(body: bytes) -> dict[str, Any]:

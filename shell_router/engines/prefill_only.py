@@ -11,10 +11,10 @@ import orjson
 from shell_router.core.generation import Generation, Prefilled
 from shell_router.engines.address import Bootstrap
 from shell_router.engines.http import Exchange
-from shell_router.engines.leg_client import LegClient
 from shell_router.engines.native import NativeBody
+from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import body_fields, read_prefilled
-from shell_router.errors import EngineRejected
+from shell_router.errors import EngineError, EngineRejected, PromptTooLong
 
 logger = logging.getLogger(__name__)
 
@@ -27,17 +27,20 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 
 
 class PrefillOnly:
-    """Prefill-only requests to one pair, by the way in `way`. `by_pair` runs a one-token request on both servers."""
+    """Prefill-only requests to one prefill server, by the way in `way`.
+
+    `by_pair` runs a one-token request on this server and a decode server.
+    """
 
     def __init__(
         self,
-        client: LegClient,
+        server: ServerClient,
         bootstrap: Bootstrap,
         by_pair: Callable[[Generation], Awaitable[Prefilled]],
         rid: Callable[[], str],
     ) -> None:
         self.way: PrefillWay = "route"
-        self._client = client
+        self._server = server
         self._bootstrap = bootstrap
         self._by_pair = by_pair
         self._rid = rid
@@ -52,8 +55,7 @@ class PrefillOnly:
             return await self._by_pair(one_token)
         body = orjson.dumps({**body_fields(one_token), **self._fields(way), "stream": False})
         async with self._post(way, body, (request.rid,)) as response:
-            answer = await self._client.read_all(self._client.prefill, response)
-        return read_prefilled(str(self._client.prefill), answer)
+            return read_prefilled(str(self._server), await self._server.read_all(response))
 
     def _fields(self, way: PrefillWay) -> dict[str, Any]:
         return {**self._bootstrap.fields(), "bootstrap_host": FAKE_BOOTSTRAP_HOST} if way == "fake_host" else {}
@@ -67,30 +69,35 @@ class PrefillOnly:
     @asynccontextmanager
     async def _post(self, way: PrefillWay, body: bytes, rids: Sequence[str]) -> AsyncIterator[Exchange]:
         """A request to the prefill server only, aborted unless its answer is read to the end."""
-        server, route = self._client.prefill, "prefill_only" if way == "route" else "generate"
-        exchange = self._client.begin(server, route, body)
+        exchange = self._server.begin("prefill_only" if way == "route" else "generate", body)
         try:
-            await self._client.head(server, exchange)
+            await self._server.head(exchange)
             yield exchange
+            if exchange.status == HTTP_OK:
+                self._server.succeeded()
+        except (EngineError, PromptTooLong) as error:
+            self._server.failed(error)
+            raise
         finally:
             if not exchange.complete:
-                self._client.abort(rids)
+                self._server.abort(rids)
                 exchange.close()
 
-    async def probe(self, tokens: int, vocabulary: int) -> PrefillWay:
-        """Find the first way that warms the prefix cache and use it from now on; see `SglangPair.probe`."""
+    async def probe(self, tokens: int, vocabulary: int, *, route: bool = True) -> PrefillWay:
+        """Find the first way that warms the prefix cache and use it from now on; see `PairPool.probe`.
+
+        Without `route` the server's own route is not tried.
+        """
         found = []
-        for way in PREFILL_WAYS:
+        for way in PREFILL_WAYS if route else PREFILL_WAYS[1:]:
             outcome = await self._try(way, [self._bootstrap.room() % vocabulary for _ in range(tokens)])
             found.append(f"{way}: {_told(outcome, tokens)}")
             if isinstance(outcome, int) and outcome >= tokens // 2:
                 self.way = way
-                logger.info(
-                    "prefill-only requests to the %s go by %s (%s)", self._client.prefill, way, "; ".join(found)
-                )
+                logger.info("prefill-only requests to the %s go by %s (%s)", self._server, way, "; ".join(found))
                 return way
         raise EngineRejected(
-            f"No prefill-only request of {tokens} tokens warms the prefix cache of the {self._client.prefill} "
+            f"No prefill-only request of {tokens} tokens warms the prefix cache of the {self._server} "
             f"({'; '.join(found)}).",
             status=501,
             remedy="Start it with its prefix cache on (without --disable-radix-cache).",

@@ -1,71 +1,121 @@
-"""Native requests passed through to a pair: the client's bytes there, the engine's bytes back."""
+"""Native requests passed through: the client's bytes there, the engine's bytes back."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from shell_router.core.relay import NativeRoute, Relayed
 from shell_router.engines.address import Bootstrap
-from shell_router.engines.leg_client import HTTP_OK, LegClient
+from shell_router.engines.answer import refused
+from shell_router.engines.input_logprobs import InputLogprobs, StreamWithInputLogprobs
 from shell_router.engines.legs import LegBodies, Legs
 from shell_router.engines.native import NativeBody, read_native
+from shell_router.engines.pairing import Attempts, Pairing
 from shell_router.engines.prefill_only import PrefillOnly
+from shell_router.engines.retries import PASSING_STATUSES
+from shell_router.engines.server_client import HTTP_OK, ServerClient
+from shell_router.errors import EngineError
 
 
 class PairRelay:
-    """Implements `Relay` for one pair."""
+    """Implements `Relay` for a model's servers. `rid` gives fresh request ids, `attempts` a new request's attempts."""
 
     def __init__(
         self,
-        client: LegClient,
-        bootstrap: Bootstrap,
-        prefill_only: PrefillOnly,
+        pairing: Pairing,
+        prefill_only: Mapping[ServerClient, PrefillOnly],
+        attempts: Callable[[str | None], Attempts],
         rid: Callable[[], str],
         vocabulary: int | None,
     ) -> None:
-        self._client = client
-        self._bootstrap = bootstrap
+        self._pairing = pairing
         self._prefill_only = prefill_only
+        self._attempts = attempts
         self._rid = rid
         self._vocabulary = vocabulary
 
     @asynccontextmanager
-    async def forward(self, route: NativeRoute, body: bytes) -> AsyncIterator[Relayed]:
+    async def forward(self, route: NativeRoute, body: bytes, affinity: str | None) -> AsyncIterator[Relayed]:
         """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
         native = read_native(body, self._rid(), self._vocabulary)
-        if route == "prefill_only" and self._prefill_only.way != "pair":
-            async with self._prefill_only.forward(native) as response:
-                yield Relayed(response.status, response.content_type, self._client.body(self._client.prefill, response))
-            return
-        legs = Legs(self._client, self._bodies(route, native))
+        if route == "prefill_only":
+            prefill = self._pairing.prefills.pick(affinity=affinity)
+            only = self._prefill_only[prefill]
+            if only.way != "pair":
+                async with only.forward(native) as response:
+                    yield Relayed(response.status, response.content_type, prefill.body(response))
+                return
+        legs, relayed = await self._begun(route, body, native, affinity)
         try:
-            response = await legs.head()
-            yield Relayed(response.status, response.content_type, _PairBody(legs, response.status))
+            yield relayed
         finally:
             legs.close()
 
-    def _bodies(self, route: NativeRoute, native: NativeBody) -> LegBodies:
-        fields = self._bootstrap.fields()
+    async def _begun(
+        self, route: NativeRoute, body: bytes, native: NativeBody, affinity: str | None
+    ) -> tuple[Legs, Relayed]:
+        """The first attempt whose answer began, its legs running on. Raises EngineError and PromptTooLong."""
+        attempts = self._attempts(affinity)
+        while True:
+            pair = attempts.pick()
+            legs = Legs(pair.prefill, pair.decode, self._bodies(route, native, pair.bootstrap))
+            try:
+                return legs, await _beginning(legs, native)
+            except BaseException as error:
+                legs.close()
+                # a client's own id cannot be used again: the engines may not have let go of it yet
+                if native.named or not isinstance(error, EngineError):
+                    raise
+                await attempts.failed(error, legs.suspects)
+            native = read_native(body, self._rid(), self._vocabulary)
+
+    def _bodies(self, route: NativeRoute, native: NativeBody, bootstrap: Bootstrap) -> LegBodies:
+        fields = bootstrap.fields()
         if route == "prefill_only":
             sent = native.replaced({**fields, "stream": False, "sampling_params": {"max_new_tokens": 1}})
         else:
             sent = native.with_fields(fields)
-        quiet_s = self._client.limits.stall_s if native.stream else self._client.limits.answer_s
-        return LegBodies(native.rids, sent, sent, quiet_s)
+        limits = self._pairing.limits
+        return LegBodies(native.rids, sent, sent, limits.stall_s if native.stream else limits.answer_s)
+
+
+async def _beginning(legs: Legs, native: NativeBody) -> Relayed:
+    """Decode's answer once its first bytes are here: what fails before can still be sent again."""
+    head = await legs.head()
+    if head.status in PASSING_STATUSES:
+        await refused(legs, head.status)
+    chunks: AsyncIterator[bytes] = _PairBody(legs, head.status, await legs.read())
+    if native.input_logprobs and head.status == HTTP_OK:
+        found = InputLogprobs(legs.prefill_name, await legs.prefilled())
+        merge = _merged_stream if native.stream else _merged_whole
+        chunks = merge(found, legs.decode_name, chunks)
+    return Relayed(head.status, head.content_type, chunks)
+
+
+async def _merged_whole(found: InputLogprobs, where: str, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield found.in_whole(where, b"".join([chunk async for chunk in chunks]))
+
+
+async def _merged_stream(found: InputLogprobs, where: str, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    stream = StreamWithInputLogprobs(found, where)
+    async for chunk in chunks:
+        if merged := stream.feed(chunk):
+            yield merged
 
 
 class _PairBody:
-    """Decode's answer as it comes. Its end does not wait for the prefill leg's."""
+    """Decode's answer from `first` on. Its end does not wait for the prefill leg's."""
 
-    def __init__(self, legs: Legs, status: int) -> None:
+    def __init__(self, legs: Legs, status: int, first: bytes) -> None:
         self._legs = legs
         self._status = status
+        self._first = first
 
     def __aiter__(self) -> "_PairBody":
         return self
 
     async def __anext__(self) -> bytes:
-        chunk = await self._legs.read()
-        if chunk:
+        chunk, self._first = self._first, b""
+        if chunk := chunk or await self._legs.read():
             return chunk
         if self._status == HTTP_OK:
             self._legs.settle_later()

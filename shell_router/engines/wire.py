@@ -8,7 +8,7 @@ import orjson
 
 from shell_router.core.engine_errors import error_message
 from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
-from shell_router.errors import EngineRejected, PromptTooLong
+from shell_router.errors import EngineAborted, EngineRejected, PromptTooLong
 
 MAX_EVENT_BYTES = 256 * 2**20
 """A single event longer than this is taken for a broken stream (a cumulative event repeats the whole output)."""
@@ -131,6 +131,20 @@ def refuse_errors(where: str, payloads: list[bytes]) -> None:
             OutputReader(where, logprobs=False).take(payload)
 
 
+def refuse_aborted(where: str, answer: bytes) -> None:
+    """Raise if this whole answer, of one request or of a batch, ended as aborted."""
+    if b'"abort"' not in answer:
+        return
+    try:
+        found = orjson.loads(answer)
+        reasons = [one["meta_info"]["finish_reason"] for one in (found if isinstance(found, list) else [found])]
+        ended_as_aborted = [reason for reason in reasons if reason and reason["type"] == "abort"]
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise broken_wire(where, f"{answer[:200]!r}") from error
+    if ended_as_aborted:
+        raise aborted(where, ended_as_aborted[0])
+
+
 def rejected(where: str, status: int, message: str) -> EngineRejected | PromptTooLong:
     """The error for an engine's error status; a 400 about the context length is the client's PromptTooLong."""
     if status == 400 and _TOO_LONG.search(message):
@@ -145,10 +159,17 @@ def rejected_event(where: str, event: dict[str, Any]) -> EngineRejected | Prompt
     return rejected(where, code if isinstance(code, int) else 500, error_message(orjson.dumps(event)))
 
 
-def aborted(where: str, reason: dict[str, Any]) -> EngineRejected | PromptTooLong:
-    """The error for an output that ended as aborted although nobody here asked for that."""
-    message = reason.get("message") or "aborted by the engine"
-    return rejected(where, reason.get("status_code") or 500, message)
+def aborted(where: str, reason: dict[str, Any]) -> EngineAborted | EngineRejected | PromptTooLong:
+    """The error for an output that ended as aborted although nobody here asked for that.
+
+    With a status the engine itself gave up; without, somebody asked it to.
+    """
+    message, status = reason.get("message") or "aborted", reason.get("status_code")
+    if status is None:
+        return EngineAborted(
+            f"The {where} ended the request: {message}.", remedy="Ask again, unless an operator ended it."
+        )
+    return rejected(where, status, message)
 
 
 def broken_wire(where: str, found: str) -> EngineRejected:

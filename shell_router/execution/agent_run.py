@@ -93,7 +93,8 @@ class AgentRun:
 
     async def _decode(self, ids: list[int]) -> Output:
         confidence = Confidence()
-        request = Generation(self._filling.rid, ids, self._decoding.sampling, self._decoding.logprobs)
+        rid, decoding = self._filling.rid, self._decoding
+        request = Generation(rid, ids, decoding.sampling, decoding.logprobs, affinity=rid)
         async with aclosing(self._filling.model.engine.generate(request)) as stream:
             async for item in stream:
                 if isinstance(item, Finish):

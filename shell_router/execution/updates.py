@@ -45,7 +45,7 @@ class PrefillUpdates:
         if known or self._refused or len(ids) >= self._model.context_length:
             return
         started_s = self._clock()
-        request = Generation(f"{self._rid}.p{self._count}", ids)
+        request = Generation(f"{self._rid}.p{self._count}", ids, affinity=self._rid)
         self._count += 1
         try:
             done = await self._model.engine.prefill(request)

@@ -5,7 +5,7 @@
 
 from shell_router.launching.commands import EngineCommand
 from shell_router.launching.plan import LaunchPlan, plan
-from shell_router.launching.restarts import RestartPolicy
+from shell_router.launching.restarts import EngineRestarts
 from shell_router.launching.supervisor import Engines, Patience, running_engines
 
-__all__ = ["EngineCommand", "Engines", "LaunchPlan", "Patience", "RestartPolicy", "plan", "running_engines"]
+__all__ = ["EngineCommand", "EngineRestarts", "Engines", "LaunchPlan", "Patience", "plan", "running_engines"]

@@ -62,11 +62,28 @@ def _distinct(models: Mapping[str, ModelSettings]) -> dict[str, ModelSettings]:
 
 
 def _of_model(config: Config, alias: str, model: ModelSettings) -> Iterator[EngineCommand]:
+    """An engine that several pairs name is started once, as its first pair says and the others must agree."""
+    launched: dict[tuple[Role, str], PairLaunch] = {}
     for number, pair in enumerate(model.pairs, start=1):
         name = alias if len(model.pairs) == 1 else f"{alias}-{number}"
-        if pair.launch is not None:
-            for role in ROLES:
+        if pair.launch is None:
+            continue
+        for role in ROLES:
+            url = getattr(pair, role)
+            if (role, url) in launched:
+                _require_agreement(f"models.{alias}.pairs[{number - 1}]", role, launched[role, url], pair.launch)
+            else:
+                launched[role, url] = pair.launch
                 yield _engine(name, role, model, pair, pair.launch, config.launch)
+
+
+def _require_agreement(where: str, role: Role, first: PairLaunch, launch: PairLaunch) -> None:
+    for setting in ("flags", f"{role}_flags", f"{role}_gpus"):
+        if getattr(first, setting) != getattr(launch, setting):
+            raise ConfigError(
+                f"{where} launches a {role} engine that an earlier pair launches with other {setting}.",
+                remedy="Give both the same, or the engine another URL.",
+            )
 
 
 def _engine(

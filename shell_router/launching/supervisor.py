@@ -13,7 +13,7 @@ from shell_router.errors import EngineUnreachable
 from shell_router.launching.commands import EngineCommand
 from shell_router.launching.plan import LaunchPlan
 from shell_router.launching.process import EngineProcess
-from shell_router.launching.restarts import RestartPolicy
+from shell_router.launching.restarts import EngineRestarts
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Patience:
 
 @asynccontextmanager
 async def running_engines(
-    launched: LaunchPlan, *, policy: RestartPolicy, patience: Patience, tell: Callable[[str], None] = log.info
+    launched: LaunchPlan, *, policy: EngineRestarts, patience: Patience, tell: Callable[[str], None] = log.info
 ) -> AsyncIterator["Engines"]:
     """Engines that serve, those elsewhere included; on leaving, and on any error, those of the plan are stopped.
 
@@ -60,7 +60,7 @@ class Engines:
     def __init__(
         self,
         launched: LaunchPlan,
-        policy: RestartPolicy,
+        policy: EngineRestarts,
         patience: Patience,
         tell: Callable[[str], None],
         http: aiohttp.ClientSession,

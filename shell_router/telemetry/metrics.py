@@ -1,12 +1,12 @@
 """Every metric the router exports, in one registry (docs/metrics.md lists them)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
 
-PREFIX = "shell_router_"
+from shell_router.telemetry.engine_metrics import PREFIX, EngineMetrics, EngineReports
+
+NO_ENGINES = EngineReports()
 SECONDS = (
     0.001,
     0.0025,
@@ -31,13 +31,10 @@ SHARES = tuple(step / 10 for step in range(1, 11))
 
 
 class Metrics:
-    """The metric families. `cache_degraded` and `engine_restarts`, by engine, are asked at every scrape."""
+    """The metric families. `cache_degraded` and what `engines` holds are asked at every scrape."""
 
     def __init__(
-        self,
-        *,
-        cache_degraded: Callable[[], bool] = lambda: False,
-        engine_restarts: Callable[[], Mapping[str, int]] = dict,
+        self, *, cache_degraded: Callable[[], bool] = lambda: False, engines: EngineReports = NO_ENGINES
     ) -> None:
         self.registry = CollectorRegistry()
         self._http()
@@ -47,7 +44,7 @@ class Metrics:
         self._gate()
         degraded = self._gauge("cache_degraded", "1 while the prompt cache is served from memory, Redis being away")
         degraded.set_function(lambda: float(cache_degraded()))
-        self.registry.register(_EngineRestarts(engine_restarts))
+        self.registry.register(EngineMetrics(engines))
 
     def _http(self) -> None:
         self.requests = self._counter("http_requests", "HTTP requests answered", "route", "status")
@@ -117,18 +114,3 @@ class Metrics:
         requests, seconds = counted
         requests.inc()
         seconds.observe(took_s)
-
-
-class _EngineRestarts(Collector):
-    """Counts that the supervisor of the engines keeps, read at each scrape."""
-
-    def __init__(self, asked: Callable[[], Mapping[str, int]]) -> None:
-        self._asked = asked
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        family = CounterMetricFamily(
-            PREFIX + "engine_restarts", "Times a launched engine was started again", labels=["engine"]
-        )
-        for engine, times in self._asked().items():
-            family.add_metric([engine], times)
-        yield family

@@ -10,8 +10,9 @@ from pathlib import Path
 from shutil import which
 
 from shell_router.config import Config
+from shell_router.engines.restarts import RestartPolicy
 from shell_router.errors import ConfigError
-from shell_router.launching import EngineCommand, LaunchPlan, Patience, RestartPolicy, plan, running_engines
+from shell_router.launching import EngineCommand, EngineRestarts, LaunchPlan, Patience, plan, running_engines
 from shell_router.wiring.serving import serve
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[s
     for command in launched.weights:
         await _finished(command)
     settings = launched.config.launch
-    policy = RestartPolicy(limit=settings.restart_limit, delay_s=settings.restart_delay_s)
+    policy = EngineRestarts(RestartPolicy(limit=settings.restart_limit, delay_s=settings.restart_delay_s))
     patience = Patience(start_s=launched.config.limits.engine_start_s)
     async with running_engines(launched, policy=policy, patience=patience) as engines:
         if engines_only:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,10 @@ from pathlib import Path
 from shell_router.config import Config, Limits
 from shell_router.core.model import ServedModel
 from shell_router.engines.address import PairAddress, PairLimits
+from shell_router.engines.breaker import BreakerSettings
 from shell_router.engines.embedded.launch import EmbeddedFleet, EmbeddedPair
-from shell_router.engines.pair import SglangPair
+from shell_router.engines.pool import PairPool
+from shell_router.engines.retries import RetrySettings
 from shell_router.errors import EngineError, EngineStalled
 from shell_router.wiring.model_files import ModelFiles, address_of, embedded_settings, read_files
 
@@ -23,18 +25,12 @@ RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
-    """A model as requests see it, and the pair behind it."""
+    """A model as requests see it, and the pairs behind it."""
 
     served: ServedModel
-    pair: SglangPair
-
-    async def healthy(self) -> bool:
-        """Whether both servers of the pair say so."""
-        try:
-            await self.pair.ready()
-        except EngineError:
-            return False
-        return True
+    pool: PairPool
+    restarts: Callable[[], Mapping[str, int]]
+    """How often each of its embedded servers was started again, by "alias/mode"."""
 
 
 @asynccontextmanager
@@ -46,46 +42,62 @@ async def running_models(config: Config, tell: Callable[[str], None]) -> AsyncIt
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shell-router-")))
         files = await asyncio.to_thread(read_files, config.models, folder)
-        addresses = await _addresses(config, files, stack, tell)
-        pairs = {alias: _pair(address, config.limits, files[alias].vocabulary) for alias, address in addresses.items()}
-        for pair in pairs.values():
-            stack.push_async_callback(pair.aclose)
-        await _until_ready(pairs, config.limits.engine_start_s, tell)
-        yield {alias: RunningModel(_served(alias, pairs[alias], files[alias]), pairs[alias]) for alias in config.models}
+        fleet = await _fleet(config, files, stack, tell)
+        addresses = _addresses(config, fleet)
+        pools = {alias: _pool(found, config.limits, files[alias].vocabulary) for alias, found in addresses.items()}
+        for pool in pools.values():
+            stack.push_async_callback(pool.aclose)
+        await _until_ready(pools, config.limits.engine_start_s, tell)
+        yield {
+            alias: RunningModel(_served(alias, pools[alias], files[alias]), pools[alias], _restarts(fleet, alias))
+            for alias in config.models
+        }
 
 
-async def _addresses(
+async def _fleet(
     config: Config, files: Mapping[str, ModelFiles], stack: AsyncExitStack, tell: Callable[[str], None]
-) -> Mapping[str, PairAddress]:
-    """Where each model's pair is; embedded ones are started, and ended by `stack`."""
+) -> EmbeddedFleet:
+    """The embedded pairs, started, and ended by `stack`; an empty fleet where there are none."""
     embedded = {
         alias: embedded_settings(model, files[alias]) for alias, model in config.models.items() if not model.pairs
     }
-    fleet: Mapping[str, EmbeddedPair] = {}
-    if embedded:
-        limit_s = config.limits.engine_start_s
-        fleet = await stack.enter_async_context(EmbeddedFleet(embedded, start_limit_s=limit_s, on_progress=tell))
+    fleet = EmbeddedFleet(embedded, start_limit_s=config.limits.engine_start_s, on_progress=tell)
+    return await stack.enter_async_context(fleet) if embedded else fleet
+
+
+def _restarts(fleet: EmbeddedFleet, alias: str) -> Callable[[], Mapping[str, int]]:
+    return lambda: {name: times for name, times in fleet.restarts.items() if name.rpartition("/")[0] == alias}
+
+
+def _addresses(config: Config, fleet: Mapping[str, EmbeddedPair]) -> Mapping[str, Sequence[PairAddress]]:
+    """Where each model's pairs are."""
     started = {
-        alias: PairAddress(pair.prefill_url, pair.decode_url, pair.bootstrap_host, pair.bootstrap_port)
+        alias: [PairAddress(pair.prefill_url, pair.decode_url, pair.bootstrap_host, pair.bootstrap_port)]
         for alias, pair in fleet.items()
     }
-    return started | {alias: address_of(model.pairs[0]) for alias, model in config.models.items() if model.pairs}
+    return started | {alias: [*map(address_of, model.pairs)] for alias, model in config.models.items() if model.pairs}
 
 
-def _pair(address: PairAddress, limits: Limits, vocabulary: int) -> SglangPair:
-    return SglangPair(address, limits=PairLimits(stall_s=limits.engine_stall_s), vocabulary=vocabulary)
+def _pool(addresses: Sequence[PairAddress], limits: Limits, vocabulary: int) -> PairPool:
+    return PairPool(
+        *addresses,
+        limits=PairLimits(stall_s=limits.engine_stall_s),
+        retries=RetrySettings(attempts=limits.engine_attempts),
+        breaker=BreakerSettings(failures=limits.breaker_failures, open_s=limits.breaker_open_s),
+        vocabulary=vocabulary,
+    )
 
 
-def _served(alias: str, pair: SglangPair, files: ModelFiles) -> ServedModel:
-    return ServedModel(alias, pair, files.tokenizer, files.context_length)
+def _served(alias: str, pool: PairPool, files: ModelFiles) -> ServedModel:
+    return ServedModel(alias, pool, files.tokenizer, files.context_length)
 
 
-async def _until_ready(pairs: Mapping[str, SglangPair], limit_s: float, tell: Callable[[str], None]) -> None:
-    """Return when every pair is healthy and its way of prefill-only is known. Raises the first EngineError."""
+async def _until_ready(pools: Mapping[str, PairPool], limit_s: float, tell: Callable[[str], None]) -> None:
+    """Return when every server is healthy and its way of prefill-only is known. Raises the first EngineError."""
     try:
         async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
-            for alias, pair in pairs.items():
-                tasks.create_task(_probe(alias, pair, tell))
+            for alias, pool in pools.items():
+                tasks.create_task(_probe(alias, pool, tell))
     except TimeoutError as error:
         raise EngineStalled(
             f"The engines were not ready within {limit_s:g} s.", remedy="Raise limits.engine_start_s."
@@ -94,19 +106,19 @@ async def _until_ready(pairs: Mapping[str, SglangPair], limit_s: float, tell: Ca
         raise failures.exceptions[0] from None
 
 
-async def _probe(alias: str, pair: SglangPair, tell: Callable[[str], None]) -> None:
-    """Wait for the pair, which may still be loading; the caller sets the limit."""
+async def _probe(alias: str, pool: PairPool, tell: Callable[[str], None]) -> None:
+    """Wait for the servers, which may still be loading; the caller sets the limit."""
     waiting = False
     while True:
         try:
-            await pair.ready()
+            await pool.ready()
             break
         except EngineError as error:
             if not waiting:
                 tell(f"model {alias}: waiting for its engines ({error})")
             waiting = True
             await asyncio.sleep(RETRY_S)
-    way = await pair.probe()
-    tell(f"model {alias} is ready; prefill-only by {way}")
-    if way == "pair":
+    ways = await pool.probe()
+    tell(f"model {alias} is ready; prefill-only by {' and '.join(sorted(set(ways)))}")
+    if "pair" in ways:
         log.warning("model %s: no prefill-only request warms the cache; one-token requests take its place", alias)

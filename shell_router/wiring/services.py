@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from shell_router.api import Services
 from shell_router.config import Config
 from shell_router.errors import ConfigError
 from shell_router.execution import Executor, Programs
-from shell_router.telemetry import Metrics, TraceStore
+from shell_router.telemetry import EngineReports, Metrics, ServerState, TraceStore
 from shell_router.topology import Topology, load_folder, load_topology
 from shell_router.wiring.cache import running_cache
 from shell_router.wiring.embedding import running_embedder
-from shell_router.wiring.models import running_models
+from shell_router.wiring.models import RunningModel, running_models
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +44,36 @@ async def running_services(
             programs=Programs(served, cache.logs, clock=clock),
             topologies=topologies,
             models=served,
-            relays={alias: model.pair for alias, model in models.items()},
+            relays={alias: model.pool for alias, model in models.items()},
             checks={
-                **{f"engine {alias}": model.healthy for alias, model in models.items()},
+                **{f"engine {alias}": model.pool.serves for alias, model in models.items()},
                 "cache": cache.healthy,
                 "embedder": embedding.loaded,
             },
             dispensable=("cache",),  # requests go on from memory
-            metrics=Metrics(cache_degraded=cache.degraded, engine_restarts=engine_restarts),
+            metrics=Metrics(cache_degraded=cache.degraded, engines=_reports(models, engine_restarts)),
             traces=TraceStore(config.traces.kept),
             clock=clock,
         )
+
+
+def _reports(models: Mapping[str, RunningModel], restarts: Callable[[], Mapping[str, int]]) -> EngineReports:
+    """What the metrics ask of the models' engines."""
+
+    def servers() -> Iterator[ServerState]:
+        for alias, model in models.items():
+            for each in model.pool.servers:
+                url = str(each.server.url)
+                yield ServerState(alias, each.server.role, url, each.running, each.failures, each.breaker.open)
+
+    def retries() -> Mapping[str, int]:
+        return {alias: model.pool.retried for alias, model in models.items()}
+
+    def all_restarts() -> Mapping[str, int]:
+        embedded = {name: times for model in models.values() for name, times in model.restarts().items()}
+        return {**restarts(), **embedded}
+
+    return EngineReports(servers, retries, all_restarts)
 
 
 def load_topologies(config: Config) -> Mapping[str, Topology]:

@@ -16,7 +16,8 @@ import pytest
 import pytest_asyncio
 
 from shell_router.core.generation import Finish, Generation, Tokens
-from shell_router.engines.pair import PairAddress, SglangPair
+from shell_router.engines.address import PairAddress
+from shell_router.engines.pool import PairPool
 from shell_router.engines.prefill_only import PREFILL_WAYS
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.errors import PromptTooLong
@@ -138,14 +139,14 @@ async def wire(starting: AbstractAsyncContextManager[PairUnderTest]) -> AsyncIte
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(wire: Wire) -> AsyncIterator[SglangPair]:
-    pair = SglangPair(wire.address)
+async def client(wire: Wire) -> AsyncIterator[PairPool]:
+    pair = PairPool(wire.address)
     await pair.probe(vocabulary=wire.under_test.vocabulary)
     yield pair
     await pair.aclose()
 
 
-async def collect(client: SglangPair, request: Generation) -> tuple[list[int], str, list[float], Finish]:
+async def collect(client: PairPool, request: Generation) -> tuple[list[int], str, list[float], Finish]:
     ids: list[int] = []
     text, logprobs, finish = "", [], None
     async for event in client.generate(request):
@@ -167,7 +168,7 @@ def generation(body: dict[str, Any]) -> Generation:
     )
 
 
-async def test_streamed_and_whole_answers_agree(wire: Wire, client: SglangPair) -> None:
+async def test_streamed_and_whole_answers_agree(wire: Wire, client: PairPool) -> None:
     ids = prompt()
     _, whole = await wire.pair(wire.body(ids))
     payloads = await wire.stream(wire.body(ids))
@@ -182,7 +183,7 @@ async def test_only_the_last_event_has_a_finish_reason(wire: Wire) -> None:
     assert [event["meta_info"]["finish_reason"] is None for event in events] == [True] * (len(events) - 1) + [False]
 
 
-async def test_counts_and_the_length_reason(wire: Wire, client: SglangPair) -> None:
+async def test_counts_and_the_length_reason(wire: Wire, client: PairPool) -> None:
     body = wire.body(prompt(33), new_tokens=7)
     _, whole = await wire.pair(body)
     meta = whole["meta_info"]
@@ -193,7 +194,7 @@ async def test_counts_and_the_length_reason(wire: Wire, client: SglangPair) -> N
     assert (finish.reason, finish.prompt_tokens, finish.completion_tokens) == ("length", 33, 7)
 
 
-async def test_log_probabilities_come_one_for_each_id(wire: Wire, client: SglangPair) -> None:
+async def test_log_probabilities_come_one_for_each_id(wire: Wire, client: PairPool) -> None:
     ids = prompt()
     _, whole = await wire.pair(wire.body(ids, return_logprob=True))
     rows = whole["meta_info"]["output_token_logprobs"]
@@ -206,7 +207,7 @@ async def test_log_probabilities_come_one_for_each_id(wire: Wire, client: Sglang
     assert logprobs == pytest.approx([logprob for logprob, _, _ in rows], abs=1e-4)
 
 
-async def test_a_stop_token_ends_the_output_and_is_its_last_id(wire: Wire, client: SglangPair) -> None:
+async def test_a_stop_token_ends_the_output_and_is_its_last_id(wire: Wire, client: PairPool) -> None:
     ids = prompt()
     _, whole = await wire.pair(wire.body(ids))
     stop = whole["output_ids"][5]
@@ -224,7 +225,7 @@ async def test_a_stop_token_ends_the_output_and_is_its_last_id(wire: Wire, clien
         assert len(found) == (first if logprobs else 0)
 
 
-async def test_a_stop_string_ends_the_output_before_it(wire: Wire, client: SglangPair) -> None:
+async def test_a_stop_string_ends_the_output_before_it(wire: Wire, client: PairPool) -> None:
     wire.under_test.needs_model()
     ids = prompt()
     _, whole = await wire.pair(wire.body(ids))
@@ -237,7 +238,7 @@ async def test_a_stop_string_ends_the_output_before_it(wire: Wire, client: Sglan
     assert (seen, finish.reason) == (stopped["text"], "stop")
 
 
-async def test_prefill_only_finds_what_was_prefilled_before(wire: Wire, client: SglangPair) -> None:
+async def test_prefill_only_finds_what_was_prefilled_before(wire: Wire, client: PairPool) -> None:
     ids = prompt(400)
     before = 0
     for end in (100, 200, 300, 400):
@@ -252,7 +253,7 @@ async def test_prefill_only_finds_what_was_prefilled_before(wire: Wire, client: 
     assert finish.cached_tokens >= 0.99 * 400
 
 
-async def test_incremental_prefill_changes_no_output(wire: Wire, client: SglangPair) -> None:
+async def test_incremental_prefill_changes_no_output(wire: Wire, client: PairPool) -> None:
     ids = prompt(60)
     _, cold = await wire.pair(wire.body(ids))
     warm = prompt(60)
@@ -285,7 +286,7 @@ async def test_an_abort_ends_the_stream_and_frees_both_servers(wire: Wire) -> No
     await wire.until_idle()
 
 
-async def test_a_caller_that_leaves_frees_both_servers(wire: Wire, client: SglangPair) -> None:
+async def test_a_caller_that_leaves_frees_both_servers(wire: Wire, client: PairPool) -> None:
     async with aclosing(client.generate(generation(wire.body(prompt(), new_tokens=1500)))) as stream:
         for _ in range(3):  # SGLang's loads show a request one step after its first token
             await anext(stream)
@@ -309,7 +310,7 @@ async def test_a_request_without_a_room_is_refused_by_both(wire: Wire) -> None:
     await wire.until_idle()
 
 
-async def test_a_prompt_over_the_context_is_refused_by_both(wire: Wire, client: SglangPair) -> None:
+async def test_a_prompt_over_the_context_is_refused_by_both(wire: Wire, client: PairPool) -> None:
     body = wire.body(prompt(wire.under_test.context_length + 1))
     for url in (wire.address.prefill_url, wire.address.decode_url):
         status, answer = await wire.post(url, "generate", body)
@@ -366,7 +367,7 @@ async def test_streamed_text_has_no_broken_characters(wire: Wire) -> None:
         assert folded(await wire.stream(wire.body(ids, new_tokens=32)))[1] == whole["text"]
 
 
-async def test_requests_together_answer_as_alone(wire: Wire, client: SglangPair) -> None:
+async def test_requests_together_answer_as_alone(wire: Wire, client: PairPool) -> None:
     bodies = [wire.body(prompt(20 + 5 * index)) for index in range(8)]
     alone = [(await wire.pair(body))[1]["output_ids"] for body in bodies]
     together = await asyncio.gather(*(collect(client, generation(body)) for body in bodies))
@@ -374,7 +375,7 @@ async def test_requests_together_answer_as_alone(wire: Wire, client: SglangPair)
     await wire.until_idle()
 
 
-async def test_a_relayed_request_gets_decodes_answer(wire: Wire, client: SglangPair) -> None:
+async def test_a_relayed_request_gets_decodes_answer(wire: Wire, client: PairPool) -> None:
     ids = prompt()
     _, whole = await wire.pair(wire.body(ids))
     sent = {"input_ids": ids, "sampling_params": wire.body(ids)["sampling_params"], "unknown": 1.50}
@@ -394,7 +395,7 @@ async def test_each_server_says_what_it_is(wire: Wire) -> None:
         assert (await wire.get(url, "server_info"))["disaggregation_mode"] == role
 
 
-async def test_loads_count_requests_and_tokens(wire: Wire, client: SglangPair) -> None:
+async def test_loads_count_requests_and_tokens(wire: Wire, client: PairPool) -> None:
     await client.ready()
     for url in (wire.address.prefill_url, wire.address.decode_url):
         for rank in (await wire.get(url, "v1/loads"))["loads"]:
@@ -405,5 +406,73 @@ async def test_loads_count_requests_and_tokens(wire: Wire, client: SglangPair) -
     assert prefill.running == decode.running == 0
 
 
-async def test_the_probe_found_a_way_to_prefill_only(client: SglangPair) -> None:
-    assert client.prefill_way in PREFILL_WAYS
+async def test_the_probe_found_a_way_to_prefill_only(client: PairPool) -> None:
+    assert set(client.prefill_ways) <= set(PREFILL_WAYS)
+
+
+async def test_the_prefills_answer_holds_one_input_log_probability_per_prompt_token_from_the_asked_start(
+    wire: Wire,
+) -> None:
+    ids = prompt(600)  # more than one chunk
+    _, plain = await wire.pair(wire.body(ids))
+    first_rows: list[list[Any]] = []
+    for start in (0, 300, 520, 599):
+        prefill, decode = await wire.pair(wire.body(ids, return_logprob=True, logprob_start_len=start))
+        assert decode["output_ids"] == plain["output_ids"]
+        rows = prefill["meta_info"]["input_token_logprobs"]
+        first_rows = first_rows or rows
+        assert [token for _, token, _ in rows] == ids[start:]
+        assert rows[0][0] is None
+        found = [logprob for logprob, _, _ in rows[1:]]
+        assert found == pytest.approx([logprob for logprob, _, _ in first_rows[start + 1 :]], abs=1e-4)
+        assert prefill["meta_info"]["cached_tokens"] == start  # what follows is computed again
+        assert decode["meta_info"]["input_token_logprobs"] == []
+
+
+async def test_an_input_log_probability_is_that_with_which_the_token_would_be_generated(wire: Wire) -> None:
+    ids = prompt()
+    _, whole = await wire.pair(wire.body(ids, return_logprob=True))
+    generated = whole["output_ids"][:-1]
+    prefill, _ = await wire.pair(wire.body([*ids, *generated], return_logprob=True, logprob_start_len=len(ids) - 1))
+    rows = prefill["meta_info"]["input_token_logprobs"]
+    assert [token for _, token, _ in rows[1:]] == generated
+    expected = [logprob for logprob, *_ in whole["meta_info"]["output_token_logprobs"][:-1]]
+    assert [logprob for logprob, *_ in rows[1:]] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("start", [{}, {"logprob_start_len": None}, {"logprob_start_len": -1}])
+async def test_without_a_start_neither_answer_holds_input_log_probabilities(
+    wire: Wire, start: dict[str, int | None]
+) -> None:
+    ids = prompt()
+    await wire.pair(wire.body(ids))
+    prefill, decode = await wire.pair(wire.body(ids, return_logprob=True, **start))
+    assert prefill["meta_info"]["input_token_logprobs"] == decode["meta_info"]["input_token_logprobs"] == []
+    assert prefill["meta_info"]["cached_tokens"] == 39
+
+
+async def test_a_start_behind_the_prompt_is_refused_by_both(wire: Wire) -> None:
+    body = wire.body(prompt(), return_logprob=True, logprob_start_len=41)
+    for url in (wire.address.prefill_url, wire.address.decode_url):
+        status, _ = await wire.post(url, "generate", body)
+        assert status == 400
+    await wire.until_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_relayed_answer_holds_its_prompts_log_probabilities(wire: Wire, client: PairPool, stream: bool) -> None:
+    ids = prompt()
+    sent = {**wire.body(ids, return_logprob=True, logprob_start_len=0, stream=stream), "rid": "5" * 32}
+    body = {name: value for name, value in sent.items() if not name.startswith("bootstrap_")}
+    async with client.forward("generate", orjson.dumps(body)) as answer:
+        relayed = b"".join([chunk async for chunk in answer.chunks])
+    payloads = (
+        [line[6:] for line in relayed.split(b"\n") if line.startswith(b"data: ")] if stream else [relayed, b"[DONE]"]
+    )
+    assert payloads.pop() == b"[DONE]"
+    outputs = [orjson.loads(payload) for payload in payloads]
+    assert len(outputs) > 0 and all(output["output_ids"] for output in outputs)
+    for output in outputs:
+        assert [token for _, token, _ in output["meta_info"]["input_token_logprobs"]] == ids
+    await client.aclose()
+    await wire.until_idle()

@@ -17,7 +17,7 @@ from shell_router.core.generation import Generation
 from shell_router.core.model import ServedModel
 from shell_router.early_exit import EarlyExit
 from shell_router.engines.embedder import HashEmbedder
-from shell_router.engines.pair import SglangPair
+from shell_router.engines.pool import PairPool
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.execution import Executor, MoaRequest
 from shell_router.topology import Topology, load_topology
@@ -36,7 +36,7 @@ class Served:
     """A running pair, its client, and a session to ask its servers beside it."""
 
     under_test: PairUnderTest
-    pair: SglangPair
+    pair: PairPool
     session: aiohttp.ClientSession
 
     @property
@@ -46,7 +46,7 @@ class Served:
 
 @asynccontextmanager
 async def client_of(under_test: PairUnderTest) -> AsyncIterator[Served]:
-    pair = SglangPair(under_test.address)
+    pair = PairPool(under_test.address)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(connector=connector) as session:
         await pair.probe(vocabulary=under_test.vocabulary)

@@ -18,7 +18,7 @@ from shell_router.engines.address import PairAddress
 from shell_router.engines.embedded.checkpoint import make_checkpoint
 from shell_router.engines.embedded.launch import EmbeddedFleet
 from shell_router.engines.embedded.settings import EmbeddedSettings
-from shell_router.engines.pair import SglangPair
+from shell_router.engines.pool import PairPool
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.execution import Executor, MoaRequest
 from shell_router.scheduling import IncrementSettings
@@ -56,7 +56,7 @@ async def families(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ma
             address = PairAddress(
                 running.prefill_url, running.decode_url, running.bootstrap_host, running.bootstrap_port
             )
-            pair = SglangPair(address)
+            pair = PairPool(address)
             stack.push_async_callback(pair.aclose)
             models[family] = ServedModel(family, pair, HfTokenizer.from_folder(folders[family]), 8192)
         yield models

@@ -38,13 +38,17 @@ class ScriptedRelay:
     error: Exception | None = None
     gate: asyncio.Event | None = None
     forwarded: list[tuple[NativeRoute, bytes]] = field(default_factory=list)
+    affinities: list[str | None] = field(default_factory=list)
     left_early: int = 0
 
     @contextlib.asynccontextmanager
-    async def forward(self, route: NativeRoute, body: bytes) -> AsyncIterator[Relayed]:
+    async def forward(
+        self, route: NativeRoute, body: bytes, *, affinity: str | None = None
+    ) -> AsyncIterator[Relayed]:
         if not body.startswith(b"{"):
             raise InvalidRequest("The body is not a JSON object.")
         self.forwarded.append((route, body))
+        self.affinities.append(affinity)
         self._ended = False
         try:
             yield Relayed(self.status, self.content_type, self._answer())

@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 
 from shell_router.core.generation import Finish, Generation, Tokens
 from shell_router.engines.address import PairAddress, PairLimits
-from shell_router.engines.pair import SglangPair
+from shell_router.engines.breaker import BreakerSettings
+from shell_router.engines.pool import PairPool
+from shell_router.engines.retries import RetrySettings
 from shell_router.engines.scripted_server import Fault, ScriptedPair, ScriptedServer, ScriptedSettings
 from shell_router.engines.scripting.script import DEFAULT_SETTINGS
 
 LIMITS = PairLimits(stall_s=5, answer_s=5, connect_s=2, abort_s=2, settle_s=1)
+ONCE = RetrySettings(attempts=1)
+NEVER_OPEN = BreakerSettings(failures=10**9)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -25,7 +29,7 @@ async def until(condition: Callable[[], object]) -> None:
 class Served:
     """The client under test and the servers behind it."""
 
-    pair: SglangPair
+    pair: PairPool
     servers: ScriptedPair
 
     def break_leg(self, leg: str, fault: Fault | None) -> None:
@@ -44,11 +48,13 @@ class Served:
 
 
 @asynccontextmanager
-async def served(settings: ScriptedSettings = DEFAULT_SETTINGS, limits: PairLimits = LIMITS) -> AsyncIterator[Served]:
-    """A running scripted pair and its client."""
+async def served(
+    settings: ScriptedSettings = DEFAULT_SETTINGS, limits: PairLimits = LIMITS, retries: RetrySettings = ONCE
+) -> AsyncIterator[Served]:
+    """A running scripted pair and its client, which makes each request once unless told otherwise."""
     async with ScriptedPair(settings) as servers:
         address = PairAddress(servers.prefill.url, servers.decode.url, "127.0.0.1", 8998)
-        pair = SglangPair(address, limits=limits)
+        pair = PairPool(address, limits=limits, retries=retries, breaker=NEVER_OPEN)
         yield Served(pair, servers)
         await pair.aclose()
 
@@ -61,7 +67,7 @@ async def apart(prefill: ScriptedSettings, decode: ScriptedSettings) -> AsyncIte
     servers.decode = ScriptedServer(decode)
     async with servers:
         address = PairAddress(servers.prefill.url, servers.decode.url, "127.0.0.1", 8998)
-        pair = SglangPair(address, limits=LIMITS)
+        pair = PairPool(address, limits=LIMITS, retries=ONCE, breaker=NEVER_OPEN)
         yield Served(pair, servers)
         await pair.aclose()
 
@@ -72,7 +78,7 @@ def generation(rid: str = "r", prompt_tokens: int = 40, new_tokens: int = 8, log
     return Generation(rid, ids, {"max_new_tokens": new_tokens, "temperature": 0}, logprobs)
 
 
-async def collect(pair: SglangPair, request: Generation) -> tuple[list[Tokens], Finish]:
+async def collect(pair: PairPool, request: Generation) -> tuple[list[Tokens], Finish]:
     """All tokens of a request, and its finish."""
     events = [event async for event in pair.generate(request)]
     assert isinstance(events[-1], Finish)

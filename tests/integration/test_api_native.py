@@ -44,6 +44,14 @@ async def test_the_model_is_named_by_header_or_field_and_must_be_known() -> None
         assert status == 400
 
 
+async def test_the_routing_key_is_the_requests_affinity() -> None:
+    relay = ScriptedRelay((b"1",))
+    async with api(relays={"small": relay}) as served:
+        await served.post("/prefill_only", {"text": "x"}, **{"x-routing-key": "chat-7"})
+        await served.post("/generate", {"text": "x"})
+    assert relay.affinities == ["chat-7", None]
+
+
 async def test_errors_before_and_after_the_head_reach_the_client() -> None:
     broken = EngineUnreachable("closed early.")
     whole = ScriptedRelay((b"{",), error=broken)
@@ -73,7 +81,7 @@ async def test_an_engine_that_does_not_end_is_given_up_at_the_limit(content_type
         (400, b'{"error": {"message": "no room", "code": 400}}', "rejected_by_engine"),
         (422, b'{"error": "no room"}', "rejected_by_engine"),
         (500, b"no room", "engine_error"),
-        (503, b'{"object": "error", "message": "no room"}', "engine_error"),
+        (503, b'{"object": "error", "message": "no room"}', "engine_unavailable"),
     ],
 )
 async def test_an_engines_error_keeps_status_and_message_in_the_shape_of_all_errors(

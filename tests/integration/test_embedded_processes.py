@@ -1,4 +1,4 @@
-"""Embedded servers as processes: they start together, end together, and never outlive their parent."""
+"""Embedded servers as processes: they start together, come back, end together, and never outlive their parent."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ import pytest
 import pytest_asyncio
 
 from shell_router.engines.embedded.checkpoint import make_checkpoint
-from shell_router.engines.embedded.launch import EmbeddedFleet, EmbeddedPair, EmbeddedServer
+from shell_router.engines.embedded.launch import START_LIMIT_S, EmbeddedFleet, EmbeddedPair, EmbeddedServer
 from shell_router.engines.embedded.settings import EmbeddedSettings
+from shell_router.engines.restarts import RestartPolicy
 from shell_router.errors import EngineUnreachable
+from tests.fakes.lines import Lines, logged
+from tests.fakes.stepped_timers import SteppedTimers
 
 LIMIT_S = 60.0
 
@@ -43,9 +46,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest_asyncio.fixture
 async def fleet(folder: str) -> AsyncIterator[EmbeddedFleet]:
-    """Two pairs of one model, so that one's decode server can work with the other's prefill server."""
-    async with EmbeddedFleet({"first": EmbeddedSettings(folder), "second": EmbeddedSettings(folder)}) as fleet:
+    """Two pairs of one model, so that one's decode server can work with the other's prefill server; none comes back."""
+    pairs = {"first": EmbeddedSettings(folder), "second": EmbeddedSettings(folder)}
+    async with EmbeddedFleet(pairs, policy=RestartPolicy(limit=0)) as fleet:
         yield fleet
+
+
+@pytest.fixture
+def lines() -> Lines:
+    return Lines()
+
+
+@pytest.fixture
+def timers() -> SteppedTimers:
+    return SteppedTimers()
+
+
+Made = Callable[[], EmbeddedFleet]
+
+
+@pytest.fixture
+def made(folder: str, lines: Lines, timers: SteppedTimers) -> Made:
+    """Makes a fleet of one pair whose restarts wait for `timers`, and which tells its steps to `lines`."""
+    return lambda: EmbeddedFleet({"only": EmbeddedSettings(folder)}, on_progress=lines, later=timers.later)
 
 
 def pair_body(pair: EmbeddedPair, **fields: Any) -> dict[str, Any]:
@@ -61,6 +84,20 @@ def pair_body(pair: EmbeddedPair, **fields: Any) -> dict[str, Any]:
 async def post(http: aiohttp.ClientSession, server: EmbeddedServer, body: dict[str, Any]) -> tuple[int, Any]:
     async with http.post(f"{server.url}/generate", json=body) as response:
         return response.status, await response.json()
+
+
+async def through_both(http: aiohttp.ClientSession, pair: EmbeddedPair) -> tuple[int, Any]:
+    """Decode's answer to a request of three tokens that goes through the whole pair."""
+    body = pair_body(pair, sampling_params={"max_new_tokens": 3, "ignore_eos": True})
+    _, answered = await asyncio.gather(post(http, pair.prefill, body), post(http, pair.decode, body))
+    return answered
+
+
+async def kill(server: EmbeddedServer) -> None:
+    """End its process without a farewell; returns when the fleet has noticed."""
+    os.kill(server.pid, signal.SIGKILL)
+    async with asyncio.timeout(LIMIT_S):
+        await server.dead.wait()
 
 
 async def process_ended(pid: int) -> None:
@@ -104,7 +141,85 @@ async def test_a_killed_prefill_server_fails_its_requests_and_leaves_decode_serv
         assert (status, answer["meta_info"]["completion_tokens"]) == (200, 3)
         assert (first.prefill.exit_code, first.alive, first.decode.alive) == (-signal.SIGKILL, False, True)
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert told.startswith(f"Embedded engine first/prefill (pid {first.prefill.pid}) was ended by SIGKILL. Restart")
+    assert told.startswith(
+        f"Embedded engine first/prefill (pid {first.prefill.pid}) was ended by SIGKILL. It ended too"
+    )
+    assert told.endswith("then restart the router.")
+    assert fleet.restarts == {"first/prefill": 0, "first/decode": 0, "second/prefill": 0, "second/decode": 0}
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+async def test_a_killed_server_comes_back_at_its_address_and_serves(
+    made: Made, lines: Lines, timers: SteppedTimers, mode: str
+) -> None:
+    async with made() as fleet, aiohttp.ClientSession() as http, asyncio.timeout(LIMIT_S):
+        pair = fleet["only"]
+        before = {**pair.servers}
+        address = (pair.prefill_url, pair.decode_url, pair.bootstrap_port)
+        assert (await through_both(http, pair))[0] == 200
+        dead = before.pop(f"only/{mode}")
+        await kill(dead)
+        assert await pair.wait_dead() is dead
+        assert timers.delays_s == [1.0]
+        timers.step(1.0)
+        await lines.with_words(f"only/{mode} is ready again")
+        assert (pair.prefill_url, pair.decode_url, pair.bootstrap_port) == address
+        assert pair.alive and not dead.alive
+        assert pair.servers[f"only/{mode}"].pid != dead.pid
+        assert pair.servers.items() >= before.items(), "the other server was left alone"
+        status, answer = await through_both(http, pair)
+        assert (status, answer["meta_info"]["completion_tokens"]) == (200, 3)
+        assert fleet.restarts == {f"only/{mode}": 1, **dict.fromkeys(before, 0)}
+        assert timers.delays_s == [], "a server that serves is not killed for being late"
+        back = pair.servers[f"only/{mode}"]
+        await kill(back)
+        assert (await pair.wait_dead(), pair.alive, back.exit_code) == (back, False, -signal.SIGKILL)
+
+
+async def test_a_restart_that_fails_or_takes_too_long_is_tried_again(
+    tmp_path: Path, lines: Lines, timers: SteppedTimers
+) -> None:
+    config = make_checkpoint(tmp_path) / "config.json"
+    pairs = {"only": EmbeddedSettings(str(tmp_path))}
+    with logged("shell_router.engines.embedded", lines):
+        async with EmbeddedFleet(pairs, on_progress=lines, later=timers.later) as fleet:
+            await kill(fleet["only"].decode)
+            config.rename(tmp_path / "away")
+            timers.step(1.0)
+            await lines.with_words("only/decode cannot start: ConfigError: ")
+            await lines.with_words(
+                "only/decode ended with code 1 before it was ready again. It is started again in 2 s"
+            )
+            assert timers.delays_s == [2.0]
+            (tmp_path / "away").rename(config)
+            timers.step(2.0)
+            timers.step(START_LIMIT_S)  # and it has only just begun to load
+            await lines.with_words("only/decode was not ready 180 s after its restart; it is killed")
+            await lines.with_words("only/decode was ended by SIGKILL before it was ready again")
+            assert timers.delays_s == [4.0]
+            timers.step(4.0)
+            await lines.with_words("only/decode is ready again")
+            assert fleet["only"].alive
+            assert fleet.restarts == {"only/prefill": 0, "only/decode": 3}
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+async def test_a_stop_during_a_restart_leaves_nothing_running_and_nothing_pending(
+    made: Made, timers: SteppedTimers, caplog: pytest.LogCaptureFixture, under_way: bool
+) -> None:
+    async with made() as fleet:
+        assert fleet.spawner_pid is not None
+        group = fleet.spawner_pid
+        await kill(fleet["only"].decode)
+        if under_way:
+            timers.step(1.0)  # the new process is asked for, and loads the model while all ends
+        assert len(timers.delays_s) == 1
+        caplog.clear()
+        await fleet.stop()
+        assert timers.delays_s == []
+        with pytest.raises(ProcessLookupError):
+            os.killpg(group, 0)
+    assert not caplog.records
 
 
 async def test_stopping_a_fleet_ends_every_server_in_order(folder: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,16 +248,21 @@ async def test_servers_end_when_their_parent_is_killed(folder: str) -> None:
             await process_ended(pid)
 
 
-async def test_servers_end_when_the_process_that_forked_them_is_killed(folder: str) -> None:
-    async with EmbeddedFleet({"only": EmbeddedSettings(folder)}) as fleet:
+async def test_servers_end_when_the_process_that_forked_them_is_killed_and_none_comes_back(
+    made: Made, timers: SteppedTimers, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with made() as fleet:
         pair = fleet["only"]
+        await kill(pair.decode)
         assert fleet.spawner_pid is not None
         os.kill(fleet.spawner_pid, signal.SIGKILL)
-        for server in (pair.prefill, pair.decode):
-            await process_ended(server.pid)
         async with asyncio.timeout(LIMIT_S):
-            await pair.wait_dead()
-        assert not pair.alive
+            await process_ended(pair.prefill.pid)
+            await pair.prefill.dead.wait()
+        assert timers.delays_s == []
+        assert (await pair.wait_dead(), pair.alive) == (pair.prefill, False)
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told.startswith("The process of all embedded engines") and "Restart the router" in told
 
 
 async def test_a_folder_that_is_no_model_fails_the_start_by_name_and_leaves_nothing(tmp_path: Path) -> None:

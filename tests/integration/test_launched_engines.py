@@ -1,7 +1,6 @@
 """Engines as processes: started, waited for, started again, stopped. The engines are small HTTP servers."""
 
 import asyncio
-import logging
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -13,13 +12,15 @@ import pytest
 
 from launch.sglang_cpu.pair import free_ports
 from shell_router.config import load_config
+from shell_router.engines.restarts import RestartPolicy
 from shell_router.errors import EngineUnreachable
-from shell_router.launching import EngineCommand, Engines, LaunchPlan, Patience, RestartPolicy, plan, running_engines
+from shell_router.launching import EngineCommand, EngineRestarts, Engines, LaunchPlan, Patience, plan, running_engines
 from tests.fakes import fake_engine
 from tests.fakes.command import survivors
+from tests.fakes.lines import Lines, logged
 
 PATIENCE = Patience(start_s=30, stop_s=10, poll_s=0.02)
-AT_ONCE = RestartPolicy(delay_s=0.001, prefill_away_s=0.001)
+AT_ONCE = EngineRestarts(RestartPolicy(delay_s=0.001), prefill_away_s=0.001)
 LIMIT_S = 30
 
 DEPLOYMENT = """
@@ -32,32 +33,6 @@ launch: {{python: {python}}}
 """
 
 Launched = Callable[..., AbstractAsyncContextManager[Engines]]
-
-
-class Lines:
-    """What the supervisor tells, to be waited for."""
-
-    def __init__(self) -> None:
-        self._lines: asyncio.Queue[str] = asyncio.Queue()
-
-    def __call__(self, line: str) -> None:
-        self._lines.put_nowait(line)
-
-    async def with_words(self, words: str) -> str:
-        """The next line that holds `words`; those before it are passed over."""
-        async with asyncio.timeout(LIMIT_S):
-            while words not in (line := await self._lines.get()):
-                pass
-        return line
-
-
-class _Into(logging.Handler):
-    def __init__(self, lines: Lines) -> None:
-        super().__init__()
-        self._lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines(record.getMessage())
 
 
 @pytest.fixture
@@ -124,10 +99,8 @@ async def test_a_dead_engine_is_started_again_and_counted(tmp_path: Path, lines:
 async def test_an_engine_over_its_limit_is_left_down_and_the_others_go_on(tmp_path: Path, lines: Lines) -> None:
     planned = launched(tmp_path)
     prefill, decode = planned.engines
-    told = _Into(lines)
-    logging.getLogger("shell_router.launching").addHandler(told)
-    try:
-        policy = replace(AT_ONCE, limit=0)
+    policy = replace(AT_ONCE, policy=RestartPolicy(limit=0))
+    with logged("shell_router.launching", lines):
         async with running_engines(planned, policy=policy, patience=PATIENCE, tell=lines) as engines:
             await end(decode)
             line = await lines.with_words("left down")
@@ -135,8 +108,6 @@ async def test_an_engine_over_its_limit_is_left_down_and_the_others_go_on(tmp_pa
             assert "m-decode.log" in line
             assert len(await pids(prefill)) == 2
             assert engines.restarts()["m/decode"] == 0
-    finally:
-        logging.getLogger("shell_router.launching").removeHandler(told)
 
 
 async def test_an_engine_that_ends_before_it_serves_is_an_error_with_its_last_words(

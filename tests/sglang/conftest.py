@@ -5,7 +5,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from shell_router.engines.pair import SglangPair
+from shell_router.engines.pool import PairPool
 from tests.fakes.pairs_under_test import PairUnderTest
 
 LAUNCHES = Path(__file__).with_name("test_launch.py")
@@ -24,9 +24,9 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @pytest_asyncio.fixture
-async def pair(real_sglang: PairUnderTest) -> AsyncIterator[SglangPair]:
+async def pair(real_sglang: PairUnderTest) -> AsyncIterator[PairPool]:
     """The router's client of the real pair, its way of prefill-only chosen."""
-    pair = SglangPair(real_sglang.address)
+    pair = PairPool(real_sglang.address)
     await pair.probe(vocabulary=real_sglang.vocabulary)
     yield pair
     await pair.aclose()

@@ -9,7 +9,7 @@ import pytest
 from agent_cache.memory import MemoryAgentPromptCache
 from shell_router.core.model import ServedModel
 from shell_router.engines.embedder import HashEmbedder
-from shell_router.engines.pair import SglangPair
+from shell_router.engines.pool import PairPool
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.execution import Executor
 from shell_router.topology import Prefill, load_folder
@@ -22,7 +22,7 @@ TOPOLOGIES = load_folder(Path("topologies"))
 PROMPTS = 4
 
 
-def executor_of(pair: SglangPair, under_test: PairUnderTest) -> Executor:
+def executor_of(pair: PairPool, under_test: PairUnderTest) -> Executor:
     """An executor that serves every alias by the one pair."""
     tokenizer = HfTokenizer.from_folder(under_test.needs_model())
     models = {
@@ -33,7 +33,7 @@ def executor_of(pair: SglangPair, under_test: PairUnderTest) -> Executor:
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 async def test_outputs_are_the_same_with_incremental_prefill_and_its_cache_is_hit(
-    pair: SglangPair, real_sglang: PairUnderTest, name: str
+    pair: PairPool, real_sglang: PairUnderTest, name: str
 ) -> None:
     executor = executor_of(pair, real_sglang)
     topology = greedy(TOPOLOGIES[name], incremental=True, new_tokens=32)
@@ -46,5 +46,5 @@ async def test_outputs_are_the_same_with_incremental_prefill_and_its_cache_is_hi
     assert_cache_is_hit(topology, with_it)
 
 
-async def test_prefill_only_goes_by_the_plugins_route(pair: SglangPair) -> None:
-    assert pair.prefill_way == "route"
+async def test_prefill_only_goes_by_the_plugins_route(pair: PairPool) -> None:
+    assert pair.prefill_ways == ("route",)

@@ -114,6 +114,12 @@ def test_an_open_address_with_keys_is_accepted(tmp_path: Path) -> None:
         ("models:\n  a: {path: x, pairs: [{prefill: a, decode: b}]}\n", 2, "http(s) URL"),
         ("models:\n  a: {path: x, pairs: [{prefill: 'http://a'}]}\n", 2, "'decode' is missing"),
         (f"models:\n  a: {{path: x, embedded: {{}}, {PAIR}}}\n", 2, "not by both"),
+        (
+            "models:\n  a: {path: x, pairs: [{prefill: 'http://a', decode: 'http://b'},"
+            " {prefill: 'http://a', decode: 'http://c', bootstrap_port: 9}]}\n",
+            2,
+            "different bootstrap hosts or ports",
+        ),
         (f"models:\n  a: {{random: {{}}, {PAIR}}}\n", 2, "pairs serve weights of their own"),
         ("models: [\n", 2, "Not valid YAML"),
         ("", 1, "empty"),

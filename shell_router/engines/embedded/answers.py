@@ -27,6 +27,7 @@ class Answer:
         self._text: list[str] = []
         self._ids: list[int] = []
         self._logprobs: list[list[Any]] = []
+        self._input_logprobs: list[list[Any]] = []
         self._completion_tokens = 0
         self.finish_reason: dict[str, Any] | None = None
 
@@ -49,6 +50,9 @@ class Answer:
 
     def _add(self, piece: Piece) -> None:
         self.finish_reason = piece.finish_reason
+        if piece.input_logprobs:
+            scored = self._request.input_ids[-len(piece.input_logprobs) :]
+            self._input_logprobs = [self._row(*each) for each in zip(piece.input_logprobs, scored, strict=True)]
         if piece.text:
             self._text.append(piece.text)
         if piece.token_id is None:
@@ -56,12 +60,11 @@ class Answer:
         self._ids.append(piece.token_id)
         self._completion_tokens += 1
         if self._request.return_logprob:
-            self._logprobs.append([piece.logprob, piece.token_id, self._token_text(piece.token_id)])
+            self._logprobs.append(self._row(piece.logprob, piece.token_id))
 
-    def _token_text(self, token_id: int) -> str | None:
-        if not self._request.return_text_in_logprobs:
-            return None
-        return self._tokenizer.decode([token_id], False)
+    def _row(self, logprob: float | None, token_id: int) -> list[Any]:
+        text = self._tokenizer.decode([token_id], False) if self._request.return_text_in_logprobs else None
+        return [logprob, token_id, text]
 
     def _meta(self, cached_tokens: int) -> dict[str, Any]:
         meta: dict[str, Any] = {
@@ -72,7 +75,7 @@ class Answer:
             "num_retractions": 0,
         }
         if self._request.return_logprob:
-            meta["input_token_logprobs"] = []
+            meta["input_token_logprobs"] = self._input_logprobs
             meta["output_token_logprobs"] = self._logprobs
             meta["output_token_logprobs_length"] = self._completion_tokens
         meta["reasoning_tokens"] = 0

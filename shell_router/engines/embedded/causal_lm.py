@@ -28,13 +28,13 @@ class CausalLm:
     model_type: str
     architectures: tuple[str, ...]
 
-    def prefill(self, prompt: PromptKv, input_ids: Tensor, start: int) -> Tensor:
-        """Compute `input_ids` `[n]` at positions from `start`; returns the last token's logits `[1, vocab]`."""
+    def prefill(self, prompt: PromptKv, input_ids: Tensor, start: int, kept: int = 1) -> Tensor:
+        """Compute `input_ids` `[n]` at positions from `start`; returns the last tokens' logits `[kept, vocab]`."""
         stop = start + input_ids.shape[0]
         prompt.window.start, prompt.window.stop = start, stop
         positions = torch.arange(start, stop, device=input_ids.device)
         mask = torch.arange(stop, device=input_ids.device) <= positions[:, None]
-        return self._forward(input_ids[None], positions[None], mask[None, None], prompt.cache)
+        return self._forward(input_ids[None], positions[None], mask[None, None], prompt.cache, kept)[0]
 
     def decode(self, slots: SlotKv, input_ids: Tensor, positions: Tensor) -> Tensor:
         """One step for rows 0 to n-1: `input_ids` `[n]` at `positions` `[n]`; returns logits `[n, vocab]`."""
@@ -44,18 +44,18 @@ class CausalLm:
             rows.index = torch.arange(rows.count, device=input_ids.device)
         rows.longest = int(positions.max()) + 1
         mask = torch.arange(rows.longest, device=input_ids.device) <= positions[:, None]
-        return self._forward(input_ids[:, None], positions[:, None], mask[:, None, None], slots.cache)
+        return self._forward(input_ids[:, None], positions[:, None], mask[:, None, None], slots.cache)[:, -1]
 
-    def _forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+    def _forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, kept: int = 1) -> Tensor:
         output = self.network(
             input_ids=input_ids,
             position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=kept,
         )
-        logits: Tensor = output.logits[:, -1]
+        logits: Tensor = output.logits
         return logits
 
 

@@ -6,93 +6,33 @@ async with EmbeddedFleet({"small": EmbeddedSettings(model_path="…")}) as fleet
 """
 
 import asyncio
-import json
 import logging
-import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from shell_router.engines.embedded.running import EmbeddedPair, EmbeddedServer
+from shell_router.engines.embedded.server_restarts import Later, ServerRestarts, call_later
 from shell_router.engines.embedded.settings import EmbeddedSettings, ServerSettings
+from shell_router.engines.embedded.spawner_client import SpawnerClient
+from shell_router.engines.restarts import DEFAULT_POLICY, RestartPolicy
 from shell_router.errors import EngineUnreachable
 
 log = logging.getLogger(__name__)
 
 START_LIMIT_S = 180.0
-STOP_LIMIT_S = 10.0
-GIVE_UP_LIMIT_S = 0.5
 RESTART_REMEDY = "Restart the router; until then requests that need it fail."
 Progress = Callable[[str], None]
-
-
-@dataclass(slots=True)
-class EmbeddedServer:
-    """One running server. `exit_code` is set, and `dead` with it, when its process has ended."""
-
-    host: str
-    pid: int
-    port: int
-    bootstrap_port: int
-    exit_code: int | None = None
-    dead: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
-
-    @property
-    def alive(self) -> bool:
-        return not self.dead.is_set()
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedPair:
-    """A running pair, made by `EmbeddedFleet`."""
-
-    settings: EmbeddedSettings
-    prefill: EmbeddedServer
-    decode: EmbeddedServer
-
-    @property
-    def prefill_url(self) -> str:
-        return self.prefill.url
-
-    @property
-    def decode_url(self) -> str:
-        return self.decode.url
-
-    @property
-    def bootstrap_host(self) -> str:
-        return self.settings.host
-
-    @property
-    def bootstrap_port(self) -> int:
-        return self.prefill.bootstrap_port
-
-    @property
-    def alive(self) -> bool:
-        return self.prefill.alive and self.decode.alive
-
-    async def wait_dead(self) -> EmbeddedServer:
-        """Wait until either server has ended, and return it."""
-        waits = {asyncio.create_task(server.dead.wait()) for server in (self.prefill, self.decode)}
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        return self.decode if self.prefill.alive else self.prefill
 
 
 class EmbeddedFleet(Mapping[str, EmbeddedPair]):
     """Several pairs by alias, started together: one process imports torch, the servers are forks of it.
 
     `start` returns when all answer, and raises `EngineUnreachable` when one cannot start or `start_limit_s` passes;
-    nothing is left running then. `on_progress` gets a line of text per step.
+    nothing is left running then. From then on a server that ends is started again on its ports, as `policy` says
+    and when `later` calls. `on_progress` gets a line of text per step.
     """
 
     def __init__(
@@ -101,15 +41,29 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
         *,
         start_limit_s: float = START_LIMIT_S,
         on_progress: Progress = lambda _: None,
+        policy: RestartPolicy = DEFAULT_POLICY,
+        later: Later = call_later,
     ) -> None:
         self._settings = dict(pairs)
         self._start_limit_s = start_limit_s
         self._on_progress = on_progress
+        self._wanted = {
+            f"{alias}/{mode}": ServerSettings(settings, mode)
+            for alias, settings in pairs.items()
+            for mode in ("prefill", "decode")
+        }
         self._pairs: dict[str, EmbeddedPair] = {}
         self._servers: dict[str, EmbeddedServer] = {}
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
+        self._spawner = SpawnerClient(self._note, self._all_dead)
+        self._restarts = ServerRestarts(
+            self._wanted,
+            policy,
+            start=self._start_server,
+            kill=self._spawner.kill_server,
+            start_limit_s=start_limit_s,
+            later=later,
+        )
 
     def __getitem__(self, alias: str) -> EmbeddedPair:
         return self._pairs[alias]
@@ -123,7 +77,12 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
     @property
     def spawner_pid(self) -> int | None:
         """The process that all servers are forks of, and that they end with; None before `start` and after `stop`."""
-        return None if self._process is None else self._process.pid
+        return self._spawner.pid
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """How often each server was started again, by "alias/mode"."""
+        return self._restarts.counts
 
     async def __aenter__(self) -> "EmbeddedFleet":
         await self.start()
@@ -137,7 +96,6 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
     async def start(self) -> None:
         try:
             async with asyncio.timeout(self._start_limit_s):
-                await self._spawn()
                 await self._until_ready()
         except TimeoutError as error:
             await self._give_up()
@@ -151,99 +109,70 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
 
     async def stop(self) -> None:
         """End all servers: SIGTERM, then SIGKILL. Calling it twice is no error."""
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            async with asyncio.timeout(STOP_LIMIT_S):
-                await process.wait()
-        except TimeoutError:
-            _signal_group(process.pid, signal.SIGKILL)
-            await process.wait()
-        if self._reader is not None:
-            await self._reader
+        self._restarts.stop()
+        await self._spawner.stop()
 
     async def _give_up(self) -> None:
-        """End a start that failed or is no longer wanted: nobody is served yet, so nothing has to end in order."""
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        _signal_group(process.pid, signal.SIGTERM)
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(GIVE_UP_LIMIT_S):
-                    await process.wait()
-        finally:
-            _signal_group(process.pid, signal.SIGKILL)
-        await process.wait()
-        if self._reader is not None:
-            await self._reader
-
-    async def _spawn(self) -> None:
-        self._on_progress("importing torch and transformers")
-        self._ready = asyncio.get_running_loop().create_future()
-        # A session of its own: Ctrl-C in the terminal is for the router, which then stops its engines in order.
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "shell_router.engines.embedded.spawner"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,
-        )
-        self._reader = asyncio.create_task(self._read_events(self._process))
-        for alias, settings in self._settings.items():
-            for mode in ("prefill", "decode"):
-                self._send({"start": f"{alias}/{mode}", "server": asdict(ServerSettings(settings, mode))})
-
-    def _send(self, command: Mapping[str, Any]) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._restarts.stop()
+        await self._spawner.give_up()
 
     async def _until_ready(self) -> None:
-        assert self._ready is not None
+        self._on_progress("importing torch and transformers")
+        self._ready = asyncio.get_running_loop().create_future()
+        await self._spawner.launch()
+        for name in self._wanted:
+            self._start_server(name)
         await self._ready
-        for alias, settings in self._settings.items():
-            prefill, decode = (self._servers[f"{alias}/{mode}"] for mode in ("prefill", "decode"))
-            self._pairs[alias] = EmbeddedPair(settings, prefill, decode)
+        self._pairs = {alias: EmbeddedPair(alias, each, self._servers) for alias, each in self._settings.items()}
 
-    async def _read_events(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        async for line in process.stdout:
-            self._note(json.loads(line))
-        self._all_dead()
+    def _start_server(self, name: str) -> None:
+        self._spawner.start_server(name, self._wanted[name])
 
     def _note(self, event: Mapping[str, Any]) -> None:
         if "ready" in event:
             self._note_ready(event["ready"], event)
         elif "failed" in event:
-            self._fail(f"Embedded server {event['failed']} cannot start: {event['message']}.")
+            self._note_failed(event["failed"], event["message"])
         elif "exited" in event:
             self._note_exit(event["exited"], event["code"])
 
     def _note_ready(self, name: str, event: Mapping[str, Any]) -> None:
-        host = self._settings[name.rpartition("/")[0]].host
-        self._servers[name] = EmbeddedServer(host, event["pid"], event["port"], event["bootstrap_port"])
-        wanted = 2 * len(self._settings)
-        self._on_progress(f"{name} is ready ({len(self._servers)} of {wanted})")
-        if len(self._servers) == wanted and self._ready is not None and not self._ready.done():
+        """Show the server, and remember its ports: it will be started again on the same."""
+        again = name in self._servers
+        ports = {"port": event["port"], "bootstrap_port": event["bootstrap_port"]}
+        self._wanted[name] = replace(self._wanted[name], **ports)
+        self._servers[name] = EmbeddedServer(self._wanted[name].pair.host, event["pid"], **ports)
+        self._restarts.ready(name)
+        if again:
+            self._on_progress(f"{name} is ready again")
+            return
+        self._on_progress(f"{name} is ready ({len(self._servers)} of {len(self._wanted)})")
+        if len(self._servers) == len(self._wanted) and self._ready is not None and not self._ready.done():
             self._ready.set_result(None)
+
+    def _note_failed(self, name: str, message: str) -> None:
+        told = f"Embedded server {name} cannot start: {message}."
+        if name in self._servers:
+            log.warning("%s", told)
+        else:
+            self._fail(told)
 
     def _note_exit(self, name: str, code: int) -> None:
         server = self._servers.get(name)
         if server is None:
             self._fail(f"Embedded server {name} ended with code {code} before it was ready.")
-            return
-        server.exit_code = code
-        server.dead.set()
-        if self._process is not None:
-            log.error("Embedded engine %s (pid %d) %s. %s", name, server.pid, how_ended(code), RESTART_REMEDY)
+        elif server.alive:
+            server.exit_code = code
+            server.dead.set()
+            self._restarts.ended(name, f"Embedded engine {name} (pid {server.pid}) {how_ended(code)}.")
+        else:
+            self._restarts.ended(name, f"Embedded engine {name} {how_ended(code)} before it was ready again.")
 
     def _all_dead(self) -> None:
         self._fail("The process that starts embedded servers ended.")
-        if self._pairs and self._process is not None:
-            log.error("The process of all embedded engines (pid %d) ended. %s", self._process.pid, RESTART_REMEDY)
+        self._restarts.stop()
+        if self._pairs and self._spawner.pid is not None:
+            log.error("The process of all embedded engines (pid %d) ended. %s", self._spawner.pid, RESTART_REMEDY)
         for server in self._servers.values():
             server.dead.set()
 
@@ -263,6 +192,4 @@ def how_ended(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def _signal_group(leader: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies is EPERM
-        os.killpg(leader, number)
+__all__ = ["START_LIMIT_S", "EmbeddedFleet", "EmbeddedPair", "EmbeddedServer"]

@@ -1,5 +1,6 @@
 """One request's output: when it ends and what each token adds to it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,15 @@ from shell_router.engines.embedded.sampler import Draw
 class Piece:
     """What one step adds: at most one token, its text, and the reason if it is the last.
 
-    `finish_reason` is SGLang's dict. Ids run through the stop token; text does not (SGLang's
-    `output_ids_through_stop` and `trim_matched_stop`).
+    `finish_reason` is SGLang's dict; `input_logprobs` are those of the prompt's last tokens, from a prefill. Ids run
+    through the stop token; text does not (SGLang's `output_ids_through_stop` and `trim_matched_stop`).
     """
 
     token_id: int | None = None
     logprob: float | None = None
     text: str = ""
     finish_reason: dict[str, Any] | None = None
+    input_logprobs: Sequence[float | None] = ()
 
 
 def abort_reason(message: str = "Aborted", status_code: int | None = None) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class PrefillService:
         async with self._admission.hold(len(request.input_ids)):
             output = new_output(request, self._lm)
             outcome: asyncio.Future[Prefilled | Failed] = asyncio.get_running_loop().create_future()
-            job = PrefillJob(request.input_ids, output.draw, request.return_logprob, outcome)
+            job = PrefillJob(request.input_ids, output.draw, request.return_logprob, request.scored_from, outcome)
             prefilled = await self._run(job, room)
             inflight.cached_tokens = prefilled.cached_tokens
             if room is not None:
@@ -95,7 +95,7 @@ class PrefillService:
                 room.offer(prefilled)
                 await asyncio.shield(room.taken)
         piece = output.accept(prefilled.token_id, prefilled.logprob)
-        return Piece(piece.token_id, piece.logprob, piece.text, HANDED_OVER)
+        return Piece(piece.token_id, piece.logprob, piece.text, HANDED_OVER, prefilled.input_logprobs)
 
     async def _run(self, job: PrefillJob, room: Room | None) -> Prefilled:
         """Compute in the model's thread, giving up when the room fails."""

@@ -12,17 +12,21 @@ from torch import Tensor
 from shell_router.engines.embedded.causal_lm import CausalLm
 from shell_router.engines.embedded.kv_layers import PromptKv
 from shell_router.engines.embedded.radix import Match, RadixCache
-from shell_router.engines.embedded.sampler import BatchSampler, Draw
+from shell_router.engines.embedded.sampler import BatchSampler, Draw, token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A computed prompt: its KV `[layers, 2, kv_heads, tokens, head_dim]` and the first output token."""
+    """A computed prompt: its KV `[layers, 2, kv_heads, tokens, head_dim]` and the first output token.
+
+    `input_logprobs` are those of the prompt's tokens from where they were asked for; the first of them has none.
+    """
 
     kv: Tensor
     cached_tokens: int
     token_id: int
     logprob: float | None
+    input_logprobs: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,19 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillJob:
-    """A prompt to compute; `outcome` is set in the event loop's thread."""
+    """A prompt to compute, and to score from `scored_from` on; `outcome` is set in the event loop's thread."""
 
     input_ids: Sequence[int]
     draw: Draw
     with_logprobs: bool
+    scored_from: int | None
     outcome: "asyncio.Future[Prefilled | Failed]"
+
+    @property
+    def reusable_tokens(self) -> int:
+        """How much of the prompt may come from the cache: logits are computed anew."""
+        last = len(self.input_ids) - 1
+        return last if self.scored_from is None else min(last, self.scored_from)
 
 
 @dataclass(slots=True)
@@ -49,6 +60,7 @@ class _Running:
     prompt: PromptKv
     match: Match
     done: int
+    input_logprobs: list[float | None]
 
 
 @dataclass(slots=True)
@@ -115,21 +127,27 @@ class PrefillWorker:
         return ((job, Failed(message)),)
 
     def _begin(self, job: PrefillJob) -> _Running:
-        match = self.cache.match(job.input_ids[:-1])
+        match = self.cache.match(job.input_ids[: job.reusable_tokens])
         self.cache.pin(match.node)
         prompt = PromptKv(self.lm.kv_shape.empty(len(job.input_ids)))
         match.copy_into(prompt.kv)
         self.counts.prompt += len(job.input_ids)
         self.counts.cached += match.length
         ids = torch.tensor(job.input_ids, device=self.lm.kv_shape.device)
-        return _Running(job, ids, prompt, match, match.length)
+        return _Running(job, ids, prompt, match, match.length, [] if job.scored_from is None else [None])
 
     def _compute_chunk(self, running: _Running) -> Tensor:
-        stop = min(running.done + self.chunk_tokens, len(running.job.input_ids))
-        logits = self.lm.prefill(running.prompt, running.ids[running.done : stop], running.done)
-        self.cache.insert(running.job.input_ids[:stop], running.prompt.kv)
+        """The logits of the chunk's last token `[1, vocab]`."""
+        job, start = running.job, running.done
+        stop = min(start + self.chunk_tokens, len(job.input_ids))
+        first = stop if job.scored_from is None else max(start, job.scored_from)
+        logits = self.lm.prefill(running.prompt, running.ids[start:stop], start, max(1, stop - first))
+        self.cache.insert(job.input_ids[:stop], running.prompt.kv)
+        if first < stop:
+            scored = running.ids[first + 1 : stop + 1]
+            running.input_logprobs += token_logprobs(logits[: len(scored)], scored)
         running.done = stop
-        return logits
+        return logits[-1:]
 
     def _finish(self, running: _Running, logits: Tensor) -> tuple[PrefillJob, Prefilled]:
         job = running.job
@@ -137,7 +155,9 @@ class PrefillWorker:
         tokens, logprobs = sampler(logits)
         self._leave(running)
         logprob = None if logprobs is None else logprobs[0]
-        return job, Prefilled(running.prompt.kv, running.match.length, tokens[0], logprob)
+        return job, Prefilled(
+            running.prompt.kv, running.match.length, tokens[0], logprob, tuple(running.input_logprobs)
+        )
 
     def _leave(self, running: _Running) -> None:
         self.cache.unpin(running.match.node)

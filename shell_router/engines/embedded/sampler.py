@@ -53,14 +53,14 @@ class BatchSampler:
         self._truncation = _Truncation.of([draws[row].params for row in self._random])
 
     def __call__(self, logits: Tensor) -> tuple[list[int], list[float] | None]:
-        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        logits = _widened(logits)
         if self._shaped:
             logits = self._shape(logits)
         tokens = logits.argmax(-1)
         if self._random:
             logits = logits / self._temperature.to(logits)
             tokens[self._random] = self._sample(logits[self._random])
-        return tokens.tolist(), _logprobs(logits, tokens) if self._with_logprobs else None
+        return tokens.tolist(), token_logprobs(logits, tokens) if self._with_logprobs else None
 
     def _shape(self, logits: Tensor) -> Tensor:
         logits = logits.clone()
@@ -134,7 +134,13 @@ def _column(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).unsqueeze(-1)
 
 
-def _logprobs(logits: Tensor, tokens: Tensor) -> list[float]:
+def token_logprobs(logits: Tensor, tokens: Tensor) -> list[float]:
+    """The log-probability of each of `tokens` `[n]` by its row of `logits` `[n, vocab]`."""
+    logits = _widened(logits)
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     logprobs: list[float] = (chosen - logits.logsumexp(-1)).tolist()
     return logprobs
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype == torch.bfloat16 else logits

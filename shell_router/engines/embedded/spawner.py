@@ -5,6 +5,7 @@ forks: it has threads and sockets. Commands and events are JSON lines on standar
 
     {"start": name, "server": {...}}  ->  {"ready": name, "pid": …, "port": …, "bootstrap_port": …}
                                       or  {"failed": name, "message": …}
+    {"kill": name}                    ->  SIGKILL to that server, if it still runs
     when a server's process ends:         {"exited": name, "code": …}
 
 The end of standard input stops everything, so nothing outlives the router however it dies.
@@ -71,11 +72,28 @@ class Spawner:
         return True
 
     def obey(self, command: dict[str, Any]) -> None:
-        name, settings = command["start"], server_settings(command["server"])
-        pid = os.fork()
-        if pid == 0:
-            self._become_server(name, settings)
-        self._names[pid] = name
+        if "kill" in command:
+            self._kill(command["kill"])
+        else:
+            self._start(command["start"], server_settings(command["server"]))
+
+    def _start(self, name: str, settings: ServerSettings) -> None:
+        # A fork forgets the signals that reach it before its first line of Python: hold back what may end it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become_server(name, settings)
+            self._names[pid] = name
+        except OSError as error:  # no memory or no process left: the other servers go on
+            report(failed=name, message=str(error))
+            report(exited=name, code=1)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def _kill(self, name: str) -> None:
+        for pid in (pid for pid, running in self._names.items() if running == name):
+            _signal(pid, signal.SIGKILL)
 
     def stop_all(self) -> None:
         """SIGTERM to every child, SIGKILL after a limit."""
@@ -87,6 +105,7 @@ class Spawner:
             time.sleep(0.02)
         for pid in self._names:
             _signal(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
     def reap(self) -> None:
         for pid in list(self._names):
@@ -101,6 +120,7 @@ class Spawner:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             _name_process(name)
             os.close(self._lifeline[1])
             _end_with(self._lifeline[0])

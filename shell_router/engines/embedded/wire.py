@@ -39,7 +39,10 @@ class ContractViolation(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request, checked; `input_ids` are given or tokenized from `text`."""
+    """One request, checked; `input_ids` are given or tokenized from `text`.
+
+    `scored_from` is the first prompt token whose log probability is asked for.
+    """
 
     rid: str
     input_ids: tuple[int, ...]
@@ -48,6 +51,7 @@ class GenerateRequest:
     stream: bool
     return_logprob: bool
     return_text_in_logprobs: bool
+    scored_from: int | None
     bootstrap_host: str | None
     bootstrap_port: int | None
     bootstrap_room: int | None
@@ -97,6 +101,7 @@ def read_request(body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestL
         stream=bool(body.get("stream")),
         return_logprob=bool(body.get("return_logprob")),
         return_text_in_logprobs=bool(body.get("return_text_in_logprobs")),
+        scored_from=_scored_from(body, len(input_ids)),
         bootstrap_host=body.get("bootstrap_host"),
         bootstrap_port=body.get("bootstrap_port"),
         bootstrap_room=body.get("bootstrap_room"),
@@ -140,6 +145,20 @@ def _check_lengths(prompt: int, wanted: int | None, limits: RequestLimits) -> No
         )
 
 
+def _scored_from(body: Mapping[str, Any], prompt: int) -> int | None:
+    start = body.get("logprob_start_len")
+    if not body.get("return_logprob") or start in (None, -1, prompt):
+        return None
+    if start > prompt:
+        raise InvalidRequest(
+            f"logprob_start_len={start} is higher than the number of input tokens {prompt}. "
+            "Please use a smaller logprob_start_len."
+        )
+    if start < -1:
+        raise InvalidRequest(f"logprob_start_len={start} is below -1.")
+    return int(start)
+
+
 def _max_new_tokens(prompt: int, sampling: SamplingParams, limits: RequestLimits) -> int:
     room = min(limits.context_length, limits.max_total_tokens) - prompt
     return room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
@@ -180,6 +199,7 @@ _CONTRACT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "stream": (_is_flag, "true or false"),
     "return_logprob": (_is_flag, "true or false"),
     "return_text_in_logprobs": (_is_flag, "true or false"),
+    "logprob_start_len": (_is_integer, "an integer (one request per body)"),
     "priority": (_is_integer, "an integer"),
     "bootstrap_host": (_is_text, "a string"),
     "bootstrap_port": (_is_integer, "an integer"),

@@ -27,9 +27,9 @@ class Carrier(Protocol):
 class Exchange:
     """An answer as it comes, for one reader at a time.
 
-    `status` is 0 until the answer's head has come. `ended` is called once, with the answer complete or failed, unless
-    the exchange was closed before. Without a byte for `quiet_s` while somebody reads, it fails with TimeoutError.
-    With `held_bytes` None everything is kept until it is read.
+    `status` is 0 until the answer's head has come. `ended` is called once: the answer is complete, or it failed, as it
+    also does when its reader leaves before. Without a byte for `quiet_s` while somebody reads, it fails with
+    TimeoutError. With `held_bytes` None everything is kept until it is read.
     """
 
     __slots__ = (
@@ -107,7 +107,6 @@ class Exchange:
 
     def close(self) -> None:
         """The reader leaves: unless the answer was complete, its connection is broken. Harmless when repeated."""
-        self._ended = None
         self.fail(ConnectionAbortedError("its reader has left"))
 
     async def _news(self) -> None:

@@ -116,7 +116,8 @@ class Player:
             step(run)
 
     def _prefill(self, run: ScriptedRun, *, warms: bool) -> None:
-        run.cached_tokens = self._cache.cached_tokens(run.prompt)
+        # as in SGLang, tokens to be scored are computed although they are cached
+        run.cached_tokens = min(self._cache.cached_tokens(run.prompt), run.scored_from)
         run.first_token_only()
         self._after(self._prefill_s(run), run, self._warm_and_answer if warms else self._answer_prefill)
 

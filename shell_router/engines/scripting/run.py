@@ -2,6 +2,7 @@
 
 import time
 import zlib
+from array import array
 from typing import Any
 
 import orjson
@@ -22,7 +23,10 @@ def scripted_id(seed: int, position: int, vocabulary: int) -> int:
 
 
 class ScriptedRun:
-    """One request that has been accepted. Its output is a function of its prompt and its sampling parameters."""
+    """One request that has been accepted. Its output is a function of its prompt and its sampling parameters.
+
+    `scored_from` is the first prompt token whose log probability is asked for, or the prompt's length for none.
+    """
 
     def __init__(self, exchange: Exchange, body: dict[str, Any], settings: ScriptedSettings) -> None:
         self.exchange = exchange
@@ -39,6 +43,7 @@ class ScriptedRun:
         self.ended = False
         self._logprobs = body.get("return_logprob") is True
         self._logprob_text = body.get("return_text_in_logprobs") is True
+        self.scored_from = self._read_start(body.get("logprob_start_len"))
         self._plan(body.get("sampling_params") or {})
 
     def _plan(self, sampling: dict[str, Any]) -> None:
@@ -61,6 +66,13 @@ class ScriptedRun:
             self._reason = {"type": "stop", "matched": self.ids[first]}
             del self.ids[first + 1 :]
 
+    def _read_start(self, start: object) -> int:
+        if not self._logprobs or start in (None, -1):
+            return self.prompt_tokens
+        if not isinstance(start, int) or not 0 <= start <= self.prompt_tokens:
+            raise BadRequest(f"logprob_start_len must be -1 or at most {self.prompt_tokens}, got {start}.")
+        return start
+
     def output(self, start: int, end: int, reason: dict[str, Any] | None) -> dict[str, Any]:
         """Output tokens `start` to `end` as SGLang writes them."""
         ids = self.ids[start:end]
@@ -73,12 +85,19 @@ class ScriptedRun:
             "cached_tokens": self.cached_tokens,
         }
         if self._logprobs:
-            meta["output_token_logprobs"] = [
-                (-(token % 97 + 1) / 100, token, _text(token) if self._logprob_text else None) for token in ids
-            ]
+            meta["input_token_logprobs"] = self._input_logprobs() if self.settings.role == "prefill" else []
+            meta["output_token_logprobs"] = [self._scored(token) for token in ids]
         if self.settings.stamped:
             meta["sent_s"] = time.monotonic()
         return {"text": "".join(map(_text, shown)), "output_ids": ids, "meta_info": meta}
+
+    def _input_logprobs(self) -> list[tuple[float | None, int, str | None]]:
+        """As SGLang, which has no log probability for the first."""
+        scored = [self._scored(token) for token in array("q", self.prompt)[self.scored_from :]]
+        return [(None, token, text) for _, token, text in scored[:1]] + scored[1:]
+
+    def _scored(self, token: int) -> tuple[float | None, int, str | None]:
+        return -(token % 97 + 1) / 100, token, _text(token) if self._logprob_text else None
 
     def events(self, until: int) -> list[bytes]:
         """The stream's events for the tokens not yet sent before `until`, the finish with the last."""

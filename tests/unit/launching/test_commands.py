@@ -109,6 +109,30 @@ def test_a_deployment_with_nothing_to_start_is_refused(tmp_path: Path) -> None:
         planned(tmp_path, "models: {m: {random: {}}}\n")
 
 
+SHARED = """\
+models:
+  m:
+    path: /models/m
+    pairs:
+      - {prefill: 'http://h:1', decode: 'http://h:2', bootstrap_port: 3, launch: {decode_gpus: [2]}}
+      - {prefill: 'http://h:4', decode: 'http://h:2', bootstrap_port: 5, launch: {prefill_gpus: [1], decode_gpus: [%d]}}
+"""
+
+
+def test_an_engine_that_two_pairs_share_is_started_once(tmp_path: Path) -> None:
+    engines = planned(tmp_path, SHARED % 2).engines
+    assert [(engine.name, engine.ports) for engine in engines] == [
+        ("m-1/prefill", (1, 3)),
+        ("m-1/decode", (2,)),
+        ("m-2/prefill", (4, 5)),
+    ]
+
+
+def test_an_engine_that_two_pairs_would_launch_differently_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"models.m.pairs\[1\] launches a decode engine .* other decode_gpus"):
+        planned(tmp_path, SHARED % 3)
+
+
 def test_pairs_without_launch_are_left_to_others(tmp_path: Path) -> None:
     other = "  n: {path: /n, pairs: [{prefill: 'http://127.0.0.1:8', decode: 'http://127.0.0.1:9'}]}\n"
     assert [engine.name for engine in planned(tmp_path, MODEL + PAIR % "" + other).engines] == ["m/prefill", "m/decode"]

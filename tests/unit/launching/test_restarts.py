@@ -1,30 +1,15 @@
-"""When a dead engine is started again."""
+"""When a launched engine is started again."""
 
-from shell_router.launching import RestartPolicy
+from shell_router.engines.restarts import RestartPolicy
+from shell_router.launching import EngineRestarts
 
-POLICY = RestartPolicy(limit=3, delay_s=1.0, window_s=100.0, prefill_away_s=5.0)
-
-
-def test_each_restart_waits_twice_as_long_as_the_one_before() -> None:
-    assert [POLICY.next_delay_s("decode", [0.0] * times, 1.0) for times in range(3)] == [1.0, 2.0, 4.0]
+RESTARTS = EngineRestarts(RestartPolicy(limit=3, delay_s=1.0, window_s=100.0), prefill_away_s=5.0)
 
 
-def test_the_wait_is_never_longer_than_a_minute() -> None:
-    assert RestartPolicy(limit=100).next_delay_s("decode", [0.0] * 90, 1.0) == 60.0
-
-
-def test_an_engine_that_keeps_dying_is_left_down() -> None:
-    assert POLICY.next_delay_s("decode", [0.0, 10.0, 20.0], 30.0) is None
-
-
-def test_deaths_of_long_ago_are_forgotten() -> None:
-    assert POLICY.next_delay_s("decode", [0.0, 10.0, 20.0], 105.0) == 4.0
-
-
-def test_a_limit_of_zero_never_restarts() -> None:
-    assert RestartPolicy(limit=0).next_delay_s("decode", [], 0.0) is None
+def test_a_decode_waits_as_its_policy_says() -> None:
+    assert [RESTARTS.next_delay_s("decode", [0.0] * times, 1.0) for times in range(4)] == [1.0, 2.0, 4.0, None]
 
 
 def test_a_prefill_stays_away_until_its_decode_has_forgotten_it() -> None:
-    assert POLICY.next_delay_s("prefill", [], 0.0) == 5.0
-    assert RestartPolicy(delay_s=8.0).next_delay_s("prefill", [], 0.0) == 8.0
+    assert [RESTARTS.next_delay_s("prefill", [0.0] * times, 1.0) for times in range(4)] == [5.0, 5.0, 5.0, None]
+    assert EngineRestarts(RestartPolicy(delay_s=8.0)).next_delay_s("prefill", [], 0.0) == 8.0

@@ -9,7 +9,8 @@ import pytest
 
 from shell_router.core.generation import Finish, Generation, Tokens
 from shell_router.engines.address import PairLimits
-from shell_router.engines.pair import SglangPair
+from shell_router.engines.loads import Load
+from shell_router.engines.pool import PairPool
 from shell_router.engines.scripted_server import ScriptedSettings
 from shell_router.errors import EngineRejected, InvalidRequest, PromptTooLong
 from tests.fakes.scripted_pair import apart, collect, generation, served, until
@@ -90,7 +91,7 @@ async def test_a_prefill_answer_that_never_comes_costs_the_count_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with apart(ScriptedSettings(prefill_s=30), ScriptedSettings()) as at:
-        pair = SglangPair(at.pair.address, limits=PairLimits(settle_s=0.01))
+        pair = PairPool(*at.pair.addresses, limits=PairLimits(settle_s=0.01))
         _, finish = await collect(pair, generation("lone"))
         assert finish.cached_tokens == 0
         assert "without the prefill engine" in caplog.text
@@ -120,8 +121,8 @@ async def test_prefill_only_warms_the_cache_and_says_so() -> None:
 )
 async def test_the_probe_finds_the_way_that_warms(warms: tuple[str, ...], way: str) -> None:
     async with served(ScriptedSettings(warms=warms)) as at:  # type: ignore[arg-type]
-        assert await at.pair.probe() == way
-        assert at.pair.prefill_way == way
+        assert await at.pair.probe() == (way,)
+        assert at.pair.prefill_ways == (way,)
         await at.pair.prefill(generation("a", prompt_tokens=100))
         assert (await at.pair.prefill(generation("b", prompt_tokens=120))).cached_tokens == 100
         await at.idle()
@@ -136,7 +137,7 @@ async def test_a_cache_that_nothing_warms_is_named_with_its_remedy() -> None:
 async def test_loads_and_health_are_read_from_both_servers() -> None:
     async with served(ScriptedSettings(token_s=5)) as at:
         await at.pair.ready()
-        assert await at.pair.running() == 0
+        assert await at.pair.loads() == (Load(0, 0), Load(0, 0))
         stream = at.pair.generate(generation())
         await anext(stream)
         prefill, decode = await at.pair.loads()

@@ -6,7 +6,7 @@ import pytest
 
 from shell_router.core.generation import Generation
 from shell_router.engines.address import PairAddress, PairLimits
-from shell_router.engines.pair import SglangPair
+from shell_router.engines.pool import PairPool
 from shell_router.engines.scripted_server import Fault, ScriptedSettings
 from tests.fakes.scripted_pair import Served, collect, generation, served, until
 
@@ -84,7 +84,11 @@ async def test_a_prefill_only_request_is_aborted() -> None:
         task = asyncio.create_task(at.pair.prefill(generation("99999999999999999999999999999999")))
         await until(lambda: at.servers.prefill.running == 1)
         await cancelled(task)
-        await nothing_is_left(at, "99999999999999999999999999999999")
+        await at.pair.aclose()
+        assert at.servers.prefill.aborted == ["99999999999999999999999999999999"]
+        assert at.servers.decode.requests == 0
+        await at.idle()
+        await at.quiet()
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
@@ -127,7 +131,7 @@ async def test_connections_to_servers_that_never_answer_are_closed() -> None:
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     limits = PairLimits(abort_s=0.05)
     async with server:
-        pair = SglangPair(PairAddress(url, url, "127.0.0.1", 1), limits=limits)
+        pair = PairPool(PairAddress(url, url, "127.0.0.1", 1), limits=limits)
         task = asyncio.create_task(collect(pair, generation("99999999999999999999999999999999")))
         await until(lambda: opened == 2)
         await cancelled(task)

@@ -7,7 +7,7 @@ import pytest
 
 from shell_router.core.generation import Tokens
 from shell_router.engines.address import PairAddress, PairLimits
-from shell_router.engines.pair import SglangPair
+from shell_router.engines.pool import PairPool
 from shell_router.engines.scripted_server import Fault, ScriptedSettings
 from shell_router.errors import EngineError, EngineRejected, EngineStalled, EngineUnreachable
 from tests.fakes.scripted_pair import apart, collect, generation, served, until
@@ -169,7 +169,7 @@ async def test_a_url_that_is_no_engine_is_named() -> None:
     async with served() as at:
         address = PairAddress(at.servers.decode.url, at.servers.decode.url, "127.0.0.1", 1)
         with pytest.raises(EngineRejected) as failed:
-            await SglangPair(address).prefill(generation())
+            await PairPool(address).prefill(generation())
         assert failed.value.status == 404
 
 

@@ -1,0 +1,65 @@
+"""What a server says about itself, asked once before it is used."""
+
+import logging
+from dataclasses import dataclass
+
+import orjson
+
+from shell_router.engines.server_client import ServerClient
+from shell_router.engines.wire import broken_wire
+from shell_router.errors import EngineRejected
+
+log = logging.getLogger(__name__)
+
+CONTRACT = 1
+"""The SGLang plugin's contract that this router knows (`sglang_plugin.routes.CONTRACT`)."""
+NOT_FOUND = 404
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a server tells. `contract` is the SGLang plugin's, None where there is no plugin."""
+
+    disaggregation_mode: str | None = None
+    sglang_version: str = "of unknown version"
+    contract: int | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether what the plugin adds, if there is one, means what this router takes it to mean."""
+        return self.contract in (None, CONTRACT)
+
+    def __str__(self) -> str:
+        plugin = "no plugin" if self.contract is None else f"plugin with contract {self.contract}"
+        return f"SGLang {self.sglang_version}, {plugin}"
+
+
+async def introduced(server: ServerClient) -> Capabilities:
+    """What `server` offers. Raises EngineRejected where its role is another than it is named for, and EngineError."""
+    found = await _asked(server)
+    if found.disaggregation_mode not in (None, server.server.role):
+        raise EngineRejected(
+            f"The {server} says that its disaggregation mode is {found.disaggregation_mode}.",
+            status=501,
+            remedy="Correct the pair's URLs, or start it with --disaggregation-mode.",
+        )
+    log.info("%s: %s", server, found)
+    if not found.known:
+        log.warning("%s: this router knows contract %d, so the plugin's route is left alone", server, CONTRACT)
+    return found
+
+
+async def _asked(server: ServerClient) -> Capabilities:
+    limit_s = server.limits.connect_s
+    try:
+        answer = await server.get("shell_router/capabilities", limit_s=limit_s)
+    except EngineRejected as refusal:
+        if refusal.status != NOT_FOUND:
+            raise
+        answer = await server.get("model_info", limit_s=limit_s)
+    try:
+        found = orjson.loads(answer)
+        known = {name: found[name] for name in Capabilities.__slots__ if name in found}
+        return Capabilities(**known)
+    except (orjson.JSONDecodeError, TypeError) as error:
+        raise broken_wire(str(server), f"{answer[:200]!r}") from error

@@ -1,0 +1,56 @@
+"""Which of several servers takes a request."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+
+from shell_router.engines.server_client import ServerClient
+from shell_router.errors import EngineUnavailable
+
+KEPT_HOMES = 65_536
+"""Prompts whose server is remembered; one that is still being filled has been used a moment ago."""
+
+
+class ServerChoice:
+    """The servers of one role of a model; each serves every request, but not equally fast.
+
+    A server's breaker and requests under way decide; between equals, the one that was chosen longest ago.
+    """
+
+    def __init__(self, servers: Sequence[ServerClient], clock: Callable[[], float]) -> None:
+        self.servers = tuple(servers)
+        self._in_turn = list(servers)
+        self._clock = clock
+        self._homes: OrderedDict[str, ServerClient] = OrderedDict()
+
+    def pick(self, *, affinity: str | None = None, avoid: Collection[ServerClient] = ()) -> ServerClient:
+        """The server to send to, not one of `avoid` if another serves; requests of one `affinity` keep theirs.
+
+        Raises EngineUnavailable while the breakers of all are open.
+        """
+        now_s = self._clock()
+        serving = [server for server in self._in_turn if not server.breaker.wait_s(now_s)]
+        if not serving:
+            raise self._unavailable(now_s)
+        wanted = [server for server in serving if server not in avoid] or serving
+        home = self._homes.get(affinity) if affinity is not None else None
+        chosen = home if home in wanted else min(wanted, key=lambda server: server.running)
+        self._in_turn.remove(chosen)
+        self._in_turn.append(chosen)
+        chosen.breaker.tried(now_s)
+        if affinity is not None and len(self.servers) > 1:
+            self._settle(affinity, chosen)
+        return chosen
+
+    def _settle(self, affinity: str, server: ServerClient) -> None:
+        self._homes[affinity] = server
+        self._homes.move_to_end(affinity)
+        if len(self._homes) > KEPT_HOMES:
+            self._homes.popitem(last=False)
+
+    def _unavailable(self, now_s: float) -> EngineUnavailable:
+        wait_s = min(server.breaker.wait_s(now_s) for server in self.servers)
+        named = " and the ".join(map(str, self.servers))
+        return EngineUnavailable(
+            f"The {named} failed again and again; no request is sent there for another {wait_s:.1f} s.",
+            remedy="Look at the engine's log, and ask again later.",
+        )

@@ -1,0 +1,53 @@
+"""What servers say of their own load and health."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from shell_router.engines.server_client import ServerClient
+from shell_router.engines.wire import broken_wire
+from shell_router.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests on one or several servers, summed over their data-parallel ranks."""
+
+    running: int
+    waiting: int
+
+
+async def load_of(servers: Sequence[ServerClient]) -> Load:
+    """The requests that these servers report by `/v1/loads`. Raises EngineError."""
+    found = await asyncio.gather(*map(_reported, servers))
+    return Load(sum(load.running for load in found), sum(load.waiting for load in found))
+
+
+async def _reported(server: ServerClient) -> Load:
+    body = await server.get("v1/loads", limit_s=server.limits.stall_s)
+    try:
+        ranks = orjson.loads(body)["loads"]
+        running = sum(rank["num_running_reqs"] for rank in ranks)
+        return Load(running, sum(rank["num_waiting_reqs"] for rank in ranks))
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise broken_wire(str(server), f"{body[:200]!r}") from error
+
+
+async def require_healthy(server: ServerClient, limit_s: float) -> None:
+    """Return when `server` says that it is healthy; raises EngineError."""
+    await server.get("health", limit_s=limit_s)
+
+
+async def any_healthy(servers: Sequence[ServerClient], limit_s: float) -> bool:
+    """Whether at least one of `servers` says that it is healthy."""
+    return any(await asyncio.gather(*(_is_healthy(server, limit_s) for server in servers)))
+
+
+async def _is_healthy(server: ServerClient, limit_s: float) -> bool:
+    try:
+        await require_healthy(server, limit_s)
+    except EngineError:
+        return False
+    return True

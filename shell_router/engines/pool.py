@@ -1,0 +1,170 @@
+"""The client of a model's prefill and decode servers: SGLang's, or embedded ones, which speak the same wire format."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
+
+import orjson
+
+from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
+from shell_router.core.relay import NativeRoute, Relayed
+from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits, random_room
+from shell_router.engines.answer import answer
+from shell_router.engines.breaker import DEFAULT_BREAKER, BreakerSettings
+from shell_router.engines.capabilities import introduced
+from shell_router.engines.http import HttpClient
+from shell_router.engines.legs import LegBodies, Legs
+from shell_router.engines.loads import Load, any_healthy, load_of, require_healthy
+from shell_router.engines.pairing import Attempts, Pair, Pairing
+from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
+from shell_router.engines.relay import PairRelay
+from shell_router.engines.retries import DEFAULT_RETRIES, RetrySettings
+from shell_router.engines.server_client import ServerClient, Transport
+from shell_router.engines.task_owner import TaskOwner
+from shell_router.engines.wire import body_fields
+from shell_router.errors import EngineError
+
+HEALTH_LIMIT_S = 10.0
+
+
+def random_rid() -> str:
+    """A fresh request id."""
+    return f"{random.getrandbits(128):032x}"
+
+
+class PairPool:
+    """The prefill-decode pairs of one model as an `Engine` and a `Relay`.
+
+    Any prefill server works with any decode server. Requests of one affinity keep their prefill server; else the server
+    with the fewest requests takes the next. A request that fails before its first token is sent again, elsewhere where
+    there is an elsewhere. It opens as many connections as requests run at a time, and keeps them for the next ones.
+
+    `room` gives fresh bootstrap rooms below 2^63, `rid` fresh request ids, none of which begins with another; `draw` is
+    uniform in [0, 1), `clock` monotonic seconds. With `vocabulary` relayed token ids are checked against it.
+    """
+
+    def __init__(
+        self,
+        *addresses: PairAddress,
+        limits: PairLimits = DEFAULT_LIMITS,
+        retries: RetrySettings = DEFAULT_RETRIES,
+        breaker: BreakerSettings = DEFAULT_BREAKER,
+        room: Callable[[], int] = random_room,
+        rid: Callable[[], str] = random_rid,
+        draw: Callable[[], float] = random.random,
+        clock: Callable[[], float] = time.monotonic,
+        vocabulary: int | None = None,
+    ) -> None:
+        if not addresses:
+            raise ValueError("a pool has at least one pair")
+        self.addresses = addresses
+        self.retried = 0
+        self._limits = limits
+        self._retries = retries
+        self._draw = draw
+        self._tasks = TaskOwner()
+        self._http = HttpClient(connect_s=limits.connect_s)
+        self._pairing = Pairing(addresses, Transport(self._http, self._tasks, limits, breaker, clock), room)
+        self._prefill_only = {
+            server: PrefillOnly(server, bootstrap, self._by_pair_with(server), rid)
+            for server, bootstrap in self._pairing.bootstraps.items()
+        }
+        self._relay = PairRelay(self._pairing, self._prefill_only, self._attempts, rid, vocabulary)
+
+    @property
+    def servers(self) -> tuple[ServerClient, ...]:
+        """The servers, each with what is known of it: prefill servers first."""
+        return self._pairing.servers
+
+    @property
+    def prefill_ways(self) -> tuple[PrefillWay, ...]:
+        """How each prefill server makes prefill-only requests: `route` until `probe` has found out."""
+        return tuple(only.way for only in self._prefill_only.values())
+
+    async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
+        """See `Engine.generate`. Raises PromptTooLong where the engine says so."""
+        attempts, asked = self._attempts(request.affinity), request
+        while True:
+            legs = self._legs(asked, attempts.pick())
+            begun = False
+            try:
+                async with aclosing(answer(legs, logprobs=request.logprobs)) as events:
+                    async for event in events:
+                        begun = True
+                        yield event
+                return
+            except EngineError as error:
+                if begun:
+                    raise
+                await attempts.failed(error, legs.suspects)
+            # engines abort whatever begins with the id of an attempt before, so that stands last
+            asked = replace(request, rid=f"{attempts.made}.{request.rid}")
+
+    def _legs(self, request: Generation, pair: Pair) -> Legs:
+        """The prefill leg is not streamed: its errors then come as HTTP statuses."""
+        opened = orjson.dumps({**body_fields(request), **pair.bootstrap.fields()})[:-1]
+        prefill, decode = opened + b',"stream":false}', opened + b',"stream":true}'
+        return Legs(pair.prefill, pair.decode, LegBodies((request.rid,), prefill, decode, self._limits.stall_s))
+
+    def _attempts(self, affinity: str | None) -> Attempts:
+        return Attempts(self._pairing, affinity, self._retries, self._draw, self._count_retry)
+
+    def _count_retry(self) -> None:
+        self.retried += 1
+
+    async def prefill(self, request: Generation) -> Prefilled:
+        """See `Engine.prefill`. It is made once, in its server's way: a failure costs no more than the overlap."""
+        return await self._prefill_only[self._pairing.prefills.pick(affinity=request.affinity)].prefill(request)
+
+    def _by_pair_with(self, prefill: ServerClient) -> Callable[[Generation], Awaitable[Prefilled]]:
+        async def by_pair(request: Generation) -> Prefilled:
+            legs = self._legs(request, self._pairing.with_prefill(prefill))
+            async with aclosing(answer(legs, logprobs=False)) as events:
+                async for event in events:
+                    if isinstance(event, Finish):
+                        return Prefilled(event.prompt_tokens, event.cached_tokens)
+            raise AssertionError("an answer ends with a Finish or raises")
+
+        return by_pair
+
+    async def probe(self, *, tokens: int = 256, vocabulary: int = 256) -> tuple[PrefillWay, ...]:
+        """Ask every server what it is, and find each prefill server's first way of prefill-only that warms its cache.
+
+        Each way is tried with a prompt of `tokens` fresh random ids below `vocabulary`, sent twice. Raises
+        EngineRejected when no way warms anything or a server has another role, EngineUnreachable or EngineStalled when
+        one does not serve.
+        """
+        found = await asyncio.gather(*map(introduced, self.servers))
+        for server, capabilities in zip(self.servers, found, strict=True):
+            if server in self._prefill_only:
+                await self._prefill_only[server].probe(tokens, vocabulary, route=capabilities.known)
+        return self.prefill_ways
+
+    def forward(
+        self, route: NativeRoute, body: bytes, *, affinity: str | None = None
+    ) -> AbstractAsyncContextManager[Relayed]:
+        """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
+        return self._relay.forward(route, body, affinity)
+
+    async def loads(self) -> tuple[Load, Load]:
+        """The requests that the servers report: prefill's, then decode's. Raises EngineError."""
+        pairing = self._pairing
+        prefill, decode = await asyncio.gather(load_of(pairing.prefills.servers), load_of(pairing.decodes.servers))
+        return prefill, decode
+
+    async def ready(self, *, limit_s: float = HEALTH_LIMIT_S) -> None:
+        """Return when every server says that it is healthy; raises EngineError for the first that does not."""
+        await asyncio.gather(*(require_healthy(server, limit_s) for server in self.servers))
+
+    async def serves(self, *, limit_s: float = HEALTH_LIMIT_S) -> bool:
+        """Whether at least one server of each role says that it is healthy."""
+        roles = (self._pairing.prefills.servers, self._pairing.decodes.servers)
+        return all(await asyncio.gather(*(any_healthy(servers, limit_s) for servers in roles)))
+
+    async def aclose(self) -> None:
+        """Wait, within the abort limit, for the aborts and legs that still end, and close idle connections."""
+        await self._tasks.aclose(self._limits.abort_s)
+        await self._http.aclose(self._limits.abort_s)

@@ -1,0 +1,190 @@
+"""Several prefill and decode servers of one model: who gets what, and who is left alone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from shell_router.core.generation import Generation
+from shell_router.engines.address import PairAddress, PairLimits
+from shell_router.engines.breaker import BreakerSettings
+from shell_router.engines.pool import PairPool, random_rid
+from shell_router.engines.scripted_server import Fault, ScriptedServer, ScriptedSettings
+from shell_router.errors import EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable
+from tests.fakes.scripted_pair import ONCE, collect, generation
+from tests.fakes.scripted_pool import BREAKER, ScriptedPool, scripted_pool
+
+
+def requests(servers: Sequence[ScriptedServer]) -> list[int]:
+    return [server.requests for server in servers]
+
+
+def of(affinity: str, prompt_tokens: int = 40) -> Generation:
+    return replace(generation(f"{affinity}-{prompt_tokens}", prompt_tokens), affinity=affinity)
+
+
+async def fails(at: ScriptedPool, error: type[Exception], times: int = 1) -> None:
+    for _ in range(times):
+        with pytest.raises(error):
+            await collect(at.pool, generation(random_rid()))
+
+
+@asynccontextmanager
+async def impatient() -> AsyncIterator[tuple[ScriptedPool, PairPool]]:
+    """A client that waits 50 ms for a sign of life, and whose breakers open at once."""
+    async with scripted_pool() as at:
+        limits, breaker = PairLimits(stall_s=0.05, abort_s=2), BreakerSettings(failures=1, open_s=BREAKER.open_s)
+        pool = PairPool(*at.pool.addresses, limits=limits, breaker=breaker, clock=lambda: at.now_s)
+        yield at, pool
+        await pool.aclose()
+
+
+async def test_requests_at_once_are_spread_over_the_servers_of_each_role() -> None:
+    async with scripted_pool(2, 3, ScriptedSettings(token_s=0.01)) as at:
+        await asyncio.gather(*(collect(at.pool, generation(f"r{index}")) for index in range(12)))
+        assert requests(at.prefills) == [6, 6]
+        assert requests(at.decodes) == [4, 4, 4]
+
+
+async def test_requests_one_after_the_other_take_turns() -> None:
+    async with scripted_pool(1, 3) as at:
+        for index in range(6):
+            await collect(at.pool, generation(f"r{index}"))
+        assert requests(at.decodes) == [2, 2, 2]
+
+
+async def test_a_growing_prompt_stays_with_the_server_that_holds_its_kv() -> None:
+    async with scripted_pool(3, 2) as at:
+        for affinity in "abc":
+            found = [(await at.pool.prefill(of(affinity, end))).cached_tokens for end in (50, 100, 150)]
+            assert found == [0, 50, 100]
+            _, finish = await collect(at.pool, of(affinity, 160))
+            assert finish.cached_tokens == 150
+        assert requests(at.prefills) == [4, 4, 4]
+
+
+async def test_a_server_in_several_pairs_is_one_server() -> None:
+    async with scripted_pool(2, 2) as at:
+        assert len(at.pool.addresses) == 4
+        roles = [server.server.role for server in at.pool.servers]
+        assert roles == ["prefill", "prefill", "decode", "decode"]
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_retry_goes_elsewhere(leg: str) -> None:
+    async with scripted_pool(2, 2) as at:
+        servers = at.prefills if leg == "prefill" else at.decodes
+        await servers[0].stop()
+        for index in range(6):
+            await collect(at.pool, generation(f"r{index}"))
+        assert at.pool.retried == BREAKER.failures, "a server was tried though its breaker was open"
+        assert servers[1].requests >= 6
+
+
+async def test_a_prompt_moves_when_its_server_is_gone() -> None:
+    async with scripted_pool(2, 1) as at:
+        await at.pool.prefill(of("a", 50))
+        home = next(server for server in at.prefills if server.requests)
+        await home.stop()
+        _, finish = await collect(at.pool, of("a", 60))
+        assert finish.cached_tokens == 0
+        assert (await at.pool.prefill(of("a", 80))).cached_tokens == 60
+
+
+@pytest.mark.parametrize(("leg", "open_ones"), [("prefill", [True, False]), ("decode", [False, True])])
+@pytest.mark.parametrize("fault", [Fault("refuse"), Fault("status"), Fault("error_event")], ids=lambda f: f.kind)
+async def test_only_the_failing_servers_breaker_counts(leg: str, open_ones: list[bool], fault: Fault) -> None:
+    async with scripted_pool(retries=ONCE) as at:
+        at.strike(fault, (at.prefills if leg == "prefill" else at.decodes)[0])
+        await fails(at, EngineUnreachable if fault.kind == "refuse" else EngineRejected, times=BREAKER.failures)
+        assert at.breakers() == open_ones
+        assert [server.failures for server in at.pool.servers] == [3 * found for found in open_ones]
+
+
+async def test_an_open_breaker_refuses_at_once_then_tries_and_closes(caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted_pool(retries=ONCE) as at:
+        at.strike(Fault("refuse"), at.decodes[0])
+        await fails(at, EngineUnreachable, times=BREAKER.failures)
+        assert "failed again and again" in caplog.text
+        sent = at.decodes[0].requests
+        with pytest.raises(EngineUnavailable, match=r"decode engine .* another 5.0 s"):
+            await collect(at.pool, generation())
+        at.now_s += BREAKER.open_s
+        await fails(at, EngineUnreachable)  # the trial
+        await fails(at, EngineUnavailable)
+        assert at.decodes[0].requests == sent + 1
+        at.strike(None, at.decodes[0])
+        at.now_s += BREAKER.open_s
+        await collect(at.pool, generation())
+        assert at.breakers() == [False, False]
+        await collect(at.pool, generation())
+        await at.idle()
+
+
+async def test_what_is_wrong_with_a_request_opens_no_breaker() -> None:
+    async with scripted_pool(settings=ScriptedSettings(context_length=30)) as at:
+        for _ in range(2 * BREAKER.failures):
+            with pytest.raises(Exception, match="40 tokens"):
+                await collect(at.pool, generation(prompt_tokens=40))
+        assert at.breakers() == [False, False]
+
+
+async def test_failing_prefill_only_requests_open_the_prefills_breaker_alone() -> None:
+    async with scripted_pool() as at:
+        at.strike(Fault("refuse"), at.prefills[0])
+        for _ in range(BREAKER.failures):
+            with pytest.raises(EngineUnreachable):
+                await at.pool.prefill(generation())
+        assert at.breakers() == [True, False]
+        with pytest.raises(EngineUnavailable):
+            await at.pool.prefill(generation())
+
+
+async def test_silence_after_the_first_token_is_decodes_own() -> None:
+    async with impatient() as (at, pool):
+        at.strike(Fault("stall", after_tokens=1), at.decodes[0])
+        with pytest.raises(EngineStalled):
+            await collect(pool, generation())
+        assert [server.failures for server in pool.servers] == [0, 1]
+
+
+async def test_silence_before_it_may_be_eithers_and_success_clears() -> None:
+    async with impatient() as (at, pool):
+        at.strike(Fault("stall"), at.prefills[0])
+        with pytest.raises(EngineStalled):
+            await collect(pool, generation())
+        assert [server.failures for server in pool.servers] == [1, 1]
+        assert [server.breaker.open for server in pool.servers] == [True, True]
+        at.strike(None, at.prefills[0])
+        at.now_s += BREAKER.open_s
+        await collect(pool, generation())
+        assert [server.breaker.open for server in pool.servers] == [False, False]
+
+
+async def test_the_model_serves_while_one_server_of_each_role_does() -> None:
+    async with scripted_pool(2, 2) as at:
+        assert await at.pool.serves()
+        await at.prefills[0].stop()
+        await at.decodes[1].stop()
+        assert await at.pool.serves()
+        await at.decodes[0].stop()
+        assert not await at.pool.serves()
+
+
+async def test_a_server_of_the_other_role_is_named_when_it_is_probed() -> None:
+    async with scripted_pool() as at:
+        swapped = PairPool(PairAddress(at.decodes[0].url, at.prefills[0].url, "127.0.0.1", 1))
+        with pytest.raises(EngineRejected, match=r"prefill engine .* disaggregation mode is decode"):
+            await swapped.probe()
+        await swapped.aclose()
+
+
+async def test_requests_under_way_are_counted_and_end_with_their_streams() -> None:
+    async with scripted_pool(settings=ScriptedSettings(token_s=5)) as at:
+        async with aclosing(at.pool.generate(generation())) as stream:
+            await anext(stream)
+            assert [server.running for server in at.pool.servers] == [0, 1]
+        await at.pool.aclose()
+        assert [server.running for server in at.pool.servers] == [0, 0]
