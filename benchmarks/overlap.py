@@ -1,191 +1,105 @@
-"""What the tree, incremental prefill and early exit each save, on the embedded pair.
+"""What the tree, incremental prefill and early exit each save, on the embedded pair or on real SGLang.
 
     python benchmarks/overlap.py [--rounds N] [--new-tokens N] [--question-tokens N] [--json]
+    python benchmarks/overlap.py --engine sglang [--config FILE]
 
 The four settings of Faster-MoA, 5.3, take turns in every round, each with a question nobody has asked before, one
-request at a time. Every agent decodes the same number of tokens (the models have random weights and never stop).
+request at a time. Outputs are drawn as the topologies say and are never ended by the model, which often has random
+weights, so that their lengths are known.
 
     end_to_end_ms      from the request to the root's last token
     second_layer_ms    mean over the aggregators of layer two: from the end of the last precursor to the own end
     exposed_ms         the part of it before the first token: prefill, queue and KV transfer that nothing hides
-    cached_share       of the aggregators' and the root's prompts, how much their real request found cached
+    exposed_share      the same time as a mean over aggregators and root, by that mean in `tree`, where nothing is
+                       hidden, in the same round. What a request costs with nothing left to prefill stays in it
+    late_share         of the tokens of the aggregators' and the root's prompts, how many were not in the prefix cache
+                       when the last precursor had ended: what was still to be prefilled, in tokens
+    cached_share       of the same tokens, how many their real request found cached
     bound_ms           the critical path if no prefill were exposed: the longest chain of a leaf's first token and
                        every agent's decoding, as measured in the same run
     over_bound         end_to_end_ms / bound_ms - 1
 
 Medians over the rounds; ratios are medians of each round's ratio.
+
+`--engine sglang` starts the deployment configs/sglang-cpu.yaml on free ports, once launch/sglang_cpu/environment.sh has
+built its environment. `--config` names another deployment with the aliases small, medium and large: its pairs with
+`launch` are started, the others are expected to run, and its cache and embedder are used.
+
+The three sizes of a Mixture of Agents end at different times, and that is when incremental prefill fills the next slot:
+the first one streams in, the others can only follow once those before them have ended. Where one pair serves all three
+aliases they would all end together, so there lengths stand for speeds: small writes half of --new-tokens, medium
+three quarters, large all of them. Elsewhere every agent writes --new-tokens.
 """
+# ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
 
 import argparse
 import asyncio
-import random
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import logging
+import os
+import signal
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from report import Row, report
+if TYPE_CHECKING:
+    from overlapping.measure import Amount
+    from report import Row
 
-from shell_router.api import Services
-from shell_router.config import Config, ModelSettings, RandomWeights
-from shell_router.early_exit import EarlyExit
-from shell_router.execution import MoaRequest
-from shell_router.telemetry import Trace
-from shell_router.topology import Prefill, Topology, load_topology
-from shell_router.wiring import running_services
+    from shell_router.config import Config
 
 TITLE = "Overlap: four settings of one question, tree 9-3-1 and all-to-all 9-9-1"
-ENGINE = "embedded pair, random weights, float32"
-TOPOLOGIES = Path(__file__).parent.parent / "topologies"
-MODELS = {
-    "small": RandomWeights(hidden=64, layers=2, seed=1),
-    "medium": RandomWeights(hidden=128, layers=3, seed=2),
-    "large": RandomWeights(hidden=256, layers=4, seed=3),
-}
-WORDS = ("time", "people", "water", "number", "answer", "seven", "twelve", "table", "river", "money", "light", "house")
+WRONG_INPUT = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """One run's measurements, in seconds but for the shares and counts."""
+def main() -> int:
+    """Measure and print; 2 for an error that says what to do."""
+    options = parser().parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # `launch` is of this repository, not of the package
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the router's command does
+    logging.basicConfig(level="INFO" if options.engine == "sglang" else "WARNING", format="%(message)s")
+    import uvloop
+    from overlapping.engines import embedded_pairs, sglang_deployment
+    from overlapping.measure import Amount
+    from report import report
 
-    end_to_end_s: float
-    second_layer_s: float
-    exposed_s: float
-    cached_share: float
-    bound_s: float
-    cut_off: int
+    from shell_router.errors import ShellRouterError
 
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--question-tokens", type=int, default=200)
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
-    options = parser.parse_args()
-    rows = asyncio.run(measure(options.rounds, options.new_tokens, options.question_tokens))
-    report(TITLE, rows, engine=ENGINE, simulated=False, as_json=options.json)
-
-
-async def measure(rounds: int, new_tokens: int, question_tokens: int) -> list[Row]:
-    """One row per setting."""
-    config = Config({alias: ModelSettings(random=weights) for alias, weights in MODELS.items()})
-    settings = four_settings(new_tokens)
-    found: dict[str, list[Figures]] = {name: [] for name in settings}
-    words = random.Random(0)
-    async with running_services(config) as services:
-        for round_number in range(rounds + 1):
-            for name, topology in settings.items():
-                question = " ".join(words.choices(WORDS, k=question_tokens))
-                figures = await run(services, topology, f"{name}-{round_number}", question)
-                if round_number:  # the first warms up
-                    found[name].append(figures)
-    return [row(name, found) for name in settings]
+    amount = Amount(options.rounds, options.new_tokens, options.question_tokens)
+    try:
+        config = sglang_deployment(options.config) if options.engine == "sglang" else embedded_pairs()
+        engine, rows = uvloop.run(measure(config, amount))
+    except ShellRouterError as error:
+        print(f"overlap.py: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    report(TITLE, rows, engine=engine, simulated=False, as_json=options.json)
+    return 0
 
 
-def four_settings(new_tokens: int) -> Mapping[str, Topology]:
-    """The settings of section 5.3 by name, greedy and of equal output lengths."""
-    tree = load_topology(TOPOLOGIES / "tree-9-3-1.yaml")
-    dense = load_topology(TOPOLOGIES / "all-to-all-9-9-1.yaml")
-    return {
-        "all-to-all": setting(dense, new_tokens, incremental=False, early_exit=False),
-        "tree": setting(tree, new_tokens, incremental=False, early_exit=False),
-        "tree + incremental prefill": setting(tree, new_tokens, incremental=True, early_exit=False),
-        "full": setting(tree, new_tokens, incremental=True, early_exit=True),
-    }
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
+    found.add_argument("--config", type=Path, metavar="FILE", help="a deployment, with --engine sglang")
+    found.add_argument("--rounds", type=int, default=7)
+    found.add_argument("--new-tokens", type=int, default=128)
+    found.add_argument("--question-tokens", type=int, default=200)
+    found.add_argument("--json", action="store_true", help="end with one JSON object")
+    return found
 
 
-def setting(topology: Topology, new_tokens: int, *, incremental: bool, early_exit: bool) -> Topology:
-    """`topology` with mechanisms switched on or off."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    gate = EarlyExit() if early_exit else None
-    return replace(
-        topology,
-        agents={name: replace(agent, sampling=sampling) for name, agent in topology.agents.items()},
-        clusters=tuple(replace(cluster, early_exit=gate) for cluster in topology.clusters),
-        prefill=Prefill(incremental=incremental),
-    )
+async def measure(config: "Config", amount: "Amount") -> tuple[str, "list[Row]"]:
+    """What ran, in words, and one row per setting. SIGTERM stops all that was started."""
+    from overlapping.engines import engine_words, running_deployment
+    from overlapping.measure import measured_rows
+    from overlapping.settings import four_settings, tokens_by_model
 
-
-async def run(services: Services, topology: Topology, run_id: str, question: str) -> Figures:
-    """One request, measured from its trace."""
-    precursors = {name: agent.precursors for name, agent in topology.agents.items()}
-    trace = Trace(
-        run_id,
-        tenant="benchmark",
-        target=topology.name,
-        root=topology.root.id,
-        started_s=services.clock(),
-        wall_s=services.wall(),
-        precursors=precursors,
-    )
-    request = MoaRequest(run_id, "benchmark", ({"role": "user", "content": question},), seed=hash_free_seed(run_id))
-    await services.executor.run(topology, request, trace.add)
-    trace.ended(services.clock(), "finished")
-    return figures_of(topology, trace.as_json())
-
-
-def hash_free_seed(run_id: str) -> int:
-    """The same seed for the same run in every process."""
-    return sum(run_id.encode())
-
-
-def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
-    """What the trace says of one run."""
-    agents = trace["agents"]
-    ended_s = {name: agent["ended_s"] for name, agent in agents.items()}
-    finished = {name: agent for name, agent in agents.items() if agent["state"] == "finished"}
-    aggregators = [name for name in topology.layers[1] if name in finished]
-    waits = [ended_s[a] - max(ended_s[p] for p in topology.agents[a].precursors) for a in aggregators]
-    readers = [agent for name, agent in finished.items() if topology.agents[name].precursors]
-    prompts = sum(agent["prompt_tokens"] for agent in readers)
-    return Figures(
-        end_to_end_s=trace["duration_s"],
-        second_layer_s=statistics.mean(waits),
-        exposed_s=statistics.mean(agents[name]["exposed_prefill_s"] for name in aggregators),
-        cached_share=sum(agent["cached_tokens"] for agent in readers) / prompts,
-        bound_s=critical_path_s(topology, agents),
-        cut_off=sum(agent["state"] == "early_exit" for agent in agents.values()),
-    )
-
-
-def critical_path_s(topology: Topology, agents: Mapping[str, Mapping[str, Any]]) -> float:
-    """Seconds to the root's end if each agent decoded from the moment its last needed precursor ended."""
-    end_s: dict[str, float] = {}
-    for name, agent in topology.agents.items():
-        if agents[name]["state"] != "finished":
-            continue
-        decode = next(span for span in agents[name]["spans"] if span["name"] == "decode")
-        needed = [end_s[p] for p in agent.precursors if p in end_s]
-        end_s[name] = decode["end_s"] - decode["start_s"] + (max(needed) if needed else decode["start_s"])
-    return end_s[topology.root.id]
-
-
-def row(name: str, found: Mapping[str, Sequence[Figures]]) -> Row:
-    """One setting's medians."""
-    mine, dense, tree = found[name], found["all-to-all"], found["tree"]
-    return {
-        "setting": name,
-        "end_to_end_ms": 1e3 * median(one.end_to_end_s for one in mine),
-        "vs_all_to_all": median(a.end_to_end_s / b.end_to_end_s for a, b in zip(mine, dense, strict=True)),
-        "vs_tree": median(a.end_to_end_s / b.end_to_end_s for a, b in zip(mine, tree, strict=True)),
-        "second_layer_ms": 1e3 * median(one.second_layer_s for one in mine),
-        "second_vs_tree": median(a.second_layer_s / b.second_layer_s for a, b in zip(mine, tree, strict=True)),
-        "exposed_ms": 1e3 * median(one.exposed_s for one in mine),
-        "cached_share": median(one.cached_share for one in mine),
-        "bound_ms": 1e3 * median(one.bound_s for one in mine),
-        "over_bound": median(one.end_to_end_s / one.bound_s - 1 for one in mine),
-        "cut_off": median(one.cut_off for one in mine),
-    }
-
-
-def median(values: Any) -> float:
-    """The median of what may be a generator."""
-    return float(statistics.median(list(values)))
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    settings = four_settings(tokens_by_model(config, amount.new_tokens))
+    async with running_deployment(config) as services:
+        return await engine_words(config), await measured_rows(services, settings, amount)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

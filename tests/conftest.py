@@ -22,8 +22,8 @@ MEASUREMENTS = pytest.StashKey[list[str]]()
 
 @pytest.fixture(scope="session")
 def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the tiny model that the pair serves."""
-    return make_checkpoint(tmp_path_factory.mktemp("sglang-model"), seed=1)
+    """The folder of the tiny model that the pair serves; its context has room for outputs that outlast a test."""
+    return make_checkpoint(tmp_path_factory.mktemp("sglang-model"), seed=1, context_length=32768)
 
 
 @pytest.fixture(scope="session")

@@ -54,9 +54,10 @@ class Process:
 
 
 @contextmanager
-def running(name: str, command: Sequence[str], core: int, folder: Path) -> Iterator[Process]:
-    """`command` on `core` while the context is open; its output goes to a file in `folder`."""
+def running(name: str, command: Sequence[str], core: int | None, folder: Path) -> Iterator[Process]:
+    """`command` on `core`, or on any, while the context is open; its output goes to a file in `folder`."""
     log = folder / f"{name}.log"
+    cores = os.sched_getaffinity(0) if core is None else {core}
     with log.open("wb") as output:
         child = subprocess.Popen(
             command,
@@ -64,7 +65,7 @@ def running(name: str, command: Sequence[str], core: int, folder: Path) -> Itera
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=Path(__file__).parents[2],
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),  # noqa: PLW1509 - no threads run here yet
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),  # noqa: PLW1509 - no threads run here yet
         )
     try:
         yield Process(child, log)

@@ -12,7 +12,7 @@ from overhead.load_client import AnswerError, connect
 from overhead.measured import Watched
 from overhead.processes import Cores, Process, free_ports, running
 from overhead.small import SMALL_BODY
-from overhead.targets import DirectTarget, RouterTarget, Target
+from overhead.targets import BOOTSTRAP_PORT, DirectTarget, RouterTarget, Target
 from shell_router.engines.embedded.checkpoint import make_checkpoint
 
 START_S = 60.0
@@ -63,8 +63,8 @@ async def running_setups(cores: Cores, folder: Path, new_tokens: int) -> AsyncIt
     config = _write_deployment(folder, prefill, decode, new_tokens)
     commands = {
         "engine": _engine_command(prefill_port, decode_port),
-        "shell-router": _ours_command(config, ours_port),
-        "sglang-router": _rust_command(prefill, decode, rust_port, metrics_port),
+        "shell-router": ours_command(config, ours_port),
+        "sglang-router": rust_command(prefill, decode, rust_port, metrics_port),
     }
     async with AsyncExitStack() as stack:
         found = {
@@ -73,9 +73,9 @@ async def running_setups(cores: Cores, folder: Path, new_tokens: int) -> AsyncIt
             )
             for name, command in commands.items()
         }
-        await _answering(DirectTarget(prefill, decode), found["engine"])
-        await _answering(RouterTarget(ours), found["shell-router"])
-        await _answering(RouterTarget(rust), found["sglang-router"])
+        await answering(DirectTarget(prefill, decode), found["engine"])
+        await answering(RouterTarget(ours), found["shell-router"])
+        await answering(RouterTarget(rust), found["sglang-router"])
         watched_ours = Watched(found["shell-router"], found["engine"])
         watched_rust = Watched(found["sglang-router"], found["engine"])
         setups = (
@@ -107,20 +107,24 @@ def _engine_command(prefill_port: int, decode_port: int) -> list[str]:
     return [sys.executable, "-m", module, *ports, "--script", '{"stamped": true, "cache_prompts": 64}']
 
 
-def _ours_command(config: Path, port: int) -> list[str]:
+def ours_command(config: Path, port: int) -> list[str]:
+    """This router, serving the deployment `config`."""
     start = "import sys; from shell_router.cli import main; sys.exit(main())"
     return [sys.executable, "-c", start, "serve", "--config", str(config), "--port", str(port)]
 
 
-def _rust_command(prefill: str, decode: str, port: int, metrics_port: int) -> list[str]:
+def rust_command(
+    prefill: str, decode: str, port: int, metrics_port: int, *, bootstrap_port: int = BOOTSTRAP_PORT
+) -> list[str]:
     """As shipped, but for two waits of its start and its log of every request."""
-    legs = ["--pd-disaggregation", "--prefill", prefill, "8998", "--decode", decode, "--policy", "round_robin"]
+    legs = ["--pd-disaggregation", "--prefill", prefill, str(bootstrap_port), "--decode", decode]
+    legs += ["--policy", "round_robin"]
     at = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-host", "127.0.0.1"]
     quiet = ["--prometheus-port", str(metrics_port), "--log-level", "error", "--worker-startup-check-interval", "1"]
     return [sys.executable, "-m", "sglang_router.launch_router", *legs, *at, *quiet]
 
 
-async def _answering(target: Target, process: Process) -> None:
+async def answering(target: Target, process: Process) -> None:
     """Return once a request is answered; raises RuntimeError with the process's last words."""
     async with asyncio.timeout(START_S):
         while not await _answers(target):

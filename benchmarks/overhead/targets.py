@@ -11,6 +11,7 @@ import orjson
 from overhead.load_client import Connection, connect
 
 Arrived = Callable[[bytes], None]
+BOOTSTRAP_PORT = 8998
 
 
 class Poster(Protocol):
@@ -66,22 +67,25 @@ class DirectTarget:
 
     prefill_url: str
     decode_url: str
+    bootstrap_port: int = BOOTSTRAP_PORT
 
     async def open(self) -> "DirectPoster":
         """A fresh connection to each server."""
-        return DirectPoster(*await asyncio.gather(connect(self.prefill_url), connect(self.decode_url)))
+        prefill, decode = await asyncio.gather(connect(self.prefill_url), connect(self.decode_url))
+        return DirectPoster(prefill, decode, self.bootstrap_port)
 
 
 class DirectPoster:
     """Posts to both servers of a pair and answers with decode's answer."""
 
-    def __init__(self, prefill: Connection, decode: Connection) -> None:
+    def __init__(self, prefill: Connection, decode: Connection, bootstrap_port: int) -> None:
         self._prefill = prefill
         self._decode = decode
+        self._bootstrap = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port}
 
     async def post(self, body: bytes, arrived: Arrived | None = None) -> bytes:
         """Decode's answer, once prefill's is there too."""
-        fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": random.getrandbits(62)}
+        fields = {**self._bootstrap, "bootstrap_room": random.getrandbits(62)}
         sent = body[:-1] + b"," + orjson.dumps(fields)[1:]
         prefill = asyncio.ensure_future(self._prefill.post("/generate", sent))
         answer = await self._decode.post("/generate", sent, arrived)

@@ -1,4 +1,4 @@
-"""One SGLang server as a child process: started, watched until it is ready, stopped with all its own children."""
+"""One engine server as a child process: started, watched until it is ready, stopped with all its own children."""
 
 import http.client
 import os
@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shell_router.errors import EngineUnreachable
-from shell_router.launching import with_parent
+from shell_router.launching.with_parent import with_parent
 
 HOST = "127.0.0.1"
 STOP_LIMIT_S = 15.0
@@ -17,19 +17,17 @@ HEALTH_LIMIT_S = 30.0
 LOG_TAIL_CHARACTERS = 2000
 
 
-class SglangServer:
-    """`python -m sglang.launch_server` with `options`, its output in `log`. Not started until `start`.
+class EngineServer:
+    """`command`, which serves at `port`, its output in `log`. Not started until `start`.
 
     It ends with the thread that started it. One process owns it, but any event loop may look at it.
     """
 
-    def __init__(
-        self, role: str, python: Path, options: Sequence[str], port: int, log: Path, variables: Mapping[str, str]
-    ) -> None:
+    def __init__(self, role: str, command: Sequence[str], port: int, log: Path, variables: Mapping[str, str]) -> None:
         self.role = role
         self.port = port
         self.log = log
-        self._command = (str(python), "-m", "sglang.launch_server", "--port", str(port), *options)
+        self._command = tuple(command)
         self._variables = variables
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -42,14 +40,13 @@ class SglangServer:
         """Whether its process runs, ready or not."""
         return self._process is not None and self._process.poll() is None
 
-    def start(self) -> None:
-        """Start the process, as the leader of a process group, unless it runs."""
+    def start(self, *options: str) -> None:
+        """Start the process, as the leader of a process group, unless it runs; `options` are for this run only."""
         if self.started:
             return
-        ends_with_us = (self._command[0], with_parent.__file__, str(os.getpid()))
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                (*ends_with_us, *self._command),
+                with_parent((*self._command, *options)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -62,7 +59,7 @@ class SglangServer:
         """Whether `/health` answers 200; raises EngineUnreachable when the process has ended."""
         if not self.started:
             raise EngineUnreachable(
-                f"SGLang's {self.role} server ended before it was ready: …{self._log_tail()}",
+                f"The {self.role} server ended before it was ready: …{self._log_tail()}",
                 remedy=f"Read {self.log}.",
             )
         connection = http.client.HTTPConnection(HOST, self.port, timeout=HEALTH_LIMIT_S)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
-from launch.sglang_cpu.engine import HOST, SglangServer
+from launch.sglang_cpu.engine import HOST, EngineServer
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment, engine_variables, install_plugin
 from shell_router.errors import EngineUnreachable
 
@@ -30,6 +30,7 @@ COMMON_OPTIONS = (
     *("--host", HOST, "--device", "cpu", "--dtype", "float32"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule"),
+    "--sleep-on-idle",  # by default each scheduler keeps a core busy asking for work
     *("--max-total-tokens", "65536"),  # by default the KV pool takes most of the machine's memory
     *("--incremental-streaming-output", "--enable-metrics"),
     *("--disaggregation-transfer-backend", "mooncake_tcp"),
@@ -46,30 +47,17 @@ Progress = Callable[[str], None]
 class CpuPair:
     """A pair's two servers. Their output is in `prefill.log` and `decode.log`."""
 
-    prefill: SglangServer
-    decode: SglangServer
+    prefill: EngineServer
+    decode: EngineServer
     bootstrap_port: int
     bootstrap_host: str = HOST
 
     def start(self, *, limit_s: float = START_LIMIT_S, progress: Progress = lambda _: None) -> None:
         """Start what does not run and return when both serve; raises EngineUnreachable."""
-        started_s = reported_s = monotonic()
-        waiting = [self.prefill, self.decode]
-        for server in waiting:
+        both = (self.prefill, self.decode)
+        for server in both:
             server.start()
-        while waiting:
-            for server in [server for server in waiting if server.healthy()]:
-                waiting.remove(server)
-                progress(f"{server.role}: ready after {monotonic() - started_s:.0f} s at {server.url}")
-            if monotonic() - started_s > limit_s:
-                raise EngineUnreachable(
-                    f"SGLang's {waiting[0].role} server was not ready within {limit_s:g} s.",
-                    remedy=f"Read {waiting[0].log}.",
-                )
-            if monotonic() - reported_s > REPORT_S:
-                reported_s = monotonic()
-                progress(f"{' and '.join(s.role for s in waiting)}: starting for {reported_s - started_s:.0f} s")
-            time.sleep(POLL_S)
+        until_ready(*both, limit_s=limit_s, progress=progress)
 
     def stop(self) -> None:
         """Stop both servers. Again, it changes nothing."""
@@ -77,6 +65,26 @@ class CpuPair:
             server.signal(signal.SIGTERM)  # both at once: each takes seconds to end
         for server in (self.prefill, self.decode):
             server.stop()
+
+
+def until_ready(*servers: EngineServer, limit_s: float = START_LIMIT_S, progress: Progress = lambda _: None) -> None:
+    """Return when all of these, which are started, serve; raises EngineUnreachable."""
+    started_s = reported_s = monotonic()
+    waiting = list(servers)
+    while True:
+        for server in [server for server in waiting if server.healthy()]:
+            waiting.remove(server)
+            progress(f"{server.role}: ready after {monotonic() - started_s:.0f} s at {server.url}")
+        if not waiting:
+            return
+        if monotonic() - started_s > limit_s:
+            raise EngineUnreachable(
+                f"The {waiting[0].role} server was not ready within {limit_s:g} s.", remedy=f"Read {waiting[0].log}."
+            )
+        if monotonic() - reported_s > REPORT_S:
+            reported_s = monotonic()
+            progress(f"{' and '.join(s.role for s in waiting)}: starting for {reported_s - started_s:.0f} s")
+        time.sleep(POLL_S)
 
 
 def make_pair(model: Path, venv: Path, folder: Path, *, options: Sequence[str] = (), plugin: bool = True) -> CpuPair:
@@ -87,10 +95,11 @@ def make_pair(model: Path, venv: Path, folder: Path, *, options: Sequence[str] =
         install_plugin(site)
     prefill, decode, bootstrap = free_ports(3)
     shared = ("--model-path", str(model), *COMMON_OPTIONS, "--disaggregation-bootstrap-port", str(bootstrap), *options)
-    python, variables = venv / "bin" / "python", engine_variables(site)
+    launch, variables = (str(venv / "bin" / "python"), "-m", "sglang.launch_server"), engine_variables(site)
 
-    def server(role: str, port: int) -> SglangServer:
-        return SglangServer(role, python, (*shared, *ROLE_OPTIONS[role]), port, folder / f"{role}.log", variables)
+    def server(role: str, port: int) -> EngineServer:
+        command = (*launch, "--port", str(port), *shared, *ROLE_OPTIONS[role])
+        return EngineServer(role, command, port, folder / f"{role}.log", variables)
 
     return CpuPair(server("prefill", prefill), server("decode", decode), bootstrap)
 

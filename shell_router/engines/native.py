@@ -53,6 +53,7 @@ def read_native(body: bytes, fresh_rid: str, vocabulary: int | None = None) -> N
     if vocabulary is not None:
         _check_ids(found.get("input_ids"), vocabulary)
     _check_sampling(found.get("sampling_params"))
+    _check_start(found.get("logprob_start_len"))
     opened = body.rstrip()[:-1].rstrip()
     rid, named = found.get("rid"), "rid" in found
     if rid is None:
@@ -91,10 +92,25 @@ def _check_ids(ids: object, vocabulary: int) -> None:
 
 
 def _check_sampling(given: object) -> None:
-    """An object, or for a batch one for each of its requests."""
-    each = given if isinstance(given, list) else [given or {}]
+    """An object, or for a batch one for each of its requests.
+
+    Of several samples the two servers each make ids of their own, so that decode waits for ever and no abort ends it.
+    """
+    each: list[Any] = given if isinstance(given, list) else [given or {}]
     if not all(isinstance(one, dict) for one in each):
         raise InvalidRequest("`sampling_params` is not an object.", remedy="Make it one, or leave it out.")
+    if any(one.get("n") not in (None, 1) for one in each):
+        raise InvalidRequest(
+            "`sampling_params.n` is not 1: a prefill-decode pair cannot serve it.",
+            remedy="Send the request n times.",
+        )
+
+
+def _check_start(start: object) -> None:
+    """SGLang's prefill server ends at one below -1."""
+    for one in start if isinstance(start, list) else [start]:
+        if isinstance(one, int) and one < -1:
+            raise InvalidRequest(f"`logprob_start_len` is {one}.", remedy="Make it -1 (no prompt tokens) or more.")
 
 
 def _refuse_reserved(found: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ async def _beginning(legs: Legs, native: NativeBody) -> Relayed:
     chunks: AsyncIterator[bytes] = _PairBody(legs, head.status, await legs.read())
     if native.input_logprobs and head.status == HTTP_OK:
         found = InputLogprobs(legs.prefill_name, await legs.prefilled())
-        merge = _merged_stream if native.stream else _merged_whole
+        merge = _merged_stream if head.content_type.startswith("text/event-stream") else _merged_whole
         chunks = merge(found, legs.decode_name, chunks)
     return Relayed(head.status, head.content_type, chunks)
 

@@ -13,6 +13,9 @@ from shell_router.errors import EngineAborted, EngineRejected, PromptTooLong
 MAX_EVENT_BYTES = 256 * 2**20
 """A single event longer than this is taken for a broken stream (a cumulative event repeats the whole output)."""
 
+_ABORTED = "Aborted by AbortReq"
+"""What an abort before the first token is called, as a transfer that failed with status 500."""
+
 _TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
 
 
@@ -145,14 +148,16 @@ def refuse_aborted(where: str, answer: bytes) -> None:
         raise aborted(where, ended_as_aborted[0])
 
 
-def rejected(where: str, status: int, message: str) -> EngineRejected | PromptTooLong:
+def rejected(where: str, status: int, message: str) -> EngineAborted | EngineRejected | PromptTooLong:
     """The error for an engine's error status; a 400 about the context length is the client's PromptTooLong."""
+    if _ABORTED in message:
+        return _ended(where, message)
     if status == 400 and _TOO_LONG.search(message):
         return PromptTooLong(message, remedy="Shorten the prompt or ask for fewer new tokens.")
     return EngineRejected(f"The {where} answered {status}: {message}", status=status)
 
 
-def rejected_event(where: str, event: dict[str, Any]) -> EngineRejected | PromptTooLong:
+def rejected_event(where: str, event: dict[str, Any]) -> EngineAborted | EngineRejected | PromptTooLong:
     """The error for an error event inside a stream."""
     error = event["error"]
     code = error.get("code") if isinstance(error, dict) else None
@@ -166,10 +171,13 @@ def aborted(where: str, reason: dict[str, Any]) -> EngineAborted | EngineRejecte
     """
     message, status = reason.get("message") or "aborted", reason.get("status_code")
     if status is None:
-        return EngineAborted(
-            f"The {where} ended the request: {message}.", remedy="Ask again, unless an operator ended it."
-        )
+        return _ended(where, message)
     return rejected(where, status, message)
+
+
+def _ended(where: str, message: str) -> EngineAborted:
+    told = message.removesuffix(".")
+    return EngineAborted(f"The {where} ended the request: {told}.", remedy="Ask again, unless an operator ended it.")
 
 
 def broken_wire(where: str, found: str) -> EngineRejected:

@@ -3,6 +3,9 @@
 The paper's loop is fetch, append, prefill-only, slot by slot. Here two coroutines share the prompt: the reader appends
 whatever the precursors write; the sender, one update at a time, sends what has become stable. Only the sender touches
 the engine, so a slow update delays no reading, and the next one then carries all that came meanwhile.
+
+The first update, which is mostly the fixed prefix, goes out with the first precursor's first tokens. The paper sends it
+at once, but where layers share an engine it would then delay the very prompts that are waited for.
 """
 
 import asyncio
@@ -82,7 +85,8 @@ class SlotFiller:
         self._filled = 0
         # what the sender decides by: tokens not yet sent, and how fast they come
         self._unsent = 0
-        self._send_all = True
+        self._begun = False
+        self._send_all = False
         self._slot_tokens = 0
         self._slot_started_s = 0.0
 
@@ -94,7 +98,8 @@ class SlotFiller:
         if not (self._filling.prefill.incremental and self._filling.sources):
             await self._read_parts()
             return await self._encoded(Draft.final_ids)
-        await self._read_and_send()
+        with self._pace.growing(self._filling.model.alias):
+            await self._read_and_send()
         ids = await self._encoded(Draft.final_ids)
         left = len(ids) - common_prefix(self._updates.sent, ids)
         if left > self._filling.prefill.increments.tail_share * len(ids):
@@ -181,6 +186,8 @@ class SlotFiller:
             self._prompt.add_text(read.text)
         if self._slot_tokens == 0:
             self._slot_started_s = self._clock()
+        if not self._begun:  # the prefix has waited: the engine may have had the precursors' own prompts to prefill
+            self._begun = self._send_all = True
         added = len(read.ids) or max(1, len(read.text) // 4)  # about four characters a token, where ids are not known
         self._slot_tokens += added
         self._unsent += added
@@ -205,5 +212,6 @@ class SlotFiller:
             self._filling.prefill.increments,
             cost_s=self._pace.increment_s(self._filling.model.alias),
             arrival_tokens_per_s=self._slot_tokens / elapsed_s if elapsed_s > 0 else None,
+            prompts=self._pace.growing_prompts(self._filling.model.alias),
         )
         return self._unsent >= wanted

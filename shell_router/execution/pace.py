@@ -1,6 +1,8 @@
-"""How long things take on each model, as this router has measured them."""
+"""How long things take on each model, as this router has measured them, and how many prompts grow there."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from shell_router.topology import Topology
 
@@ -13,6 +15,7 @@ class Pace:
     def __init__(self) -> None:
         self._run_s: dict[str, float] = {}
         self._increment_s: dict[str, float] = {}
+        self._growing: Counter[str] = Counter()
 
     def observe_run(self, model: str, seconds: float) -> None:
         """An agent of `model` took this long from its complete prompt to its end."""
@@ -25,6 +28,19 @@ class Pace:
     def increment_s(self, model: str) -> float | None:
         """Mean seconds of a prefill-only update."""
         return self._increment_s.get(model)
+
+    @contextmanager
+    def growing(self, model: str) -> Iterator[None]:
+        """A prompt of `model` grows, and is prefilled meanwhile, as long as the context is open."""
+        self._growing[model] += 1
+        try:
+            yield
+        finally:
+            self._growing[model] -= 1
+
+    def growing_prompts(self, model: str) -> int:
+        """Prompts of `model` that grow now."""
+        return self._growing[model]
 
     def expected_finish_s(self, topology: Topology) -> Mapping[str, float]:
         """Per agent, seconds from the request's start to its expected end; agents of unmeasured models are absent."""

@@ -12,19 +12,20 @@ _MOST_TOKENS_PER_EVENT = 32  # about a second of decoding: silence must still te
 class IncrementSettings:
     """When to send the next update.
 
-    `chunk_tokens` is a fixed number of new tokens, or `adaptive`: as few as keep the share of time that one prompt
-    keeps the prefill engine busy at or under `busy_share`, between `min_tokens` and `max_tokens`.
+    `chunk_tokens` is a fixed number of new tokens, or `adaptive`: as few as keep the share of time that all growing
+    prompts together keep the prefill engine busy at or under `busy_share`, between `min_tokens` and `max_tokens`.
 
     A prompt that is complete goes out as a last update first, if more than `tail_share` of it has not been prefilled
     (precursors that end together leave whole slots): so decode's KV is claimed only for prompts that are ready, as in
-    step 4 of the paper. 1 sends the real request at once.
+    step 4 of the paper. The update costs a round trip for which everybody waits, so a shorter rest is prefilled by the
+    real request itself. 1 always sends that at once, 0 always the update.
     """
 
     chunk_tokens: ChunkTokens = "adaptive"
     min_tokens: int = 8
     max_tokens: int = 512
     busy_share: float = 0.5
-    tail_share: float = 0.05
+    tail_share: float = 0.5
 
     def __post_init__(self) -> None:
         if self.chunk_tokens != "adaptive" and self.chunk_tokens < 1:
@@ -40,19 +41,19 @@ class IncrementSettings:
 
 
 def tokens_per_increment(
-    settings: IncrementSettings, *, cost_s: float | None, arrival_tokens_per_s: float | None
+    settings: IncrementSettings, *, cost_s: float | None, arrival_tokens_per_s: float | None, prompts: int = 1
 ) -> int:
-    """New tokens to wait for before the next update.
+    """New tokens to wait for before the next update, where so many `prompts` of one model grow at a time.
 
     While `n` tokens arrive, `n / arrival_tokens_per_s` seconds pass; an update of them keeps the engine busy for
-    about `cost_s` (mostly fixed cost, as the prefix is cached). Their ratio is the busy share. Until both are
-    measured the smallest chunk is used, which is how they come to be measured.
+    about `cost_s` (mostly fixed cost, as the prefix is cached), and so does one of each other prompt. Their ratio is
+    the busy share. Until both are measured the smallest chunk is used, which is how they come to be measured.
     """
     if settings.chunk_tokens != "adaptive":
         return settings.chunk_tokens
     if cost_s is None or arrival_tokens_per_s is None:
         return settings.min_tokens
-    wanted = cost_s * arrival_tokens_per_s / settings.busy_share
+    wanted = prompts * cost_s * arrival_tokens_per_s / settings.busy_share
     return int(min(max(wanted, settings.min_tokens), settings.max_tokens))
 
 

@@ -9,6 +9,7 @@ import multiprocessing
 from importlib.metadata import PackageNotFoundError, version
 
 from shell_router.sglang_plugin.kv_transfer import index_on_host_without_cuda, status_of_room
+from shell_router.sglang_plugin.names import KV_CLASS, LAUNCH_SERVER, REQUEST, ROOM_STATUS, missing_names
 from shell_router.sglang_plugin.prefix_cache import keep_prefill_only_kv
 from shell_router.sglang_plugin.routes import add_routes
 from shell_router.sglang_plugin.versions import SUPPORTED, is_supported
@@ -17,17 +18,23 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the hooks that this process needs. Logs an error and changes nothing under another SGLang."""
+    """Register the hooks that this process needs. Logs an error and changes nothing under an SGLang it does not fit."""
     found = installed_sglang()
+    serves_http = multiprocessing.parent_process() is None  # the others need not load its code
     if not is_supported(found):
-        logger.error(
-            "The shell_router plugin supports sglang %s, not %s, and stays off: prefill-only requests will cost a KV "
-            "transfer each. Install a supported version, or set SGLANG_PLUGINS to leave the plugin out.",
-            SUPPORTED,
-            found,
-        )
-        return
-    _register_hooks()
+        _stay_off(f"supports sglang {SUPPORTED}, not {found}")
+    elif missing := missing_names(serves_http=serves_http):
+        _stay_off(f"finds no {', '.join(missing)} in sglang {found}")
+    else:
+        _register_hooks(serves_http=serves_http)
+
+
+def _stay_off(reason: str) -> None:
+    logger.error(
+        "The shell_router plugin %s, and stays off: prefill-only requests will cost a KV transfer each. Install a "
+        "version that docs/sglang.md says was tried, or set SGLANG_PLUGINS to leave the plugin out.",
+        reason,
+    )
 
 
 def installed_sglang() -> str:
@@ -38,12 +45,11 @@ def installed_sglang() -> str:
         return "unknown"
 
 
-def _register_hooks() -> None:
+def _register_hooks(*, serves_http: bool) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
-    HookRegistry.register("sglang.srt.managers.schedule_batch.Req.__init__", keep_prefill_only_kv, after)
-    HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", index_on_host_without_cuda, after)
-    HookRegistry.register("sglang.srt.disaggregation.common.conn.CommonKVManager.check_status", status_of_room, around)
-    if multiprocessing.parent_process() is None:  # the process that serves HTTP; the others need not load its code
-        HookRegistry.register("sglang.srt.entrypoints.http_server.launch_server", add_routes, before)
+    HookRegistry.register(REQUEST, keep_prefill_only_kv, HookType.AFTER)
+    HookRegistry.register(KV_CLASS, index_on_host_without_cuda, HookType.AFTER)
+    HookRegistry.register(ROOM_STATUS, status_of_room, HookType.AROUND)
+    if serves_http:
+        HookRegistry.register(LAUNCH_SERVER, add_routes, HookType.BEFORE)

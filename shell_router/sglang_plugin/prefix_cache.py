@@ -1,9 +1,6 @@
 """Prefill-only requests: how SGLang's processes tell them from all others, and their way into the radix cache."""
 
-import logging
 from typing import Any, Final
-
-logger = logging.getLogger(__name__)
 
 FAKE_BOOTSTRAP_HOST: Final = "2.2.2.2"
 """SGLang's own mark of a prefill without a decode partner (`disaggregation.utils.FAKE_BOOTSTRAP_HOST`)."""
@@ -19,15 +16,8 @@ def keep_prefill_only_kv(_made: None, request: Any, *_arguments: Any, **_named: 
     SGLang bars every request with the fake host, since its own are warm-ups; ours are prefixes that a request will
     need. A prompt with overridden embeddings stays out: its KV does not follow from its token ids.
     """
-    if not _is_ours(request) or getattr(request, "positional_embed_overrides", None) is not None:
-        return
-    if not hasattr(request, "skip_radix_cache_insert"):
-        logger.error(
-            "This SGLang's Req has no skip_radix_cache_insert, so prefill-only requests may warm nothing. "
-            "Report its version; the router's probe will choose another way."
-        )
-        return
-    request.skip_radix_cache_insert = False
+    if _is_ours(request) and request.positional_embed_overrides is None:
+        request.skip_radix_cache_insert = False
 
 
 def _is_ours(request: Any) -> bool:

@@ -86,7 +86,9 @@ PREFILL = Block(
         "min_tokens": Number("Least chunk when adaptive.", at_least=1, whole=True),
         "max_tokens": Number("Largest chunk when adaptive.", at_least=1, whole=True),
         "busy_share": Number(
-            "Share of time one prompt may keep the prefill engine busy when adaptive.", above=0, at_most=1
+            "Share of time all growing prompts of a model may keep its prefill engine busy when adaptive.",
+            above=0,
+            at_most=1,
         ),
         "tail_share": Number(
             "A complete prompt is prefilled once more if more than this share of it is new.", at_least=0, at_most=1

@@ -92,13 +92,13 @@ async def run_all(executor: Executor, topology: Topology, run_id: str, prompts: 
 
 
 def greedy(topology: Topology, *, incremental: bool, new_tokens: int) -> Topology:
-    """The topology without chance: temperature 0, nobody cut off."""
+    """The topology without chance: temperature 0, nobody cut off, and what is left of a prompt is sent as an update."""
     sampling = {"temperature": 0, "max_new_tokens": new_tokens}
     return replace(
         topology,
         agents={name: replace(agent, sampling=sampling) for name, agent in topology.agents.items()},
         clusters=tuple(replace(cluster, early_exit=None) for cluster in topology.clusters),
-        prefill=Prefill(incremental, IncrementSettings("adaptive")),
+        prefill=Prefill(incremental, IncrementSettings("adaptive", tail_share=0.05)),
     )
 
 

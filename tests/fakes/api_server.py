@@ -42,9 +42,7 @@ class ScriptedRelay:
     left_early: int = 0
 
     @contextlib.asynccontextmanager
-    async def forward(
-        self, route: NativeRoute, body: bytes, *, affinity: str | None = None
-    ) -> AsyncIterator[Relayed]:
+    async def forward(self, route: NativeRoute, body: bytes, *, affinity: str | None = None) -> AsyncIterator[Relayed]:
         if not body.startswith(b"{"):
             raise InvalidRequest("The body is not a JSON object.")
         self.forwarded.append((route, body))

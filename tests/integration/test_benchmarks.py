@@ -5,8 +5,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from benchmarks.overlapping.figures import prefilled_tokens
+from benchmarks.overlapping.settings import tokens_by_model
+from shell_router.config import load_config
 
 ROOT = Path(__file__).parents[2]
 SHORT = {
@@ -16,19 +21,71 @@ SHORT = {
     "router_overhead": ("--quick",),
 }
 LIMIT_S = 240.0
+NEEDS_SGLANG = {"faults"}
 
 
-def test_every_benchmark_is_run_here() -> None:
-    assert {file.stem for file in (ROOT / "benchmarks").glob("*.py")} == SHORT.keys() | {"report"}
+def test_every_benchmark_that_needs_no_sglang_is_run_here() -> None:
+    found = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
+    assert found == SHORT.keys() | NEEDS_SGLANG | {"report"}
+
+
+async def test_a_fault_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "benchmarks/faults.py",
+        *("--only", "router on fire"),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, complaint = await process.communicate()
+    assert process.returncode == 2
+    assert "decode killed mid-stream" in complaint.decode()
+
+
+async def test_overlap_on_sglang_says_how_to_build_what_it_needs(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "benchmarks/overlap.py",
+        *("--engine", "sglang"),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, complaint = await process.communicate()
+    assert process.returncode == 2
+    assert complaint.decode().endswith("Build it with: launch/sglang_cpu/environment.sh\n")
+
+
+def test_tokens_are_late_unless_an_update_with_them_had_ended_with_the_inputs() -> None:
+    updates = [
+        {"name": "prefill_increment", "end_s": 1.0, "prompt_tokens": 40, "cached_tokens": 8},
+        {"name": "prefill_increment", "end_s": 2.0, "prompt_tokens": 60, "cached_tokens": 40},
+    ]
+    agent = {"cached_tokens": 60, "spans": [{"name": "queue", "end_s": 0.0}, *updates]}
+    assert [prefilled_tokens(agent, at_s) for at_s in (0.5, 1.5, 2.0)] == [8, 40, 60]
+    assert prefilled_tokens({"cached_tokens": 24, "spans": []}, 1.0) == 24
+
+
+def test_outputs_have_different_lengths_only_where_one_pair_serves_all_sizes() -> None:
+    shared = load_config(ROOT / "configs" / "sglang-cpu.yaml", {})
+    apart = load_config(ROOT / "configs" / "sglang-one-gpu.yaml", {})
+    assert tokens_by_model(shared, 64) == {"small": 32, "medium": 48, "large": 64}
+    assert tokens_by_model(apart, 64) == {"small": 64, "medium": 64, "large": 64}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
 async def test_a_benchmark_ends_with_its_rows_as_json(name: str) -> None:
+    rows_of(await printed_by(name, *SHORT[name]))
+
+
+async def printed_by(name: str, *options: str) -> bytes:
+    """What a benchmark prints with these options; it must succeed."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         f"benchmarks/{name}.py",
-        *SHORT[name],
+        *options,
         "--json",
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -43,7 +100,14 @@ async def test_a_benchmark_ends_with_its_rows_as_json(name: str) -> None:
             process.terminate()  # it ends what it started
             await process.wait()
     assert process.returncode == 0, complaints.decode()
+    return printed
+
+
+def rows_of(printed: bytes) -> list[dict[str, Any]]:
+    """The rows of the JSON object that ends it."""
     found = json.loads(printed.splitlines()[-1])
     assert found.keys() == {"title", "engine", "simulated", "rows"}
     assert found["rows"] and all(row.keys() == found["rows"][0].keys() for row in found["rows"])
     assert all(value is None or isinstance(value, str | int | float) for row in found["rows"] for value in row.values())
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows

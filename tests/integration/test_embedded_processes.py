@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest_asyncio
 
 from shell_router.engines.embedded.checkpoint import make_checkpoint
 from shell_router.engines.embedded.launch import START_LIMIT_S, EmbeddedFleet, EmbeddedPair, EmbeddedServer
-from shell_router.engines.embedded.settings import EmbeddedSettings
+from shell_router.engines.embedded.settings import EmbeddedSettings, ServerSettings
+from shell_router.engines.embedded.spawner_client import SpawnerClient
 from shell_router.engines.restarts import RestartPolicy
 from shell_router.errors import EngineUnreachable
 from tests.fakes.lines import Lines, logged
@@ -232,6 +233,18 @@ async def test_stopping_a_fleet_ends_every_server_in_order(folder: str, caplog: 
     assert [server.exit_code for server in servers] == [0, 0]
     assert not caplog.records
     await fleet.stop()
+
+
+async def test_servers_that_are_stopped_while_they_start_obey_the_first_sigterm(folder: str) -> None:
+    told: list[Mapping[str, Any]] = []
+    spawner = SpawnerClient(told.append, lambda: None)
+    await spawner.launch()
+    names = [f"only/{number}" for number in range(8)]
+    for name in names:
+        spawner.start_server(name, ServerSettings(EmbeddedSettings(folder), "decode"))
+    await spawner.stop()
+    ended = {event["exited"]: event["code"] for event in told if "exited" in event}
+    assert ended == dict.fromkeys(names, -signal.SIGTERM)
 
 
 async def test_servers_end_when_their_parent_is_killed(folder: str) -> None:

@@ -210,3 +210,12 @@ async def test_a_closed_pair_holds_no_connection_and_can_be_used_again() -> None
             await collect(at.pair, generation())
             await at.pair.aclose()
             await until(lambda: at.servers.prefill.connections == at.servers.decode.connections == 0)
+
+
+async def test_a_prefill_by_a_real_pair_merges_log_probabilities_though_its_client_asked_for_a_stream() -> None:
+    async with served(ScriptedSettings(warms=())) as at:
+        await at.pair.probe()
+        body = b'{"input_ids": [1, 2, 3], "stream": true, "return_logprob": true, "logprob_start_len": 0}'
+        async with at.pair.forward("prefill_only", body) as answer:
+            found = orjson.loads(b"".join([chunk async for chunk in answer.chunks]))
+        assert [token for _, token, _ in found["meta_info"]["input_token_logprobs"]] == [1, 2, 3]

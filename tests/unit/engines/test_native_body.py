@@ -106,3 +106,17 @@ def test_replacing_sampling_parameters_keeps_the_clients_others() -> None:
     found = orjson.loads(native.replaced({"sampling_params": {"max_new_tokens": 1}, "stream": False}))
     assert found["sampling_params"] == {"temperature": 0, "max_new_tokens": 1}
     assert (found["x"], found["stream"]) == (1, False)
+
+
+@pytest.mark.parametrize("several", [b'{"n": 2}', b'[{"n": 1}, {"n": 3}]', b'{"n": 0}'])
+def test_several_samples_of_one_prompt_are_refused(several: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="Send the request n times"):
+        read_native(b'{"sampling_params": %s}' % several, "fresh")
+    read_native(b'{"sampling_params": {"n": 1}}', "fresh")
+
+
+@pytest.mark.parametrize("start", ["-2", "[0, -7]"])
+def test_a_start_of_log_probabilities_that_ends_a_prefill_server_is_refused(start: str) -> None:
+    with pytest.raises(InvalidRequest, match="logprob_start_len"):
+        read_native(b'{"logprob_start_len": %s}' % start.encode(), "fresh")
+    read_native(b'{"logprob_start_len": [-1, 0, null]}', "fresh")

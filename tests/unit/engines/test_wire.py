@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shell_router.core.engine_errors import error_message
 from shell_router.core.generation import Finish, Tokens
 from shell_router.engines.wire import EventSplitter, OutputReader, rejected
-from shell_router.errors import EngineRejected, PromptTooLong
+from shell_router.errors import EngineAborted, EngineRejected, PromptTooLong
 
 PIECES = ["Hé", "llo", "", "→ 世", "界", "!"]
 
@@ -102,6 +102,13 @@ def test_an_error_event_keeps_the_engines_words_and_code() -> None:
     with pytest.raises(EngineRejected, match="KV pool is full") as refused:
         read([b'{"error": {"message": "KV pool is full", "code": 503}}'])
     assert refused.value.status == 503
+
+
+def test_an_abort_before_the_first_token_is_no_failure_of_the_engine() -> None:
+    told = "Decode transfer failed for request 'r' with exception KVTransferError: Aborted by AbortReq."
+    with pytest.raises(EngineAborted, match=r"Aborted by AbortReq\. Ask again"):
+        read([output([], "", 0, {"type": "abort", "message": told, "status_code": 500})])
+    assert isinstance(rejected("prefill engine", 500, told), EngineAborted)
 
 
 def test_an_abort_nobody_asked_for_is_an_error() -> None:

@@ -101,6 +101,15 @@ def test_a_restarted_server_that_is_not_ready_in_time_is_killed_and_started_anew
     assert fleet.time.delays_s == [2.0]
 
 
+def test_a_restarted_server_that_ends_before_it_is_ready_waits_longer_and_is_not_killed_by_the_limit_of_before(
+    fleet: Fleet,
+) -> None:
+    fleet.restarts.ended("a/decode", ENDED)
+    fleet.time.step(1.0)
+    fleet.restarts.ended("a/decode", ENDED)
+    assert fleet.time.delays_s == [2.0]
+
+
 def test_a_restarted_server_that_is_ready_in_time_is_left_alone(fleet: Fleet) -> None:
     fleet.die_and_come_back()
     fleet.time.step(START_LIMIT_S)

@@ -32,6 +32,7 @@ class Scene:
         self.engine = ScriptedEngine(self.tokenizer, lambda _request: Script(""))
         self.cache = MemoryAgentPromptCache(clock=monotonic)
         self.events = Recorder()
+        self.pace = Pace()
         agents = [part.agent for part in parts if isinstance(part, Slot)]
         self.filling = Filling(
             "agent",
@@ -52,7 +53,7 @@ class Scene:
         writer.append(Chunk(text, tuple(self.tokenizer.encode(text))))
 
     def start(self) -> asyncio.Task[list[int]]:
-        filler = SlotFiller(self.filling, self.cache, Pace(), self.events.emit, clock=monotonic)
+        filler = SlotFiller(self.filling, self.cache, self.pace, self.events.emit, clock=monotonic)
         return asyncio.create_task(filler.fill())
 
     async def until_sent(self, increments: int) -> PrefillIncrement:
@@ -67,29 +68,35 @@ def is_prefix(short: Sequence[int], whole: Sequence[int]) -> bool:
     return list(whole[: len(short)]) == list(short)
 
 
-async def test_the_prefix_is_prefilled_before_any_precursor_has_begun() -> None:
-    scene = Scene("The question is this.", Slot("a"))
-    task = scene.start()
-    first = await scene.until_sent(1)
-    assert first.slot is None
-    assert scene.sent() == ["The question is this"]  # the last word may still grow
+async def test_the_prefix_is_prefilled_when_the_first_precursor_begins_and_not_before_it() -> None:
+    """Before, the engine may be busy with the precursors' own prompts."""
+    scene = Scene("The question is this.", Slot("a"), chunk_tokens=100)
     writer = await scene.log("a")
+    task = scene.start()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert scene.sent() == []
     scene.write(writer, " yes")
+    first = await scene.until_sent(1)
+    assert first.slot == "a"
+    assert scene.sent() == ["The question is this. yes"]
+    scene.write(writer, " indeed")
     writer.end(End.FINISHED)
-    assert scene.tokenizer.decode(await task) == "The question is this. yes"
+    assert scene.tokenizer.decode(await task) == "The question is this. yes indeed"
 
 
 async def test_a_fixed_chunk_waits_for_that_many_new_tokens() -> None:
     scene = Scene("Q.", Slot("a"), chunk_tokens=3)
     writer = await scene.log("a")
     task = scene.start()
+    scene.write(writer, " zero")
     await scene.until_sent(1)
     for word in (" one", " two", " three", " four"):
         scene.write(writer, word)
         await asyncio.sleep(0)
     second = await scene.until_sent(2)
-    assert scene.sent()[1] == "Q. one two three"
-    assert second.resident_tokens == 1
+    assert scene.sent() == ["Q. zero", "Q. zero one two three"]
+    assert second.resident_tokens == 3
     writer.end(End.FINISHED)
     await task
 
@@ -98,11 +105,12 @@ async def test_a_slot_that_ended_is_sent_without_waiting_for_the_next() -> None:
     scene = Scene("Q.", Slot("a", " ["), Slot("b", " ["), chunk_tokens=100)
     writer = await scene.log("a")
     task = scene.start()
-    await scene.until_sent(1)
     scene.write(writer, " yes")
+    await scene.until_sent(1)
+    scene.write(writer, " indeed")
     writer.end(End.FINISHED)
     await scene.until_sent(2)
-    assert scene.sent()[1].startswith("Q. [ yes")
+    assert scene.sent()[1].startswith("Q. [ yes indeed")
     other = await scene.log("b")
     other.end(End.FINISHED)
     await task
@@ -177,9 +185,9 @@ async def test_an_engine_that_refuses_an_increment_costs_only_the_overlap(refusa
     engine = Refusing(scene.tokenizer, lambda _request: Script(""))
     scene.filling = replace(scene.filling, model=replace(scene.filling.model, engine=engine))
     task = scene.start()
-    await scene.events.until(lambda r: bool(r.of(Degraded)))
     writer = await scene.log("a")
     scene.write(writer, " fine")
+    await scene.events.until(lambda r: bool(r.of(Degraded)))
     writer.end(End.FINISHED)
     assert scene.tokenizer.decode(await task) == "Q. fine"
     assert len(scene.events.of(Degraded)) == 1
@@ -200,6 +208,7 @@ async def test_cancelling_the_agent_aborts_the_increment_under_way() -> None:
     hold = Hold()
     engine = ScriptedEngine(scene.tokenizer, lambda _request: Script(""), pace=hold.pace)
     scene.filling = replace(scene.filling, model=replace(scene.filling.model, engine=engine))
+    scene.write(await scene.log("a"), " yes")
     before = asyncio.all_tasks()
     task = scene.start()
     await hold.until_waiting()
@@ -223,3 +232,18 @@ async def test_a_last_piece_of_text_alone_changes_nothing_in_token_mode_however_
         return scene.tokenizer.decode(await task)
 
     assert await prompt(read_apart=True) == await prompt(read_apart=False) == "Q. yes"
+
+
+async def test_a_prompt_counts_as_growing_until_it_is_complete_or_given_up() -> None:
+    scene = Scene("fixed ", Slot("a"))
+    writer = await scene.log("a")
+    complete, given_up = scene.start(), scene.start()
+    scene.write(writer, "some words of the first agent")
+    await scene.until_sent(2)
+    assert scene.pace.growing_prompts("model") == 2
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    assert scene.pace.growing_prompts("model") == 1
+    writer.end(End.FINISHED)
+    await complete
+    assert scene.pace.growing_prompts("model") == 0

@@ -20,6 +20,10 @@ def test_updates_of_20_ms_at_1000_tokens_per_s_keep_the_engine_half_busy_with_40
     assert tokens_per_increment(ADAPTIVE, cost_s=0.020, arrival_tokens_per_s=1000.0) == 40
 
 
+def test_prompts_that_grow_together_share_the_engines_time() -> None:
+    assert tokens_per_increment(ADAPTIVE, cost_s=0.020, arrival_tokens_per_s=1000.0, prompts=3) == 120
+
+
 @given(cost_s=st.floats(0, 1e3), rate=st.floats(0, 1e6))
 def test_adaptive_chunks_stay_within_their_limits(cost_s: float, rate: float) -> None:
     assert 8 <= tokens_per_increment(ADAPTIVE, cost_s=cost_s, arrival_tokens_per_s=rate) <= 512

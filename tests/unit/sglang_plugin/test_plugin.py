@@ -56,18 +56,6 @@ def test_every_other_request_stays_as_it_was(request_: Request) -> None:
     assert request_.skip_radix_cache_insert
 
 
-def test_a_request_without_the_flag_is_said_and_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    @dataclass
-    class OfAnotherVersion:
-        bootstrap_host: str = FAKE_BOOTSTRAP_HOST
-        bootstrap_port: int = PREFILL_ONLY_PORT
-
-    request = OfAnotherVersion()
-    keep_prefill_only_kv(None, request)
-    assert "skip_radix_cache_insert" in caplog.text
-    assert not hasattr(request, "skip_radix_cache_insert")
-
-
 def test_the_mark_is_no_port_that_anybody_listens_on() -> None:
     assert PREFILL_ONLY_PORT < 0
 

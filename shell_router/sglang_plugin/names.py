@@ -1,0 +1,53 @@
+"""The names of SGLang that the plugin hooks or reads: looked for first, so that it is wholly on or wholly off."""
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any, Final
+
+REQUEST: Final = "sglang.srt.managers.schedule_batch.Req.__init__"
+KV_CLASS: Final = "sglang.srt.disaggregation.utils.get_kv_class"
+ROOM_STATUS: Final = "sglang.srt.disaggregation.common.conn.CommonKVManager.check_status"
+LAUNCH_SERVER: Final = "sglang.srt.entrypoints.http_server.launch_server"
+
+IN_EVERY_PROCESS: Final = (
+    REQUEST,
+    KV_CLASS,
+    ROOM_STATUS,
+    "sglang.srt.disaggregation.base.KVPoll.Failed",
+    "sglang.srt.plugins.hook_registry.HookRegistry.register",
+    "sglang.srt.plugins.hook_registry.HookType",
+)
+WHERE_HTTP_IS_SERVED: Final = (
+    LAUNCH_SERVER,
+    "sglang.srt.entrypoints.http_server.app.add_api_route",
+    "sglang.srt.entrypoints.http_server.generate_request",
+    "sglang.srt.entrypoints.http_server.GenerateReqInput.bootstrap_host",
+    "sglang.srt.entrypoints.http_server.GenerateReqInput.bootstrap_port",
+    "sglang.srt.entrypoints.http_server.GenerateReqInput.bootstrap_room",
+    "sglang.srt.server_args.ServerArgs.disaggregation_mode",
+    "sglang.srt.server_args.ServerArgs.disable_radix_cache",
+    "sglang.srt.server_args.ServerArgs.tokenizer_worker_num",
+)
+OF_A_REQUEST: Final = ("bootstrap_host", "bootstrap_port", "positional_embed_overrides", "skip_radix_cache_insert")
+"""Attributes that `Req.__init__` sets; no class has them, so they are looked for in its code."""
+
+
+def missing_names(*, serves_http: bool) -> list[str]:
+    """What this SGLang lacks of what the plugin needs in this process. Imports the modules that it hooks."""
+    needed = (*IN_EVERY_PROCESS, *(WHERE_HTTP_IS_SERVED if serves_http else ()))
+    missing = [name for name in needed if not _is_found(name)]
+    return missing if REQUEST in missing else missing + _not_set(pkgutil.resolve_name(REQUEST))
+
+
+def _is_found(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+def _not_set(init: Callable[..., Any]) -> list[str]:
+    code = getattr(inspect.unwrap(init), "__code__", None)
+    return [f"Req.{name}" for name in OF_A_REQUEST if code is None or name not in code.co_names]

@@ -1,0 +1,120 @@
+"""What the plugin does where SGLang lacks a name that it needs: a stand-in of SGLang, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SGLANG = {
+    "managers/schedule_batch.py": """
+class Req:
+    def __init__(self, bootstrap_host, bootstrap_port):
+        self.bootstrap_host, self.bootstrap_port = bootstrap_host, bootstrap_port
+        self.positional_embed_overrides = None
+        self.skip_radix_cache_insert = True
+""",
+    "disaggregation/utils.py": "def get_kv_class(): ...",
+    "disaggregation/base.py": "class KVPoll: Failed = 0",
+    "disaggregation/common/conn.py": """
+class CommonKVManager:
+    def check_status(self, room): ...
+""",
+    "entrypoints/http_server.py": """
+class GenerateReqInput: bootstrap_host = bootstrap_port = bootstrap_room = None
+class app:
+    def add_api_route(self): ...
+def generate_request(): ...
+def launch_server(): ...
+""",
+    "server_args.py": "class ServerArgs: disaggregation_mode = disable_radix_cache = tokenizer_worker_num = None",
+    "plugins/hook_registry.py": """
+class HookType: AFTER, AROUND, BEFORE = "after", "around", "before"
+class HookRegistry:
+    hooks = {}
+    @classmethod
+    def register(cls, target, hook, kind):
+        cls.hooks[target.removeprefix("sglang.srt.")] = [hook.__name__, kind]
+""",
+}
+"""The names that the plugin needs, at the places where SGLang 0.5.16 to 0.5.23 has them."""
+
+OF_EVERY_PROCESS = {
+    "managers.schedule_batch.Req.__init__": ["keep_prefill_only_kv", "after"],
+    "disaggregation.utils.get_kv_class": ["index_on_host_without_cuda", "after"],
+    "disaggregation.common.conn.CommonKVManager.check_status": ["status_of_room", "around"],
+}
+OF_HTTP = {"entrypoints.http_server.launch_server": ["add_routes", "before"]}
+
+REGISTER = """
+import json, multiprocessing, sys
+from shell_router import sglang_plugin
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+def register():
+    sglang_plugin.register()
+    print(json.dumps(getattr(HookRegistry, "hooks", {})), flush=True)
+
+if sys.argv[1] == "serves-http":
+    register()
+else:
+    child = multiprocessing.get_context("fork").Process(target=register)
+    child.start()
+    child.join()
+"""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The hooks that were registered by their targets, as [name, type], and what was logged."""
+
+    hooks: dict[str, list[str]]
+    log: str
+
+
+def registered_in(folder: Path, *, without: str = "nothing", process: str = "serves-http") -> Registered:
+    """The plugin's `register` where `folder` holds a stand-in of SGLang, in which the name `without` is another."""
+    for path, text in SGLANG.items():
+        file = folder / "sglang" / "srt" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.replace(without, "renamed"), encoding="utf-8")
+    metadata = folder / "sglang-0.5.23.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n", encoding="utf-8")
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(Path.cwd())))}
+    done = subprocess.run(
+        [sys.executable, "-c", REGISTER, process], capture_output=True, text=True, check=True, env=variables
+    )
+    return Registered(json.loads(done.stdout), done.stderr)
+
+
+def test_the_process_that_serves_http_gets_all_hooks(tmp_path: Path) -> None:
+    assert registered_in(tmp_path) == Registered({**OF_EVERY_PROCESS, **OF_HTTP}, "")
+
+
+def test_another_process_gets_its_hooks_and_needs_no_http_server(tmp_path: Path) -> None:
+    registered = registered_in(tmp_path, without="launch_server", process="child")
+    assert registered == Registered(OF_EVERY_PROCESS, "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("schedule_batch.Req", "utils.get_kv_class", "conn.CommonKVManager", "CommonKVManager.check_status"),
+        *("KVPoll.Failed", "HookRegistry.register", "hook_registry.HookType"),
+        *("http_server.launch_server", "app.add_api_route", "http_server.generate_request"),
+        *("GenerateReqInput.bootstrap_host", "GenerateReqInput.bootstrap_port", "GenerateReqInput.bootstrap_room"),
+        *("ServerArgs.disaggregation_mode", "ServerArgs.disable_radix_cache", "ServerArgs.tokenizer_worker_num"),
+        *("Req.bootstrap_host", "Req.bootstrap_port"),
+        *("Req.positional_embed_overrides", "Req.skip_radix_cache_insert"),
+    ],
+)
+def test_a_missing_name_is_said_and_nothing_is_hooked(tmp_path: Path, name: str) -> None:
+    registered = registered_in(tmp_path, without=name.split(".")[1])
+    assert registered.hooks == {}
+    finding, _, _ = registered.log.partition(" in sglang 0.5.23, and stays off")
+    assert "The shell_router plugin finds no " in finding
+    assert name in finding
