@@ -32,7 +32,11 @@ def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
     aggregators = [name for name in topology.layers[1] if name in readers]
     inputs_end_s = {name: max(agents[p]["ended_s"] for p in topology.agents[name].precursors) for name in readers}
     prompts = sum(agent["prompt_tokens"] for agent in readers.values())
-    in_time = sum(prefilled_tokens(agent, inputs_end_s[name]) for name, agent in readers.items())
+    in_time = sum(
+        # an update may have held a slot that an early exit then left out
+        min(prefilled_tokens(agent, inputs_end_s[name]), agent["cached_tokens"])
+        for name, agent in readers.items()
+    )
     return Figures(
         end_to_end_s=trace["duration_s"],
         second_layer_s=statistics.mean(agents[name]["ended_s"] - inputs_end_s[name] for name in aggregators),

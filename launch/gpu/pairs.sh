@@ -13,6 +13,8 @@ SGLANG_OPTION given to all engines, after --max-total-tokens 32768 --cuda-graph-
 The pairs' ports begin at 30000, 30010, 30020, … as launch/sglang-pair.sh counts them; configs/sglang-one-gpu.yaml names
 them. All stay in the foreground; when one pair ends, so do the others.
 `shell-router launch --config configs/sglang-one-gpu.yaml` does the same, and starts dead engines again.
+`python benchmarks/overlap.py --engine sglang --config configs/sglang-one-gpu.yaml` starts the same pairs, measures what
+overlap saves on them, and stops them; with a deployment without `launch` it measures pairs that run already.
 TEXT
 }
 

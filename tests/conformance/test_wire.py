@@ -288,9 +288,9 @@ async def test_an_abort_ends_the_stream_and_frees_both_servers(wire: Wire) -> No
 
 async def test_a_caller_that_leaves_frees_both_servers(wire: Wire, client: PairPool) -> None:
     async with aclosing(client.generate(generation(wire.body(prompt(), new_tokens=1500)))) as stream:
-        for _ in range(3):  # SGLang's loads show a request one step after its first token
+        await anext(stream)
+        while not await wire.held():  # SGLang tells its load every 15 steps of its decoding
             await anext(stream)
-        assert await wire.held() >= 1
     await client.aclose()
     await wire.until_idle()
 

@@ -68,9 +68,9 @@ async def test_a_straggler_that_is_cut_off_leaves_the_decode_server(served: Serv
     for straggler in range(STRAGGLERS):
         request = Generation(f"straggler.{straggler}", list(range(20, 400)), long_output())
         async with aclosing(served.pair.generate(request)) as stream:
-            for _ in range(3):  # SGLang's loads show a request one step after its first token
+            await anext(stream)
+            while not await held(served.session, *served.urls):  # SGLang tells its load every 15 steps of its decoding
                 await anext(stream)
-            assert await held(served.session, *served.urls) == 1
             cut_s = monotonic()
         gone_s = await idle(served.session, *served.urls, limit_s=10)
         measured("a straggler is gone from its engines after", gone_s - cut_s)

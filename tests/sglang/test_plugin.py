@@ -47,7 +47,9 @@ async def test_each_update_of_a_prompt_finds_the_one_before(
     url = f"{real_sglang.address.prefill_url}/prefill_only"
     ids = prompt(2000)
     found = [(await answer(session, url, input_ids=ids[:end]))["meta_info"] for end in (500, 1000, 1500, 2000, 2000)]
-    assert [meta["cached_tokens"] for meta in found] == [0, 500, 1000, 1500, 1999]
+    first, *later = (meta["cached_tokens"] for meta in found)
+    assert first <= 1  # another test's prompt may begin with the same token
+    assert later == [500, 1000, 1500, 1999]
     assert [meta["prompt_tokens"] for meta in found] == [500, 1000, 1500, 2000, 2000]
 
 
