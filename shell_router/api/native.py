@@ -92,6 +92,8 @@ class NativeAnswer:
     async def failed(self, error: Exception) -> web.StreamResponse:
         """`error` told in the stream, or raised where its head has not gone."""
         if self._stream is None:
+            if isinstance(error, EngineRejected):  # its status is the engine's own, as for one that is passed through
+                return json_reply(self._request, problem_body(error, self._request[REQUEST_ID]), status=error.status)
             raise error
         await self._stream.send(data_frame(told_in_stream(error, self._request[REQUEST_ID])))
         return await self._stream.end()

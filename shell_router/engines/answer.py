@@ -16,6 +16,7 @@ async def answer(legs: Legs, *, logprobs: bool) -> AsyncGenerator[Tokens | Finis
     """Tokens as decode streams them, then one Finish. Ends the legs, however it is left."""
     reader = OutputReader(legs.decode_name, logprobs=logprobs)
     events = EventSplitter()
+    begun = False
     try:
         response = await legs.head()
         if response.status != HTTP_OK:
@@ -24,6 +25,9 @@ async def answer(legs: Legs, *, logprobs: bool) -> AsyncGenerator[Tokens | Finis
             for payload in events.feed(chunk):
                 tokens = reader.take(payload)
                 if tokens is not None:
+                    if not begun:
+                        begun = True
+                        legs.begun_well()
                     yield tokens
         if reader.finish is None:
             raise EngineUnreachable(f"The {legs.decode_name} closed its stream before the answer ended.")

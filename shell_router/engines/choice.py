@@ -20,32 +20,33 @@ class ServerChoice:
         self.servers = tuple(servers)
         self._in_turn = list(servers)
         self._clock = clock
-        self._homes: OrderedDict[str, ServerClient] = OrderedDict()
+        self._homes: OrderedDict[int, ServerClient] = OrderedDict()
 
-    def pick(self, *, affinity: str | None = None, avoid: Collection[ServerClient] = ()) -> ServerClient:
+    def best(self, affinity: str | None = None, avoid: Collection[ServerClient] = ()) -> ServerClient:
         """The server to send to, not one of `avoid` if another serves; requests of one `affinity` keep theirs.
 
-        Raises EngineUnavailable while the breakers of all are open.
+        Raises EngineUnavailable while the breakers of all are open. Nothing changes until `take`.
         """
         now_s = self._clock()
         serving = [server for server in self._in_turn if not server.breaker.wait_s(now_s)]
         if not serving:
             raise self._unavailable(now_s)
         wanted = [server for server in serving if server not in avoid] or serving
-        home = self._homes.get(affinity) if affinity is not None else None
-        chosen = home if home in wanted else min(wanted, key=lambda server: server.running)
-        self._in_turn.remove(chosen)
-        self._in_turn.append(chosen)
-        chosen.breaker.tried(now_s)
-        if affinity is not None and len(self.servers) > 1:
-            self._settle(affinity, chosen)
-        return chosen
+        home = self._homes.get(hash(affinity)) if affinity is not None else None
+        return home if home in wanted else min(wanted, key=lambda server: server.running)
 
-    def _settle(self, affinity: str, server: ServerClient) -> None:
-        self._homes[affinity] = server
-        self._homes.move_to_end(affinity)
-        if len(self._homes) > KEPT_HOMES:
-            self._homes.popitem(last=False)
+    def take(self, server: ServerClient, affinity: str | None = None) -> None:
+        """A request is sent to `server` now."""
+        server.breaker.tried(self._clock())
+        if len(self.servers) == 1:
+            return
+        self._in_turn.remove(server)
+        self._in_turn.append(server)
+        if affinity is not None:
+            self._homes[hash(affinity)] = server  # a client's own key may be long
+            self._homes.move_to_end(hash(affinity))
+            if len(self._homes) > KEPT_HOMES:
+                self._homes.popitem(last=False)
 
     def _unavailable(self, now_s: float) -> EngineUnavailable:
         wait_s = min(server.breaker.wait_s(now_s) for server in self.servers)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from shell_router.engines.http import Exchange
 from shell_router.engines.server_client import HTTP_OK, ServerClient, ServerFailure
 from shell_router.engines.wire import EventSplitter, refuse_aborted, refuse_errors
-from shell_router.errors import EngineError, EngineStalled, PromptTooLong
+from shell_router.errors import EngineError, EngineRejected, EngineStalled, PromptTooLong
 
 logger = logging.getLogger(__name__)
+
+_TRANSFER_FAILED = "transfer failed"  # in SGLang's own words, on either server
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class Legs:
 
         Decode cannot start without the prefill's KV, so the answer is normally here already.
         """
-        self._ended_well()
+        self._ended = True
         try:
             await self._prefill_over(self._prefill_server.limits.settle_s)
         finally:
@@ -96,9 +98,13 @@ class Legs:
 
     def settle_later(self) -> None:
         """As `settled`, in the background, for those who have no use for the prefill leg's answer."""
-        self._ended_well()
+        self._ended = True
         if self._prefill_answer is None:
             self._prefill_server.tasks.start(self._settle())
+
+    def begun_well(self) -> None:
+        """Call when decode's first tokens are there: whatever becomes of this request, it serves."""
+        self._decode_server.succeeded()
 
     def refused(self, error: ServerFailure) -> None:
         """Call where what was read is no answer but `error`: decode's fault, unless it was told already."""
@@ -112,10 +118,6 @@ class Legs:
         self._decode.close()
         self._prefill.close()
         self._abort()
-
-    def _ended_well(self) -> None:
-        self._ended = True
-        self._decode_server.succeeded()
 
     async def _settle(self) -> None:
         await self.settled()
@@ -179,8 +181,10 @@ class Legs:
     def _suspects(self, server: ServerClient, error: ServerFailure) -> tuple[ServerClient, ...]:
         """Before the first token, silence on one leg is silence on both: a stalled server stalls its partner as well.
 
-        Both are then suspected, and the next request that one of them serves clears it.
+        And of a transfer that failed both servers tell, whosever fault it is. Both are then suspected, and the next
+        request that one of them serves clears it.
         """
-        if isinstance(error, EngineStalled) and not self._begun and self._prefill_answer is None:
+        silent = isinstance(error, EngineStalled) and not self._begun and self._prefill_answer is None
+        if silent or (isinstance(error, EngineRejected) and _TRANSFER_FAILED in str(error).lower()):
             return self._prefill_server, self._decode_server
         return (server,)

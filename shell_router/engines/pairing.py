@@ -43,12 +43,17 @@ class Pairing:
         return self.prefills.servers + self.decodes.servers
 
     def pick(self, affinity: str | None = None, avoid: Collection[ServerClient] = ()) -> Pair:
-        """Servers for one attempt; see `ServerChoice.pick`."""
-        return self.with_prefill(self.prefills.pick(affinity=affinity, avoid=avoid), avoid)
+        """Servers for one attempt that is made now; see `ServerChoice.best`."""
+        prefill, decode = self.prefills.best(affinity, avoid), self.decodes.best(avoid=avoid)
+        self.prefills.take(prefill, affinity)
+        self.decodes.take(decode)
+        return Pair(prefill, decode, self.bootstraps[prefill])
 
-    def with_prefill(self, prefill: ServerClient, avoid: Collection[ServerClient] = ()) -> Pair:
-        """This prefill server and whichever decode server serves best."""
-        return Pair(prefill, self.decodes.pick(avoid=avoid), self.bootstraps[prefill])
+    def with_prefill(self, prefill: ServerClient) -> Pair:
+        """This prefill server, which was taken already, and whichever decode server serves best."""
+        decode = self.decodes.best()
+        self.decodes.take(decode)
+        return Pair(prefill, decode, self.bootstraps[prefill])
 
 
 class Attempts:
@@ -77,9 +82,12 @@ class Attempts:
     def pick(self) -> Pair:
         """Servers for the next attempt. Raises EngineUnavailable, or what the attempt before failed of."""
         try:
-            return self._pairing.pick(self._affinity, self._avoid)
+            pair = self._pairing.pick(self._affinity, self._avoid)
         except EngineUnavailable as refusal:
             raise self._last or refusal from None
+        if self.made:
+            self._on_retry()
+        return pair
 
     async def failed(self, error: EngineError, suspects: Collection[ServerClient]) -> None:
         """Return when the next attempt is due; raises `error` where there is none."""
@@ -89,6 +97,5 @@ class Attempts:
             raise error
         self._last = error
         self._avoid.update(suspects)
-        log.warning("attempt %d failed, and another is made in %.0f ms: %s", self.made, 1e3 * wait_s, error)
-        self._on_retry()
+        log.warning("attempt %d failed, and another is due in %.0f ms: %s", self.made, 1e3 * wait_s, error)
         await asyncio.sleep(wait_s)

@@ -117,7 +117,9 @@ class PairPool:
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`. It is made once, in its server's way: a failure costs no more than the overlap."""
-        return await self._prefill_only[self._pairing.prefills.pick(affinity=request.affinity)].prefill(request)
+        prefill = self._pairing.prefills.best(request.affinity)
+        self._pairing.prefills.take(prefill, request.affinity)
+        return await self._prefill_only[prefill].prefill(request)
 
     def _by_pair_with(self, prefill: ServerClient) -> Callable[[Generation], Awaitable[Prefilled]]:
         async def by_pair(request: Generation) -> Prefilled:

@@ -12,6 +12,7 @@ from shell_router.core.generation import Generation, Prefilled
 from shell_router.engines.address import Bootstrap
 from shell_router.engines.http import Exchange
 from shell_router.engines.native import NativeBody
+from shell_router.engines.retries import INTERNAL_ERROR
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import body_fields, read_prefilled
 from shell_router.errors import EngineError, EngineRejected, PromptTooLong
@@ -75,6 +76,8 @@ class PrefillOnly:
             yield exchange
             if exchange.status == HTTP_OK:
                 self._server.succeeded()
+            elif exchange.status >= INTERNAL_ERROR:  # passed through; to those who read it whole it is an error already
+                self._server.failed(EngineRejected("", status=exchange.status))
         except (EngineError, PromptTooLong) as error:
             self._server.failed(error)
             raise

@@ -11,7 +11,7 @@ from shell_router.engines.legs import LegBodies, Legs
 from shell_router.engines.native import NativeBody, read_native
 from shell_router.engines.pairing import Attempts, Pairing
 from shell_router.engines.prefill_only import PrefillOnly
-from shell_router.engines.retries import PASSING_STATUSES
+from shell_router.engines.retries import INTERNAL_ERROR, PASSING_STATUSES
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.errors import EngineError
 
@@ -38,9 +38,10 @@ class PairRelay:
         """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
         native = read_native(body, self._rid(), self._vocabulary)
         if route == "prefill_only":
-            prefill = self._pairing.prefills.pick(affinity=affinity)
+            prefill = self._pairing.prefills.best(affinity)
             only = self._prefill_only[prefill]
             if only.way != "pair":
+                self._pairing.prefills.take(prefill, affinity)
                 async with only.forward(native) as response:
                     yield Relayed(response.status, response.content_type, prefill.body(response))
                 return
@@ -81,9 +82,12 @@ class PairRelay:
 async def _beginning(legs: Legs, native: NativeBody) -> Relayed:
     """Decode's answer once its first bytes are here: what fails before can still be sent again."""
     head = await legs.head()
-    if head.status in PASSING_STATUSES:
+    if head.status in PASSING_STATUSES or head.status >= INTERNAL_ERROR:
         await refused(legs, head.status)
-    chunks: AsyncIterator[bytes] = _PairBody(legs, head.status, await legs.read())
+    first = await legs.read()
+    if head.status == HTTP_OK and not _tells_failure(first):
+        legs.begun_well()
+    chunks: AsyncIterator[bytes] = _PairBody(legs, head.status, first)
     if native.input_logprobs and head.status == HTTP_OK:
         found = InputLogprobs(legs.prefill_name, await legs.prefilled())
         merge = _merged_stream if head.content_type.startswith("text/event-stream") else _merged_whole
@@ -100,6 +104,11 @@ async def _merged_stream(found: InputLogprobs, where: str, chunks: AsyncIterator
     async for chunk in chunks:
         if merged := stream.feed(chunk):
             yield merged
+
+
+def _tells_failure(piece: bytes) -> bool:
+    """Whether it may be an error or an abort told inside a good answer: then it is no sign that decode serves."""
+    return b'"error"' in piece or b'"abort"' in piece
 
 
 class _PairBody:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from shell_router.errors import EngineRejected, EngineUnreachable, ShellRouterError
 
+INTERNAL_ERROR = 500
 PASSING_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 """Statuses of a server that may well serve the same request a moment later."""
 

@@ -71,8 +71,8 @@ class ServerClient:
             if ended is not None:
                 ended(exchange)
 
-        self.running += 1
         at = self._endpoint("POST", route)
+        self.running += 1
         return self._http.begin(at, body, quiet_s=quiet_s or self.limits.stall_s, ended=over, held_bytes=held_bytes)
 
     def _endpoint(self, method: str, route: str) -> Endpoint:

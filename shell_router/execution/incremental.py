@@ -98,8 +98,7 @@ class SlotFiller:
         if not (self._filling.prefill.incremental and self._filling.sources):
             await self._read_parts()
             return await self._encoded(Draft.final_ids)
-        with self._pace.growing(self._filling.model.alias):
-            await self._read_and_send()
+        await self._read_and_send()
         ids = await self._encoded(Draft.final_ids)
         left = len(ids) - common_prefix(self._updates.sent, ids)
         if left > self._filling.prefill.increments.tail_share * len(ids):
@@ -196,13 +195,19 @@ class SlotFiller:
     # --- sending
 
     async def _send_increments(self) -> None:
-        while not self._complete:
-            if self._worth_sending():
-                self._unsent, self._send_all = 0, False
-                await self._updates.send(await self._encoded(Draft.stable_ids), self._slot)
-            else:
-                self._news.clear()
-                await self._news.wait()
+        while not (self._complete or self._send_all):
+            await self._more()
+        with self._pace.growing(self._filling.model.alias):
+            while not self._complete:
+                if self._worth_sending():
+                    self._unsent, self._send_all = 0, False
+                    await self._updates.send(await self._encoded(Draft.stable_ids), self._slot)
+                else:
+                    await self._more()
+
+    async def _more(self) -> None:
+        self._news.clear()
+        await self._news.wait()
 
     def _worth_sending(self) -> bool:
         if self._send_all:

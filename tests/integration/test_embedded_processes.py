@@ -240,7 +240,7 @@ async def test_servers_that_are_stopped_while_they_start_obey_the_first_sigterm(
     spawner = SpawnerClient(told.append, lambda: None)
     await spawner.launch()
     assert spawner.pid is not None
-    os.sched_setaffinity(spawner.pid, {min(os.sched_getaffinity(0))})  # the signal comes before the fork has begun to run
+    os.sched_setaffinity(spawner.pid, {min(os.sched_getaffinity(0))})  # the signal then comes before the fork runs
     names = [f"only/{number}" for number in range(4)]
     for name in names:
         spawner.start_server(name, ServerSettings(EmbeddedSettings(folder), "decode"))

@@ -123,6 +123,60 @@ async def test_an_open_breaker_refuses_at_once_then_tries_and_closes(caplog: pyt
         await at.idle()
 
 
+async def test_a_trial_closes_the_breaker_with_its_first_token_and_not_only_at_its_end() -> None:
+    async with scripted_pool(retries=ONCE) as at:
+        at.strike(Fault("refuse"), at.decodes[0])
+        await fails(at, EngineUnreachable, times=BREAKER.failures)
+        at.decodes[0].settings = ScriptedSettings(token_s=60)
+        at.now_s += BREAKER.open_s
+        async with aclosing(at.pool.generate(generation("trial"))) as stream:
+            await anext(stream)
+            assert at.breakers() == [False, False]
+
+
+async def test_a_trial_is_not_spent_while_the_other_role_refuses() -> None:
+    async with scripted_pool(retries=ONCE) as at:
+        prefill, decode = at.pool.servers
+        for server, opened_s in ((prefill, 0.0), (decode, 1.0)):
+            for _ in range(BREAKER.failures):
+                server.breaker.failed(opened_s)
+        at.now_s = BREAKER.open_s  # prefill may be tried, decode not yet
+        await fails(at, EngineUnavailable)
+        at.now_s += 1.0
+        await collect(at.pool, generation())
+
+
+async def test_a_relayed_stream_that_tells_of_a_failure_does_not_close_a_breaker() -> None:
+    async with scripted_pool() as at:
+        decode = at.pool.servers[1]
+        for _ in range(BREAKER.failures):
+            decode.breaker.failed(0.0)
+        at.now_s = BREAKER.open_s
+        at.strike(Fault("error_event"), at.decodes[0])
+        body = b'{"input_ids": [1, 2, 3], "stream": true}'
+        async with at.pool.forward("generate", body) as answer:
+            assert b"scripted fault" in b"".join([chunk async for chunk in answer.chunks])
+        assert decode.breaker.open
+
+
+async def test_a_prefill_only_request_by_a_real_pair_spends_one_trial() -> None:
+    async with scripted_pool(settings=ScriptedSettings(warms=()), retries=ONCE) as at:
+        await at.pool.probe()
+        for _ in range(BREAKER.failures):
+            at.pool.servers[0].breaker.failed(at.now_s)
+        at.now_s += BREAKER.open_s
+        async with at.pool.forward("prefill_only", b'{"input_ids": [1, 2, 3]}') as answer:
+            assert answer.status == 200
+            assert [chunk async for chunk in answer.chunks]
+
+
+async def test_a_transfer_that_failed_may_be_the_fault_of_either_server() -> None:
+    async with scripted_pool(retries=ONCE) as at:
+        at.strike(Fault("status", message="Prefill transfer failed for request rank=0"), at.prefills[0])
+        await fails(at, EngineRejected)
+        assert [server.failures for server in at.pool.servers] == [1, 1]
+
+
 async def test_what_is_wrong_with_a_request_opens_no_breaker() -> None:
     async with scripted_pool(settings=ScriptedSettings(context_length=30)) as at:
         for _ in range(2 * BREAKER.failures):
