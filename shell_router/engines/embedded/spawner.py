@@ -78,7 +78,7 @@ class Spawner:
             self._start(command["start"], server_settings(command["server"]))
 
     def _start(self, name: str, settings: ServerSettings) -> None:
-        # A fork forgets the signals that reach it before its first line of Python: hold back what may end it.
+        # Python's after-fork hooks swallow the exit that a SIGTERM asks for, and the server would live on: hold it back.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             pid = os.fork()
