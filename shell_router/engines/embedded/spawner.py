@@ -78,7 +78,7 @@ class Spawner:
             self._start(command["start"], server_settings(command["server"]))
 
     def _start(self, name: str, settings: ServerSettings) -> None:
-        # Python's after-fork hooks swallow the exit that a SIGTERM asks for, and the server would live on: hold it back.
+        # held back: Python's after-fork hooks swallow the exit that a SIGTERM asks for, and the server would live on
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             pid = os.fork()
