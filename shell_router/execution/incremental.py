@@ -85,7 +85,6 @@ class SlotFiller:
         self._filled = 0
         # what the sender decides by: tokens not yet sent, and how fast they come
         self._unsent = 0
-        self._begun = False
         self._send_all = False
         self._slot_tokens = 0
         self._slot_started_s = 0.0
@@ -172,6 +171,8 @@ class SlotFiller:
                     remedy="Send the precursor first, or allow a longer wait.",
                 ) from error
             if read.position > position:
+                if self._slot is None:  # the prefix has waited: the precursors' own prompts were to be prefilled first
+                    self._send_all = True
                 self._slot = source.key.agent
                 self._append(read, shares_ids=source.shares_ids())
             if read.end is not None:
@@ -185,8 +186,6 @@ class SlotFiller:
             self._prompt.add_text(read.text)
         if self._slot_tokens == 0:
             self._slot_started_s = self._clock()
-        if not self._begun:  # the prefix has waited: the engine may have had the precursors' own prompts to prefill
-            self._begun = self._send_all = True
         added = len(read.ids) or max(1, len(read.text) // 4)  # about four characters a token, where ids are not known
         self._slot_tokens += added
         self._unsent += added
