@@ -2,7 +2,8 @@
 
 ShellRouterError
 ├── ConfigError              a configuration file is wrong
-│   └── TopologyError        a topology file is wrong: file, line and remedy
+│   ├── TopologyError        a topology file is wrong: file, line and remedy
+│   └── DataError            a file of questions is wrong: file, line and remedy
 ├── InvalidRequest           the client's request cannot be served as it stands
 │   ├── InvalidField         one field of its body is missing, of a wrong type or out of range
 │   ├── UnknownModel         neither a topology nor a model alias
@@ -44,6 +45,10 @@ class ConfigError(ShellRouterError):
 
 class TopologyError(ConfigError):
     """A topology file is wrong; the message begins with `file:line:`."""
+
+
+class DataError(ConfigError):
+    """A file of questions is wrong; the message begins with `file:line:` where it is one line."""
 
 
 class InvalidRequest(ShellRouterError):

@@ -40,9 +40,10 @@ class AgentPrograms(Protocol):
 class Services:
     """Everything a route may call.
 
-    `checks` are named as operators should read them ("engine small", "cache"); those named in `dispensable` only make
-    requests slower or less shared when they fail, so they do not make the router unready. `clock` is the runs' clock in
-    monotonic seconds, `wall` Unix time, `new_id` gives a fresh unguessable id.
+    `engines` says in words what serves each model, where that is known. `checks` are named as operators should read
+    them ("engine small", "cache"); those named in `dispensable` only make requests slower or less shared when they
+    fail, so they do not make the router unready. `clock` is the runs' clock in monotonic seconds, `wall` Unix time,
+    `new_id` gives a fresh unguessable id.
     """
 
     executor: Runs
@@ -50,6 +51,7 @@ class Services:
     topologies: Mapping[str, Topology]
     models: Mapping[str, ServedModel]
     relays: Mapping[str, Relay]
+    engines: Mapping[str, str] = field(default_factory=dict)
     checks: Mapping[str, ReadinessCheck] = field(default_factory=dict)
     dispensable: Collection[str] = ()
     metrics: Metrics = field(default_factory=Metrics)

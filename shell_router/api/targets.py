@@ -42,7 +42,8 @@ class Targets:
         facts = {"id": name, "object": "model", "created": created, "owned_by": "shell-router"}
         topology = self._services.topologies.get(name)
         if topology is None:
-            return {**facts, "kind": "model", "max_model_len": self._services.models[name].context_length}
+            engine = {"engine": self._services.engines[name]} if name in self._services.engines else {}
+            return {**facts, "kind": "model", "max_model_len": self._services.models[name].context_length, **engine}
         return {
             **facts,
             "kind": "topology",

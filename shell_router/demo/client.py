@@ -1,6 +1,5 @@
 """Asks the router over HTTP as any client would, and reads the streamed answer."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -9,7 +8,9 @@ import aiohttp
 import orjson
 
 from shell_router.demo.comparison import Asked
-from shell_router.errors import EngineStalled, ShellRouterError
+from shell_router.errors import ShellRouterError
+from shell_router.evaluation.dataset import Item
+from shell_router.evaluation.grading import is_right
 
 Chunk = Mapping[str, Any]
 
@@ -21,26 +22,11 @@ class Client:
         self._session = session
         self._url = url
 
-    async def wait_until_ready(self, *, limit_s: float) -> None:
-        """Return when `/ready` says yes; raises EngineStalled after `limit_s`."""
-        try:
-            async with asyncio.timeout(limit_s):
-                while not await self._ready():  # noqa: ASYNC110 - readiness over HTTP can only be asked for
-                    await asyncio.sleep(0.1)
-        except TimeoutError:
-            raise EngineStalled(
-                f"The router was not ready within {limit_s:g} s.", remedy="Look at its log for the reason."
-            ) from None
-
-    async def _ready(self) -> bool:
-        async with self._session.get(f"{self._url}/ready") as response:
-            return response.status == 200
-
-    async def ask(self, model: str, question: str, *, seed: int, tell: Callable[[Chunk], None]) -> Asked:
-        """Stream the answer of `model`, telling every chunk, then fetch the request's trace."""
+    async def ask(self, model: str, item: Item, *, seed: int, tell: Callable[[Chunk], None]) -> Asked:
+        """Stream the answer of `model`, telling every chunk, grade it, and fetch the request's trace."""
         body = {
             "model": model,
-            "messages": [{"role": "user", "content": question}],
+            "messages": [{"role": "user", "content": item.question}],
             "seed": seed,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -60,8 +46,9 @@ class Client:
         ended_s = time.monotonic()
         return Asked(
             topology=model,
-            question=question,
+            question=item.question,
             answer="".join(answer),
+            right=is_right("".join(answer), item.answer, item.grader),
             first_token_s=(first_token_s or ended_s) - begun_s,
             end_to_end_s=ended_s - begun_s,
             usage=usage,

@@ -7,20 +7,26 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from shell_router.demo.states import CUT_OFF
+from shell_router.evaluation.activity import CUT_OFF
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question's answer, as a client saw it, and its trace. Times are seconds since the request was sent."""
+    """One question's answer, as a client saw it, its grade and its trace. Times are seconds since the request began."""
 
     topology: str
     question: str
     answer: str
+    right: bool
     first_token_s: float
     end_to_end_s: float
     usage: Mapping[str, Any]
     trace: Mapping[str, Any]
+
+    @property
+    def verdict(self) -> str:
+        """The grade in a word."""
+        return "right" if self.right else "wrong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,7 @@ class Row:
 
     topology: str
     questions: int
+    right: int
     agents: int
     end_to_end_s: float
     first_token_s: float
@@ -62,6 +69,7 @@ def _row(group: Sequence[Asked], baseline_s: float) -> Row:
     return Row(
         topology=group[0].topology,
         questions=len(group),
+        right=sum(one.right for one in group),
         agents=max(len(one.trace["agents"]) for one in group),
         end_to_end_s=round(end_to_end_s, 3),
         first_token_s=round(median(one.first_token_s for one in group), 3),
@@ -87,6 +95,7 @@ def as_report(rows: Sequence[Row], *, engine: str, title: str) -> dict[str, Any]
 
 LABELS: Mapping[str, str] = {
     "questions": "questions",
+    "right": "right answers",
     "agents": "agents",
     "end_to_end_s": "end to end, s (median)",
     "first_token_s": "root's first token, s (median)",

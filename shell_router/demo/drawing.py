@@ -10,15 +10,16 @@ from rich.text import Text
 
 from shell_router.demo.client import delta
 from shell_router.demo.states import LOOKS, Progress
+from shell_router.evaluation.dataset import Item
 from shell_router.topology import Topology
 
 
 class Picture:
     """Follows one request through the chunks of its stream; rich draws it."""
 
-    def __init__(self, topology: Topology, question: str) -> None:
+    def __init__(self, topology: Topology, item: Item) -> None:
         self._topology = topology
-        self._question = question
+        self._item = item
         self._progress = {agent: Progress() for agent in topology.agents}
         self._answer = ""
 
@@ -34,8 +35,9 @@ class Picture:
 
     def __rich__(self) -> RenderableType:
         legend = "  ".join(f"{character} {state}" for state, (character, _) in LOOKS.items())
-        body = Group(self._graph(), Text(legend, "dim"), Text(), Text(self._answer or "...", "italic"))
-        return Panel(body, title=f"{self._topology.name}: {self._question}", title_align="left")
+        right = Text(f"The right answer: {self._item.answer}", "dim")
+        body = Group(self._graph(), Text(legend, "dim"), Text(), Text(self._answer or "...", "italic"), right)
+        return Panel(body, title=f"{self._topology.name}: {self._item.question}", title_align="left")
 
     def _graph(self) -> Table:
         """A column per layer; an agent stands in the middle of the rows that a tree gives it."""

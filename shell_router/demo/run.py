@@ -1,11 +1,9 @@
 """The demo from start to end: everything embedded, a few questions, a table and timelines."""
 
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 import orjson
@@ -13,27 +11,28 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from shell_router.config import CacheSettings
+from shell_router.config import Config
 from shell_router.demo.client import Client
 from shell_router.demo.comparison import Asked, as_report, as_table, compare
 from shell_router.demo.drawing import Picture
-from shell_router.demo.scene import MODELS, QUESTIONS, deployment, shared_cache, write_topologies
+from shell_router.demo.scene import deployment, questions, shared_cache, topologies
 from shell_router.demo.timeline import draw_timeline
+from shell_router.evaluation import client as evaluation
+from shell_router.evaluation.dataset import Item
+from shell_router.evaluation.run import WARM_UP
 from shell_router.topology import Topology
 from shell_router.wiring import running_server
 
-ENGINE = "embedded pair, CPU, random weights"
-HONESTY = "The models have random weights: the words mean nothing; requests, caches, engines and times are real."
+ENGINE = "embedded pair, CPU, tiny models"
+HONESTY = "The models are tiny, but they really solve the questions; everything is real, the times included."
 COMPARED = "Compared: all-to-all with no incremental prefill and no early exit; the tree with both."
-START_LIMIT_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """`rounds` questions per topology, `new_tokens` per agent; `seed` fixes the early exits' draws."""
+    """`rounds` questions per topology; `seed` fixes what the agents draw, and the early exits."""
 
-    rounds: int = 2
-    new_tokens: int = 64
+    rounds: int = 3
     seed: int = 0
     as_json: bool = False
 
@@ -42,10 +41,11 @@ async def run_demo(settings: DemoSettings) -> None:
     """Run it and print; with `as_json` the last line is one JSON object. Nothing is left running."""
     console = Console(stderr=settings.as_json)
     begun_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="shell-router-demo-") as folder, shared_cache() as (cache, name):
-        topologies = write_topologies(Path(folder), new_tokens=settings.new_tokens)
-        console.print(f"Starting a prefill and a decode engine for each of {len(MODELS)} models; agents share {name}.")
-        asked = await _ask_all(Path(folder), cache, topologies, settings, console)
+    with shared_cache() as (cache, name):
+        config = deployment(cache)
+        models = len(config.models)
+        console.print(f"Starting a prefill and a decode engine for each of {models} models; agents share {name}.")
+        asked = await _ask_all(config, settings, console)
     rows = compare(asked)
     console.print(COMPARED)
     console.print(as_table(rows))
@@ -57,33 +57,34 @@ async def run_demo(settings: DemoSettings) -> None:
         sys.stdout.write(orjson.dumps(report).decode() + "\n")
 
 
-async def _ask_all(
-    folder: Path, cache: CacheSettings, topologies: Sequence[Topology], settings: DemoSettings, console: Console
-) -> list[Asked]:
+async def _ask_all(config: Config, settings: DemoSettings, console: Console) -> list[Asked]:
+    compared = topologies()
     async with (
-        running_server(deployment(folder, cache), tell=lambda step: console.print(f"  {step}", style="dim")) as url,
+        running_server(config, tell=lambda step: console.print(f"  {step}", style="dim")) as url,
         aiohttp.ClientSession() as session,
     ):
         client = Client(session, url)
         console.print("  loading the early exit's embedding model", style="dim")
-        await client.wait_until_ready(limit_s=START_LIMIT_S)
+        await evaluation.Client(session, url).wait_until_ready()
         console.print(f"Serving on {url}\n{HONESTY}")
         # an engine's first batches pay for what torch does only once
-        await client.ask(topologies[-1].name, "Ready?", seed=settings.seed, tell=lambda _chunk: None)
+        for topology in compared:
+            await client.ask(topology.name, WARM_UP, seed=settings.seed, tell=lambda _chunk: None)
         return [
-            await _ask(client, topology, QUESTIONS[number % len(QUESTIONS)], settings.seed + number, console)
-            for number in range(settings.rounds)
-            for topology in topologies
+            await _ask(client, topology, item, settings.seed + number, console)
+            for number, item in enumerate(questions(settings.rounds))
+            for topology in compared
         ]
 
 
-async def _ask(client: Client, topology: Topology, question: str, seed: int, console: Console) -> Asked:
-    picture = Picture(topology, question)
+async def _ask(client: Client, topology: Topology, item: Item, seed: int, console: Console) -> Asked:
+    picture = Picture(topology, item)
     if console.is_terminal:
         with Live(picture, console=console, refresh_per_second=12):
-            return await client.ask(topology.name, question, seed=seed, tell=picture.take)
-    asked = await client.ask(topology.name, question, seed=seed, tell=picture.take)
-    console.print(f"{topology.name}: {question} answered in {asked.end_to_end_s:.2f} s: {asked.answer[:60]}...")
+            return await client.ask(topology.name, item, seed=seed, tell=picture.take)
+    asked = await client.ask(topology.name, item, seed=seed, tell=picture.take)
+    told = f"{topology.name}: {item.question}\n  {asked.answer} ({asked.verdict}, {asked.end_to_end_s:.2f} s)"
+    console.print(told, markup=False, soft_wrap=True)
     return asked
 
 

@@ -1,58 +1,48 @@
 """What the demo serves and asks."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from shell_router.config import CacheSettings, Config, Listen, ModelSettings, RandomWeights
+from shell_router.config import CacheSettings, Config, Listen, load_config
 from shell_router.demo.own_redis import own_redis
-from shell_router.topology import Topology, parse_topology
+from shell_router.errors import ConfigError
+from shell_router.evaluation.dataset import Item, read_items
+from shell_router.topology import Topology, load_topology
 
-MODELS = {
-    "small": ModelSettings(random=RandomWeights(hidden=64, layers=2, seed=1)),
-    "medium": ModelSettings(random=RandomWeights(hidden=128, layers=3, seed=2)),
-    "large": ModelSettings(random=RandomWeights(hidden=256, layers=4, seed=3)),
-}
-
-QUESTIONS = (
-    "Why is the sky blue?",
-    "How many legs do three spiders have?",
-    "What makes bread rise?",
-    "Which is heavier, a litre of water or a litre of ice?",
-)
-
-# The baseline is served as a layered client would: no prefill before all inputs are there, and nobody is cut off.
-ALL_TO_ALL = """
-name: all-to-all-9-9-1
-all_to_all: {{shape: [9, 9, 1], models: [small, medium, large]}}
-defaults: {{sampling: {{max_new_tokens: {new_tokens}, temperature: 0.7}}}}
-early_exit: off
-prefill: {{incremental: off}}
-"""
-
-TREE = """
-name: tree-9-3-1
-tree: {{shape: [9, 3, 1], models: [small, medium, large]}}
-defaults: {{sampling: {{max_new_tokens: {new_tokens}, temperature: 0.7}}}}
-early_exit: on
-"""
+REPOSITORY = Path(__file__).parents[2]
+DEPLOYMENT = REPOSITORY / "configs" / "evaluation.yaml"
+QUESTIONS = REPOSITORY / "models" / "data" / "test.jsonl"
+TOPOLOGIES = tuple(REPOSITORY / "topologies" / "evaluation" / f"{name}.yaml" for name in ("all-to-all", "full"))
+"""The baseline is served as a layered client would: no prefill before all inputs are there, and nobody is cut off."""
 
 
-def write_topologies(folder: Path, *, new_tokens: int) -> list[Topology]:
-    """Write the demo's topology files into `folder`, and return what they say, the baseline first."""
-    topologies = []
-    for form in (ALL_TO_ALL, TREE):
-        text = form.format(new_tokens=new_tokens)
-        topology = parse_topology(text, source="demo", models=MODELS)
-        (folder / f"{topology.name}.yaml").write_text(text, encoding="utf-8")
-        topologies.append(topology)
-    return topologies
+def deployment(cache: CacheSettings) -> Config:
+    """The tiny models on embedded pairs and the two topologies, on a free port of this machine.
+
+    Raises ConfigError where the package was installed without its repository.
+    """
+    if not DEPLOYMENT.exists():
+        raise ConfigError(
+            f"the demo's models are not there: it looked for {DEPLOYMENT}.",
+            remedy="Run it in a clone of the repository, installed with pip install -e.",
+        )
+    config = load_config(DEPLOYMENT, os.environ)
+    return replace(config, topologies=TOPOLOGIES, listen=Listen(port=0), cache=cache)
 
 
-def deployment(topologies: Path, cache: CacheSettings) -> Config:
-    """Three models of different sizes on embedded pairs, on a free port of this machine."""
-    return Config(models=MODELS, topologies=(topologies,), listen=Listen(port=0), cache=cache)
+def topologies() -> list[Topology]:
+    """What is compared, the baseline first."""
+    return [load_topology(file) for file in TOPOLOGIES]
+
+
+def questions(rounds: int) -> list[Item]:
+    """The first questions of the models' test set that need several steps; over again where they are too few."""
+    hard = [item for item in read_items(QUESTIONS) if item.facts["steps"] > 2]
+    return [hard[number % len(hard)] for number in range(rounds)]
 
 
 @contextmanager

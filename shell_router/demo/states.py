@@ -6,9 +6,6 @@ from typing import Any, Literal
 
 State = Literal["waiting", "prefilling", "decoding", "finished", "cut off", "failed"]
 
-CUT_OFF = ("early_exit", "unneeded")
-"""States, in traces, of agents whose work was thrown away to save time."""
-
 LOOKS: Mapping[State, tuple[str, str]] = {
     "waiting": ("·", "dim"),
     "prefilling": ("▒", "cyan"),

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.text import Text
 
-from shell_router.demo.states import CUT_OFF
+from shell_router.evaluation.activity import CUT_OFF
 
 PAINT: Mapping[str, tuple[str, str]] = {
     "queue": ("·", "dim"),

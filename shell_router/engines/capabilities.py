@@ -34,6 +34,15 @@ class Capabilities:
         return f"SGLang {self.sglang_version}, {plugin}"
 
 
+async def version_of(server: ServerClient) -> str:
+    """The version that `server` names itself by, as `/server_info` has it. Raises EngineError."""
+    answer = await server.get("server_info", limit_s=server.limits.connect_s)
+    try:
+        return str(orjson.loads(answer)["version"])
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise broken_wire(str(server), f"{answer[:200]!r}") from error
+
+
 async def introduced(server: ServerClient) -> Capabilities:
     """What `server` offers. Raises EngineRejected where its role is another than it is named for, and EngineError."""
     found = await _asked(server)

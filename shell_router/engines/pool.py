@@ -14,7 +14,7 @@ from shell_router.core.relay import NativeRoute, Relayed
 from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits, random_room
 from shell_router.engines.answer import answer
 from shell_router.engines.breaker import DEFAULT_BREAKER, BreakerSettings
-from shell_router.engines.capabilities import introduced
+from shell_router.engines.capabilities import introduced, version_of
 from shell_router.engines.http import HttpClient
 from shell_router.engines.legs import LegBodies, Legs
 from shell_router.engines.loads import Load, any_healthy, load_of, require_healthy
@@ -144,6 +144,10 @@ class PairPool:
             if server in self._prefill_only:
                 await self._prefill_only[server].probe(tokens, vocabulary, route=capabilities.known)
         return self.prefill_ways
+
+    async def version(self) -> str:
+        """The version that the first decode server names itself by. Raises EngineError."""
+        return await version_of(self._pairing.decodes.servers[0])
 
     def forward(
         self, route: NativeRoute, body: bytes, *, affinity: str | None = None

@@ -28,6 +28,11 @@ class Output:
     confidence: float | None
 
 
+Wrote = Callable[[str, float], bool]
+"""Told of each text an agent writes, and how sure it has been so far (0 where that is not measured); says whether the
+agent has been cut off for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decoding:
     """How an agent's complete prompt is decoded. `timeout_s` counts from the moment the prompt is complete."""
@@ -50,6 +55,7 @@ class AgentRun:
         emit: Callable[[Event], None],
         *,
         clock: Callable[[], float],
+        wrote: Wrote = lambda _text, _confidence: False,
     ) -> None:
         self._filling = filling
         self._decoding = decoding
@@ -57,6 +63,7 @@ class AgentRun:
         self._filler = SlotFiller(filling, cache, pace, emit, clock=clock)
         self._pace = pace
         self._emit = emit
+        self._wrote = wrote
         self._clock = clock
         self._texts: list[str] = []
         self.prompt_tokens = 0
@@ -101,6 +108,8 @@ class AgentRun:
                     return Output(self.text, item, confidence.value if self._decoding.logprobs else None)
                 confidence.add(item.logprobs)
                 self._pass_on(item)
+                if self._wrote(item.text, confidence.value or 0.0):
+                    await asyncio.sleep(0)  # where the cancellation comes that has just been asked for
         raise EngineError(f"The stream of agent {self._filling.agent!r} ended without its last event.")
 
     def _pass_on(self, tokens: Tokens) -> None:

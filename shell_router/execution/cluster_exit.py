@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 from shell_router.core.embedding import Embedder
 from shell_router.core.events import Degraded, Event, ExitScored
-from shell_router.early_exit import ClusterGate, Score, decide, features
+from shell_router.early_exit import ClusterGate, EarlyExit, Score, decide, features
 from shell_router.errors import EngineError
 from shell_router.execution.agent_run import Output
 from shell_router.topology import Cluster
 
 log = logging.getLogger(__name__)
+
+Unfinished = Callable[[], tuple[str, ...]]
+"""Tells which agents of the cluster still run."""
 
 
 class ClusterExit:
@@ -21,16 +24,16 @@ class ClusterExit:
     def __init__(
         self,
         cluster: Cluster,
+        settings: EarlyExit,
         embedder: Embedder,
         draws: random.Random,
         emit: Callable[[Event], None],
         *,
         clock: Callable[[], float],
     ) -> None:
-        assert cluster.early_exit is not None
         self._id = cluster.id
-        self._settings = cluster.early_exit
-        self._gate = ClusterGate(cluster.early_exit)
+        self._settings = settings
+        self._gate = ClusterGate(settings)
         self._embedder = embedder
         self._draws = draws
         self._emit = emit
@@ -38,7 +41,11 @@ class ClusterExit:
         self._completed: list[str] = []
         self._turn = asyncio.Lock()
 
-    async def completed(self, agent: str, output: Output, unfinished: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+    def wrote(self, _agent: str, _text: str, _confidence: float, _unfinished: Unfinished) -> tuple[str, ...]:
+        """Nobody: only complete outputs are judged here."""
+        return ()
+
+    async def completed(self, agent: str, output: Output, unfinished: Unfinished) -> tuple[str, ...]:
         """The agents to cut off now that `agent` has ended; mostly none.
 
         `unfinished` is asked before scoring, which is not worth its cost when nobody is left, and again after it. An

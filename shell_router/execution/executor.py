@@ -2,19 +2,24 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 from agent_cache import AgentPromptCache, End, LogWriter
 from shell_router.core.embedding import Embedder
 from shell_router.core.events import AgentErred, AgentStopped, Event
 from shell_router.core.model import ServedModel
+from shell_router.early_exit import EarlyExit
 from shell_router.errors import AgentFailed, ConfigError, DeadlineExceeded, PromptTooLong, ShellRouterError
-from shell_router.execution.agent_run import AgentRun, Output
+from shell_router.execution.agent_run import AgentRun, Output, Wrote
 from shell_router.execution.cluster_exit import ClusterExit
+from shell_router.execution.in_flight_exit import InFlightExit
 from shell_router.execution.pace import Pace
 from shell_router.execution.preparation import Preparation, PreparedAgent
 from shell_router.execution.requests import AgentState, AgentUsage, Answer, CutOff, MoaRequest
-from shell_router.topology import Agent, Topology
+from shell_router.topology import Agent, Cluster, Topology
+
+Judge = ClusterExit | InFlightExit
 
 
 class Executor:
@@ -59,36 +64,32 @@ class Executor:
         self,
         topology: Topology,
         prepared: Mapping[str, PreparedAgent],
-        exits: Mapping[str, ClusterExit],
+        exits: Mapping[str, Judge],
         emit: Callable[[Event], None],
     ) -> "_Run":
-        def agent_run(agent: PreparedAgent, writer: LogWriter) -> AgentRun:
-            return AgentRun(agent.filling, agent.decoding, writer, self._cache, self._pace, emit, clock=self._clock)
+        def agent_run(agent: PreparedAgent, writer: LogWriter, wrote: Wrote) -> AgentRun:
+            cache, pace = self._cache, self._pace
+            return AgentRun(agent.filling, agent.decoding, writer, cache, pace, emit, clock=self._clock, wrote=wrote)
 
         return _Run(topology, prepared, exits, self._cache, agent_run, emit, self._clock)
 
     def _cluster_exits(
         self, topology: Topology, request: MoaRequest, emit: Callable[[Event], None]
-    ) -> dict[str, ClusterExit]:
+    ) -> dict[str, Judge]:
         """The judge of each cluster that has early exit, by cluster id."""
-        judged = [cluster for cluster in topology.clusters if cluster.early_exit]
-        if not judged:
-            return {}
-        if self._embedder is None:
-            raise ConfigError(
-                f"Topology {topology.name!r} asks for early exit, but no embedder is configured.",
-                remedy="Set `embedder` in the configuration, or turn early_exit off.",
-            )
-        return {
-            cluster.id: ClusterExit(
-                cluster,
-                self._embedder,
-                random.Random(f"{request.seed}/{cluster.id}"),
-                emit,
-                clock=self._clock,
-            )
-            for cluster in judged
-        }
+
+        def judge(cluster: Cluster, settings: EarlyExit) -> Judge:
+            if not settings.embeds:
+                return InFlightExit(cluster, settings, emit, clock=self._clock)
+            if self._embedder is None:
+                raise ConfigError(
+                    f"Topology {topology.name!r} asks for early exit, but no embedder is configured.",
+                    remedy="Set `embedder` in the configuration, or turn early_exit off.",
+                )
+            draws = random.Random(f"{request.seed}/{cluster.id}")
+            return ClusterExit(cluster, settings, self._embedder, draws, emit, clock=self._clock)
+
+        return {one.id: judge(one, one.early_exit) for one in topology.clusters if one.early_exit}
 
 
 class _Run:
@@ -98,9 +99,9 @@ class _Run:
         self,
         topology: Topology,
         prepared: Mapping[str, PreparedAgent],
-        exits: Mapping[str, ClusterExit],
+        exits: Mapping[str, Judge],
         cache: AgentPromptCache,
-        agent_run: Callable[[PreparedAgent, LogWriter], AgentRun],
+        agent_run: Callable[[PreparedAgent, LogWriter, Wrote], AgentRun],
         emit: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
@@ -122,7 +123,7 @@ class _Run:
         writers = await asyncio.gather(*(self._cache.create(agent.key) for agent in self._prepared.values()))
         for (name, prepared), writer in zip(self._prepared.items(), writers, strict=True):
             self._writers[name] = writer
-            self._runs[name] = self._agent_run(prepared, writer)
+            self._runs[name] = self._agent_run(prepared, writer, self._watched(name))
         try:
             async with asyncio.TaskGroup() as group:
                 for agent in self._topology.agents.values():
@@ -167,17 +168,33 @@ class _Run:
                 remedy="Ask again, or set on_failure: drop to go on without this agent.",
             ) from error
 
+    def _watched(self, agent: str) -> Wrote:
+        """What is done whenever `agent` has written something: its cluster is judged."""
+        cluster = self._topology.cluster_of.get(agent)
+        judge = self._exits.get(cluster.id) if cluster else None
+        if cluster is None or judge is None:
+            return lambda _text, _confidence: False
+        unfinished = partial(self._unfinished, cluster)
+
+        def wrote(text: str, confidence: float) -> bool:
+            self._cut_off(judge.wrote(agent, text, confidence, unfinished))
+            return agent in self._gone
+
+        return wrote
+
     async def _judge(self, agent: str, output: Output) -> None:
         cluster = self._topology.cluster_of.get(agent)
-        if cluster is None or cluster.id not in self._exits:
-            return
+        if cluster is not None and (judge := self._exits.get(cluster.id)):
+            self._cut_off(await judge.completed(agent, output, partial(self._unfinished, cluster)))
 
-        def unfinished() -> tuple[str, ...]:
-            return tuple(name for name in cluster.agents if self._is_running(name))
+    def _unfinished(self, cluster: Cluster) -> tuple[str, ...]:
+        return tuple(name for name in cluster.agents if self._is_running(name))
 
-        for straggler in await self._exits[cluster.id].completed(agent, output, unfinished):
+    def _cut_off(self, stragglers: Collection[str]) -> None:
+        for straggler in stragglers:
             self._cut(straggler, "early_exit")
-        self._cut_unneeded()
+        if stragglers:
+            self._cut_unneeded()
 
     def _is_running(self, agent: str) -> bool:
         return agent not in self._outputs and agent not in self._gone

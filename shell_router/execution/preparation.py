@@ -1,5 +1,6 @@
 """All that can be decided, and refused, before the first agent of a request runs."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,6 @@ class Preparation:
         self._models = models
         self._finish_s = pace.expected_finish_s(topology)
         self._parts: dict[tuple[str, Prompt, tuple[str, ...]], tuple[Part, ...]] = {}
-        self._tokens_per_event = tokens_per_event(topology.prefill.increments, topology.prefill.incremental)
 
     def agents(self) -> dict[str, PreparedAgent]:
         """Every agent by id, in topological order. Raises UnknownModel and PromptTooLong."""
@@ -61,7 +61,17 @@ class Preparation:
     def _sampling(self, agent: Agent) -> Mapping[str, object]:
         if agent.id == self._topology.root.id:
             return {**agent.sampling, **self._request.sampling}
-        return {"stream_interval": self._tokens_per_event, **agent.sampling}
+        return {"stream_interval": self._tokens_per_event(agent), **self._seeded(agent), **agent.sampling}
+
+    def _tokens_per_event(self, agent: Agent) -> int:
+        cluster, prefill = self._topology.cluster_of.get(agent.id), self._topology.prefill
+        in_flight = cluster is not None and cluster.early_exit is not None and not cluster.early_exit.embeds
+        return tokens_per_event(prefill.increments, prefill.incremental, judged=in_flight)
+
+    def _seeded(self, agent: Agent) -> Mapping[str, object]:
+        """A client that seeds the answer means every agent that writes it; each has a seed of its own (31 bits)."""
+        seed = self._request.sampling.get("sampling_seed")
+        return {} if seed is None else {"sampling_seed": zlib.crc32(f"{seed}/{agent.id}".encode()) >> 1}
 
     def _filling(self, agent: Agent) -> Filling:
         model, prefill = self._models[agent.model], self._topology.prefill

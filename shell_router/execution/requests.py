@@ -13,7 +13,8 @@ class MoaRequest:
     """One question for a topology.
 
     `messages` are chat messages (role, content), the last one the user's. `sampling` overrides the root's sampling
-    parameters. `seed` fixes the early-exit gate's draws. `id` is unique; it names the run in the cache and in traces.
+    parameters; a `sampling_seed` in it seeds the other agents too, each in its own way. `seed` fixes the early-exit
+    gate's draws. `id` is unique; it names the run in the cache and in traces.
     """
 
     id: str

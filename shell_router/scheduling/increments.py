@@ -6,6 +6,7 @@ from typing import Literal
 ChunkTokens = int | Literal["adaptive"]
 
 _MOST_TOKENS_PER_EVENT = 32  # about a second of decoding: silence must still tell a stalled engine
+_MOST_TOKENS_PER_EVENT_JUDGED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,14 @@ def tokens_per_increment(
     return int(min(max(wanted, settings.min_tokens), settings.max_tokens))
 
 
-def tokens_per_event(settings: IncrementSettings, incremental: bool) -> int:
+def tokens_per_event(settings: IncrementSettings, incremental: bool, *, judged: bool) -> int:
     """Tokens of a precursor that are worth an event of their own, for SGLang's `stream_interval`.
 
-    Nobody but its successors reads them, and those send no update of fewer; each event costs the engine and the
-    router about as much as any other. The first token always comes alone.
+    Its successors send no update of fewer; where it is `judged` in flight, fewer come at once. Each event costs the
+    engine and the router about as much as any other. The first token always comes alone.
     """
+    most = _MOST_TOKENS_PER_EVENT_JUDGED if judged else _MOST_TOKENS_PER_EVENT
     if not incremental:
-        return _MOST_TOKENS_PER_EVENT
+        return most
     smallest = settings.min_tokens if settings.chunk_tokens == "adaptive" else settings.chunk_tokens
-    return min(smallest, _MOST_TOKENS_PER_EVENT)
+    return min(smallest, most)

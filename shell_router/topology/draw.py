@@ -87,9 +87,10 @@ def _cluster_line(cluster: Cluster, width: int) -> str:
 def _exit_text(early_exit: EarlyExit | None) -> str:
     if early_exit is None:
         return "no early exit"
-    policy: str = early_exit.policy
-    if policy == "threshold":
-        policy = f"at Q >= {early_exit.threshold:g}"
+    if early_exit.policy == "in_flight":
+        agreed = _count(early_exit.min_completed, "equal answer")
+        return f"early exit in flight at support >= {early_exit.threshold:g}, from {agreed} on"
+    policy = early_exit.policy if early_exit.policy == "stochastic" else f"at Q >= {early_exit.threshold:g}"
     start = f"from {_count(early_exit.min_completed, 'output')} on"
     return f"early exit {policy}, tau {early_exit.tau:g}, {start}"
 

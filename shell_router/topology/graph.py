@@ -88,6 +88,11 @@ class Topology:
         return {agent: cluster for cluster in self.clusters for agent in cluster.agents}
 
     @cached_property
+    def embeds(self) -> bool:
+        """Whether an early exit has to embed outputs."""
+        return any(cluster.early_exit is not None and cluster.early_exit.embeds for cluster in self.clusters)
+
+    @cached_property
     def layers(self) -> tuple[tuple[str, ...], ...]:
         """Agents by longest distance from a leaf, leaves first."""
         depth: dict[str, int] = {}

@@ -1,5 +1,6 @@
 """Every key of a topology file, its form and its meaning, for the loader and for the editors' schema."""
 
+from shell_router.early_exit import POLICIES
 from shell_router.topology.blocks import Block, Either, Json, ListOf, MappingOf
 from shell_router.topology.grammar import Choice, Form, Number, Switch, Template, Text
 
@@ -59,12 +60,17 @@ _EARLY_EXIT_FIELDS = Block(
     "When a cluster's unfinished agents are cut off.",
     {
         "policy": Choice(
-            "'stochastic', the paper's, exits with probability Q; 'threshold' exits at Q >= threshold.",
-            ("stochastic", "threshold"),
+            "'stochastic', the paper's, exits with probability Q; 'threshold' exits at Q >= threshold; 'in_flight' "
+            "reads unfinished outputs too and exits when the leading answer's support reaches threshold.",
+            POLICIES,
         ),
         "tau": Number("The preferred similarity of completed outputs.", above=0, at_most=1),
-        "threshold": Number("Used by policy 'threshold'.", at_least=0, at_most=1),
-        "min_completed": Number("Outputs that must be complete before the first score.", at_least=1, whole=True),
+        "threshold": Number("Used by the policies 'threshold' and 'in_flight'.", at_least=0, at_most=1),
+        "min_completed": Number(
+            "Outputs that must be complete before the first score; with 'in_flight', that state the leading answer.",
+            at_least=1,
+            whole=True,
+        ),
         "similarity": Choice(
             "'full' is the paper's; 'off_diagonal' leaves out the correlation matrices' diagonals.",
             ("full", "off_diagonal"),

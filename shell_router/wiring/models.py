@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shell_router.config import Config, Limits
+from shell_router.config import Config, EmbeddedSection, Limits, ModelSettings
 from shell_router.core.model import ServedModel
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.breaker import BreakerSettings
@@ -29,6 +29,8 @@ class RunningModel:
 
     served: ServedModel
     pool: PairPool
+    engine: str
+    """What serves it, in words."""
     restarts: Callable[[], Mapping[str, int]]
     """How often each of its embedded servers was started again, by "alias/mode"."""
 
@@ -48,8 +50,11 @@ async def running_models(config: Config, tell: Callable[[str], None]) -> AsyncIt
         for pool in pools.values():
             stack.push_async_callback(pool.aclose)
         await _until_ready(pools, config.limits.engine_start_s, tell)
+        engines = {alias: await _engine(model, pools[alias]) for alias, model in config.models.items()}
         yield {
-            alias: RunningModel(_served(alias, pools[alias], files[alias]), pools[alias], _restarts(fleet, alias))
+            alias: RunningModel(
+                _served(alias, pools[alias], files[alias]), pools[alias], engines[alias], _restarts(fleet, alias)
+            )
             for alias in config.models
         }
 
@@ -63,6 +68,28 @@ async def _fleet(
     }
     fleet = EmbeddedFleet(embedded, start_limit_s=config.limits.engine_start_s, on_progress=tell)
     return await stack.enter_async_context(fleet) if embedded else fleet
+
+
+async def _engine(model: ModelSettings, pool: PairPool) -> str:
+    """What serves the model, in words; pairs are asked what they are."""
+    if not model.pairs:
+        kind = f"embedded pair, {(model.embedded or EmbeddedSection()).device}"
+    else:
+        kind = await _kind_of(pool)
+    return f"{kind}, random weights" if model.random else kind
+
+
+async def _kind_of(pool: PairPool) -> str:
+    try:
+        return engine_kind(await pool.version())
+    except EngineError as error:
+        log.warning("an engine does not say what it is: %s", error)
+        return "engine of unknown kind"
+
+
+def engine_kind(version: str) -> str:
+    """What a server is that names itself by `version`; one that has a number is SGLang."""
+    return {"scripted": "scripted engine", "embedded": "embedded pair"}.get(version, f"SGLang {version}")
 
 
 def _restarts(fleet: EmbeddedFleet, alias: str) -> Callable[[], Mapping[str, int]]:

@@ -45,6 +45,7 @@ async def running_services(
             topologies=topologies,
             models=served,
             relays={alias: model.pool for alias, model in models.items()},
+            engines={alias: model.engine for alias, model in models.items()},
             checks={
                 **{f"engine {alias}": model.pool.serves for alias, model in models.items()},
                 "cache": cache.healthy,
@@ -101,9 +102,9 @@ def _load(path: Path, config: Config) -> Mapping[str, Topology]:
 
 
 def _require_embedder(topologies: Mapping[str, Topology], config: Config) -> None:
-    judged = [one.name for one in topologies.values() if any(cluster.early_exit for cluster in one.clusters)]
+    judged = [one.name for one in topologies.values() if one.embeds]
     if judged and config.embedder.model == "none":
         raise ConfigError(
             f"embedder.model is none, and the topology {judged[0]!r} exits early.",
-            remedy="Set embedder.model: default, or early_exit: off in the topology.",
+            remedy="Set embedder.model: default, or early_exit: off or its policy in_flight in the topology.",
         )

@@ -108,6 +108,7 @@ async def api(
         topologies={topology.name: topology for topology in topologies},
         models=moa.models,
         relays=relays or {},
+        engines=dict.fromkeys(moa.models, "scripted engine"),
         checks=checks or {},
         dispensable=dispensable,
         metrics=Metrics(),

@@ -141,3 +141,8 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 )
 def test_the_shipped_deployments_are_valid(file: Path) -> None:
     assert load_config(file, {"SHELL_ROUTER_KEY": "k"}).models
+
+
+def test_an_embedder_that_begins_with_a_dot_is_a_folder_from_the_files_own(tmp_path: Path) -> None:
+    assert _load(tmp_path, MODELS + "embedder: {model: ./mine}").embedder.model == str(tmp_path / "mine")
+    assert _load(tmp_path, MODELS + "embedder: {model: Qwen/Qwen3}").embedder.model == "Qwen/Qwen3"

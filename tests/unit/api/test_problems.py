@@ -9,7 +9,7 @@ from shell_router.api.problems import INTERNAL, problem_body, problem_of
 from shell_router.errors import AgentFailed, EngineRejected, EngineStalled, InvalidField, ShellRouterError
 
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ShellRouterError)]
-INTERNAL_KINDS = {"ShellRouterError", "ConfigError", "TopologyError"}
+INTERNAL_KINDS = {"ShellRouterError", "ConfigError", "DataError", "TopologyError"}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.__name__ not in INTERNAL_KINDS])

@@ -10,6 +10,7 @@ from shell_router.demo.comparison import Asked, as_report, as_table, compare
 from shell_router.demo.drawing import Picture
 from shell_router.demo.states import Progress
 from shell_router.demo.timeline import LEGEND, PAINT, axis, bar, draw_timeline
+from shell_router.evaluation.dataset import Item
 from shell_router.topology import parse_topology
 
 TINY = parse_topology("tree: {shape: [2, 1], models: [small]}", source="tiny.yaml")
@@ -27,9 +28,9 @@ def _trace(**states: str) -> Mapping[str, Any]:
     return {"duration_s": 2.0, "agents": agents, "overlap": {"hidden_prefill_s": 3.0, "exposed_prefill_s": 1.0}}
 
 
-def _asked(topology: str, end_to_end_s: float, **states: str) -> Asked:
+def _asked(topology: str, end_to_end_s: float, *, right: bool = True, **states: str) -> Asked:
     usage = {"prompt_tokens": 10, "completion_tokens": 5}
-    return Asked(topology, "why", "because", end_to_end_s / 2, end_to_end_s, usage, _trace(**states))
+    return Asked(topology, "why", "because", right, end_to_end_s / 2, end_to_end_s, usage, _trace(**states))
 
 
 def _printed(what: Any) -> str:
@@ -60,7 +61,7 @@ def test_an_agents_progress_follows_its_events(events: list[dict[str, Any]], sta
 
 
 def test_the_picture_shows_every_agent_its_state_and_the_streaming_answer() -> None:
-    picture = Picture(TINY, "Why?")
+    picture = Picture(TINY, Item(0, "How many?", "37", "numeric", {}))
     picture.take({"choices": [], "agent_event": {"type": "agent.prefill", "agent": "root", "prompt_tokens": 77}})
     picture.take({"choices": [], "agent_event": {"type": "agent.stopped", "agent": "proposer-2"}})
     assert "▒ root small 77" in _printed(picture)
@@ -70,6 +71,7 @@ def test_the_picture_shows_every_agent_its_state_and_the_streaming_answer() -> N
     assert "· proposer-1" in drawn
     assert "✂ proposer-2" in drawn
     assert "Because" in drawn
+    assert "The right answer: 37" in drawn
 
 
 def test_a_bar_paints_spans_in_proportion_with_decode_on_top() -> None:
@@ -100,10 +102,10 @@ def test_the_legend_explains_every_mark_of_a_bar() -> None:
 
 def test_rows_compare_medians_with_the_first_topology() -> None:
     asked = [_asked("all", 4.0, a="finished"), _asked("tree", 1.0, a="finished", b="early_exit", c="unneeded")]
-    rows = compare([*asked, *asked, _asked("tree", 3.0, a="finished")])
+    rows = compare([*asked, *asked, _asked("tree", 3.0, right=False, a="finished")])
     assert [row.topology for row in rows] == ["all", "tree"]
     assert (rows[0].latency_ratio, rows[1].latency_ratio) == (1.0, 0.25)
-    assert rows[1].questions == 3
+    assert (rows[1].questions, rows[1].right) == (3, 2)
     assert rows[1].agents == 3
     assert rows[1].agents_cut_off == 4
     assert rows[1].completion_tokens == 15

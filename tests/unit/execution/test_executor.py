@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Awaitable, Callable
 from time import monotonic
 
 import numpy as np
@@ -9,6 +10,7 @@ from shell_router.core.events import (
     AgentErred,
     AgentFinished,
     AgentStopped,
+    AgentTokens,
     Degraded,
     ExitScored,
     PrefillIncrement,
@@ -128,6 +130,71 @@ async def test_early_exit_cuts_off_the_unfinished_and_leaves_their_slots_out() -
     assert moa.aborted == {"c"}
     assert [e.agent for e in events.of(AgentStopped)] == ["c"]
     assert events.of(ExitScored)[-1].aborted == ("c",)
+
+
+IN_FLIGHT = EarlyExit("in_flight", threshold=0.6, min_completed=1)
+
+
+def judged_in_flight(gate: EarlyExit = IN_FLIGHT) -> Topology:
+    return topology(agent("a"), agent("b"), agent("root", "a", "b"), clusters=(Cluster("one", ("a", "b"), gate),))
+
+
+def stalls_after(name: str, pieces: int, gates: Gates) -> Callable[[str, int], Awaitable[None]]:
+    """A pace at which agent `name` writes some pieces, and then waits at its gate."""
+
+    async def pace(rid: str, piece: int) -> None:
+        await (gates.pace(rid, piece) if rid.endswith(f".{name}") and piece >= pieces else asyncio.sleep(0))
+
+    return pace
+
+
+async def test_an_agent_in_flight_that_says_the_same_is_not_waited_for() -> None:
+    said = "2 plus 2 is 4 Answer: 4"
+    moa, events = (
+        ScriptedMoa({"a": said, "b": Script(said, piece_words=1)}, pace=stalls_after("b", 5, Gates("b"))),
+        Recorder(),
+    )
+    answer = await moa.executor.run(judged_in_flight(), ask("Why?"), events.emit)
+    assert answer.agents["b"].state == "early_exit"
+    assert moa.prompt_of("root") == f"<user>Q: Why? [1: {said}] So?<assistant>"
+    assert moa.aborted == {"b"}
+    scored = events.of(ExitScored)[-1]
+    assert (scored.completed, scored.exited, scored.aborted) == (("a",), True, ("b",))
+    assert scored.probability > 0.6
+
+
+async def test_an_agent_in_flight_that_says_something_else_is_waited_for() -> None:
+    gates = Gates("b")
+    scripts = {"a": "2 plus 2 is 4 Answer: 4", "b": "I have no idea what the two of us should say Answer: 5"}
+    moa, events = ScriptedMoa(scripts, pace=stalls_after("b", 4, gates)), Recorder()
+    run = asyncio.create_task(moa.executor.run(judged_in_flight(), ask(), events.emit))
+    await events.until(lambda r: bool(r.of(ExitScored)))
+    gates.open("b")
+    answer = await run
+    assert answer.agents["b"].state == "finished"
+    assert not any(scored.exited for scored in events.of(ExitScored))
+
+
+async def test_an_agent_is_cut_off_by_its_own_words_as_soon_as_they_agree() -> None:
+    said = "2 plus 2 is 4 and 4 and 4 is 8 Answer: 8"
+    gates = Gates("b")
+    moa, events = ScriptedMoa({"a": said, "b": said}, pace=gates.pace), Recorder()
+    run = asyncio.create_task(moa.executor.run(judged_in_flight(), ask(), events.emit))
+    await events.until(lambda r: any(e.agent == "a" for e in r.of(AgentFinished)))
+    gates.open("b")
+    answer = await run
+    assert answer.agents["b"].state == "early_exit"
+    assert 0 < answer.agents["b"].completion_tokens < answer.agents["a"].completion_tokens
+    stopped = events.events.index(events.of(AgentStopped)[0])
+    assert not any(isinstance(e, AgentTokens | AgentFinished) and e.agent == "b" for e in events.events[stopped:])
+    assert not moa.running
+
+
+async def test_early_exit_in_flight_needs_no_embedder() -> None:
+    moa = ScriptedMoa({"a": "Answer: 4", "b": "Answer: 4"})
+    executor = Executor(moa.models, moa.cache, None, clock=monotonic)
+    answer = await executor.run(judged_in_flight(), ask(), print)
+    assert answer.agents["a"].state == "finished"
 
 
 async def test_a_half_read_slot_that_is_cut_off_leaves_no_token_behind() -> None:
@@ -322,6 +389,22 @@ async def test_the_clients_sampling_goes_to_the_root_alone() -> None:
     leaf, root = moa.engines["small"].generated
     assert root.sampling == {"top_k": 5, "temperature": 0}
     assert (leaf.sampling["temperature"], "top_k" in leaf.sampling) == (1, False)
+
+
+async def test_a_seed_reaches_every_agent_and_seeds_each_in_its_own_way() -> None:
+    graph = topology(agent("a"), agent("b"), agent("c", sampling={"sampling_seed": 7}), agent("root", "a", "b", "c"))
+
+    async def seeds(seed: int) -> dict[str, object]:
+        moa = ScriptedMoa()
+        await moa.executor.run(graph, ask(sampling={"sampling_seed": seed}), print)
+        requests = [request for engine in moa.engines.values() for request in engine.generated]
+        return {agent_of(request): request.sampling["sampling_seed"] for request in requests}
+
+    first, again, other = await seeds(1), await seeds(1), await seeds(2)
+    assert first == again
+    assert (first["root"], first["c"]) == (1, 7)
+    assert len(set(first.values())) == 4
+    assert first["a"] != other["a"]
 
 
 async def test_precursors_stream_in_pieces_unless_the_topology_says_otherwise_and_the_root_token_by_token() -> None:

@@ -64,4 +64,5 @@ def test_bad_settings_are_refused_by_name(fields: dict[str, float], named: str) 
 def test_an_event_holds_what_the_smallest_update_would_and_never_hides_a_stall(
     settings: IncrementSettings, incremental: bool, tokens: int
 ) -> None:
-    assert tokens_per_event(settings, incremental) == tokens
+    assert tokens_per_event(settings, incremental, judged=False) == tokens
+    assert tokens_per_event(settings, incremental, judged=True) == 4

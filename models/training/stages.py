@@ -1,0 +1,130 @@
+"""The stages of training, each for one size, in a process of its own. What is done already is not done again."""
+
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from transformers import Qwen3ForCausalLM
+
+from training import family
+from training.drafts import Drafted, draw_drafts, read_drafts, write_drafts
+from training.family import SIZES
+from training.lessons import Example, Lessons
+from training.measuring import Measured, measured
+from training.practice import Course, practise
+from training.problems import Problem, drill, lookup, problems
+from training.questions import held_out
+from training.sampling import write
+
+PROPOSER = {"temperature": 0.7, "top_p": 0.95}
+"""How proposers sample, in training as in the topologies."""
+DRAFTED = 6000
+DRAFTS_EACH = 3
+
+
+def solve(size: str, work: Path) -> None:
+    """Learn to solve problems, from random weights."""
+    lessons = Lessons(family.make_tokenizer())
+    network = family.make_network(SIZES[size], family.make_tokenizer(), seed=0)
+    course = Course(SIZES[size].solve_tokens, SIZES[size].learning_rate)
+    _learn(size, "solve", network, partial(_solving, lessons, size), course, work)
+
+
+def _solving(lessons: Lessons, size: str, share: int) -> list[Example]:
+    """Problems, and nearly as many drills."""
+    rng = random.Random(f"solve/{size}/{share}")
+    asked = [(one.question, one.solution) for one in _stories(rng, 5000)]
+    asked += [drill(rng, 8) for _ in range(2500)]
+    asked += [lookup(rng) for _ in range(1500)]
+    return [lessons.example(lessons.question(question), said) for question, said in asked]
+
+
+def sample(size: str, work: Path) -> None:
+    """Write what proposers of this size say to fresh problems."""
+    file = work / f"drafts-{size}.jsonl"
+    if file.exists():
+        return
+    lessons = Lessons(family.make_tokenizer())
+    network = _loaded(size, "solve", work)
+    prompts = [lessons.question(one.question) for one in _drafted() for _ in range(DRAFTS_EACH)]
+    written = [output.ids for output in write(network, prompts, **PROPOSER, seed=1)]
+    write_drafts(file, [written[at : at + DRAFTS_EACH] for at in range(0, len(written), DRAFTS_EACH)])
+
+
+def _drafted() -> Sequence[Problem]:
+    return _stories(random.Random("drafted"), DRAFTED)
+
+
+def _stories(rng: random.Random, number: int) -> list[Problem]:
+    """So many problems, less those that are kept for testing."""
+    kept = held_out()
+    return [one for one in islice(problems(rng), number) if one.question not in kept]
+
+
+def combine(size: str, work: Path) -> None:
+    """Learn to combine the drafts of all sizes into an answer, and go on solving."""
+    lessons = Lessons(family.make_tokenizer())
+    by_size = [read_drafts(work / f"drafts-{one}.jsonl") for one in SIZES]
+    drafted = [
+        Drafted(problem, dict(zip(SIZES, drafts, strict=True)))
+        for problem, *drafts in zip(_drafted(), *by_size, strict=True)
+    ]
+    network = _loaded(size, "solve", work)
+    course = Course(SIZES[size].combine_tokens, SIZES[size].learning_rate / 2)
+    _learn(size, "combine", network, partial(_combining, lessons, size, drafted), course, work)
+
+
+def _combining(lessons: Lessons, size: str, drafted: Sequence[Drafted], share: int) -> list[Example]:
+    """A thousand problems with drafts, and as many without."""
+    rng = random.Random(f"combine/{size}/{share}")
+    chosen = [drafted[rng.randrange(len(drafted))] for _ in range(1000)]
+    read = [
+        lessons.example(lessons.drafts(one.problem.question, draw_drafts(rng, one)), one.problem.solution)
+        for one in chosen
+    ]
+    alone = [lessons.example(lessons.question(one.question), one.solution) for one in _stories(rng, 1000)]
+    return read + alone
+
+
+def publish(size: str, work: Path, out: Path) -> None:
+    """Write the model's folder."""
+    family.save(_loaded(size, "combine", work), family.make_tokenizer(), out / size)
+
+
+def measure(size: str, out: Path, test: Path) -> Measured:
+    """How a written model does on the test set, decoding greedily."""
+    torch.set_num_threads(1)
+    network = Qwen3ForCausalLM.from_pretrained(out / size, dtype=torch.float32)
+    tokenizer = family.make_tokenizer()
+    tested = [Problem(**json.loads(line)) for line in test.read_text(encoding="utf-8").splitlines()]
+    return measured(network, tokenizer, tested)
+
+
+def _learn(
+    size: str,
+    stage: str,
+    network: Qwen3ForCausalLM,
+    more: Callable[[int], Sequence[Example]],
+    course: Course,
+    work: Path,
+) -> None:
+    torch.set_num_threads(1)
+    # PyTorch's fused attention is many times slower than plain products in a backward pass on CPUs (2.13)
+    network.set_attn_implementation("eager")
+
+    def tell(progress: str) -> None:
+        print(f"{stage:8} {size:6} {progress}", file=sys.stderr, flush=True)
+
+    practise(network, more, course, work / f"{stage}-{size}.pt", tell)
+
+
+def _loaded(size: str, stage: str, work: Path) -> Qwen3ForCausalLM:
+    torch.set_num_threads(1)
+    network = family.make_network(SIZES[size], family.make_tokenizer(), seed=0)
+    network.load_state_dict(torch.load(work / f"{stage}-{size}.pt")["network"])
+    return network

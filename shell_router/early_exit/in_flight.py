@@ -1,0 +1,154 @@
+"""Early exit judged on tokens in flight: an answer that enough of a cluster supports need not be waited for.
+
+The paper's gate sees completed outputs only. This one also reads what the unfinished agents have written so far. It
+needs no embedding model and costs a few operations per word.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from shell_router.core.answers import AnswerReader, comparable
+from shell_router.early_exit.confidence import rms_confidence
+from shell_router.early_exit.gate import Score
+
+_BLANKS = re.compile(r"\s+")
+
+NO_QUORUM = Score(confidence=0.0, agreement=0.0, balance=0.0, probability=0.0)
+
+
+class Overlap:
+    """How much of a complete text an unfinished one has already said, as words, whatever their order."""
+
+    __slots__ = ("_left", "_matched", "_seen", "_size")
+
+    def __init__(self, complete: Collection[str]) -> None:
+        self._left = Counter(complete)
+        self._size = len(complete)
+        self._seen = self._matched = 0
+
+    def add(self, words: Iterable[str]) -> None:
+        """Take in further words of the unfinished text."""
+        for word in words:
+            self._seen += 1
+            if self._left[word] > 0:
+                self._left[word] -= 1
+                self._matched += 1
+
+    @property
+    def value(self) -> float:
+        """Words that both have, by the words of the longer: 1 where the same was said to the end, 0 without words."""
+        return self._matched / max(self._seen, self._size, 1)
+
+
+class _Member:
+    """One agent's output as it stands."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.answer: str | None = None
+        self._stated: str | None = None
+        self.confidence = 0.0
+        self.complete = False
+        self.overlaps: dict[str, Overlap] = {}
+        self._reader = AnswerReader()
+        self._word: list[str] = []
+
+    def write(self, text: str) -> None:
+        """Take in more text; its last word may still grow, and an answer counts once something follows it."""
+        self._reader.add(text)
+        self._state(self._reader.settled)
+        first, *others = _BLANKS.split(text)
+        self._word.append(first)
+        if others:
+            *whole, last = ["".join(self._word), *others]
+            self._word = [last]
+            self._take([word for word in whole if word])
+
+    def end(self) -> None:
+        """The text is complete."""
+        self._state(self._reader.final())
+        self._take("".join(self._word).split())
+        self.complete = True
+        self.overlaps.clear()
+
+    def compare(self, answer: str, complete: "_Member") -> None:
+        """Keep up from now on how much of what `complete` said on the way to `answer` this one has said too."""
+        overlap = self.overlaps[answer] = Overlap(complete.words)
+        overlap.add(self.words)
+
+    def _state(self, answer: str | None) -> None:
+        if answer != self._stated:
+            self._stated = answer
+            self.answer = None if answer is None else comparable(answer)
+
+    def _take(self, words: list[str]) -> None:
+        self.words += words
+        for overlap in self.overlaps.values():
+            overlap.add(words)
+
+
+class InFlightGate:
+    """Follows one cluster's outputs while they are written, and says how well the leading answer is supported."""
+
+    def __init__(self, members: Iterable[str], *, quorum: int) -> None:
+        self._quorum = quorum
+        self._members = {name: _Member() for name in members}
+        self._ended: set[str] = set()
+
+    def wrote(self, name: str, text: str, confidence: float) -> None:
+        """Member `name` wrote more; `confidence` is that of all it has written."""
+        member = self._members[name]
+        member.confidence = confidence
+        member.write(text)
+
+    def completed(self, name: str) -> None:
+        """Member `name` has ended. If it is the first with its answer, the others are compared with it from now on."""
+        ended = self._members[name]
+        ended.end()
+        if ended.answer is None or ended.answer in self._ended:
+            return
+        self._ended.add(ended.answer)
+        for other in self._members.values():
+            if not other.complete:
+                other.compare(ended.answer, ended)
+
+    def score(self, running: Collection[str]) -> Score:
+        """The support of the leading answer among the completed members and those in `running`.
+
+        Member i supports it by s_i: 1 where it states the answer; 0 where it states another, or ended without one; else
+        its overlap with the first completed output that states the answer. C_i is its confidence so far.
+        The score's `probability` is the mean of C_i s_i over these members, `agreement` the mean of s_i, `confidence`
+        the root mean square of the C_i of those that state the answer, and `balance` 1.
+
+        All are 0 while fewer than the quorum state the answer, and while none of those has ended: one output has to be
+        there for the successor to read.
+        """
+        members = [one for name, one in self._members.items() if one.complete or name in running]
+        answer = _leading(members)
+        stating = [member.confidence for member in members if member.answer == answer]
+        if answer is None or answer not in self._ended or len(stating) < self._quorum:
+            return NO_QUORUM
+        agreeing = [_agrees(member, answer) for member in members]
+        support = sum(s * member.confidence for s, member in zip(agreeing, members, strict=True))
+        return Score(
+            confidence=rms_confidence(stating),
+            agreement=sum(agreeing) / len(members),
+            balance=1.0,
+            probability=support / len(members),
+        )
+
+
+def _leading(members: Sequence[_Member]) -> str | None:
+    """The answer whose members have the largest sum of confidences; None where there is none."""
+    sums: dict[str, float] = {}
+    for member in members:
+        if member.answer is not None:
+            sums[member.answer] = sums.get(member.answer, 0.0) + member.confidence
+    return max(sums, key=sums.__getitem__, default=None)
+
+
+def _agrees(member: _Member, answer: str) -> float:
+    if member.answer is not None or member.complete:
+        return float(member.answer == answer)
+    return member.overlaps[answer].value

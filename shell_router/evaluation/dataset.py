@@ -1,0 +1,83 @@
+"""Questions and right answers from a JSONL file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import orjson
+
+from shell_router.errors import DataError
+from shell_router.evaluation.grading import Grader, grader_of, read_answer
+
+FORM = 'Write one object per line: {"question": "…", "answer": "…"}.'
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question. `index` counts the file's questions from 0; `facts` are the line's further keys."""
+
+    index: int
+    question: str
+    answer: str
+    grader: Grader
+    facts: Mapping[str, Any]
+
+
+def read_items(
+    file: Path, *, grader: Grader | Literal["auto"] = "auto", offset: int = 0, limit: int | None = None
+) -> list[Item]:
+    """The file's questions from `offset` on, at most `limit`. Raises DataError, which names file, line and remedy.
+
+    With `auto` a line's own `grader` decides, or else the form of its answer. Blank lines are stepped over.
+    """
+    try:
+        lines = [line for line in enumerate(file.read_bytes().splitlines(), 1) if line[1].strip()]
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}.", remedy="Name a JSONL file of questions.") from error
+    chosen = list(islice(enumerate(lines), offset, None if limit is None else offset + limit))
+    if not chosen:
+        raise DataError(f"{file} has {len(lines)} questions, none of them from {offset} on.", remedy=FORM)
+    return [_item(f"{file}:{number}", index, line, grader) for index, (number, line) in chosen]
+
+
+def _item(where: str, index: int, line: bytes, grader: Grader | Literal["auto"]) -> Item:
+    found = _object(where, line)
+    question, answer = (_text(where, found, name) for name in ("question", "answer"))
+    own = _own_grader(where, found.pop("grader", None)) or grader_of(answer)
+    chosen = own if grader == "auto" else grader
+    if read_answer(answer, chosen) is None:
+        raise DataError(
+            f"{where}: the answer {answer!r} is nothing that the grader {chosen} can compare.",
+            remedy="Correct the answer, or let another grader judge it.",
+        )
+    return Item(index, question, answer, chosen, found)
+
+
+def _object(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        found = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{where}: this is not JSON ({error}).", remedy=FORM) from None
+    if not isinstance(found, dict):
+        raise DataError(f"{where}: this is not a JSON object.", remedy=FORM)
+    return found
+
+
+def _text(where: str, found: dict[str, Any], name: str) -> str:
+    value = found.pop(name, None)
+    if isinstance(value, str) and value.strip():
+        return value
+    wrong = "is missing" if value is None else f"must be a string that is not empty, not {value!r}"
+    raise DataError(f"{where}: {name} {wrong}.", remedy=FORM)
+
+
+def _own_grader(where: str, named: object) -> Grader | None:
+    if named is None:
+        return None
+    for known in get_args(Grader):
+        if named == known:
+            return known  # type: ignore[no-any-return] # get_args forgets the type
+    known_names = ", ".join(get_args(Grader))
+    raise DataError(f"{where}: there is no grader {named!r}.", remedy=f"Known: {known_names}.")

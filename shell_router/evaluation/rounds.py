@@ -1,0 +1,37 @@
+"""In which order what is asked with which seed: nothing here depends on what was answered."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shell_router.evaluation.dataset import Item
+from shell_router.evaluation.settings import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One question with one seed, put to every setting in turn."""
+
+    item: Item
+    seed: int
+    settings: tuple[Setting, ...]
+
+
+def rounds_of(items: Sequence[Item], seeds: Sequence[int], settings: Sequence[Setting]) -> list[Round]:
+    """All rounds, every question once before the next seed begins.
+
+    Each round begins with another setting than the one before: what comes first finds other caches and another machine
+    than what comes last.
+    """
+    pairs = [(item, seed) for seed in seeds for item in items]
+    return [Round(item, seed, _rotated(settings, number)) for number, (item, seed) in enumerate(pairs)]
+
+
+def _rotated(settings: Sequence[Setting], by: int) -> tuple[Setting, ...]:
+    first = by % len(settings)
+    return (*settings[first:], *settings[:first])
+
+
+def request_seed(seed: int, question: int, member: int = 0) -> int:
+    """The seed of one request, the same for all settings; the members of a vote have one each. Below 2^31."""
+    return zlib.crc32(f"{seed}/{question}/{member}".encode()) >> 1

@@ -1,0 +1,64 @@
+"""Judges one cluster of one run while its agents still write (see `early_exit.in_flight`)."""
+
+from collections.abc import Callable
+
+from shell_router.core.events import Event, ExitScored
+from shell_router.early_exit import NO_QUORUM, EarlyExit, InFlightGate, Score
+from shell_router.execution.agent_run import Output
+from shell_router.execution.cluster_exit import Unfinished
+from shell_router.topology import Cluster
+
+
+class InFlightExit:
+    """Takes what the agents write in the order it comes. Never waits: nothing happens between a score and its exit."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: EarlyExit,
+        emit: Callable[[Event], None],
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._id = cluster.id
+        self._settings = settings
+        self._gate = InFlightGate(cluster.agents, quorum=settings.min_completed)
+        self._emit = emit
+        self._clock = clock
+        self._completed: list[str] = []
+
+    def wrote(self, agent: str, text: str, confidence: float, unfinished: Unfinished) -> tuple[str, ...]:
+        """The agents to cut off now that `agent` wrote `text`; mostly none. Scores that cut nobody off are not told."""
+        self._gate.wrote(agent, text, confidence)
+        return self._judged(unfinished(), tell=False) if self._completed else ()
+
+    async def completed(self, agent: str, _output: Output, unfinished: Unfinished) -> tuple[str, ...]:
+        """The agents to cut off now that `agent` has ended."""
+        self._completed.append(agent)
+        self._gate.completed(agent)
+        return self._judged(unfinished(), tell=True)
+
+    def _judged(self, left: tuple[str, ...], *, tell: bool) -> tuple[str, ...]:
+        if not left:
+            return ()
+        started_s = self._clock()
+        score = self._gate.score(frozenset(left))
+        exited = score is not NO_QUORUM and score.probability >= self._settings.threshold
+        if exited or tell:
+            self._emit(self._told(score, started_s, left if exited else ()))
+        return left if exited else ()
+
+    def _told(self, score: Score, started_s: float, cut: tuple[str, ...]) -> ExitScored:
+        return ExitScored(
+            self._clock(),
+            started_s,
+            self._id,
+            tuple(self._completed),
+            score.confidence,
+            score.agreement,
+            score.balance,
+            score.probability,
+            draw=self._settings.threshold,
+            exited=bool(cut),
+            aborted=cut,
+        )

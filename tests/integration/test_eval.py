@@ -1,0 +1,396 @@
+"""`shell-router eval` over HTTP: models that can add up to a limit, asked for sums."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from shell_router.api import ApiSettings
+from shell_router.cli import main
+from shell_router.core.generation import Generation
+from shell_router.engines.embedded.checkpoint import make_checkpoint
+from shell_router.engines.scripted import Script
+from shell_router.engines.scripted_server import ScriptedPair
+from shell_router.errors import ConfigError, EngineError, EngineRejected, ShellRouterError, Unauthorized, UnknownModel
+from shell_router.evaluation import EvaluationOptions, run_evaluation
+from shell_router.evaluation.options import Reports, Sampling
+from shell_router.evaluation.rounds import request_seed
+from shell_router.topology import parse_topology
+from tests.fakes.api_server import Api, api, until
+from tests.fakes.command import running_command, survivors
+from tests.fakes.moa import ScriptedMoa, agent_of
+from tests.fakes.sums import adding_moa, asked_sum, write_sums
+
+LIMITS = {"small": 5, "medium": 5, "large": 15}
+VOTE = "vote:small*2,large"
+JUDGED = parse_topology(
+    """
+name: judged
+tree: {shape: [3, 1], models: [small], root_model: large}
+early_exit: {policy: threshold, threshold: 0, min_completed: 2}
+""",
+    source="judged.yaml",
+)
+
+
+async def _evaluated(served: Api, data: Path, *settings: str, **fields: Any) -> dict[str, dict[str, Any]]:
+    """The rows of the report's file, by setting."""
+    report = data.with_name("report.json")
+    reports = fields.pop("reports", Reports(json=report))
+    await run_evaluation(EvaluationOptions(data, url=served.url, settings=settings, reports=reports, **fields))
+    return {row["setting"]: row for row in orjson.loads(report.read_bytes())["rows"]}
+
+
+def _asked(moa: ScriptedMoa, alias: str) -> list[Generation]:
+    """What a model was asked, without the warm-up."""
+    return [one for one in moa.engines[alias].generated if asked_sum(moa.tokenizers[alias], one) > 0]
+
+
+async def test_right_answers_are_counted_for_models_votes_and_topologies(tmp_path: Path) -> None:
+    async with api(adding_moa(LIMITS)) as served:
+        rows = await _evaluated(served, write_sums(tmp_path, 4, 5, 10, 20), "small", VOTE, "duo", "large")
+    rights = {name: row["accuracy"]["value"] for name, row in rows.items()}
+    assert rights == {"small": 0.5, VOTE: 0.5, "duo": 0.75, "large": 0.75}
+    assert rows["small"]["difference"]["value"] == -0.25
+    assert rows["duo"]["difference"] is None
+    assert rows["duo"]["latency_ratio"] == 1.0
+    assert all(row["answers"] == 4 and row["failed"] == 0 and row["latency_p50_s"] > 0 for row in rows.values())
+
+
+async def test_the_tables_say_what_was_evaluated_and_that_it_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, report = write_sums(tmp_path, 4, 7), tmp_path / "report.json"
+    async with api(adding_moa(LIMITS)) as served:
+        await run_evaluation(EvaluationOptions(data, url=served.url, reports=Reports(json=report, by="parity")))
+    printed = capsys.readouterr().out
+    by = orjson.loads(report.read_bytes())["by"]
+    assert (by["even"]["small"]["value"], by["odd"]["small"]["value"], by["odd"]["large"]["value"]) == (1.0, 0.0, 1.0)
+    assert "Evaluation of sums.jsonl, 2 questions (simulated)" in printed
+    assert "scripted engine" in printed
+    assert "Accuracy by parity" in printed
+    for name in ("small", "medium", "large", "other", "vote:large*3,medium*3,other*3,small*3", "duo"):
+        assert f"│ {name} " in printed
+
+
+async def test_agents_tokens_and_models_of_a_topology_come_from_its_traces(tmp_path: Path) -> None:
+    async with api(adding_moa(LIMITS)) as served:
+        rows = await _evaluated(served, write_sums(tmp_path, 4, 5), "duo", VOTE)
+    once = {"agents": 1, "started": 1.0, "completed": 1.0, "activation_rate": 1.0}
+    assert rows["duo"]["models"] == {"small": once, "medium": once, "large": once}
+    assert rows["duo"]["completion_tokens"] == 3 * 8
+    assert rows[VOTE]["models"]["small"] == {**once, "agents": 2, "started": 2.0, "completed": 2.0}
+    assert rows[VOTE]["completion_tokens"] == 3 * 8
+
+
+async def test_a_cut_agent_its_exit_and_its_saved_tokens_are_counted(tmp_path: Path) -> None:
+    moa = adding_moa(LIMITS)
+    never = asyncio.Event()
+
+    async def last_one_waits(rid: str, piece: int) -> None:
+        if rid.endswith("proposer-3") and piece > 0:
+            await never.wait()
+
+    moa.engines["small"].pace = last_one_waits
+    async with api(moa, topologies=(JUDGED,)) as served:
+        rows = await _evaluated(served, write_sums(tmp_path, 4, 5), "judged")
+    row = rows["judged"]
+    assert row["models"]["small"] == {"agents": 3, "started": 3.0, "completed": 2.0, "activation_rate": 2 / 3}
+    assert (row["agents_cut"], row["exits"]["clusters_judged"], row["exits"]["clusters_exited"]) == (1.0, 2, 1.0)
+    assert row["exits"]["questions_with_exit"] == 1.0
+    assert 0 < row["exits"]["exposed_s"] < row["latency_p95_s"]
+    assert 0 < row["saved_tokens"] < 8
+
+
+async def test_seeds_are_the_same_in_all_settings_and_differ_between_the_members_of_a_vote(tmp_path: Path) -> None:
+    moa = adding_moa(LIMITS)
+    async with api(moa) as served:
+        await _evaluated(served, write_sums(tmp_path, 4), "small", "duo", VOTE, seeds=(3,))
+    sent = [(agent_of(one), dict(one.sampling)) for alias in ("small", "large") for one in _asked(moa, alias)]
+    single, root = {"temperature": 0.0}, {}
+    voted = {"temperature": 0.7, "top_p": 0.95}
+    seeds = [{"sampling_seed": request_seed(3, 0, member), "stream_interval": 32} for member in range(3)]
+    wanted = [("small", single | seeds[0]), ("root", root | seeds[0])]
+    wanted += [("small", voted | seeds[0]), ("small", voted | seeds[1]), ("large", voted | seeds[2])]
+    assert all(one in sent for one in wanted)
+
+
+async def test_what_is_said_of_sampling_is_sent(tmp_path: Path) -> None:
+    moa = adding_moa(LIMITS)
+    async with api(moa) as served:
+        sampling = Sampling(temperature=0.3, vote_temperature=1.0, max_tokens=77)
+        await _evaluated(served, write_sums(tmp_path, 4), "small", "duo", "vote:medium*2", sampling=sampling)
+    asked = {agent_of(one): one.sampling for alias in LIMITS for one in _asked(moa, alias)}
+    assert (asked["small"]["temperature"], asked["small"]["max_new_tokens"]) == (0.3, 77)
+    assert asked["root"]["temperature"] == 0.3 and "max_new_tokens" not in asked["root"]
+    assert (asked["medium"]["temperature"], asked["medium"]["max_new_tokens"]) == (1.0, 77)
+
+
+async def test_settings_take_turns_on_each_question(tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    async with api(adding_moa(LIMITS)) as served:
+        data = write_sums(tmp_path, 4, 10)
+        options = EvaluationOptions(data, url=served.url, settings=("small", "large"), reports=Reports(records=records))
+        await run_evaluation(options)
+    written = [orjson.loads(line) for line in records.read_bytes().splitlines()]
+    assert [(one["question"], one["setting"], one["right"], one["stated"]) for one in written] == [
+        (0, "small", True, "4"),
+        (0, "large", True, "4"),
+        (1, "large", True, "10"),
+        (1, "small", False, "0"),
+    ]
+
+
+async def test_several_questions_are_asked_at_once_and_no_more(tmp_path: Path) -> None:
+    moa, running, most = adding_moa(LIMITS), 0, 0
+    gate = asyncio.Barrier(3)
+
+    async def together(_rid: str, piece: int) -> None:
+        nonlocal running, most
+        if piece == 0 and moa.engines["small"].generated[-1] in _asked(moa, "small"):
+            running += 1
+            most = max(most, running)
+            await gate.wait()
+            running -= 1
+
+    moa.engines["small"].pace = together
+    async with api(moa) as served, asyncio.timeout(20):
+        rows = await _evaluated(served, write_sums(tmp_path, *range(1, 7)), "small", concurrency=3)
+    assert (rows["small"]["answers"], most) == (6, 3)
+
+
+async def test_a_failed_request_is_wrong_and_counted(tmp_path: Path) -> None:
+    moa = adding_moa(LIMITS)
+    _break(moa, "large", {5})
+    async with api(moa) as served:
+        rows = await _evaluated(served, write_sums(tmp_path, 4, 5), "small", "large", "duo")
+    assert {name: row["failed"] for name, row in rows.items()} == {"small": 0, "large": 1, "duo": 1}
+    assert {name: row["accuracy"]["value"] for name, row in rows.items()} == {"small": 1.0, "large": 0.5, "duo": 0.5}
+
+
+async def test_a_vote_fails_with_its_first_member(tmp_path: Path) -> None:
+    moa = adding_moa(LIMITS)
+    _break(moa, "large", {5})
+    async with api(moa) as served:
+        rows = await _evaluated(served, write_sums(tmp_path, 4, 5), VOTE)
+        await until(lambda: not moa.running)
+    assert (rows[VOTE]["answers"], rows[VOTE]["failed"], rows[VOTE]["accuracy"]["value"]) == (2, 1, 0.5)
+
+
+async def test_more_failures_than_answers_end_in_an_error_with_the_first_after_the_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moa = adding_moa(LIMITS)
+    _break(moa, "large", {4, 5})
+    async with api(moa) as served:
+        with pytest.raises(ShellRouterError, match=r"2 of 3 requests failed, the first one so: .*400.*4 is too much"):
+            await _evaluated(served, write_sums(tmp_path, 4, 5, 6), "large")
+    assert "│ large " in capsys.readouterr().out
+
+
+def _break(moa: ScriptedMoa, alias: str, sums: set[int]) -> None:
+    """Let a model fail on these sums."""
+    engine, tokenizer = moa.engines[alias], moa.tokenizers[alias]
+    working = engine.answer
+
+    def answer(request: Generation) -> Script:
+        wanted = asked_sum(tokenizer, request)
+        refusal = EngineRejected(f"{wanted} is too much", status=400)
+        return Script("no", error=refusal) if wanted in sums else working(request)
+
+    engine.answer = answer
+
+
+async def test_an_unknown_setting_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    moa = adding_moa(LIMITS)
+    async with api(moa) as served:
+        with pytest.raises(UnknownModel, match=r"no 'dou'. Did you mean 'duo'\?"):
+            await _evaluated(served, write_sums(tmp_path, 4), "dou")
+    assert not any(engine.generated for engine in moa.engines.values())
+
+
+async def test_a_router_with_keys_is_asked_with_one(tmp_path: Path) -> None:
+    async with api(adding_moa(LIMITS), ApiSettings(keys={"me": "sk-1"})) as served:
+        rows = await _evaluated(served, write_sums(tmp_path, 4), "duo", api_key="sk-1")
+        assert rows["duo"]["accuracy"]["value"] == 1.0
+        with pytest.raises(Unauthorized, match="--api-key-env"):
+            await _evaluated(served, write_sums(tmp_path, 4), "duo")
+
+
+async def test_a_deployments_engines_are_named_and_its_keys_not_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, config, report = (
+        make_checkpoint(tmp_path / "model", seed=1),
+        tmp_path / "router.yaml",
+        tmp_path / "report.json",
+    )
+    async with ScriptedPair() as pair:
+        pairs = f"[{{prefill: '{pair.prefill.url}', decode: '{pair.decode.url}'}}]"
+        keys = "api_keys: {me: {env: SHELL_ROUTER_KEY_THAT_IS_NOT_SET}, you: secret}\n"
+        config.write_text(
+            f"{keys}embedder: {{model: none}}\nmodels: {{b: {{path: '{model}', pairs: &p {pairs}}}, "
+            f"a: {{path: '{model}', pairs: *p}}}}\n"
+        )
+        options = EvaluationOptions(write_sums(tmp_path, 4), config=config, reports=Reports(json=report))
+        await run_evaluation(options)
+    written = orjson.loads(report.read_bytes())
+    assert (written["engine"], written["simulated"]) == ("scripted engine", True)
+    assert written["settings"] == ["b", "a", "vote:b*3,a*3"], "in the file's order"
+    assert [row["failed"] for row in written["rows"]] == [0, 0, 0]
+    assert "model b is ready" in capsys.readouterr().out
+
+
+EMBEDDED = """
+listen: {host: 0.0.0.0}
+api_keys: {me: secret}
+models: {small: {random: {hidden: 32, layers: 1}}}
+embedder: {model: hash}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_a_deployment_that_was_started_ends_with_the_evaluation(tmp_path: Path, interrupted: bool) -> None:
+    config = tmp_path / "router.yaml"
+    config.write_text(EMBEDDED, encoding="utf-8")
+    asked = write_sums(tmp_path, *range(1, 2000 if interrupted else 4))
+    async with running_command("eval", "--config", config, "--data", asked) as command:
+        await command.line_with("Asking", limit_s=120)
+        started = command.started()
+        assert len(started) >= 2, "a prefill and a decode process"
+        if interrupted:
+            command.signal(signal.SIGINT)
+        code, output = await command.ended(limit_s=120)
+        assert (code, survivors(started)) == (130 if interrupted else 0, set()), output
+    assert interrupted or ("(real engines)" in output and "embedded pair, cpu, random weights" in output)
+
+
+@pytest.fixture
+def held_after_two(tmp_path: Path) -> Iterator[tuple[ScriptedMoa, Path]]:
+    """Models of which `large` never answers the third question."""
+    moa, never = adding_moa(LIMITS), asyncio.Event()
+
+    async def stuck(_rid: str, _piece: int) -> None:
+        if len(_asked(moa, "large")) > 2:
+            await never.wait()
+
+    moa.engines["large"].pace = stuck
+    yield moa, write_sums(tmp_path, 4, 5, 6, 7)
+
+
+async def test_an_interrupted_evaluation_prints_what_it_has_and_leaves_nothing(
+    held_after_two: tuple[ScriptedMoa, Path],
+) -> None:
+    moa, data = held_after_two
+    report = data.with_name("report.json")
+    async with api(moa) as served:
+        arguments = ("--url", served.url, "--data", data, "--json", report, "large")
+        async with running_command("eval", *arguments) as command:
+            await command.line_with("Asking 4 questions", limit_s=60)
+            await until(lambda: len(_asked(moa, "large")) > 2 and bool(moa.running))
+            command.signal(signal.SIGINT)
+            code, output = await command.ended(limit_s=60)
+        await until(lambda: not moa.running)
+    assert code == 130, output
+    assert "PARTIAL: interrupted after 2 of 4 answers" in output
+    assert "Traceback" not in output
+    written = orjson.loads(report.read_bytes())
+    assert (written["partial"], written["asked"], written["rows"][0]["answers"]) == (True, 2, 2)
+
+
+async def test_the_command_writes_its_files_and_ends_with_0_or_with_2_where_most_fails(tmp_path: Path) -> None:
+    data, picture = write_sums(tmp_path, 4, 5, 10), tmp_path / "picture.svg"
+    moa = adding_moa(LIMITS)
+    _break(moa, "medium", {4, 5})
+    async with api(moa) as served:
+        async with running_command(
+            "eval", "--url", served.url, "--data", data, "--picture", picture, "small"
+        ) as command:
+            code, output = await command.ended(limit_s=60)
+        assert (code, "Traceback" in output) == (0, False), output
+        assert "66.7%" in output
+        assert picture.read_text(encoding="utf-8").startswith("<svg")
+        async with running_command("eval", "--url", served.url, "--data", data, "medium") as command:
+            code, output = await command.ended(limit_s=60)
+        assert code == 2
+        assert "shell-router: 2 of 3 requests failed, the first one so:" in output
+
+
+@pytest.mark.parametrize("option", ["--json", "--records", "--picture"])
+async def test_a_file_that_cannot_be_written_is_told_before_anything_is_asked(tmp_path: Path, option: str) -> None:
+    moa, data = adding_moa(LIMITS), write_sums(tmp_path, 4)
+    async with api(moa) as served:
+        for file, wrong in ((tmp_path / "no" / "x", "there is no folder"), (tmp_path, "this is a folder")):
+            reports = Reports(**{option.removeprefix("--"): file})
+            with pytest.raises(ConfigError, match=f"{option} {file}: {wrong}") as refused:
+                await run_evaluation(EvaluationOptions(data, url=served.url, reports=reports))
+            assert refused.value.remedy
+    assert not any(engine.generated for engine in moa.engines.values())
+
+
+async def test_a_key_that_no_question_has_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    moa = adding_moa(LIMITS)
+    async with api(moa) as served:
+        with pytest.raises(ConfigError, match=r"--by steps: no question has it.*further keys: parity\."):
+            options = EvaluationOptions(write_sums(tmp_path, 4), url=served.url, reports=Reports(by="steps"))
+            await run_evaluation(options)
+    assert not any(engine.generated for engine in moa.engines.values())
+
+
+async def test_a_file_that_cannot_be_written_in_the_end_is_told_after_the_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = Path("/dev/full")  # opens well, and takes nothing
+    picture = tmp_path / "picture.svg"
+    async with api(adding_moa(LIMITS)) as served:
+        reports = Reports(json=full, records=full, picture=picture)
+        options = EvaluationOptions(write_sums(tmp_path, 4, 5), url=served.url, settings=("small",), reports=reports)
+        with pytest.raises(ShellRouterError, match=r"--records /dev/full: No space left.*--json /dev/full: No space"):
+            await run_evaluation(options)
+    assert "│ small " in capsys.readouterr().out
+    assert picture.read_text(encoding="utf-8").startswith("<svg")
+
+
+async def test_what_data_say_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "[bold].jsonl"
+    data.write_bytes(orjson.dumps({"question": "[/x] What is 3 + 1?", "answer": "4", "[/k]": "[/v] :smile:"}))
+    async with api(adding_moa(LIMITS)) as served:
+        await run_evaluation(EvaluationOptions(data, url=served.url, settings=("small",), reports=Reports(by="[/k]")))
+    printed = capsys.readouterr().out
+    assert "Evaluation of [bold].jsonl" in printed
+    assert "Accuracy by [/k]" in printed
+    assert "[/v] :smile:" in printed
+
+
+async def test_pairs_that_launch_starts_are_expected_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, config = make_checkpoint(tmp_path / "model"), tmp_path / "router.yaml"
+    pair = "{prefill: 'http://127.0.0.1:1', decode: 'http://127.0.0.1:2', launch: {}}"
+    config.write_text(
+        f"models: {{a: {{path: '{model}', pairs: [{pair}]}}}}\n"
+        "embedder: {model: none}\nlimits: {engine_start_s: 0.2}\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(
+        EngineError, match=r"not ready within 0\.2 s.*have to run already: `shell-router launch --config"
+    ):
+        await run_evaluation(EvaluationOptions(write_sums(tmp_path, 4), config=config))
+    assert "have to run already" in capsys.readouterr().out
+
+
+def test_a_key_is_refused_for_a_deployment_that_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["eval", "--config", "router.yaml", "--data", "mine.jsonl", "--api-key-env", "MY_KEY"]
+    assert main(arguments) == 2
+    assert "--api-key-env goes with --url only" in capsys.readouterr().err
+
+
+async def test_a_router_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
+    arguments = ("--url", "http://127.0.0.1:1", "--data", write_sums(tmp_path, 4))
+    async with running_command("eval", *arguments) as command:
+        code, output = await command.ended(limit_s=60)
+    assert (code, output.count("\n")) == (2, 1), output
+    assert "No answer from a router at http://127.0.0.1:1" in output

@@ -1,0 +1,81 @@
+import random
+import re
+from itertools import islice
+
+import pytest
+from training.problems import LARGEST, LETTERS, Problem, drill, lookup, make_problem, problems
+
+from shell_router.core.answers import stated_answer
+
+EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
+MANY = list(islice(problems(random.Random(1)), 3000))
+
+
+def holds(equation: tuple[str, ...]) -> bool:
+    left, sign, right, result = equation
+    a, b, c = int(left), int(right), int(result)
+    return {"+": a + b == c, "-": a - b == c and c > 0, "*": a * b == c, "/": a == b * c}[sign]
+
+
+def choices(problem: Problem) -> dict[str, str]:
+    return dict(re.findall(r"([A-D])\) (\d+)", problem.question))
+
+
+def test_every_equation_of_every_solution_holds() -> None:
+    for problem in MANY:
+        assert all(holds(one) for one in EQUATION.findall(problem.solution)), problem
+
+
+def test_a_solution_has_one_equation_per_step_and_each_uses_what_was_told_or_worked_out_before() -> None:
+    for problem in MANY:
+        told = set(re.findall(r"\d+", problem.question))
+        equations = EQUATION.findall(problem.solution)
+        assert len(equations) == problem.steps
+        for left, _, right, result in equations:
+            assert {left, right} <= told, problem
+            told.add(result)
+
+
+def test_the_answer_is_what_the_solution_ends_with() -> None:
+    assert all(stated_answer(problem.solution) == problem.answer for problem in MANY)
+
+
+def test_a_number_is_the_last_equations_result_and_a_letter_stands_for_it_alone() -> None:
+    for problem in MANY:
+        result = EQUATION.findall(problem.solution)[-1][3]
+        if problem.kind == "number":
+            assert problem.answer == result
+        else:
+            offered = choices(problem)
+            assert [letter for letter in LETTERS if offered[letter] == result] == [problem.answer]
+
+
+def test_all_difficulties_and_kinds_come_up_and_no_number_grows_without_bound() -> None:
+    assert {(one.steps, one.kind) for one in MANY} == {(n, kind) for n in range(1, 5) for kind in ("number", "choice")}
+    assert max(int(result) for one in MANY for *_, result in EQUATION.findall(one.solution)) <= 2 * LARGEST
+
+
+def test_equal_seeds_tell_equal_stories() -> None:
+    assert make_problem(random.Random(5), 3, "choice") == make_problem(random.Random(5), 3, "choice")
+    assert make_problem(random.Random(5), 3, "number") != make_problem(random.Random(6), 3, "number")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drills_hold_too(seed: int) -> None:
+    asked, said = drill(random.Random(seed), 8)
+    equations = EQUATION.findall(said)
+    assert asked.split() == [f"{left}{sign}{right}" for left, sign, right, _ in equations]
+    assert len(equations) == 8
+    assert all(map(holds, equations))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_lookup_says_the_letter_of_the_number_asked_for(seed: int) -> None:
+    asked, said = lookup(random.Random(seed))
+    wanted = re.findall(r"Which is (\d+)\?", asked)[0]
+    offered = dict(re.findall(r"([A-D])\) (\d+)", asked))
+    *wrong, (letter, number, verdict) = re.findall(r"([A-D]) (\d+) (yes|no)", said)
+    assert (offered[letter], number, verdict) == (wanted, wanted, "yes")
+    assert all(offered[one] == told != wanted and verdict == "no" for one, told, verdict in wrong)
+    assert [one for one, *_ in wrong] == list(LETTERS[: len(wrong)])
+    assert said.endswith(f" yes. Answer: {letter}")
