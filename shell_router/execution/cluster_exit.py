@@ -72,19 +72,31 @@ class ClusterExit:
         draw = self._draws.random()
         exited = bool(left) and decide(score, self._settings, draw)
         cut = left if exited else ()
-        self._emit(
-            ExitScored(
-                self._clock(),
-                started_s,
-                self._id,
-                tuple(self._completed),
-                score.confidence,
-                score.agreement,
-                score.balance,
-                score.probability,
-                draw,
-                exited,
-                cut,
-            )
-        )
+        completed = tuple(self._completed)
+        self._emit(exit_scored(self._clock(), started_s, self._id, completed, score, draw, cut))
         return cut
+
+
+def exit_scored(
+    at_s: float,
+    started_s: float,
+    cluster: str,
+    completed: tuple[str, ...],
+    score: Score,
+    compared_with: float,
+    cut: tuple[str, ...],
+) -> ExitScored:
+    """What is told of one judgement; `compared_with` is the draw, or what else the score had to reach."""
+    return ExitScored(
+        at_s,
+        started_s,
+        cluster,
+        completed,
+        score.confidence,
+        score.agreement,
+        score.balance,
+        score.probability,
+        draw=compared_with,
+        exited=bool(cut),
+        aborted=cut,
+    )

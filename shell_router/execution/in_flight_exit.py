@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from shell_router.core.events import Event, ExitScored
-from shell_router.early_exit import NO_QUORUM, EarlyExit, InFlightGate, Score
+from shell_router.core.events import Event
+from shell_router.early_exit import NO_QUORUM, EarlyExit, InFlightGate
 from shell_router.execution.agent_run import Output
-from shell_router.execution.cluster_exit import Unfinished
+from shell_router.execution.cluster_exit import Unfinished, exit_scored
 from shell_router.topology import Cluster
 
 
@@ -44,21 +44,8 @@ class InFlightExit:
         started_s = self._clock()
         score = self._gate.score(frozenset(left))
         exited = score is not NO_QUORUM and score.probability >= self._settings.threshold
+        cut = left if exited else ()
         if exited or tell:
-            self._emit(self._told(score, started_s, left if exited else ()))
-        return left if exited else ()
-
-    def _told(self, score: Score, started_s: float, cut: tuple[str, ...]) -> ExitScored:
-        return ExitScored(
-            self._clock(),
-            started_s,
-            self._id,
-            tuple(self._completed),
-            score.confidence,
-            score.agreement,
-            score.balance,
-            score.probability,
-            draw=self._settings.threshold,
-            exited=bool(cut),
-            aborted=cut,
-        )
+            reached, completed = self._settings.threshold, tuple(self._completed)
+            self._emit(exit_scored(self._clock(), started_s, self._id, completed, score, reached, cut))
+        return cut
