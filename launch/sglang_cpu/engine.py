@@ -44,6 +44,7 @@ class EngineServer:
         """Start the process, as the leader of a process group, unless it runs; `options` are for this run only."""
         if self.started:
             return
+        self.kill()  # what an earlier run left of its group
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 with_parent((*self._command, *options)),

@@ -25,6 +25,8 @@ from shell_router.errors import EngineUnreachable
 START_LIMIT_S = 300.0
 POLL_S = 0.5
 REPORT_S = 10.0
+STARTS = 3
+PORT_TAKEN = "address already in use"
 
 COMMON_OPTIONS = (
     *("--host", HOST, "--device", "cpu", "--dtype", "float32"),
@@ -53,11 +55,22 @@ class CpuPair:
     bootstrap_host: str = HOST
 
     def start(self, *, limit_s: float = START_LIMIT_S, progress: Progress = lambda _: None) -> None:
-        """Start what does not run and return when both serve; raises EngineUnreachable."""
+        """Start what does not run and return when both serve; raises EngineUnreachable.
+
+        Ports are chosen a while before they are bound, ours and those that SGLang chooses for itself: a server that
+        lost one to somebody else is started again.
+        """
         both = (self.prefill, self.decode)
-        for server in both:
-            server.start()
-        until_ready(*both, limit_s=limit_s, progress=progress)
+        for again in reversed(range(STARTS)):
+            for server in both:
+                server.start()
+            try:
+                return until_ready(*both, limit_s=limit_s, progress=progress)
+            except EngineUnreachable as error:
+                if not again or PORT_TAKEN not in str(error).lower():
+                    raise
+                progress("a port was taken before it was bound: starting again")
+        return None
 
     def stop(self) -> None:
         """Stop both servers. Again, it changes nothing."""
