@@ -10,21 +10,23 @@ from shell_router.evaluation.settings import Setting
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One question with one seed, put to every setting in turn."""
+    """Questions that are asked at once, each with its seed, in one setting after the other."""
 
-    item: Item
-    seed: int
+    asked: tuple[tuple[Item, int], ...]
     settings: tuple[Setting, ...]
 
 
-def rounds_of(items: Sequence[Item], seeds: Sequence[int], settings: Sequence[Setting]) -> list[Round]:
-    """All rounds, every question once before the next seed begins.
+def rounds_of(
+    items: Sequence[Item], seeds: Sequence[int], settings: Sequence[Setting], *, at_once: int = 1
+) -> list[Round]:
+    """All rounds of `at_once` questions, every question once before the next seed begins.
 
     Each round begins with another setting than the one before: what comes first finds other caches and another machine
-    than what comes last.
+    than what comes last. No two settings are asked at once, so that none pays for what another one costs.
     """
-    pairs = [(item, seed) for seed in seeds for item in items]
-    return [Round(item, seed, _rotated(settings, number)) for number, (item, seed) in enumerate(pairs)]
+    asked = [(item, seed) for seed in seeds for item in items]
+    groups = [tuple(asked[begin : begin + at_once]) for begin in range(0, len(asked), at_once)]
+    return [Round(group, _rotated(settings, number)) for number, group in enumerate(groups)]
 
 
 def _rotated(settings: Sequence[Setting], by: int) -> tuple[Setting, ...]:

@@ -14,7 +14,7 @@ from shell_router.evaluation.asking import asked
 from shell_router.evaluation.client import START_LIMIT_S, Asks
 from shell_router.evaluation.dataset import Item, read_items
 from shell_router.evaluation.files import check_files, record_file, write_reports
-from shell_router.evaluation.options import EvaluationOptions, Sampling
+from shell_router.evaluation.options import EvaluationOptions
 from shell_router.evaluation.records import Record
 from shell_router.evaluation.report import Report, engines_of
 from shell_router.evaluation.rounds import Round, rounds_of
@@ -56,7 +56,8 @@ class Evaluation:
     @property
     def rounds(self) -> list[Round]:
         """All that is to be asked."""
-        return rounds_of(self.items, self.options.seeds, self.settings)
+        options = self.options
+        return rounds_of(self.items, options.seeds, self.settings, at_once=options.concurrency)
 
     @property
     def wanted(self) -> int:
@@ -137,29 +138,25 @@ def _console() -> Console:
 
 
 async def _ask_all(client: Asks, evaluation: Evaluation, console: Console) -> None:
-    """Fill the evaluation's records; each of `concurrency` workers takes one question through all settings."""
+    """Fill the evaluation's records, round by round."""
     options, settings = evaluation.options, evaluation.settings
     for setting in settings:  # an engine's first batches pay for what is done only once
         await asked(client, setting, WARM_UP, 0, options.sampling)
     console.print(f"Asking {len(evaluation.items)} questions in {len(settings)} settings: {evaluation.wanted} answers.")
-    left = iter(evaluation.rounds)
     with _progress(console, evaluation.wanted) as advance, record_file(options.reports.records) as file:
         evaluation.trouble = file.trouble
 
-        def take(record: Record) -> None:
+        async def ask(setting: Setting, item: Item, seed: int) -> None:
+            record = await asked(client, setting, item, seed, options.sampling)
             evaluation.records.append(record)
             file.add(record)
             advance()
 
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(options.concurrency):
-                workers.create_task(_work(client, left, options.sampling, take))
-
-
-async def _work(client: Asks, left: Iterator[Round], sampling: Sampling, take: Callable[[Record], None]) -> None:
-    for turn in left:
-        for setting in turn.settings:
-            take(await asked(client, setting, turn.item, turn.seed, sampling))
+        for turn in evaluation.rounds:
+            for setting in turn.settings:
+                async with asyncio.TaskGroup() as tasks:
+                    for item, seed in turn.asked:
+                        tasks.create_task(ask(setting, item, seed))
 
 
 @contextmanager

@@ -145,6 +145,27 @@ async def test_settings_take_turns_on_each_question(tmp_path: Path) -> None:
     ]
 
 
+async def test_questions_asked_at_once_are_asked_in_the_same_setting(tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    async with api(adding_moa(LIMITS)) as served:
+        options = EvaluationOptions(
+            write_sums(tmp_path, 4, 5, 6, 7),
+            url=served.url,
+            settings=("small", "large"),
+            concurrency=2,
+            reports=Reports(records=records),
+        )
+        await run_evaluation(options)
+    written = [orjson.loads(line) for line in records.read_bytes().splitlines()]
+    assert [one["setting"] for one in written] == ["small"] * 2 + ["large"] * 4 + ["small"] * 2
+    assert [{one["question"] for one in written[at : at + 2]} for at in (0, 2, 4, 6)] == [
+        {0, 1},
+        {0, 1},
+        {2, 3},
+        {2, 3},
+    ]
+
+
 async def test_several_questions_are_asked_at_once_and_no_more(tmp_path: Path) -> None:
     moa, running, most = adding_moa(LIMITS), 0, 0
     gate = asyncio.Barrier(3)
