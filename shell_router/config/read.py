@@ -8,7 +8,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from shell_router.config.refusal import SettingRefused
 from shell_router.errors import ConfigError
 from shell_router.topology.document import Document, read_document
 from shell_router.topology.document import Path as Place
@@ -73,9 +72,10 @@ class _Reader:
         for each in fields(kind):
             if _is_required(each) and each.name not in given:
                 self._fail(at, f"{each.name!r} is missing", f"Add {each.name} there.")
+        values = {name: self.read(hints[name], (*at, name)) for name in given}
         try:
-            return kind(**{name: self.read(hints[name], (*at, name)) for name in given})
-        except SettingRefused as error:
+            return kind(**values)
+        except ConfigError as error:
             self._fail(at, error.args[0], error.remedy or SEE_PAGE)
 
     def _choice(self, choices: tuple[str, ...], at: Place) -> str:

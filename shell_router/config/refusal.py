@@ -3,11 +3,7 @@
 from shell_router.errors import ConfigError
 
 
-class SettingRefused(ConfigError):
-    """A setting has a value that cannot be; the reader adds file and line."""
-
-
 def require(holds: bool, message: str, remedy: str = "") -> None:
-    """Raise SettingRefused unless `holds`."""
+    """Raise ConfigError unless `holds`; the reader adds file and line."""
     if not holds:
-        raise SettingRefused(message, remedy=remedy)
+        raise ConfigError(message, remedy=remedy)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SHORT = {
     "agent_cache_cost": ("--rounds", "1", "--chunks", "50"),
     "early_exit_cost": ("--rounds", "1"),
+    "mosaic": ("--rounds", "1", "--limit-s", "0.5"),
     "overlap": ("--rounds", "1", "--new-tokens", "8", "--question-tokens", "20"),
     "router_overhead": ("--quick",),
 }

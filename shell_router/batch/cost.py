@@ -1,0 +1,99 @@
+"""How long a session of one expert takes, as a function of how much it is asked (MOSAIC, section 4.1.2).
+
+The paper fits a regression T_m(N_m, mean, max) and does not give its form. Ours is what continuous batching does: the
+session starts, the engine writes all tokens at a rate that saturates, and the longest output ends alone:
+
+    T(N, mean, max) = start + max * step + N * mean * token
+
+Throughput is then N / (start + max * step + N * mean * token): it grows with N up to 1 / (mean * token) prompts a
+second, so that a small session costs more per prompt. What does not grow with N is `fixed_s` of a `plan.Expert`, what
+does is its `per_prompt_s`; the integer program takes both as they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shell_router.errors import ConfigError
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRun:
+    """A session that was timed, its load apart: so many prompts, and the tokens of their outputs."""
+
+    prompts: int
+    mean_tokens: float
+    max_tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCurve:
+    """Seconds per session, per token of the longest output, and per token of all outputs; none is negative."""
+
+    start_s: float
+    step_s: float
+    token_s: float
+
+    def fixed_s(self, max_tokens: float) -> float:
+        """What a session takes however many prompts it has."""
+        return self.start_s + max_tokens * self.step_s
+
+    def per_prompt_s(self, mean_tokens: float) -> float:
+        """What each further prompt takes."""
+        return mean_tokens * self.token_s
+
+    def seconds(self, prompts: int, mean_tokens: float, max_tokens: float) -> float:
+        """T(N, mean, max)."""
+        return self.fixed_s(max_tokens) + prompts * self.per_prompt_s(mean_tokens)
+
+
+def fit(runs: Sequence[SessionRun]) -> SessionCurve:
+    """The curve with the least squared relative errors.
+
+    Where two terms explain the runs equally well, as with equal longest outputs in all of them, the simpler curve is
+    taken. Raises ConfigError for fewer than two different numbers of prompts.
+    """
+    if len({run.prompts for run in runs}) < 2:
+        raise ConfigError(
+            "A session's time cannot be fitted to one number of prompts.", remedy="Run it with two or more."
+        )
+    terms = _terms(runs)
+    fits = [_fitted(terms, subset) for size in (1, 2, 3) for subset in combinations(range(3), size)]
+    _, best = min((fitted for fitted in fits if fitted), key=lambda fitted: fitted[0])
+    return SessionCurve(*(float(one) for one in best))
+
+
+def held_out_error(runs: Sequence[SessionRun]) -> float:
+    """Mean relative error on each number of prompts, of a curve fitted to the others; at least three are needed."""
+    errors = []
+    for prompts in sorted({run.prompts for run in runs}):
+        curve = fit([run for run in runs if run.prompts != prompts])
+        errors += [
+            abs(curve.seconds(run.prompts, run.mean_tokens, run.max_tokens) / run.seconds - 1)
+            for run in runs
+            if run.prompts == prompts
+        ]
+    return sum(errors) / len(errors)
+
+
+def _terms(runs: Sequence[SessionRun]) -> Floats:
+    """One row per run: what the three figures are multiplied with, over the run's seconds."""
+    rows = [(1.0, run.max_tokens, run.prompts * run.mean_tokens) for run in runs]
+    return np.array([[figure / run.seconds for figure in row] for row, run in zip(rows, runs, strict=True)])
+
+
+def _fitted(terms: Floats, subset: tuple[int, ...]) -> tuple[float, Floats] | None:
+    """Squared error and figures with all terms but `subset` at 0; None where one would be negative."""
+    found, *_ = np.linalg.lstsq(terms[:, subset], np.ones(len(terms)), rcond=None)
+    if (found < 0).any():
+        return None
+    figures = np.zeros(terms.shape[1])
+    figures[list(subset)] = found
+    error = float(((terms @ figures - 1) ** 2).sum())
+    return round(error, 12), figures  # so that equal fits are equal, and the simpler comes first

@@ -1,0 +1,61 @@
+import random
+from dataclasses import replace
+
+import pytest
+
+from shell_router.batch.cost import SessionCurve, SessionRun, fit, held_out_error
+from shell_router.errors import ConfigError
+
+TRUE = SessionCurve(start_s=1.5, step_s=0.02, token_s=0.001)
+COUNTS = (1, 4, 16, 64, 256)
+
+
+def timed(
+    curve: SessionCurve, counts: tuple[int, ...] = COUNTS, *, noise: float = 0.0, seed: int = 0
+) -> list[SessionRun]:
+    draw = random.Random(seed)
+    runs = []
+    for prompts in counts:
+        outputs = [draw.randint(20, 400) for _ in range(prompts)]
+        run = SessionRun(prompts, sum(outputs) / prompts, max(outputs), 1.0)
+        seconds = curve.seconds(prompts, run.mean_tokens, run.max_tokens) * (1 + draw.uniform(-noise, noise))
+        runs.append(replace(run, seconds=seconds))
+    return runs
+
+
+def test_a_curve_is_found_again_from_what_it_predicts() -> None:
+    found = fit(timed(TRUE))
+    assert (found.start_s, found.step_s, found.token_s) == pytest.approx((1.5, 0.02, 0.001))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_moves_predictions_by_about_its_own_size(seed: int) -> None:
+    found = fit(timed(TRUE, noise=0.05, seed=seed))
+    for prompts in (10, 100, 1000):
+        assert found.seconds(prompts, 200, 400) == pytest.approx(TRUE.seconds(prompts, 200, 400), rel=0.15)
+
+
+def test_no_term_is_negative_even_where_that_would_fit_best() -> None:
+    shrinking = [SessionRun(1, 100, 100, 5.0), SessionRun(10, 100, 100, 4.0), SessionRun(100, 100, 100, 3.0)]
+    found = fit(shrinking)
+    assert min(found.start_s, found.step_s, found.token_s) >= 0
+
+
+def test_a_small_session_costs_more_per_prompt() -> None:
+    assert TRUE.seconds(10, 200, 400) / 10 > 2 * TRUE.seconds(1000, 200, 400) / 1000
+
+
+def test_longer_outputs_than_those_measured_take_longer() -> None:
+    found = fit(timed(TRUE))
+    assert found.seconds(100, 400, 800) == pytest.approx(TRUE.seconds(100, 400, 800))
+
+
+def test_held_out_error_is_nothing_for_exact_runs_and_shows_what_the_form_cannot_follow() -> None:
+    assert held_out_error(timed(TRUE)) == pytest.approx(0, abs=1e-6)
+    quadratic = [replace(run, seconds=run.seconds * run.prompts) for run in timed(TRUE)]
+    assert held_out_error(quadratic) > 0.5
+
+
+def test_one_number_of_prompts_is_not_enough() -> None:
+    with pytest.raises(ConfigError, match="Run it with two or more"):
+        fit(timed(TRUE, (8, 8)))
