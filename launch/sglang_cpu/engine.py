@@ -30,6 +30,7 @@ class EngineServer:
         self._command = tuple(command)
         self._variables = variables
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0
 
     @property
     def url(self) -> str:
@@ -46,6 +47,7 @@ class EngineServer:
             return
         self.kill()  # what an earlier run left of its group
         with self.log.open("ab") as log:
+            self._log_begin = log.tell()
             self._process = subprocess.Popen(
                 with_parent((*self._command, *options)),
                 stdin=subprocess.DEVNULL,
@@ -73,7 +75,10 @@ class EngineServer:
             connection.close()
 
     def _log_tail(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:]
+        """The end of what this run wrote."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_begin)
+            return log.read().decode("utf-8", "replace")[-LOG_TAIL_CHARACTERS:]
 
     def signal(self, number: signal.Signals) -> None:
         """Send `number` to the server and all its children; nothing happens when they are gone."""

@@ -57,20 +57,20 @@ class CpuPair:
     def start(self, *, limit_s: float = START_LIMIT_S, progress: Progress = lambda _: None) -> None:
         """Start what does not run and return when both serve; raises EngineUnreachable.
 
-        Ports are chosen a while before they are bound, ours and those that SGLang chooses for itself: a server that
-        lost one to somebody else is started again.
+        SGLang chooses some ports a while before it binds them: a server that lost one to another is started again.
         """
         both = (self.prefill, self.decode)
-        for again in reversed(range(STARTS)):
+        end_s = monotonic() + limit_s
+        for last in (*[False] * (STARTS - 1), True):
             for server in both:
                 server.start()
             try:
-                return until_ready(*both, limit_s=limit_s, progress=progress)
+                until_ready(*both, limit_s=end_s - monotonic(), progress=progress)
+                break
             except EngineUnreachable as error:
-                if not again or PORT_TAKEN not in str(error).lower():
+                if last or PORT_TAKEN not in str(error).lower():
                     raise
                 progress("a port was taken before it was bound: starting again")
-        return None
 
     def stop(self) -> None:
         """Stop both servers. Again, it changes nothing."""

@@ -63,7 +63,8 @@ def _filled(workload: Workload, limit_s: float) -> Shares | None:
                 left = 0
                 break
             emptiest = max(open_to, key=room_s.__getitem__, default=None)
-            if emptiest is None or (fits := expert.fitting(room_s[emptiest])) < 1:
+            fits = 0 if emptiest is None else min(left - 1, expert.fitting(room_s[emptiest]))
+            if emptiest is None or fits < 1:
                 return None
             put(emptiest, expert, fits)
             left -= fits
@@ -73,7 +74,7 @@ def _filled(workload: Workload, limit_s: float) -> Shares | None:
 
 
 def data_parallel(workload: Workload) -> Plan:
-    """Every expert on all workers at once, one expert after the other (section A.6). It knows no caps."""
+    """Every expert on all workers at once, one expert after the other (section A.6). It knows no limits."""
     sessions: list[Session] = []
     begin_s = 0.0
     for expert in workload.asked:

@@ -13,6 +13,7 @@ does is its `per_prompt_s`; the integer program takes both as they are.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,10 @@ class SessionRun:
     mean_tokens: float
     max_tokens: float
     seconds: float
+
+    def __post_init__(self) -> None:
+        if not (self.prompts >= 1 and self.mean_tokens >= 0 and self.max_tokens >= 0 and 0 < self.seconds < inf):
+            raise ConfigError(f"A session cannot have been {self}.", remedy="Give positive, finite figures.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,9 @@ def fit(runs: Sequence[SessionRun]) -> SessionCurve:
 
 
 def held_out_error(runs: Sequence[SessionRun]) -> float:
-    """Mean relative error on each number of prompts, of a curve fitted to the others; at least three are needed."""
+    """Mean relative error on each number of prompts, of a curve fitted to the others; ConfigError below three."""
+    if len({run.prompts for run in runs}) < 3:
+        raise ConfigError("The error needs sessions of three numbers of prompts.", remedy="Run it with more.")
     errors = []
     for prompts in sorted({run.prompts for run in runs}):
         curve = fit([run for run in runs if run.prompts != prompts])

@@ -38,7 +38,7 @@ def draw_plan(plan: Plan) -> str:
 
 def _bar(session: Session, makespan_s: float, hues: Mapping[str, int]) -> str:
     """One session; its name is written inside where there is room, and is told when one points at it anywhere."""
-    scale = (WIDTH - LEFT - RIGHT) / makespan_s
+    scale = (WIDTH - LEFT - RIGHT) / makespan_s if makespan_s else 0.0
     x, width, y = LEFT + scale * session.begin_s, scale * (session.end_s - session.begin_s), _top(session.worker)
     name = escape(f"{session.expert} \u00d7 {session.prompts}")
     told = f"<title>{name}: {session.begin_s:.1f} to {session.end_s:.1f} s</title>"

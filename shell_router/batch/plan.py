@@ -7,11 +7,16 @@ and has it answer some of its prompts.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 from shell_router.errors import ConfigError
 
-Proof = Literal["optimal", "feasible", "heuristic"]
+OPTIMAL_GAP = 1e-4
+"""A plan that can be shorter by no more than this share of it counts as optimal, as with most integer programming."""
+MOST_PROMPTS = 10_000_000
+MOST_PLACES = 100_000
+"""Experts times workers."""
+SHORTEST_S, LONGEST_S = 1e-9, 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +36,18 @@ class Expert:
     most_workers: int | None = None
 
     def __post_init__(self) -> None:
-        for field in ("prompts", "load_s", "per_prompt_s", "fixed_s"):
-            if not 0 <= getattr(self, field) < float("inf"):
-                raise ConfigError(
-                    f"Expert {self.name!r} has {field} {getattr(self, field)}.",
-                    remedy="Give a finite number, 0 or more.",
-                )
+        if not self.name or not self.name.isprintable():
+            raise ConfigError(f"An expert is named {self.name!r}", remedy="Give it a name of printable characters.")
+        if not 0 <= self.prompts <= MOST_PROMPTS:
+            self._refuse("prompts", f"Give a number from 0 to {MOST_PROMPTS}.")
+        for field in ("load_s", "per_prompt_s", "fixed_s"):
+            if getattr(self, field) != 0 and not SHORTEST_S <= getattr(self, field) <= LONGEST_S:
+                self._refuse(field, f"Give 0, or seconds from {SHORTEST_S:g} to {LONGEST_S:g}.")
         if self.most_workers is not None and self.most_workers < 1:
-            raise ConfigError(f"Expert {self.name!r} has most_workers {self.most_workers}.", remedy="Give 1 or more.")
+            self._refuse("most_workers", "Give 1 or more.")
+
+    def _refuse(self, field: str, remedy: str) -> NoReturn:
+        raise ConfigError(f"Expert {self.name!r} has {field} {getattr(self, field)}", remedy=remedy)
 
     def session_s(self, prompts: int) -> float:
         """How long a session of so many prompts takes, its load included."""
@@ -73,14 +82,19 @@ class Workload:
     def __post_init__(self) -> None:
         names = [expert.name for expert in self.experts]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigError(f"Two experts are named {twice!r}.", remedy="Give each a name of its own.")
+            raise ConfigError(f"Two experts are named {twice!r}", remedy="Give each a name of its own.")
         if self.workers < 1 or self.capacity < 1:
             raise ConfigError(
-                f"{self.workers} workers of {self.capacity} experts each cannot run anything.", remedy="Give 1 or more."
+                f"{self.workers} workers of {self.capacity} experts each cannot run anything", remedy="Give 1 or more."
+            )
+        if self.workers * max(1, len(self.experts)) > MOST_PLACES:
+            raise ConfigError(
+                f"{len(self.experts)} experts on {self.workers} workers are too many to plan",
+                remedy=f"Split the workload: experts times workers may be {MOST_PLACES}.",
             )
         if len(self.asked) > self.workers * self.capacity:
             raise ConfigError(
-                f"{len(self.asked)} experts do not fit on {self.workers} workers that load {self.capacity} each.",
+                f"{len(self.asked)} experts do not fit on {self.workers} workers that load {self.capacity} each",
                 remedy=f"Raise the capacity to {-(-len(self.asked) // self.workers)}, "
                 f"or the workers to {-(-len(self.asked) // self.capacity)}.",
             )
@@ -104,12 +118,11 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sessions by worker and time. No plan for this workload is shorter than `bound_s`, whoever makes it."""
+    """Sessions by worker and time. No plan that keeps the workload's limits is shorter than `bound_s`."""
 
     method: str
     sessions: tuple[Session, ...]
     bound_s: float
-    proof: Proof = "heuristic"
 
     @property
     def makespan_s(self) -> float:
@@ -121,12 +134,16 @@ class Plan:
         """How much shorter than this plan the best may be, as a share of it."""
         return max(0.0, 1 - self.bound_s / self.makespan_s) if self.makespan_s else 0.0
 
+    @property
+    def optimal(self) -> bool:
+        """Whether no other plan is shorter by more than `OPTIMAL_GAP`."""
+        return self.gap <= OPTIMAL_GAP
+
     def as_json(self) -> dict[str, Any]:
         """The plan as JSON-like values."""
         figures = {"makespan_s": self.makespan_s, "bound_s": self.bound_s, "gap": self.gap}
         return {
             "method": self.method,
-            "proof": self.proof,
             **figures,
             "sessions": [asdict(session) for session in self.sessions],
         }

@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from shell_router.batch.baselines import longest_first, round_robin, split
-from shell_router.batch.plan import Expert, Plan, Shares, Workload, sessions_of, shares_of, work_bound_s
+from shell_router.batch.plan import OPTIMAL_GAP, Expert, Plan, Shares, Workload, sessions_of, shares_of, work_bound_s
 from shell_router.errors import ConfigError
 
 TICKS = 100_000_000
-"""The best plan that is known before solving takes so many integer units of time."""
-GAP = 1e-4
-"""A plan that can be shorter by no more than this share of it counts as optimal, as with most integer programming."""
+TICKS_PER_PROMPT = 100_000
+"""The best plan known before solving takes so many integer units of time: rounding is then far below the gap."""
 SEARCHERS = 8
 """Threads that search in different ways; one alone takes a hundred times as long on some small workloads."""
 
@@ -20,11 +20,14 @@ def plan(workload: Workload, limit_s: float = 10.0, *, seed: int = 0) -> Plan:
     """The shortest plan found within `limit_s`, never longer than the baselines that keep to the caps.
 
     Which of several plans that are equally good is found may change from run to run, as several threads search.
+    Raises ConfigError for a limit that is no positive number, and without OR-tools.
     """
+    if not 0 < limit_s < inf:
+        raise ConfigError(f"A plan cannot be looked for during {limit_s} s.", remedy="Give a positive number.")
     known = [longest_first(workload), round_robin(workload), split(workload)]
     start = min((made for made in known if made), key=lambda made: made.makespan_s)
     if not start.makespan_s:
-        return Plan("ilp", start.sessions, 0.0, "optimal")
+        return Plan("ilp", start.sessions, 0.0)
     return _Program(workload, start).solved(limit_s, seed)
 
 
@@ -47,10 +50,11 @@ class _Program:
         self._cp = _solver()
         self._workload = workload
         self._start = start
-        self._tick_s = start.makespan_s / TICKS
+        self._ticks_in_all = max(TICKS, TICKS_PER_PROMPT * max(expert.prompts for expert in workload.asked))
+        self._tick_s = start.makespan_s / self._ticks_in_all
         self._model = self._cp.CpModel()
         self._placements = [self._placed(expert) for expert in workload.asked]
-        self._makespan = self._model.new_int_var(0, TICKS, "C")
+        self._makespan = self._model.new_int_var(0, self._ticks_in_all, "C")
         self._limit_workers()
         self._hint()
         self._model.minimize(self._makespan)  # (10)
@@ -59,16 +63,16 @@ class _Program:
         """What the solver finds, or the plan it started from if that is no longer."""
         solver = self._cp.CpSolver()
         solver.parameters.max_time_in_seconds = limit_s
-        solver.parameters.relative_gap_limit = GAP
+        solver.parameters.relative_gap_limit = OPTIMAL_GAP / 2
         solver.parameters.random_seed = seed
         solver.parameters.num_workers = SEARCHERS
         status = solver.solve(self._model)
-        found = [self._start]
+        assert status in (self._cp.OPTIMAL, self._cp.FEASIBLE, self._cp.UNKNOWN), solver.status_name(status)
         bound_s = max(work_bound_s(self._workload), solver.best_objective_bound * self._tick_s)
-        if status in (self._cp.OPTIMAL, self._cp.FEASIBLE):
-            found.append(Plan("ilp", sessions_of(self._workload, self._shares(solver)), 0.0))
-        best = min(found, key=lambda one: one.makespan_s)
-        return Plan("ilp", best.sessions, bound_s, "optimal" if status == self._cp.OPTIMAL else "feasible")
+        found = [self._start.sessions]
+        if status != self._cp.UNKNOWN:
+            found.append(sessions_of(self._workload, self._shares(solver)))
+        return min((Plan("ilp", sessions, bound_s) for sessions in found), key=lambda made: made.makespan_s)
 
     def _placed(self, expert: Expert) -> _Placement:
         model, workers = self._model, range(self._workload.workers)
@@ -84,7 +88,9 @@ class _Program:
 
     def _limit_workers(self) -> None:
         for worker in range(self._workload.workers):
-            self._model.add(sum(of.loaded[worker] for of in self._placements) <= self._workload.capacity)  # (9)
+            self._model.add(
+                sum(of.loaded[worker] for of in self._placements) <= min(self._workload.capacity, len(self._placements))
+            )  # (9)
             time = sum(
                 self._ticks(of.expert.session_s(0)) * of.loaded[worker]
                 + self._ticks(of.expert.per_prompt_s) * of.prompts[worker]

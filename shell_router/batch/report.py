@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from rich.table import Table
+from rich.text import Text
 
-from shell_router.batch.plan import Plan, Session
+from shell_router.batch.plan import OPTIMAL_GAP, Plan, Session
 
 
 def plan_table(plan: Plan) -> Table:
@@ -15,7 +16,7 @@ def plan_table(plan: Plan) -> Table:
         table.add_column(heading, justify="left" if heading.startswith("sessions") else "right")
     for worker, sessions in groupby(plan.sessions, key=lambda session: session.worker):
         row = list(sessions)
-        table.add_row(str(worker), "\n".join(map(_session, row)), f"{row[-1].end_s:.1f}")
+        table.add_row(str(worker), Text("\n".join(map(_session, row))), f"{row[-1].end_s:.1f}")
     return table
 
 
@@ -25,11 +26,12 @@ def _session(session: Session) -> str:
 
 def said(plan: Plan, others: Sequence[Plan]) -> list[str]:
     """How long the plan takes, how much better another may be, and how it stands to `others`."""
-    if plan.proof == "optimal":
-        judged = "no plan is shorter by 0.01 % or more"
+    if plan.optimal:
+        judged = f"no plan within the same limits is shorter by more than {OPTIMAL_GAP:.2%}"
     else:
-        judged = f"the best plan may be up to {plan.gap:.1%} shorter"
+        judged = f"the best plan within the same limits may be up to {plan.gap:.2%} shorter"
     lines = [f"{plan.makespan_s:.1f} s in all; {judged}."]
-    if plan.makespan_s:
-        lines += [f"{other.method} takes {other.makespan_s / plan.makespan_s:.2f} times as long." for other in others]
+    for other in others if plan.makespan_s else ():
+        unlimited = ", loading every expert on every worker" if other.method == "data-parallel" else ""
+        lines.append(f"{other.method} takes {other.makespan_s / plan.makespan_s:.2f} times as long{unlimited}.")
     return lines

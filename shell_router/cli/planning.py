@@ -10,6 +10,7 @@ from shell_router.cli.arguments import Commands
 from shell_router.errors import ConfigError
 
 METHODS = ("ilp", "round-robin", "data-parallel", "longest-first")
+"""The program, and the keys of `batch.BASELINES`, which would have to be imported for `--help`."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -36,10 +37,13 @@ def _plan(chosen: argparse.Namespace) -> int:
     from shell_router.batch import BASELINES, Workload, draw_plan, plan, plan_table, said
     from shell_router.config.read import read_file
 
-    workload, _ = read_file(chosen.workload, Workload)
+    for file in (chosen.json, chosen.picture):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise ConfigError(f"{file} cannot be written.", remedy="Name a file in a folder that is there.")
+    workload, _ = read_file(chosen.workload, Workload, see="docs/batch.md explains workloads.")
     made = plan(workload, chosen.limit_s) if chosen.method == "ilp" else BASELINES[chosen.method](workload)
     Console().print(plan_table(made))
-    print("\n".join(said(made, [baseline(workload) for baseline in BASELINES.values()])))
+    print("\n".join(said(made, [baseline(workload) for name, baseline in BASELINES.items() if name != chosen.method])))
     if chosen.json:
         _write(chosen.json, json.dumps(made.as_json(), indent=2) + "\n")
     if chosen.picture:

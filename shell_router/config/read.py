@@ -22,10 +22,10 @@ NOUNS: Mapping[type, str] = {
 SEE_PAGE = "docs/configuration.md explains every setting."
 
 
-def read_file(path: Path, kind: type) -> tuple[Any, Callable[[Place], str]]:
+def read_file(path: Path, kind: type, *, see: str = SEE_PAGE) -> tuple[Any, Callable[[Place], str]]:
     """The file's content as a `kind`, a dataclass, and what gives `file:line` of a place in it.
 
-    Relative paths in the file count from its folder.
+    Relative paths in the file count from its folder. `see` names the page that explains the file. Raises ConfigError.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -34,15 +34,16 @@ def read_file(path: Path, kind: type) -> tuple[Any, Callable[[Place], str]]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text.", remedy="Save it as UTF-8.") from error
     if not text.strip():
-        raise ConfigError(f"{path}:1: the file is empty.", remedy=SEE_PAGE)
+        raise ConfigError(f"{path}:1: the file is empty.", remedy=see)
     document = read_document(text, source=str(path))
-    return _Reader(document, path.parent).read(kind, ()), lambda at: f"{path}:{document.line_of(at)}"
+    return _Reader(document, path.parent, see).read(kind, ()), lambda at: f"{path}:{document.line_of(at)}"
 
 
 class _Reader:
     """Turns the values of one document into what annotations ask for."""
 
-    def __init__(self, document: Document, folder: Path) -> None:
+    def __init__(self, document: Document, folder: Path, see: str) -> None:
+        self._see = see
         self._document = document
         self._folder = folder
 
@@ -76,7 +77,7 @@ class _Reader:
         try:
             return kind(**values)
         except ConfigError as error:
-            self._fail(at, error.args[0], error.remedy or SEE_PAGE)
+            self._fail(at, str(error.args[0]).rstrip("."), error.remedy or self._see)
 
     def _choice(self, choices: tuple[str, ...], at: Place) -> str:
         value = self._value(at)
@@ -89,12 +90,15 @@ class _Reader:
         value = self._require(wanted, NOUNS[kind], at)
         if kind is Path:
             return self._folder / Path(value).expanduser()
-        return kind(value)
+        try:
+            return kind(value)
+        except OverflowError:
+            self._fail(at, "the number is too large", self._see)
 
     def _require(self, kind: Any, noun: str, at: Place) -> Any:
         value = self._value(at)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            self._fail(at, f"expected {noun}, not {_shown(value)}", _remedy(kind, value))
+            self._fail(at, f"expected {noun}, not {_shown(value)}", _remedy(kind, value) or self._see)
         return value
 
     def _value(self, at: Place) -> Any:
@@ -131,17 +135,17 @@ def _shown(value: Any) -> str:
 
 
 def _remedy(kind: Any, value: Any) -> str:
-    """For a value of the wrong kind. YAML takes 1e3 for text."""
+    """For a value of the wrong kind, where there is one to give. YAML takes 1e3 for text."""
     if kind is str:
         return "Put it in quotes."
     if kind not in (int, (int, float)) or not isinstance(value, str):
-        return SEE_PAGE
+        return ""
     try:
         number = float(value)
     except ValueError:
-        return SEE_PAGE
+        return ""
     fits = math.isfinite(number) and (kind is not int or number.is_integer())
-    return f"Write {number:.15g}." if fits else SEE_PAGE
+    return f"Write {number:.15g}." if fits else ""
 
 
 def _suggestion(name: str, known: Mapping[str, Any]) -> str:

@@ -24,8 +24,11 @@ def rounds_of(
     Each round begins with another setting than the one before: what comes first finds other caches and another machine
     than what comes last. No two settings are asked at once, so that none pays for what another one costs.
     """
-    asked = [(item, seed) for seed in seeds for item in items]
-    groups = [tuple(asked[begin : begin + at_once]) for begin in range(0, len(asked), at_once)]
+    groups = [
+        tuple((item, seed) for item in items[begin : begin + at_once])
+        for seed in seeds
+        for begin in range(0, len(items), at_once)
+    ]
     return [Round(group, _rotated(settings, number)) for number, group in enumerate(groups)]
 
 

@@ -68,6 +68,14 @@ def test_a_port_that_stays_taken_is_told_after_three_starts(servers: Pair) -> No
     assert servers.runs("prefill") == 3
 
 
+def test_what_an_earlier_run_wrote_is_not_held_against_a_later_one(servers: Pair) -> None:
+    pair = servers.of("no such model")
+    pair.prefill.log.write_text("[Errno 98] Address already in use", encoding="utf-8")
+    with pytest.raises(EngineUnreachable, match="no such model"):
+        pair.start()
+    assert servers.runs("prefill") == 1
+
+
 def test_a_server_that_dies_of_anything_else_is_told_at_once(servers: Pair) -> None:
     with pytest.raises(EngineUnreachable, match="no such model"):
         servers.of("no such model").start()

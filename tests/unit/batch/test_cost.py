@@ -56,6 +56,19 @@ def test_held_out_error_is_nothing_for_exact_runs_and_shows_what_the_form_cannot
     assert held_out_error(quadratic) > 0.5
 
 
+@pytest.mark.parametrize(
+    "run", [(0, 1.0, 1.0, 1.0), (1, -1.0, 1.0, 1.0), (1, 1.0, 1.0, 0.0), (1, 1.0, 1.0, float("nan"))]
+)
+def test_a_run_that_cannot_have_been_is_refused(run: tuple[int, float, float, float]) -> None:
+    with pytest.raises(ConfigError, match="cannot have been"):
+        SessionRun(*run)
+
+
+def test_two_numbers_of_prompts_are_not_enough_for_an_error() -> None:
+    with pytest.raises(ConfigError, match="three numbers of prompts"):
+        held_out_error(timed(TRUE, (8, 9)))
+
+
 def test_one_number_of_prompts_is_not_enough() -> None:
     with pytest.raises(ConfigError, match="Run it with two or more"):
         fit(timed(TRUE, (8, 8)))
