@@ -2,7 +2,7 @@
 
     python models/train.py [--work FOLDER] [--out FOLDER]
 
-A little over an hour on two CPU cores. State is saved in the work folder; started again, it goes on where it was.
+About an hour on two CPU cores. State is saved in the work folder; started again, it goes on where it was.
 
 1. solve      every size learns to solve problems, beside drills of bare equations
 2. samples    every size solves fresh problems as proposers do, at temperature 0.7

@@ -36,13 +36,13 @@ class Size:
 
 SIZES: Mapping[str, Size] = {
     "small": Size(
-        64, 2, heads=4, kv_heads=2, inner=192, learning_rate=4e-3, solve_tokens=12_000_000, combine_tokens=5_000_000
+        64, 2, heads=4, kv_heads=2, inner=192, learning_rate=4e-3, solve_tokens=12_000_000, combine_tokens=4_000_000
     ),
     "medium": Size(
-        128, 3, heads=4, kv_heads=2, inner=384, learning_rate=3e-3, solve_tokens=13_000_000, combine_tokens=6_000_000
+        128, 3, heads=4, kv_heads=2, inner=384, learning_rate=3e-3, solve_tokens=9_000_000, combine_tokens=4_000_000
     ),
     "large": Size(
-        192, 4, heads=6, kv_heads=3, inner=576, learning_rate=2.5e-3, solve_tokens=12_000_000, combine_tokens=6_000_000
+        192, 4, heads=6, kv_heads=3, inner=576, learning_rate=2.5e-3, solve_tokens=13_000_000, combine_tokens=4_000_000
     ),
 }
 

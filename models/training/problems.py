@@ -2,19 +2,21 @@
 
 Somebody has a number of things; sentence by sentence things are bought, lost, shared, compared; at the end one number
 is asked for. Some sentences matter to nobody. A solution works out one equation per step and ends with the answer:
-`24+13=37. 37*3=111. Answer: 111`. Where there are choices it goes through them: `A 110 no, B 111 yes. Answer: B`.
+`24+13=37. 37*3=111. Answer: 111`. Where there are choices they are ranges, and the answer is a letter: `Answer: C`.
+(Four bare numbers to choose from were tried three ways; models of this size cannot tell which of them equals theirs.)
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 NAMES = ("Tom", "Mia", "Sam", "Eva", "Ben", "Ida", "Leo", "Zoe", "Max", "Amy", "Jon", "Kim", "Ron", "Lea", "Pam", "Gus")
 THINGS = ("pens", "books", "coins", "cards", "apples", "stamps", "shells", "beads", "nuts", "eggs", "keys", "toys")
 HOLDERS = ("boxes", "bags", "crates", "jars")
-LETTERS = "ABCD"
 LARGEST = 1499
+CHOICES = "A) below 30 B) 30 to 99 C) 100 to 249 D) 250 or more"
+"""About as many problems' numbers fall into each."""
 
 Kind = Literal["number", "choice"]
 
@@ -44,12 +46,14 @@ def make_problem(rng: random.Random, steps: int, kind: Kind) -> Problem:
         rng.choice(moves)(story)
     question = " ".join([*story.with_distractors(), story.asked])
     worked = " ".join(story.equations)
-    if kind == "number":
-        return Problem(question, f"{worked} Answer: {story.value}", str(story.value), steps, kind)
-    offered = _choices(rng, story.value)
-    letter = LETTERS[offered.index(story.value)]
-    said = f"{worked} {_chosen(offered, story.value)}"
-    return Problem(f"{question} {_listed(offered)}", said, letter, steps, kind)
+    answer = str(story.value)
+    if kind == "choice":
+        question, answer = f"{question} {CHOICES}", _letter(story.value)
+    return Problem(question, f"{worked} Answer: {answer}", answer, steps, kind)
+
+
+def _letter(value: int) -> str:
+    return "ABCD"[(value >= 30) + (value >= 100) + (value >= 250)]
 
 
 def drill(rng: random.Random, equations: int) -> tuple[str, str]:
@@ -57,24 +61,6 @@ def drill(rng: random.Random, equations: int) -> tuple[str, str]:
     worked = [one for _ in range(equations) for one in make_problem(rng, 4, "number").solution.split(". ")[:-1]]
     chosen = rng.sample(worked, equations)
     return " ".join(one.split("=")[0] for one in chosen), ". ".join(chosen) + "."
-
-
-def lookup(rng: random.Random) -> tuple[str, str]:
-    """Four choices without their story: what is asked, and what shall be said."""
-    value = int(make_problem(rng, rng.randint(1, 3), "number").answer)
-    offered = _choices(rng, value)
-    return f"Which is {value}? {_listed(offered)}", _chosen(offered, value)
-
-
-def _listed(offered: Sequence[int]) -> str:
-    return " ".join(f"{letter}) {value}" for letter, value in zip(LETTERS, offered, strict=True))
-
-
-def _chosen(offered: Sequence[int], value: int) -> str:
-    """One choice after the other up to the right one. To name its letter at once is too hard for these models."""
-    at = offered.index(value)
-    wrong = "".join(f"{letter} {one} no, " for letter, one in zip(LETTERS, offered[:at], strict=False))
-    return f"{wrong}{LETTERS[at]} {value} yes. Answer: {LETTERS[at]}"
 
 
 @dataclass
@@ -205,12 +191,3 @@ _MOVES: tuple[tuple[Callable[[_Story], None], int], ...] = (
     (_share, 1),
     (_packs, 2),
 )
-
-
-def _choices(rng: random.Random, value: int) -> list[int]:
-    """Four different numbers, `value` among them; the others are what slips lead to."""
-    offered = {value}
-    while len(offered) < len(LETTERS):
-        slip = rng.choice((1, 2, 10, 10, 20, 100, rng.randint(1, max(3, value // 2))))
-        offered.add(max(0, value + rng.choice((-1, 1)) * slip))
-    return rng.sample(sorted(offered), len(offered))

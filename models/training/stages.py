@@ -17,7 +17,7 @@ from training.family import SIZES
 from training.lessons import Example, Lessons
 from training.measuring import Measured, measured
 from training.practice import Course, practise
-from training.problems import Problem, drill, lookup, problems
+from training.problems import Problem, drill, problems
 from training.questions import held_out
 from training.sampling import write
 
@@ -36,11 +36,14 @@ def solve(size: str, work: Path) -> None:
 
 
 def _solving(lessons: Lessons, size: str, share: int) -> list[Example]:
-    """Problems, and nearly as many drills."""
     rng = random.Random(f"solve/{size}/{share}")
-    asked = [(one.question, one.solution) for one in _stories(rng, 5000)]
-    asked += [drill(rng, 8) for _ in range(2500)]
-    asked += [lookup(rng) for _ in range(1500)]
+    return _alone(lessons, rng, stories=4500, drills=3500)
+
+
+def _alone(lessons: Lessons, rng: random.Random, *, stories: int, drills: int) -> list[Example]:
+    """Problems without drafts, and drills of eight equations."""
+    asked = [(one.question, one.solution) for one in _stories(rng, stories)]
+    asked += [drill(rng, 8) for _ in range(drills)]
     return [lessons.example(lessons.question(question), said) for question, said in asked]
 
 
@@ -75,20 +78,19 @@ def combine(size: str, work: Path) -> None:
         for problem, *drafts in zip(_drafted(), *by_size, strict=True)
     ]
     network = _loaded(size, "solve", work)
-    course = Course(SIZES[size].combine_tokens, SIZES[size].learning_rate / 2)
+    course = Course(SIZES[size].combine_tokens, SIZES[size].learning_rate / 4)
     _learn(size, "combine", network, partial(_combining, lessons, size, drafted), course, work)
 
 
 def _combining(lessons: Lessons, size: str, drafted: Sequence[Drafted], share: int) -> list[Example]:
-    """A thousand problems with drafts, and as many without."""
+    """A thousand problems with drafts, and as many without, and drills: without them the arithmetic is forgotten."""
     rng = random.Random(f"combine/{size}/{share}")
     chosen = [drafted[rng.randrange(len(drafted))] for _ in range(1000)]
     read = [
         lessons.example(lessons.drafts(one.problem.question, draw_drafts(rng, one)), one.problem.solution)
         for one in chosen
     ]
-    alone = [lessons.example(lessons.question(one.question), one.solution) for one in _stories(rng, 1000)]
-    return read + alone
+    return read + _alone(lessons, rng, stories=1000, drills=800)
 
 
 def publish(size: str, work: Path, out: Path) -> None:

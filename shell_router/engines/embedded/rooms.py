@@ -99,9 +99,13 @@ class Rooms:
         response = web.Response(
             body=to_bytes(prefilled.kv), headers=_parcel(prefilled).headers(), content_type="application/octet-stream"
         )
-        await response.prepare(request)
-        await response.write_eof()
-        room.complete()
+        try:
+            await response.prepare(request)
+            await response.write_eof()
+        except ConnectionResetError:
+            room.fail("the decode server went away")
+        else:
+            room.complete()
         return response
 
     async def _delete(self, request: web.Request) -> web.Response:

@@ -35,7 +35,9 @@ class TokenStateModel:
         torch.set_num_threads(threads)
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        self._model: Any = SentenceTransformer(model, device=device, local_files_only=True)
+        # CPUs are slow at the half precision that weights may be kept in
+        kept_as = {"dtype": torch.float32} if device == "cpu" else {}
+        self._model: Any = SentenceTransformer(model, device=device, local_files_only=True, model_kwargs=kept_as)
         self._tokenizer: Any = self._model.tokenizer
         if not self._tokenizer.is_fast:
             raise EngineError(

@@ -48,7 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 def test_models_are_taught_on_the_very_prompts_that_the_router_makes(served: ServedModel) -> None:
-    drafts = ["2+2=4. Answer: 4", "2+3=5. A 4 no, B 5 yes. Answer: B"]
+    drafts = ["2+2=4. Answer: 4", "2+3=5. Answer: A"]
     ids = [TOKENIZER.encode(draft).ids for draft in drafts]
     aggregator = Agent("root", "tiny", ("a", "b"), AGGREGATOR)
     chat = [{"role": "user", "content": PROBLEM.question}]
