@@ -61,14 +61,14 @@ class CpuPair:
         """
         both = (self.prefill, self.decode)
         end_s = monotonic() + limit_s
-        for last in (*[False] * (STARTS - 1), True):
+        for start in range(1, STARTS + 1):
             for server in both:
                 server.start()
             try:
                 until_ready(*both, limit_s=end_s - monotonic(), progress=progress)
                 break
             except EngineUnreachable as error:
-                if last or PORT_TAKEN not in str(error).lower():
+                if start == STARTS or PORT_TAKEN not in str(error).lower():
                     raise
                 progress("a port was taken before it was bound: starting again")
 

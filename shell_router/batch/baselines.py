@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 
 from shell_router.batch.plan import Expert, Plan, Session, Shares, Workload, sessions_of, work_bound_s
 
+BISECTIONS = 40
+
 
 def round_robin(workload: Workload) -> Plan:
     """Whole experts in the order given: m goes to worker m mod N (section 5.1)."""
@@ -97,8 +99,6 @@ def _side_by_side(expert: Expert, workers: int, begin_s: float) -> list[Session]
 def _planned(method: str, workload: Workload, shares: Shares) -> Plan:
     return Plan(method, sessions_of(workload, shares), work_bound_s(workload))
 
-
-BISECTIONS = 40
 
 BASELINES: Mapping[str, Callable[[Workload], Plan]] = {
     "round-robin": round_robin,

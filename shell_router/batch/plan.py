@@ -141,10 +141,11 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The plan as JSON-like values."""
-        figures = {"makespan_s": self.makespan_s, "bound_s": self.bound_s, "gap": self.gap}
         return {
             "method": self.method,
-            **figures,
+            "makespan_s": self.makespan_s,
+            "bound_s": self.bound_s,
+            "gap": self.gap,
             "sessions": [asdict(session) for session in self.sessions],
         }
 

@@ -62,7 +62,7 @@ def broken(work: Workload, made: Plan) -> Iterator[str]:
 @pytest.mark.parametrize("seed", range(300))
 def test_a_plan_keeps_every_constraint_and_no_baseline_beats_it(seed: int) -> None:
     work = workload(seed)
-    made = plan(work, 5.0)
+    made = plan(work, 60.0)
     assert not list(broken(work, made))
     for baseline in BASELINES.values():
         assert list(broken(work, baseline(work))) or made.makespan_s <= baseline(work).makespan_s + 1e-9
@@ -96,7 +96,7 @@ def brute_force_s(work: Workload) -> float:
 @pytest.mark.parametrize("seed", range(60))
 def test_trying_every_placement_finds_none_that_is_shorter(seed: int) -> None:
     work = workload(seed, experts=3, workers=3, prompts=7)
-    made, best_s = plan(work, 5.0), brute_force_s(work)
+    made, best_s = plan(work, 60.0), brute_force_s(work)
     assert made.makespan_s <= best_s * (1 + OPTIMAL_GAP) + 1e-9
     assert made.bound_s <= best_s * (1 + 1e-9)
 
@@ -113,7 +113,7 @@ def test_a_plan_cut_short_says_how_far_from_the_best_it_may_be() -> None:
         for number in range(24)
     )
     work = Workload(many, 12, 3)
-    made = plan(work, 0.2)
+    made = plan(work, 0.001)
     assert not list(broken(work, made))
     assert not made.optimal
     assert OPTIMAL_GAP < made.gap < 1
@@ -137,7 +137,7 @@ def test_nothing_to_do_takes_no_time() -> None:
 def test_a_proof_holds_for_millions_of_prompts(prompts: int) -> None:
     counts = (prompts, prompts // 3, prompts // 7 + 1)
     work = Workload(tuple(Expert(f"e{n}", n, 5.0, cost) for n, cost in zip(counts, (1.0, 0.7, 1.3), strict=True)), 3, 2)
-    made = plan(work, 5.0)
+    made = plan(work, 60.0)
     assert not list(broken(work, made))
     assert made.optimal
     assert made.makespan_s == pytest.approx(sum(one.session_s(one.prompts) for one in work.asked) / 3, rel=1e-3)
