@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from shell_router import errors
-from shell_router.cli import evaluating, planning, serving, topologies
+from shell_router.cli import batching, evaluating, serving, topologies
 from shell_router.cli.running import INTERRUPTED
 
 WRONG_INPUT = 2
@@ -37,6 +37,6 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     serving.add_commands(commands)
     evaluating.add_commands(commands)
-    planning.add_commands(commands)
+    batching.add_commands(commands)
     topologies.add_commands(commands)
     return top

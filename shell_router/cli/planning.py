@@ -1,4 +1,4 @@
-"""`shell-router batch`."""
+"""`shell-router batch plan`."""
 
 # ruff: noqa: PLC0415 - see the package's docstring
 
@@ -13,13 +13,8 @@ METHODS = ("ilp", "round-robin", "data-parallel", "longest-first")
 """The program, and the keys of `batch.BASELINES`, which would have to be imported for `--help`."""
 
 
-def add_commands(commands: Commands) -> None:
-    """What these commands take."""
-    batch = commands.add_parser("batch", help="plan a workload of many experts over few workers")
-    _add_plan(batch.add_subparsers(required=True, metavar="COMMAND"))
-
-
-def _add_plan(commands: Commands) -> None:
+def add_plan(commands: Commands) -> None:
+    """What `plan` takes."""
     plan = commands.add_parser("plan", help="say which worker runs how many of each expert's prompts, and how long")
     plan.add_argument(
         "workload", type=Path, metavar="WORKLOAD", help="YAML: workers, capacity, experts and their costs"
@@ -45,13 +40,14 @@ def _plan(chosen: argparse.Namespace) -> int:
     Console().print(plan_table(made))
     print("\n".join(said(made, [baseline(workload) for name, baseline in BASELINES.items() if name != chosen.method])))
     if chosen.json:
-        _write(chosen.json, json.dumps(made.as_json(), indent=2) + "\n")
+        write(chosen.json, json.dumps(made.as_json(), indent=2) + "\n")
     if chosen.picture:
-        _write(chosen.picture, draw_plan(made))
+        write(chosen.picture, draw_plan(made))
     return 0
 
 
-def _write(file: Path, content: str) -> None:
+def write(file: Path, content: str) -> None:
+    """Write a file that the user named. Raises ConfigError."""
     try:
         file.write_text(content, encoding="utf-8")
     except OSError as error:

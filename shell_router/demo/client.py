@@ -7,10 +7,10 @@ from typing import Any
 import aiohttp
 import orjson
 
+from shell_router.core.grading import is_right
 from shell_router.demo.comparison import Asked
 from shell_router.errors import ShellRouterError
 from shell_router.evaluation.dataset import Item
-from shell_router.evaluation.grading import is_right
 
 Chunk = Mapping[str, Any]
 

@@ -4,16 +4,16 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from shell_router.core.grading import read_answer
+from shell_router.core.vote import plurality
 from shell_router.errors import ShellRouterError
 from shell_router.evaluation.client import Asks
 from shell_router.evaluation.dataset import Item
-from shell_router.evaluation.grading import read_answer
 from shell_router.evaluation.options import Sampling
 from shell_router.evaluation.records import Record
 from shell_router.evaluation.replies import Reply
 from shell_router.evaluation.rounds import request_seed
 from shell_router.evaluation.settings import Setting
-from shell_router.evaluation.vote import plurality
 
 VOTE_TOP_P = 0.95
 """Of the members of a vote."""

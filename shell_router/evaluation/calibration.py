@@ -9,8 +9,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from shell_router.core.intervals import Interval
 from shell_router.errors import ConfigError
-from shell_router.evaluation.intervals import Interval
 from shell_router.evaluation.rows import Row
 from shell_router.topology import Topology
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 import orjson
 
+from shell_router.core.grading import Grader, grader_of, read_answer
 from shell_router.errors import DataError
-from shell_router.evaluation.grading import Grader, grader_of, read_answer
 
 FORM = 'Write one object per line: {"question": "…", "answer": "…"}.'
 

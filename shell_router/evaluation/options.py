@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from shell_router.core.grading import Grader
 from shell_router.errors import ConfigError
-from shell_router.evaluation.grading import Grader
 
 
 @dataclass(frozen=True, slots=True)

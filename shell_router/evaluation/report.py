@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shell_router.evaluation.intervals import METHOD_DIFFERENCE, METHOD_SHARE, Interval
+from shell_router.core.intervals import METHOD_DIFFERENCE, METHOD_SHARE, Interval
 from shell_router.evaluation.rows import Row
 from shell_router.evaluation.settings import Served, Setting
 

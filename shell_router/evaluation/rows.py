@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from shell_router.core.intervals import Interval, clustered_share, paired_difference, quantile
 from shell_router.evaluation.activity import Exits, ModelUse, agents_cut, exits_of, model_uses, saved_tokens
-from shell_router.evaluation.intervals import Interval, clustered_share, paired_difference, quantile
 from shell_router.evaluation.records import Record
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from shell_router.evaluation.intervals import Interval
+from shell_router.core.intervals import Interval
 from shell_router.evaluation.report import Report
 from shell_router.evaluation.rows import Row
 

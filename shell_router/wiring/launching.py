@@ -5,14 +5,15 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from shutil import which
 
 from shell_router.config import Config
 from shell_router.engines.restarts import RestartPolicy
 from shell_router.errors import ConfigError
-from shell_router.launching import EngineCommand, EngineRestarts, LaunchPlan, Patience, plan, running_engines
+from shell_router.launching import EngineCommand, EngineRestarts, Engines, LaunchPlan, Patience, plan, running_engines
 from shell_router.wiring.serving import serve
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,16 @@ async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[s
 
     With `engines_only` no router is started, and a signal cancels this. Raises ConfigError and EngineError.
     """
+    async with launched_engines(launched) as engines:
+        if engines_only:
+            log.info("all engines serve; no router is started here")
+            await asyncio.Event().wait()  # until a signal cancels this task
+        await serve(launched.config, ready=ready, engine_restarts=engines.restarts)
+
+
+@asynccontextmanager
+async def launched_engines(launched: LaunchPlan) -> AsyncIterator[Engines]:
+    """The plan's engines, which serve while the context is open. Raises ConfigError and EngineError."""
     _require_startable(launched.engines)
     launched.folder.mkdir(parents=True, exist_ok=True)
     for command in launched.weights:
@@ -40,10 +51,7 @@ async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[s
     policy = EngineRestarts(RestartPolicy(limit=settings.restart_limit, delay_s=settings.restart_delay_s))
     patience = Patience(start_s=launched.config.limits.engine_start_s)
     async with running_engines(launched, policy=policy, patience=patience) as engines:
-        if engines_only:
-            log.info("all engines serve; no router is started here")
-            await asyncio.Event().wait()  # until a signal cancels this task
-        await serve(launched.config, ready=ready, engine_restarts=engines.restarts)
+        yield engines
 
 
 def _require_startable(engines: Sequence[EngineCommand]) -> None:

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from shell_router.core.intervals import Interval
 from shell_router.early_exit import EarlyExit
 from shell_router.errors import ConfigError
 from shell_router.evaluation.calibrate import said, write_variants
 from shell_router.evaluation.calibration import Choice, check_calibrates, check_thresholds, choose, loss_of, variants
-from shell_router.evaluation.intervals import Interval
 from shell_router.evaluation.records import Record
 from shell_router.evaluation.rows import Row, rows_of
 from shell_router.topology import load_topology, parse_topology

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shell_router.evaluation.intervals import paired_difference, wilson
+from shell_router.core.intervals import paired_difference, wilson
 from shell_router.evaluation.rows import accuracy_by, rows_of
 from tests.fakes.records import agent, failed, judged, record
 

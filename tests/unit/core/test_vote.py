@@ -2,7 +2,7 @@
 
 import pytest
 
-from shell_router.evaluation.vote import plurality
+from shell_router.core.vote import plurality
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shell_router.evaluation.grading import Grader, grader_of, is_right, read_answer
+from shell_router.core.grading import Grader, grader_of, is_right, read_answer
 
 
 @pytest.mark.parametrize(

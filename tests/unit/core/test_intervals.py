@@ -2,7 +2,7 @@
 
 import pytest
 
-from shell_router.evaluation.intervals import Interval, clustered_share, paired_difference, quantile, wilson
+from shell_router.core.intervals import Interval, clustered_share, paired_difference, quantile, wilson
 
 
 @pytest.mark.parametrize(

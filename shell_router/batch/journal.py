@@ -1,0 +1,148 @@
+"""The folder of a run: what was asked, what every model wrote, as it came, and the results at the end.
+
+    run.json        what the run depends on; another run is refused here
+    outputs.jsonl   one line per output, in the order in which they came
+    results.jsonl   one line per line of the questions' file, in its order
+
+A run that was killed goes on from `outputs.jsonl`: its last line may be torn and is then cut off.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import orjson
+
+from shell_router.errors import ConfigError
+
+Role = Literal["expert", "aggregator"]
+Key = tuple[str, Role, str]
+"""Question, role and model: each is answered once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one model wrote for one question, or the `error` that kept it from writing.
+
+    `confidence` is the geometric mean probability of its tokens.
+    """
+
+    question: str
+    role: Role
+    model: str
+    text: str = ""
+    confidence: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What it is an output of."""
+        return self.question, self.role, self.model
+
+
+class Journal:
+    """The outputs of a run, on disk and at hand. Made by `opened`."""
+
+    def __init__(self, file: Path, opened: BinaryIO, outputs: Iterable[Output]) -> None:
+        self._file = file
+        self._opened = opened
+        self._outputs = {output.key: output for output in outputs}
+
+    def add(self, output: Output) -> None:
+        """Write one output down. Raises ConfigError where it cannot be, as on a full disk."""
+        try:
+            self._opened.write(orjson.dumps(asdict(output)) + b"\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{self._file}: {error.strerror}.",
+                remedy="Make room and run the same command again: it goes on where it was.",
+            ) from error
+        self._outputs[output.key] = output
+
+    def get(self, key: Key) -> Output | None:
+        """The output, or the error that was met last."""
+        return self._outputs.get(key)
+
+    def lacks(self, key: Key) -> bool:
+        """Whether nothing was written for it yet; an error is tried again."""
+        output = self._outputs.get(key)
+        return output is None or bool(output.error)
+
+
+@contextmanager
+def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
+    """The journal of a new run in `folder`, or of the one that was begun there with the same `depends_on`.
+
+    Raises ConfigError where the folder holds another run, or cannot be written.
+    """
+    file = folder / "outputs.jsonl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _require_same(folder / "run.json", depends_on)
+        with file.open("ab+", buffering=0) as journal:
+            yield Journal(file, journal, list(_read_back(journal)))
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: {error.strerror}.", remedy="Name another folder.") from error
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file as a whole or not at all. Raises ConfigError."""
+    part = file.with_name(f"{file.name}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(file)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}.", remedy="Make room there, and run the same again.") from error
+
+
+def read_outputs(folder: Path) -> list[Output]:
+    """The outputs of a run. Raises ConfigError where there is none."""
+    try:
+        with (folder / "outputs.jsonl").open("rb") as journal:
+            return list(_lines(journal.read()))
+    except OSError as error:
+        raise ConfigError(f"{folder} holds no run: {error.strerror}.", remedy="Name a run's folder.") from error
+
+
+def _require_same(file: Path, depends_on: Mapping[str, Any]) -> None:
+    wanted = orjson.loads(orjson.dumps(depends_on))
+    if not file.exists():
+        write_whole(file, orjson.dumps(wanted, option=orjson.OPT_INDENT_2) + b"\n")
+        return
+    begun = _object(file)
+    if changed := [name for name in {**begun, **wanted} if begun.get(name) != wanted.get(name)]:
+        raise ConfigError(
+            f"{file.parent} holds a run with other {', '.join(changed)}.",
+            remedy="Name another folder, or undo the change.",
+        )
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        found = orjson.loads(file.read_bytes())
+    except orjson.JSONDecodeError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    raise ConfigError(f"{file} is not what a run writes.", remedy="Name another folder.")
+
+
+def _read_back(journal: BinaryIO) -> Iterator[Output]:
+    """Its outputs; what follows the last whole line is cut off."""
+    journal.seek(0)
+    content = journal.read()
+    journal.truncate(content.rfind(b"\n") + 1)
+    return _lines(content)
+
+
+def _lines(content: bytes) -> Iterator[Output]:
+    whole = content[: content.rfind(b"\n") + 1]
+    for line in whole.splitlines():
+        try:
+            yield Output(**orjson.loads(line))
+        except (orjson.JSONDecodeError, TypeError):
+            continue  # a line that a full disk has torn: its output is asked for again

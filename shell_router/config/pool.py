@@ -1,0 +1,99 @@
+"""A pool's YAML file: models, the workers that run them, and how questions are answered. docs/batch.md explains it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from shell_router.batch.settings import Aggregating, Answers, Recruiting, Sampling
+from shell_router.config.launch_settings import LaunchSettings
+from shell_router.config.read import read_file
+from shell_router.config.refusal import require
+from shell_router.config.settings import EmbeddedSection, EmbedderSettings, Limits, PairSettings
+from shell_router.errors import ConfigError
+
+SEE = "docs/batch.md explains pools."
+
+
+@dataclass(frozen=True, slots=True)
+class PoolModel:
+    """A model of the pool: its folder, and what it is told before every question."""
+
+    path: Path
+    system: str = ""
+    context_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWorker:
+    """A place that holds one model at a time: an embedded pair, or an SGLang pair that is started there."""
+
+    embedded: EmbeddedSection | None = None
+    pair: PairSettings | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            (self.embedded is None) != (self.pair is None),
+            "a worker is embedded or a pair, and not both",
+            remedy="Write `embedded: {}`, or `pair:` with its URLs.",
+        )
+        require(
+            self.pair is None or self.pair.launch is not None,
+            "a worker's pair is started with one model after the other, and has no launch",
+            remedy="Add `launch: {}` to it.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pool: more models than its workers hold at once.
+
+    `experts` are the models that answer questions, all of them unless named. A worker loads at most `capacity` models
+    in one run, and is asked `at_once` prompts at the same time.
+    """
+
+    models: Mapping[str, PoolModel]
+    workers: tuple[PoolWorker, ...]
+    experts: tuple[str, ...] = ()
+    capacity: int | None = None
+    at_once: int = 32
+    sampling: Sampling = field(default_factory=Sampling)
+    recruit: Recruiting = field(default_factory=Recruiting)
+    answers: Answers = field(default_factory=Answers)
+    aggregate: Aggregating | None = None
+    embedder: EmbedderSettings = field(default_factory=EmbedderSettings)
+    profile: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+    launch: LaunchSettings = field(default_factory=LaunchSettings)
+
+    def __post_init__(self) -> None:
+        require(bool(self.models), "models is empty", remedy="Name at least one model.")
+        require(bool(self.workers), "workers is empty", remedy="Name at least one, as in `workers: [embedded: {}]`.")
+        require(self.capacity is None or self.capacity > 0, f"capacity must be above 0, not {self.capacity}")
+        require(self.at_once > 0, f"at_once must be above 0, not {self.at_once}")
+        for name in self.experts:
+            require(name in self.models, f"experts names {name!r}, which is none of the models")
+        require(len(set(self.experts)) == len(self.experts), "experts names a model twice")
+        if self.aggregate is not None:
+            require(
+                self.aggregate.model in self.models, f"aggregate names {self.aggregate.model!r}, none of the models"
+            )
+
+    @property
+    def expert_names(self) -> tuple[str, ...]:
+        """The models that answer questions."""
+        return self.experts or tuple(self.models)
+
+    def with_tau(self, tau: float | None) -> "Pool":
+        """The pool with another tau for its gate, if one is given. Raises ConfigError."""
+        if tau is None:
+            return self
+        if self.aggregate is None:
+            raise ConfigError("the pool has no aggregator that tau could spare.", remedy="Add `aggregate` to it.")
+        return replace(self, aggregate=replace(self.aggregate, tau=tau))
+
+
+def load_pool(path: Path) -> Pool:
+    """The pool that `path` describes. Raises ConfigError, which begins with the file and the line."""
+    pool, _ = read_file(path, Pool, see=SEE)
+    assert isinstance(pool, Pool)
+    return pool

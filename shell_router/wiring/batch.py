@@ -1,0 +1,120 @@
+"""A pool's batches: its file, its workers and a run's folder brought together."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import yaml
+
+from shell_router.batch.asking import Batch
+from shell_router.batch.extract import extractor
+from shell_router.batch.journal import Key, Output, opened, write_whole
+from shell_router.batch.profile import ModelProfile, PoolProfile
+from shell_router.batch.profiling import profiled
+from shell_router.batch.questions import Questions, read_questions
+from shell_router.batch.results import Result, as_lines, results_of
+from shell_router.batch.run import Follow, Planner, Rig, Stage, run_batch
+from shell_router.config.pool import SEE, Pool
+from shell_router.config.read import read_file
+from shell_router.errors import ConfigError
+from shell_router.wiring.recruiting import recruit
+from shell_router.wiring.workers import PoolWorkers
+
+ALWAYS = 2.0
+"""A tau that no confidence reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A batch that has ended: one result per line, and the stages as planned and as run."""
+
+    results: Sequence[Result]
+    stages: Sequence[Stage]
+
+
+def questions_for(pool: Pool, file: Path, limit: int | None = None) -> Questions:
+    """The file's questions, the first `limit` of them. Raises DataError."""
+    questions = read_questions(file, pool.expert_names)
+    return questions if limit is None else questions.first(limit)
+
+
+async def run_pool(
+    pool: Pool, questions: Questions, folder: Path, planner: Planner, follow: Follow, *, seed: int = 0
+) -> Finished:
+    """Answer the questions, or what is still missing of a run that was begun in `folder`, and write the results there.
+
+    Raises ConfigError and EngineError.
+    """
+    batch = await _batch(pool, questions, seed)
+    with opened(folder, _depends_on(pool, questions, seed)) as journal:
+        stages = await run_batch(batch, _rig(pool, folder), journal, planner, follow)
+        results = results_of(batch, questions.refused, journal.get)
+    write_whole(folder / "results.jsonl", as_lines(results))
+    return Finished(results, stages)
+
+
+async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], follow: Follow) -> None:
+    """Time every expert and the aggregator, and write the pool's profile. Raises ConfigError and EngineError."""
+    if pool.profile is None:
+        raise ConfigError("The pool names no profile.", remedy="Name the file to write, as in `profile: costs.yaml`.")
+    everyone = {question.id: pool.expert_names for question in questions.asked}
+    batch = await _batch(pool, questions, 0)
+    aggregating = None if pool.aggregate is None else replace(pool.aggregate, tau=ALWAYS)
+    batch = replace(batch, experts=everyone, aggregating=aggregating)
+    written: dict[Key, Output] = {}
+    workers = PoolWorkers(pool, pool.profile.with_suffix(".logs"))
+    prompts = batch.expert_prompts()
+
+    async def timed(name: str, asked: Sequence[Any]) -> ModelProfile:
+        found, outputs = await profiled(name, asked, sizes, workers, len(pool.workers), pool.at_once, monotonic)
+        written.update({output.key: output for output in outputs})
+        follow.tell(f"{name}: {found.load_s:.1f} s to load, {found.token_s * 1000:.2f} ms per token")
+        return found
+
+    models = {name: await timed(name, [one for one in prompts if one.model == name]) for name in pool.expert_names}
+    aggregator = None
+    if aggregating is not None:
+        aggregator = await timed(aggregating.model, batch.aggregator_prompts(written.get))
+    profile = PoolProfile(models, aggregator)
+    write_whole(pool.profile, yaml.safe_dump(profile.as_plain(), sort_keys=False).encode())
+
+
+async def _batch(pool: Pool, questions: Questions, seed: int) -> Batch:
+    return Batch(
+        questions.asked,
+        await recruit(pool, questions.asked, seed),
+        pool.sampling,
+        pool.aggregate,
+        extractor(pool.answers),
+        {name: model.system for name, model in pool.models.items() if model.system},
+        seed,
+    )
+
+
+def _rig(pool: Pool, folder: Path) -> Rig:
+    if pool.profile is None or not pool.profile.exists():
+        raise ConfigError(
+            f"There is no profile {pool.profile or ''}: what the models cost is not known.",
+            remedy="Name the file as `profile` in the pool, and run shell-router batch profile.",
+        )
+    profile, _ = read_file(pool.profile, PoolProfile, see=SEE)
+    capacity = pool.capacity or len(pool.expert_names)
+    return Rig(PoolWorkers(pool, folder / "logs"), len(pool.workers), capacity, pool.at_once, profile, monotonic)
+
+
+def _depends_on(pool: Pool, questions: Questions, seed: int) -> dict[str, Any]:
+    """What the outputs of a run depend on; the gate and what reads answers may change between two starts."""
+    aggregate = pool.aggregate
+    return {
+        "questions": questions.fingerprint,
+        "models": {
+            name: {"path": str(model.path.resolve()), "system": model.system} for name, model in pool.models.items()
+        },
+        "experts": pool.expert_names,
+        "sampling": asdict(pool.sampling),
+        "recruit": {"experts": pool.recruit.experts, "skills": str(pool.recruit.skills or "")},
+        "aggregate": None if aggregate is None else {"model": aggregate.model, **asdict(aggregate.sampling)},
+        "seed": seed,
+    }
