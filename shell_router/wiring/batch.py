@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from shell_router.batch.answering import Prompt
 from shell_router.batch.asking import Batch
 from shell_router.batch.extract import extractor
 from shell_router.batch.journal import Key, Output, opened, write_whole
@@ -20,7 +21,7 @@ from shell_router.config.pool import SEE, Pool
 from shell_router.config.read import read_file
 from shell_router.errors import ConfigError
 from shell_router.wiring.recruiting import recruit
-from shell_router.wiring.workers import PoolWorkers
+from shell_router.wiring.workers import PoolWorkers, pool_workers
 
 ALWAYS = 2.0
 """A tau that no confidence reaches."""
@@ -48,8 +49,10 @@ async def run_pool(
     Raises ConfigError and EngineError.
     """
     batch = await _batch(pool, questions, seed)
+    profile = _profile(pool)
     with opened(folder, _depends_on(pool, questions, seed)) as journal:
-        stages = await run_batch(batch, _rig(pool, folder), journal, planner, follow)
+        async with pool_workers(pool, folder / "logs") as workers:
+            stages = await run_batch(batch, _rig(pool, profile, workers), journal, planner, follow)
         results = results_of(batch, questions.refused, journal.get)
     write_whole(folder / "results.jsonl", as_lines(results))
     return Finished(results, stages)
@@ -63,22 +66,28 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
     batch = await _batch(pool, questions, 0)
     aggregating = None if pool.aggregate is None else replace(pool.aggregate, tau=ALWAYS)
     batch = replace(batch, experts=everyone, aggregating=aggregating)
-    written: dict[Key, Output] = {}
-    workers = PoolWorkers(pool, pool.profile.with_suffix(".logs"))
-    prompts = batch.expert_prompts()
+    async with pool_workers(pool, pool.profile.with_suffix(".logs")) as workers:
+        profile = await _measured(pool, batch, sizes, workers, follow)
+    write_whole(pool.profile, yaml.safe_dump(profile.as_plain(), sort_keys=False).encode())
 
-    async def timed(name: str, asked: Sequence[Any]) -> ModelProfile:
-        found, outputs = await profiled(name, asked, sizes, workers, len(pool.workers), pool.at_once, monotonic)
+
+async def _measured(
+    pool: Pool, batch: Batch, sizes: Sequence[int], workers: PoolWorkers, follow: Follow
+) -> PoolProfile:
+    """The experts one after the other, then the aggregator with what they wrote."""
+    written: dict[Key, Output] = {}
+
+    async def timed(name: str, prompts: Sequence[Prompt]) -> ModelProfile:
+        found, outputs = await profiled(name, prompts, sizes, workers, len(pool.workers), pool.at_once, monotonic)
         written.update({output.key: output for output in outputs})
         follow.tell(f"{name}: {found.load_s:.1f} s to load, {found.token_s * 1000:.2f} ms per token")
         return found
 
+    prompts = batch.expert_prompts()
     models = {name: await timed(name, [one for one in prompts if one.model == name]) for name in pool.expert_names}
-    aggregator = None
-    if aggregating is not None:
-        aggregator = await timed(aggregating.model, batch.aggregator_prompts(written.get))
-    profile = PoolProfile(models, aggregator)
-    write_whole(pool.profile, yaml.safe_dump(profile.as_plain(), sort_keys=False).encode())
+    if batch.aggregating is None:
+        return PoolProfile(models)
+    return PoolProfile(models, await timed(batch.aggregating.model, batch.aggregator_prompts(written.get)))
 
 
 async def _batch(pool: Pool, questions: Questions, seed: int) -> Batch:
@@ -93,15 +102,20 @@ async def _batch(pool: Pool, questions: Questions, seed: int) -> Batch:
     )
 
 
-def _rig(pool: Pool, folder: Path) -> Rig:
+def _profile(pool: Pool) -> PoolProfile:
     if pool.profile is None or not pool.profile.exists():
         raise ConfigError(
             f"There is no profile {pool.profile or ''}: what the models cost is not known.",
             remedy="Name the file as `profile` in the pool, and run shell-router batch profile.",
         )
     profile, _ = read_file(pool.profile, PoolProfile, see=SEE)
+    assert isinstance(profile, PoolProfile)
+    return profile
+
+
+def _rig(pool: Pool, profile: PoolProfile, workers: PoolWorkers) -> Rig:
     capacity = pool.capacity or len(pool.expert_names)
-    return Rig(PoolWorkers(pool, folder / "logs"), len(pool.workers), capacity, pool.at_once, profile, monotonic)
+    return Rig(workers, len(pool.workers), capacity, pool.at_once, profile, monotonic)
 
 
 def _depends_on(pool: Pool, questions: Questions, seed: int) -> dict[str, Any]:

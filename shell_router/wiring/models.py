@@ -13,6 +13,8 @@ from shell_router.core.model import ServedModel
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.breaker import BreakerSettings
 from shell_router.engines.embedded.launch import EmbeddedFleet, EmbeddedPair
+from shell_router.engines.embedded.shared_spawner import MakeSpawner
+from shell_router.engines.embedded.spawner_client import SpawnerClient
 from shell_router.engines.pool import PairPool
 from shell_router.engines.retries import RetrySettings
 from shell_router.errors import EngineError, EngineStalled
@@ -36,15 +38,19 @@ class RunningModel:
 
 
 @asynccontextmanager
-async def running_models(config: Config, tell: Callable[[str], None]) -> AsyncIterator[Mapping[str, RunningModel]]:
+async def running_models(
+    config: Config, tell: Callable[[str], None], spawner: MakeSpawner = SpawnerClient
+) -> AsyncIterator[Mapping[str, RunningModel]]:
     """Every model by its alias, all started at the same time; `tell` gets a line per step.
+
+    Embedded pairs are forks of `spawner`'s process.
 
     Raises ConfigError and EngineError.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shell-router-")))
         files = await asyncio.to_thread(read_files, config.models, folder)
-        fleet = await _fleet(config, files, stack, tell)
+        fleet = await _fleet(config, files, stack, tell, spawner)
         addresses = _addresses(config, fleet)
         pools = {alias: _pool(found, config.limits, files[alias].vocabulary) for alias, found in addresses.items()}
         for pool in pools.values():
@@ -60,13 +66,17 @@ async def running_models(config: Config, tell: Callable[[str], None]) -> AsyncIt
 
 
 async def _fleet(
-    config: Config, files: Mapping[str, ModelFiles], stack: AsyncExitStack, tell: Callable[[str], None]
+    config: Config,
+    files: Mapping[str, ModelFiles],
+    stack: AsyncExitStack,
+    tell: Callable[[str], None],
+    spawner: MakeSpawner,
 ) -> EmbeddedFleet:
     """The embedded pairs, started, and ended by `stack`; an empty fleet where there are none."""
     embedded = {
         alias: embedded_settings(model, files[alias]) for alias, model in config.models.items() if not model.pairs
     }
-    fleet = EmbeddedFleet(embedded, start_limit_s=config.limits.engine_start_s, on_progress=tell)
+    fleet = EmbeddedFleet(embedded, start_limit_s=config.limits.engine_start_s, on_progress=tell, spawner=spawner)
     return await stack.enter_async_context(fleet) if embedded else fleet
 
 

@@ -4,11 +4,13 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from shell_router.config import Config, ModelSettings
 from shell_router.config.pool import Pool, PoolWorker
 from shell_router.core.model import ServedModel
+from shell_router.engines.embedded.shared_spawner import SharedSpawner
 from shell_router.launching import plan
 from shell_router.wiring.launching import launched_engines
 from shell_router.wiring.models import running_models
@@ -16,29 +18,39 @@ from shell_router.wiring.models import running_models
 log = logging.getLogger(__name__)
 
 
-class PoolWorkers:
-    """The `batch.Workers` of a pool. Engines' logs lie in `folder`."""
+@asynccontextmanager
+async def pool_workers(pool: Pool, folder: Path) -> AsyncIterator["PoolWorkers"]:
+    """The workers of a pool while the context is open. SGLang's logs lie in `folder`."""
+    async with SharedSpawner() as spawner:
+        if any(worker.embedded for worker in pool.workers):
+            await spawner.launch()  # here, so that the first session is no dearer than the others
+        yield PoolWorkers(pool, folder, spawner)
 
-    def __init__(self, pool: Pool, folder: Path) -> None:
-        self._pool = pool
-        self._folder = folder
+
+@dataclass(frozen=True, slots=True)
+class PoolWorkers:
+    """See `batch.sessions.Workers`. `pool_workers` makes it."""
+
+    pool: Pool
+    folder: Path
+    spawner: SharedSpawner
 
     @asynccontextmanager
     async def session(self, worker: int, model: str) -> AsyncIterator[ServedModel]:
-        """See `batch.Workers`."""
-        place = self._pool.workers[worker]
+        """See `Workers`."""
+        place = self.pool.workers[worker]
         config = self._config(place, model)
         async with AsyncExitStack() as stack:
             if place.pair is not None:
-                launched = plan(config, folder=self._folder / f"worker-{worker}", python=sys.executable)
+                launched = plan(config, folder=self.folder / f"worker-{worker}", python=sys.executable)
                 await stack.enter_async_context(launched_engines(launched))
-            models = await stack.enter_async_context(running_models(config, log.info))
+            models = await stack.enter_async_context(running_models(config, log.info, self.spawner.lend))
             yield models[model].served
 
     def _config(self, place: PoolWorker, model: str) -> Config:
-        wanted = self._pool.models[model]
+        wanted = self.pool.models[model]
         pairs = () if place.pair is None else (place.pair,)
         settings = ModelSettings(
             wanted.path, embedded=place.embedded, pairs=pairs, context_length=wanted.context_length
         )
-        return Config({model: settings}, limits=self._pool.limits, launch=self._pool.launch)
+        return Config({model: settings}, limits=self.pool.limits, launch=self.pool.launch)

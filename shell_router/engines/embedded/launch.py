@@ -16,6 +16,7 @@ from typing import Any
 from shell_router.engines.embedded.running import EmbeddedPair, EmbeddedServer
 from shell_router.engines.embedded.server_restarts import Later, ServerRestarts, call_later
 from shell_router.engines.embedded.settings import EmbeddedSettings, ServerSettings
+from shell_router.engines.embedded.shared_spawner import MakeSpawner
 from shell_router.engines.embedded.spawner_client import SpawnerClient
 from shell_router.engines.restarts import DEFAULT_POLICY, RestartPolicy
 from shell_router.errors import EngineUnreachable
@@ -32,7 +33,7 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
 
     `start` returns when all answer, and raises `EngineUnreachable` when one cannot start or `start_limit_s` passes;
     nothing is left running then. From then on a server that ends is started again on its ports, as `policy` says
-    and when `later` calls. `on_progress` gets a line of text per step.
+    and when `later` calls. `on_progress` gets a line of text per step. `spawner` may be one that other fleets use, too.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
         on_progress: Progress = lambda _: None,
         policy: RestartPolicy = DEFAULT_POLICY,
         later: Later = call_later,
+        spawner: MakeSpawner = SpawnerClient,
     ) -> None:
         self._settings = dict(pairs)
         self._start_limit_s = start_limit_s
@@ -55,7 +57,7 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
         self._pairs: dict[str, EmbeddedPair] = {}
         self._servers: dict[str, EmbeddedServer] = {}
         self._ready: asyncio.Future[None] | None = None
-        self._spawner = SpawnerClient(self._note, self._all_dead)
+        self._spawner = spawner(self._note, self._all_dead)
         self._restarts = ServerRestarts(
             self._wanted,
             policy,

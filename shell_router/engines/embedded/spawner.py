@@ -51,6 +51,7 @@ class Spawner:
 
     def run(self) -> None:
         """Obey commands until standard input ends."""
+        report(imported=True)
         selector = selectors.DefaultSelector()
         selector.register(sys.stdin.fileno(), selectors.EVENT_READ, self._read_commands)
         selector.register(_wakeups(), selectors.EVENT_READ, self._reap_woken)

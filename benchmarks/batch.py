@@ -1,0 +1,124 @@
+"""A real batch: measured costs, a plan, and what became of it, beside round-robin; then the gate, at every tau.
+
+    python benchmarks/batch.py [--pool FILE] [--questions N] [--sizes N,N,...] [--rounds N] [--json]
+
+The pool is profiled first, on questions that are not asked again. Every round then runs the experts by both plans, in
+turn, each in a folder of its own: engines start, answer and end as in any batch.
+
+    predicted_s, measured_s   the experts' stage, medians over the rounds; error: measured over predicted, less 1
+    speedup                   round-robin's measured stage over this one's, median over the rounds
+
+At the end the aggregator answers everything, and then, with the same drafts, what the gate leaves to it.
+
+    skipped      share of the questions that need no aggregator
+    right        with the 95 % interval; lost: points against the aggregator that is always asked
+    stage_s      the aggregator's stage, its engine's start included
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from report import Row, report
+
+from shell_router.batch import BASELINES, Plan, Workload, plan
+from shell_router.batch.questions import Questions
+from shell_router.batch.run import Follow
+from shell_router.batch.tau import Trial, trials
+from shell_router.config.pool import Pool, load_pool
+from shell_router.wiring.batch import ALWAYS, Finished, profile_pool, questions_for, run_pool
+
+ROOT = Path(__file__).parents[1]
+PLANNERS: dict[str, Callable[[Workload], Plan]] = {"ilp": plan, "round-robin": BASELINES["round-robin"]}
+TAUS = (1.0, 2 / 3)
+QUIET = Follow(lambda _stage, _sessions: None, lambda _output: None, lambda _line: None)
+
+
+def main() -> None:
+    """Measure, and print both tables; with `--json` each ends with one object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pool", type=Path, default=ROOT / "configs/pools/word-problems.yaml")
+    parser.add_argument("--questions", type=int, default=300)
+    parser.add_argument("--sizes", default="8,16,32,64", help="prompts of the profile's sessions")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
+    asyncio.run(_measured(parser.parse_args()))
+
+
+async def _measured(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(prefix="batch-") as folder:
+        pool = replace(load_pool(options.pool), profile=Path(folder) / "costs.yaml")
+        sizes = tuple(map(int, options.sizes.split(",")))
+        await profile_pool(pool, questions_for(pool, ROOT / "models/data/calibration.jsonl"), sizes, QUIET)
+        questions = questions_for(pool, ROOT / "models/data/test.jsonl", options.questions)
+        rounds = [await _round(pool, questions, Path(folder) / str(number)) for number in range(options.rounds)]
+        engine = f"{'SGLang' if pool.workers[0].pair else 'embedded pairs'}, {len(pool.workers)} workers"
+        report(
+            f"Batch: {len(questions.asked)} questions, {len(pool.expert_names)} experts",
+            [_planned_row(name, rounds) for name in PLANNERS],
+            engine=engine,
+            simulated=False,
+            as_json=options.json,
+        )
+        gated = await _gated(pool, questions, Path(folder) / "0" / "ilp")
+        report("Batch: the gate", gated, engine=engine, simulated=False, as_json=options.json)
+
+
+async def _round(pool: Pool, questions: Questions, folder: Path) -> dict[str, Finished]:
+    """The experts' stage by every plan; no aggregator."""
+    alone = replace(pool, aggregate=None)
+    return {name: await run_pool(alone, questions, folder / name, planner, QUIET) for name, planner in PLANNERS.items()}
+
+
+def _planned_row(name: str, rounds: Sequence[dict[str, Finished]]) -> Row:
+    stages = [done[name].stages[0] for done in rounds]
+    predicted_s = statistics.median(stage.plan.makespan_s for stage in stages)
+    measured_s = [stage.measured.makespan_s for stage in stages]
+    others_s = [done["round-robin"].stages[0].measured.makespan_s for done in rounds]
+    return {
+        "plan": name,
+        "predicted_s": predicted_s,
+        "measured_s": statistics.median(measured_s),
+        "error": f"{statistics.median(measured_s) / predicted_s - 1:+.1%}",
+        "speedup": statistics.median(other / own for other, own in zip(others_s, measured_s, strict=True)),
+        "errors": sum(bool(result.error) for done in rounds for result in done[name].results),
+    }
+
+
+async def _gated(pool: Pool, questions: Questions, drafts: Path) -> list[Row]:
+    """A row per tau, each on the same drafts."""
+    always = await _aggregated(pool, questions, drafts, ALWAYS)
+    judged = {round(trial.tau, 2): trial for trial in trials(always.results, "plurality")}
+    gated = {tau: await _aggregated(pool, questions, drafts, tau) for tau in TAUS}
+    return [
+        _gate_row("always asked", judged[ALWAYS], always),
+        *(_gate_row(f"tau {tau:.2f}", judged[round(tau, 2)], done) for tau, done in gated.items()),
+    ]
+
+
+async def _aggregated(pool: Pool, questions: Questions, drafts: Path, tau: float) -> Finished:
+    folder = drafts.with_name(f"tau-{tau:.2f}")
+    folder.mkdir()
+    (folder / "outputs.jsonl").write_bytes((drafts / "outputs.jsonl").read_bytes())
+    return await run_pool(pool.with_tau(tau), questions, folder, plan, QUIET)
+
+
+def _gate_row(name: str, trial: Trial, done: Finished) -> Row:
+    (stage,) = (stage for stage in done.stages if stage.role == "aggregator")
+    right = statistics.mean(bool(result.right) for result in done.results)
+    return {
+        "gate": name,
+        "skipped": f"{trial.skipped:.0%}",
+        "right": f"{right:.1%} [{trial.accuracy.low:.1%}, {trial.accuracy.high:.1%}]",
+        "lost": f"{trial.loss.value:+.1f} [{trial.loss.low:+.1f}, {trial.loss.high:+.1f}]",
+        "predicted_s": stage.plan.makespan_s,
+        "stage_s": stage.measured.makespan_s,
+    }
+
+
+if __name__ == "__main__":
+    main()
