@@ -10,11 +10,17 @@ ShellRouterError
 │   ├── PromptTooLong        prompt and output do not fit the model's context
 │   ├── DuplicateAgent       this program already has an agent of that id
 │   ├── UnknownProgram       no such program
-│   └── UnknownTrace         no such trace
+│   ├── UnknownTrace         no such trace
+│   ├── UnknownFile          no such file
+│   ├── UnknownBatch         no such batch
+│   ├── BatchEnded           the batch has ended, so it cannot be cancelled
+│   ├── BatchesOff           this deployment keeps no files and runs no batches
+│   └── FileTooLarge         an uploaded file is over the limit
 ├── Unauthorized             missing or wrong API key
 │   └── RemoteRefused        no API keys are set, and the caller is not on this machine
 ├── Overloaded               a limit on running requests is reached
 ├── RouterStopping           the router was stopped before the request had ended
+├── StorageFailed            the folder of the files and batches could not be read or written
 ├── EngineError              an engine could not serve
 │   ├── EngineUnreachable    connection refused, reset or closed early
 │   ├── EngineUnavailable    it failed so often of late that nothing is sent to it for now
@@ -83,6 +89,26 @@ class UnknownTrace(InvalidRequest):
     """No trace of that id is held."""
 
 
+class UnknownFile(InvalidRequest):
+    """No file of that id is kept for this tenant."""
+
+
+class UnknownBatch(InvalidRequest):
+    """No batch of that id is known for this tenant."""
+
+
+class BatchEnded(InvalidRequest):
+    """The batch has ended, or is about to, so that it cannot be cancelled."""
+
+
+class BatchesOff(InvalidRequest):
+    """The deployment names no folder for files and batches."""
+
+
+class FileTooLarge(InvalidRequest):
+    """An uploaded file is over the limit."""
+
+
 class Unauthorized(ShellRouterError):
     """The API key is missing or wrong."""
 
@@ -97,6 +123,10 @@ class Overloaded(ShellRouterError):
 
 class RouterStopping(ShellRouterError):
     """The router was stopped, and the request had not ended within the drain."""
+
+
+class StorageFailed(ShellRouterError):
+    """The folder of the files and batches could not be read or written."""
 
 
 class EngineError(ShellRouterError):

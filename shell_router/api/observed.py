@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from aiohttp import web
-
-from shell_router.api.services import SERVICES, TENANT, TRACE_ID, Emit
+from shell_router.api.services import Emit, Services
 from shell_router.core.events import Event
 from shell_router.telemetry import RunMetrics, Trace
 
@@ -14,8 +12,9 @@ from shell_router.telemetry import RunMetrics, Trace
 class Observed:
     """What is seen of one run: its id is the trace's id and fresh for every run."""
 
-    def __init__(self, request: web.Request, target: str, root: str, precursors: Mapping[str, Sequence[str]]) -> None:
-        services = request.app[SERVICES]
+    def __init__(
+        self, services: Services, tenant: str, target: str, root: str, precursors: Mapping[str, Sequence[str]]
+    ) -> None:
         self.id = services.new_id()
         self.started_s = services.clock()
         self.created = int(services.wall())
@@ -23,7 +22,7 @@ class Observed:
         self._metrics = RunMetrics(services.metrics, target, root, self.started_s)
         self.trace = Trace(
             self.id,
-            tenant=request[TENANT],
+            tenant=tenant,
             target=target,
             root=root,
             started_s=self.started_s,
@@ -31,7 +30,6 @@ class Observed:
             precursors=precursors,
         )
         services.traces.add(self.trace)
-        request[TRACE_ID] = self.id
 
     def tell(self, also: Emit | None = None) -> Emit:
         """Where the run emits: into trace and metrics, and on to `also`."""

@@ -8,12 +8,16 @@ from aiohttp import web
 
 from shell_router.errors import (
     AgentFailed,
+    BatchEnded,
+    BatchesOff,
     DeadlineExceeded,
     DuplicateAgent,
     EngineError,
     EngineRejected,
     EngineStalled,
     EngineUnavailable,
+    EngineUnreachable,
+    FileTooLarge,
     InvalidField,
     InvalidRequest,
     Overloaded,
@@ -22,7 +26,10 @@ from shell_router.errors import (
     RemoteRefused,
     RouterStopping,
     ShellRouterError,
+    StorageFailed,
     Unauthorized,
+    UnknownBatch,
+    UnknownFile,
     UnknownModel,
     UnknownProgram,
     UnknownTrace,
@@ -49,6 +56,11 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     DuplicateAgent: Problem(409, "invalid_request_error", "duplicate_agent"),
     UnknownProgram: Problem(404, "invalid_request_error", "unknown_program"),
     UnknownTrace: Problem(404, "invalid_request_error", "unknown_trace"),
+    UnknownFile: Problem(404, "invalid_request_error", "unknown_file"),
+    UnknownBatch: Problem(404, "invalid_request_error", "unknown_batch"),
+    BatchesOff: Problem(404, "invalid_request_error", "batches_off"),
+    BatchEnded: Problem(409, "invalid_request_error", "batch_ended"),
+    FileTooLarge: Problem(413, "invalid_request_error", "file_too_large"),
     Unauthorized: Problem(401, "authentication_error", "invalid_api_key"),
     RemoteRefused: Problem(403, "permission_error", "loopback_only"),
     Overloaded: Problem(429, "rate_limit_error", "too_many_requests"),
@@ -58,6 +70,7 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     AgentFailed: Problem(502, "server_error", "agent_failed"),
     PrecursorTimeout: Problem(504, "server_error", "precursor_timeout"),
     DeadlineExceeded: Problem(504, "server_error", "deadline_exceeded"),
+    StorageFailed: Problem(507, "server_error", "storage_failed"),
     RouterStopping: Problem(503, "server_error", "router_stopping"),
     web.HTTPNotFound: Problem(404, "invalid_request_error", "unknown_route"),
     web.HTTPMethodNotAllowed: Problem(405, "invalid_request_error", "method_not_allowed"),
@@ -82,6 +95,13 @@ def problem_of(error: BaseException) -> Problem:
         return problem_of(error.__cause__)
     listed = (PROBLEMS[kind] for kind in type(error).__mro__ if kind in PROBLEMS)
     return next(listed, INTERNAL)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same request may well succeed a little later, an engine being away or having too much to do."""
+    if isinstance(error, AgentFailed) and error.__cause__ is not None:
+        return is_passing(error.__cause__)
+    return isinstance(error, EngineUnreachable) or problem_of(error).code == BUSY_ENGINE.code
 
 
 def problem_body(error: BaseException, request_id: str) -> dict[str, Any]:

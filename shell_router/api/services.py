@@ -8,6 +8,7 @@ from typing import Protocol
 
 from aiohttp import web
 
+from shell_router.api.batch.folder import BatchFolder
 from shell_router.api.settings import ApiSettings
 from shell_router.core.events import Event
 from shell_router.core.model import ServedModel
@@ -42,8 +43,8 @@ class Services:
 
     `engines` says in words what serves each model, where that is known. `checks` are named as operators should read
     them ("engine small", "cache"); those named in `dispensable` only make requests slower or less shared when they
-    fail, so they do not make the router unready. `clock` is the runs' clock in monotonic seconds, `wall` Unix time,
-    `new_id` gives a fresh unguessable id.
+    fail, so they do not make the router unready. Without a `batch_folder` no files are kept and no batches run.
+    `clock` is the runs' clock in monotonic seconds, `wall` Unix time, `new_id` gives a fresh unguessable id.
     """
 
     executor: Runs
@@ -54,6 +55,7 @@ class Services:
     engines: Mapping[str, str] = field(default_factory=dict)
     checks: Mapping[str, ReadinessCheck] = field(default_factory=dict)
     dispensable: Collection[str] = ()
+    batch_folder: BatchFolder | None = None
     metrics: Metrics = field(default_factory=Metrics)
     traces: TraceStore = field(default_factory=TraceStore)
     clock: Callable[[], float] = time.monotonic

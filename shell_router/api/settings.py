@@ -9,7 +9,8 @@ class ApiSettings:
     """Keys, limits and times.
 
     `keys` maps a name, which becomes the tenant, to its secret; without keys only callers on this machine are
-    served. `max_running` counts POST requests under way. `ping_s` is the silence after which a stream gets a
+    served. `max_running` counts POST requests under way; lines of batches are not among them: of those
+    `batch_concurrency` run at once. `ping_s` is the silence after which a stream gets a
     comment line. A client that takes nothing of its stream for `write_timeout_s` is given up.
     """
 
@@ -22,6 +23,8 @@ class ApiSettings:
     write_timeout_s: float = 60.0
     ready_timeout_s: float = 5.0
     ping_s: float = 15.0
+    max_file_bytes: int = 200 * 2**20
+    batch_concurrency: int = 32
 
     def __post_init__(self) -> None:
         for setting in fields(self):

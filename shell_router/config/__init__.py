@@ -1,5 +1,6 @@
 """A deployment's configuration: one YAML file, read into frozen dataclasses."""
 
+from shell_router.config.batches_settings import BatchesSettings
 from shell_router.config.launch_settings import LaunchSettings, PairLaunch
 from shell_router.config.load import load_config
 from shell_router.config.settings import (
@@ -17,6 +18,7 @@ from shell_router.config.settings import (
 )
 
 __all__ = [
+    "BatchesSettings",
     "CacheSettings",
     "Config",
     "EmbeddedSection",

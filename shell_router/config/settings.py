@@ -6,6 +6,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
+from shell_router.config.batches_settings import BatchesSettings
 from shell_router.config.launch_settings import LaunchSettings, PairLaunch
 from shell_router.config.refusal import require as _require
 
@@ -200,6 +201,7 @@ class Config:
     cache: CacheSettings = CacheSettings()
     embedder: EmbedderSettings = EmbedderSettings()
     traces: Traces = Traces()
+    batches: BatchesSettings = field(default_factory=BatchesSettings)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
 
     def __post_init__(self) -> None:

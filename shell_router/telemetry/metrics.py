@@ -42,6 +42,7 @@ class Metrics:
         self._prefill()
         self._runs()
         self._gate()
+        self._batches()
         degraded = self._gauge("cache_degraded", "1 while the prompt cache is served from memory, Redis being away")
         degraded.set_function(lambda: float(cache_degraded()))
         self.registry.register(EngineMetrics(engines))
@@ -89,6 +90,11 @@ class Metrics:
         self.gate_confidence = self._share("gate_confidence", "Confidence C of scored clusters", "target")
         self.gate_agreement = self._share("gate_agreement", "Weighted agreement P of scored clusters", "target")
         self.gate_probability = self._share("gate_probability", "Exit probability Q of scored clusters", "target")
+
+    def _batches(self) -> None:
+        self.batches_ended = self._counter("batches_ended", "Batches that ended", "status")
+        self.batch_lines = self._counter("batch_lines", "Lines of batches with a result", "outcome")
+        self.running_batch_lines = self._gauge("running_batch_lines", "Lines of batches under way")
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, meaning, labels, registry=self.registry)

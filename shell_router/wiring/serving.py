@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 
-from shell_router.api import ApiSettings, bound_sockets, create_app, listening
+from shell_router.api import ApiSettings, bound_sockets, create_app, listening, opened_folder
 from shell_router.config import Config, Listen
 from shell_router.errors import ConfigError
 from shell_router.wiring.services import running_services
@@ -45,9 +45,12 @@ async def running_server(
     On leaving, running requests get the deployment's `drain_s` to end, or none once `hurry` is set; then everything
     that was started is ended.
     """
-    with taken_address(config.listen) as sockets:  # before engines start, so that a taken port shows at once
+    with ExitStack() as stack:  # before engines start, so that what is taken shows at once
+        sockets = stack.enter_context(taken_address(config.listen))
+        kept = config.batches.folder
+        folder = stack.enter_context(opened_folder(kept)) if kept else None
         async with running_services(config, tell=tell, engine_restarts=engine_restarts) as services:
-            app = create_app(services, api_settings(config))
+            app = create_app(replace(services, batch_folder=folder), api_settings(config))
             async with listening(app, sockets, drain_s=config.limits.drain_s, hurry=hurry) as url:
                 yield url
 
@@ -97,4 +100,6 @@ def api_settings(config: Config) -> ApiSettings:
         request_timeout_s=limits.request_timeout_s,
         body_timeout_s=limits.body_timeout_s,
         write_timeout_s=limits.write_timeout_s,
+        max_file_bytes=config.batches.max_file_bytes,
+        batch_concurrency=config.batches.concurrency,
     )

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import aiohttp
 
-from shell_router.api import ApiSettings, Runs, Services, bound_sockets, create_app, listening
+from shell_router.api import ApiSettings, BatchFolder, Runs, Services, bound_sockets, create_app, listening
 from shell_router.core.relay import NativeRoute, Relayed
 from shell_router.errors import InvalidRequest
 from shell_router.telemetry import Metrics
@@ -99,6 +100,8 @@ async def api(
     checks: Mapping[str, Callable[[], Awaitable[bool]]] | None = None,
     dispensable: tuple[str, ...] = (),
     topologies: tuple[Topology, ...] = (DUO,),
+    batch_folder: BatchFolder | None = None,
+    wall: Callable[[], float] = time.time,
 ) -> AsyncIterator[Api]:
     """Serve while the context is open."""
     moa = moa or ScriptedMoa()
@@ -112,6 +115,8 @@ async def api(
         checks=checks or {},
         dispensable=dispensable,
         metrics=Metrics(),
+        batch_folder=batch_folder,
+        wall=wall,
     )
     app = create_app(services, settings or ApiSettings())
     with bound_sockets() as sockets:

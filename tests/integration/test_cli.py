@@ -1,16 +1,22 @@
 """The `shell-router` command: exit codes, messages, and that it leaves no process behind."""
 
+import asyncio
 import json
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import openai
 import pytest
 
+from shell_router.api import opened_folder
 from shell_router.cli import main
-from tests.fakes.command import running_command, survivors
+from tests.fakes.batches import ENDPOINT, jsonl, line
+from tests.fakes.command import RunningCommand, running_command, survivors
 
 TREE = "tree: {shape: [2, 1], models: [small]}\nearly_exit: off\n"
 CONFIG = """
@@ -19,6 +25,7 @@ models: {{small: {{random: {{hidden: 32, layers: 1}}}}}}
 embedder: {{model: hash}}
 topologies: [pair.yaml]
 """
+BATCHES = "batches: {folder: kept, concurrency: 2}\n"
 
 QUESTION = {
     "model": "pair",
@@ -43,6 +50,20 @@ def deployment(tree: Path) -> Path:
     file = tree.with_name("router.yaml")
     file.write_text(CONFIG.format(port=0), encoding="utf-8")
     return file
+
+
+@pytest.fixture
+def batch_deployment(deployment: Path) -> Path:
+    deployment.write_text(deployment.read_text(encoding="utf-8") + BATCHES, encoding="utf-8")
+    return deployment
+
+
+@asynccontextmanager
+async def serving(command: RunningCommand) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The official client of a router that has started, for two minutes."""
+    url = (await command.line_with("Serving on", limit_s=120)).split()[-1]
+    async with asyncio.timeout(120), openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as ai:
+        yield ai
 
 
 def test_check_says_that_a_right_topology_is_right(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +156,25 @@ async def test_serve_killed_outright_takes_its_engines_along(deployment: Path) -
 
 @linux
 @pytest.mark.slow
+async def test_a_batch_goes_on_when_serve_was_killed_outright_and_started_again(batch_deployment: Path) -> None:
+    lines = [line(str(place), max_tokens=100, ignore_eos=True) for place in range(30)]
+    async with running_command("serve", "--config", batch_deployment) as command:
+        async with serving(command) as ai:
+            file = await ai.files.create(file=("in.jsonl", jsonl(*lines)), purpose="batch")
+            batch = await ai.batches.create(input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h")
+            while not (batch.request_counts and batch.request_counts.completed):
+                batch = await ai.batches.retrieve(batch.id)
+        command.kill()
+    async with running_command("serve", "--config", batch_deployment) as command, serving(command) as ai:
+        while batch.status in ("validating", "in_progress", "finalizing"):
+            batch = await ai.batches.retrieve(batch.id)
+        assert batch.status == "completed" and batch.output_file_id is not None
+        answers = (await ai.files.content(batch.output_file_id)).text.splitlines()
+        assert sorted(json.loads(answer)["custom_id"] for answer in answers) == sorted(map(str, range(30)))
+
+
+@linux
+@pytest.mark.slow
 @pytest.mark.parametrize(("moment", "number"), [("importing torch", signal.SIGINT), ("Serving on", signal.SIGTERM)])
 async def test_a_stopped_demo_leaves_nothing(moment: str, number: signal.Signals) -> None:
     async with running_command("demo", "--json") as command:
@@ -165,4 +205,15 @@ async def test_a_taken_port_is_told_before_anything_is_started(deployment: Path)
             code, output = await command.ended(limit_s=60)
     assert code == 2
     assert f"cannot listen on 127.0.0.1, port {port}: Address already in use. Stop what listens there" in output
+    assert "importing torch" not in output
+
+
+async def test_a_batch_folder_of_another_router_is_told_before_anything_is_started(
+    batch_deployment: Path,
+) -> None:
+    with opened_folder(batch_deployment.parent / "kept"):
+        async with running_command("serve", "--config", batch_deployment) as command:
+            code, output = await command.ended(limit_s=60)
+    assert code == 2
+    assert "another router uses" in output and "Give each router a folder of its own" in output
     assert "importing torch" not in output

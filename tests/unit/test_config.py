@@ -49,7 +49,8 @@ limits: {drain_s: 3}
 
 
 def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
-    config = _load(tmp_path, "models: {a: {path: weights/a}}\ntopologies: [trees, /other]\n")
+    config = _load(tmp_path, "models: {a: {path: weights/a}}\ntopologies: [trees, /other]\nbatches: {folder: kept}\n")
+    assert config.batches.folder == tmp_path / "kept"
     assert config.models["a"].path == tmp_path / "weights" / "a"
     assert config.topologies == (tmp_path / "trees", Path("/other"))
 
@@ -103,6 +104,8 @@ def test_an_open_address_with_keys_is_accepted(tmp_path: Path) -> None:
         (MODELS + "cache: {backend: disk}\n", 2, "Choose memory or redis"),
         (MODELS + "cache: {url: 'http://x'}\n", 2, "redis://"),
         (MODELS + "cache: {ttl_s: 0}\n", 2, "ttl_s must be above 0"),
+        (MODELS + "batches: {concurrency: 0}\n", 2, "concurrency must be above 0"),
+        (MODELS + "batches: {max_file_bytes: -1}\n", 2, "max_file_bytes must be above 0"),
         (MODELS + "embedder: {model: 3}\n", 2, "Put it in quotes"),
         (MODELS + MODELS, 2, "first in line 1"),
         (MODELS + "listen:\n", 2, "not nothing"),

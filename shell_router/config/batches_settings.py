@@ -1,0 +1,20 @@
+"""What a deployment's file may say about batches of requests. docs/batches.md explains it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shell_router.config.refusal import require
+
+
+@dataclass(frozen=True, slots=True)
+class BatchesSettings:
+    """Files of requests that are answered beside the online ones. Without a `folder` there are none."""
+
+    folder: Path | None = None
+    concurrency: int = 32
+    max_file_bytes: int = 200 * 2**20
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "max_file_bytes"):
+            value = getattr(self, name)
+            require(value > 0, f"{name} must be above 0, not {value}")

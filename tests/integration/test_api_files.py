@@ -1,0 +1,169 @@
+"""Files over a socket: uploads, lists, contents, and what is refused."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+
+from shell_router.api import ApiSettings
+from tests.fakes.api_server import until
+from tests.fakes.batches import batch_api
+
+LONG = b"x" * 3 * 2**20
+
+
+def kept(folder: Path) -> set[str]:
+    """The kinds of what lies in the folder of the files."""
+    return {path.suffix for path in (folder / "files").iterdir()}
+
+
+async def test_a_file_is_kept_told_of_read_and_deleted(tmp_path: Path) -> None:
+    async with batch_api(tmp_path, settings=ApiSettings(max_body_bytes=2**20)) as router:
+        file = await router.ai.files.create(file=("in.jsonl", LONG), purpose="batch")
+        assert (file.bytes, file.filename, file.purpose, file.object) == (len(LONG), "in.jsonl", "batch", "file")
+        assert await router.ai.files.retrieve(file.id) == file
+        assert (await router.ai.files.content(file.id)).content == LONG
+        assert (await router.ai.files.delete(file.id)).deleted
+        assert not kept(tmp_path)
+        with pytest.raises(openai.NotFoundError, match="GET /v1/files lists yours"):
+            await router.ai.files.content(file.id)
+
+
+async def test_files_outlive_the_router(tmp_path: Path) -> None:
+    async with batch_api(tmp_path) as router:
+        id = await router.upload(b"{}")
+    async with batch_api(tmp_path) as router:
+        assert (await router.ai.files.content(id)).content == b"{}"
+
+
+async def test_lists_come_a_page_at_a_time_the_latest_first(tmp_path: Path) -> None:
+    async with batch_api(tmp_path) as router:
+        ids = [await router.upload(b"{}") for _ in range(5)]
+        files = router.ai.files
+        assert [one.id async for one in files.list(limit=2)] == ids[::-1]
+        assert [one.id async for one in files.list(limit=2, order="asc", purpose="batch")] == ids
+        assert [one async for one in files.list(purpose="batch_output")] == []
+        first = await files.list(limit=2)
+        assert [one.id for one in first.data] == ids[:2:-1] and first.has_more
+
+
+@pytest.mark.parametrize(("query", "named"), [("limit=0", "limit"), ("limit=x", "limit"), ("after=no", "after")])
+async def test_an_impossible_page_is_refused_by_field(tmp_path: Path, query: str, named: str) -> None:
+    async with batch_api(tmp_path) as router:
+        for list_of in ("files", "batches"):
+            status, body = await router.served.get(f"/v1/{list_of}?{query}")
+            assert (status, body["error"]["param"]) == (400, named)
+
+
+async def test_a_file_over_the_limit_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    async with batch_api(tmp_path, settings=ApiSettings(max_file_bytes=2**20)) as router:
+        with pytest.raises(openai.APIStatusError, match=r"raise batches\.max_file_bytes") as refused:
+            await router.upload(LONG)
+        assert refused.value.status_code == 413
+        assert not kept(tmp_path)
+
+
+async def test_another_purpose_is_refused(tmp_path: Path) -> None:
+    async with batch_api(tmp_path) as router:
+        with pytest.raises(openai.BadRequestError, match="purpose must be batch, not 'fine-tune'"):
+            await router.ai.files.create(file=b"{}", purpose="fine-tune")
+        assert not kept(tmp_path)
+
+
+FORM = "multipart/form-data; boundary=b"
+FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n'
+PURPOSE = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+ENDLESS = PURPOSE.replace(b"batch", b"b" * 4096)
+NAMELESS = b"--b\r\nContent-Type: text/plain\r\n\r\n{}\r\n"
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "says"),
+    [
+        ("application/json", b"{}", "The body is not a form. Send multipart/form-data"),
+        ("multipart/form-data", FILE, "The form cannot be read"),
+        (FORM, b"", "The form cannot be read"),
+        (FORM, b"not a form", "The form cannot be read"),
+        (FORM, PURPOSE + FILE[:-2], "The form cannot be read"),
+        (FORM, PURPOSE + b"--b--\r\n", "file is missing"),
+        (FORM, FILE + b"--b--\r\n", "purpose is missing"),
+        (FORM, PURPOSE + FILE + FILE + b"--b--\r\n", "file stands twice"),
+        (FORM, ENDLESS + b"--b--\r\n", "far too long"),
+        (FORM, NAMELESS + b"--b--\r\n", "a part without a name"),
+    ],
+)
+async def test_what_is_no_right_form_is_refused_and_leaves_nothing(
+    tmp_path: Path, content_type: str, body: bytes, says: str
+) -> None:
+    async with batch_api(tmp_path) as router:
+        headers = {"Content-Type": content_type}
+        url = f"{router.served.url}/v1/files"
+        async with router.served.client.post(url, data=body, headers=headers) as response:
+            error = (await response.json())["error"]
+            assert response.status == 400 and says in error["message"]
+        assert not kept(tmp_path)
+
+
+async def test_fields_may_come_in_any_order_and_unknown_ones_are_named(tmp_path: Path) -> None:
+    form = aiohttp.FormData({"expires_after[seconds]": "3600"})
+    form.add_field("file", b"{}", filename="late.jsonl")
+    form.add_field("purpose", "batch")
+    async with batch_api(tmp_path) as router:
+        response = await router.served.client.post(f"{router.served.url}/v1/files", data=form)
+        assert response.status == 200 and (await response.json())["filename"] == "late.jsonl"
+        assert response.headers["x-ignored-fields"] == "expires_after?seconds?"
+
+
+async def test_a_client_that_leaves_in_the_middle_of_an_upload_leaves_nothing(tmp_path: Path) -> None:
+    async with batch_api(tmp_path) as router, aiohttp.ClientSession() as leaving:
+        stored = asyncio.Event()
+
+        async def half() -> AsyncIterator[bytes]:
+            yield PURPOSE + FILE[:-2] + b"{}\n" * 100_000
+            await until(lambda: kept(tmp_path) == {".part"})
+            stored.set()
+            await asyncio.Event().wait()
+
+        sending = asyncio.ensure_future(
+            leaving.post(f"{router.served.url}/v1/files", data=half(), headers={"Content-Type": FORM})
+        )
+        await stored.wait()
+        sending.cancel()
+        await until(lambda: not kept(tmp_path))
+
+
+async def test_a_file_that_stops_coming_is_given_up(tmp_path: Path) -> None:
+    async def half() -> AsyncIterator[bytes]:
+        yield PURPOSE + FILE[:-2]
+        await asyncio.Event().wait()
+
+    async with batch_api(tmp_path, settings=ApiSettings(body_timeout_s=0.05)) as router:
+        url, headers = f"{router.served.url}/v1/files", {"Content-Type": FORM}
+        async with router.served.client.post(url, data=half(), headers=headers) as response:
+            assert response.status == 400 and "Nothing of the file came" in await response.text()
+        assert not kept(tmp_path)
+
+
+async def test_a_file_that_cannot_be_stored_is_refused_with_the_reason(tmp_path: Path) -> None:
+    async with batch_api(tmp_path) as router:
+        shutil.rmtree(tmp_path / "files")
+        with pytest.raises(openai.InternalServerError, match=r"No such file or directory.*batches\.folder") as failed:
+            await router.upload(b"{}")
+        assert failed.value.status_code == 507
+
+
+async def test_what_a_killed_router_left_half_uploaded_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "file-x.part").touch()
+    async with batch_api(tmp_path):
+        assert not kept(tmp_path)
+
+
+@pytest.mark.parametrize("id", ["..%2Fbatches%2Fx", "%2Fetc%2Fpasswd", "file-x"])
+async def test_an_id_never_becomes_a_path(tmp_path: Path, id: str) -> None:
+    async with batch_api(tmp_path) as router:
+        assert (await router.served.get(f"/v1/files/{id}/content"))[1]["error"]["code"] == "unknown_file"
