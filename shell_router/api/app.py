@@ -6,6 +6,7 @@ from shell_router.api import agents, batches, chat, files, native, views
 from shell_router.api.batch.folder import BatchFolder
 from shell_router.api.batch.runner import ChatLines
 from shell_router.api.batch.runs import BatchRuns
+from shell_router.api.batch.split import SplitLines
 from shell_router.api.batches import BATCH_RUNS
 from shell_router.api.chat import CHATS
 from shell_router.api.chat_run import Chats
@@ -63,7 +64,7 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
 def _run_batches(app: web.Application, folder: BatchFolder) -> None:
     """From the server's start to its stop, when lines make room at once for the requests that still run."""
     settings = app[SETTINGS]
-    runner = ChatLines(app[CHATS], settings.batch_concurrency)
+    runner = SplitLines(ChatLines(app[CHATS], settings.batch_concurrency), app[SERVICES].batch_pools)
     runs = app[BATCH_RUNS] = BatchRuns(folder, runner, app[SERVICES], settings.max_body_bytes)
 
     async def resume(_: web.Application) -> None:

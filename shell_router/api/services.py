@@ -9,6 +9,7 @@ from typing import Protocol
 from aiohttp import web
 
 from shell_router.api.batch.folder import BatchFolder
+from shell_router.api.batch.lines import LineRunner
 from shell_router.api.settings import ApiSettings
 from shell_router.core.events import Event
 from shell_router.core.model import ServedModel
@@ -43,7 +44,8 @@ class Services:
 
     `engines` says in words what serves each model, where that is known. `checks` are named as operators should read
     them ("engine small", "cache"); those named in `dispensable` only make requests slower or less shared when they
-    fail, so they do not make the router unready. Without a `batch_folder` no files are kept and no batches run.
+    fail, so they do not make the router unready. Without a `batch_folder` no files are kept and no batches run;
+    `batch_pools` answer lines that name one of them as their model.
     `clock` is the runs' clock in monotonic seconds, `wall` Unix time, `new_id` gives a fresh unguessable id.
     """
 
@@ -56,6 +58,7 @@ class Services:
     checks: Mapping[str, ReadinessCheck] = field(default_factory=dict)
     dispensable: Collection[str] = ()
     batch_folder: BatchFolder | None = None
+    batch_pools: Mapping[str, LineRunner] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
     traces: TraceStore = field(default_factory=TraceStore)
     clock: Callable[[], float] = time.monotonic

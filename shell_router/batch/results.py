@@ -30,7 +30,7 @@ class Opinion:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A line's outcome. `by` says whose `text` it is.
+    """A line's outcome. `by` says whose `text` it is; tokens are those of all the models that were asked.
 
     `confidence` is the gate's, `winner` the place in `experts` of the plurality's answer. `right` is None where the
     right answer is not known; `error` is what kept models from answering, if anything did.
@@ -48,6 +48,8 @@ class Result:
     winner: int | None = None
     experts: Sequence[Opinion] = ()
     error: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 def results_of(batch: Batch, refused: Sequence[Refused], outputs: Outputs) -> list[Result]:
@@ -84,6 +86,7 @@ def _result(batch: Batch, question: Question, outputs: Outputs) -> Result:
     judged = batch.judged(question, outputs)
     said, by, error = _said(batch, question, judged, outputs)
     text = said.text if said else ""
+    written = [*judged.outputs, *([said] if said and by == "aggregator" else [])]
     return Result(
         question.line,
         question.id,
@@ -97,6 +100,8 @@ def _result(batch: Batch, question: Question, outputs: Outputs) -> Result:
         judged.verdict.winner,
         tuple(_opinion(batch, question, output) for output in judged.outputs),
         " ".join([*(f"{one.model}: {one.error}" for one in judged.outputs if one.error), *error]),
+        sum(output.prompt_tokens for output in written),
+        sum(output.completion_tokens for output in written),
     )
 
 

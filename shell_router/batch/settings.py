@@ -1,4 +1,4 @@
-"""What a pool's file says of how its questions are answered. docs/batch.md explains each."""
+"""What a pool's file says of how its questions are answered. docs/pools.md explains each."""
 
 import re
 from dataclasses import asdict, dataclass, field

@@ -35,7 +35,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     for file in (chosen.json, chosen.picture):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise ConfigError(f"{file} cannot be written.", remedy="Name a file in a folder that is there.")
-    workload, _ = read_file(chosen.workload, Workload, see="docs/batch.md explains workloads.")
+    workload, _ = read_file(chosen.workload, Workload, see="docs/pools.md explains workloads.")
     made = plan(workload, chosen.limit_s) if chosen.method == "ilp" else BASELINES[chosen.method](workload)
     Console().print(plan_table(made))
     print("\n".join(said(made, [baseline(workload) for name, baseline in BASELINES.items() if name != chosen.method])))

@@ -1,4 +1,4 @@
-"""A pool's YAML file: models, the workers that run them, and how questions are answered. docs/batch.md explains it."""
+"""A pool's YAML file: models, the workers that run them, and how questions are answered. docs/pools.md explains it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from shell_router.config.refusal import require
 from shell_router.config.settings import EmbeddedSection, EmbedderSettings, Limits, PairSettings
 from shell_router.errors import ConfigError
 
-SEE = "docs/batch.md explains pools."
+SEE = "docs/pools.md explains pools."
 
 
 @dataclass(frozen=True, slots=True)

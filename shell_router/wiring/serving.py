@@ -12,6 +12,7 @@ from dataclasses import replace
 from shell_router.api import ApiSettings, bound_sockets, create_app, listening, opened_folder
 from shell_router.config import Config, Listen
 from shell_router.errors import ConfigError
+from shell_router.wiring.pool_lines import loaded_pools, pool_runners
 from shell_router.wiring.services import running_services
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,11 @@ async def running_server(
         sockets = stack.enter_context(taken_address(config.listen))
         kept = config.batches.folder
         folder = stack.enter_context(opened_folder(kept)) if kept else None
+        pools = loaded_pools(config)
         async with running_services(config, tell=tell, engine_restarts=engine_restarts) as services:
-            app = create_app(replace(services, batch_folder=folder), api_settings(config))
+            runners = pool_runners(pools, kept, services) if kept else {}
+            batching = replace(services, batch_folder=folder, batch_pools=runners)
+            app = create_app(batching, api_settings(config))
             async with listening(app, sockets, drain_s=config.limits.drain_s, hurry=hurry) as url:
                 yield url
 

@@ -12,7 +12,7 @@ from shell_router.config.pool import Pool, PoolWorker
 from shell_router.core.model import ServedModel
 from shell_router.engines.embedded.shared_spawner import SharedSpawner
 from shell_router.launching import plan
-from shell_router.wiring.launching import launched_engines
+from shell_router.wiring.launched import launched_engines
 from shell_router.wiring.models import running_models
 
 log = logging.getLogger(__name__)

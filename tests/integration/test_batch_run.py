@@ -5,40 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 import yaml
 
 from tests.fakes.command import running_command, survivors
+from tests.fakes.tiny_pool import ROOT, write_pool, write_questions
 
-ROOT = Path(__file__).parents[2]
-COSTS = {"load_s": 1.0, "mean_tokens": 30.0, "max_tokens": 96.0, "start_s": 0.0, "step_s": 0.0}
 LIMIT_S = 120.0
-
-
-def write_pool(folder: Path, **changed: Any) -> Path:
-    """Two experts and an aggregator on two workers, greedy, with costs that nobody has measured."""
-    models = {name: {"path": str(ROOT / "models" / name)} for name in ("small", "medium", "large")}
-    greedy = {"temperature": 0, "max_new_tokens": 96}
-    pool = {
-        "models": models,
-        "experts": ["small", "medium"],
-        "workers": [{"embedded": {}}, {"embedded": {}}],
-        "sampling": greedy,
-        "aggregate": {"model": "large", "tau": 1, "sampling": greedy},
-        "profile": "costs.yaml",
-        **changed,
-    }
-    costs = {name: {**COSTS, "token_s": 0.001 * (1 + place)} for place, name in enumerate(pool["models"])}
-    (folder / "costs.yaml").write_text(yaml.safe_dump({"models": costs, "aggregator": costs["large"]}))
-    file = folder / "pool.yaml"
-    file.write_text(yaml.safe_dump(pool))
-    return file
-
-
-def write_questions(folder: Path, number: int) -> Path:
-    file = folder / "questions.jsonl"
-    lines = (ROOT / "models/data/test.jsonl").read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(lines[:number]))
-    return file
 
 
 async def ran(*arguments: str | Path) -> tuple[int, str]:
@@ -51,6 +24,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in (folder / "results.jsonl").read_bytes().splitlines()]
 
 
+@pytest.mark.slow
 async def test_a_killed_run_begun_again_gives_the_same_results_as_one_that_was_not(tmp_path: Path) -> None:
     pool, questions = write_pool(tmp_path), write_questions(tmp_path, 40)
     whole, torn = tmp_path / "whole", tmp_path / "torn"
@@ -78,6 +52,7 @@ def without_confidence(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "experts": experts}
 
 
+@pytest.mark.slow
 async def test_a_model_that_does_not_load_costs_its_own_answers_alone(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -96,6 +71,7 @@ async def test_a_model_that_does_not_load_costs_its_own_answers_alone(tmp_path: 
         assert one["text"]
 
 
+@pytest.mark.slow
 async def test_a_signal_ends_the_run_and_its_engines(tmp_path: Path) -> None:
     pool, questions = write_pool(tmp_path), write_questions(tmp_path, 40)
     async with running_command("batch", "run", str(pool), "--data", str(questions), "--out", str(tmp_path / "r")) as it:
@@ -107,6 +83,7 @@ async def test_a_signal_ends_the_run_and_its_engines(tmp_path: Path) -> None:
     assert survivors(engines) == set()
 
 
+@pytest.mark.slow
 async def test_profiles_are_measured_written_and_used(tmp_path: Path) -> None:
     pool, questions = write_pool(tmp_path), write_questions(tmp_path, 24)
     (tmp_path / "costs.yaml").unlink()

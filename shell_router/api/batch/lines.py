@@ -1,14 +1,15 @@
-"""A batch's input, line by line."""
+"""A batch's input, line by line, and the contract of what answers them."""
 
-from collections.abc import AsyncGenerator, Callable, Container, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
 from shell_router.api.batch.disk import on_disk
 from shell_router.api.batch.records import Fault
+from shell_router.api.batch.results import LineResult
 from shell_router.api.fields import shown
 
 READ_BYTES = 2**18
@@ -32,6 +33,20 @@ class CheckedInput:
 
     total: int
     faults: tuple[Fault, ...]
+
+
+Keep = Callable[[LineResult], Awaitable[None]]
+
+
+class LineRunner(Protocol):
+    """Answers lines, in whatever order and grouping suits what stands behind it."""
+
+    async def run(self, tenant: str, lines: AsyncIterator[BatchLine], keep: Keep) -> None:
+        """Return once every line's result has been kept. Cancelled, it leaves nothing running.
+
+        What `keep` raises ends it. A line that fails has a result that says so.
+        """
+        ...
 
 
 def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | Fault:

@@ -9,10 +9,9 @@ from typing import Final
 from shell_router.api.batch.disk import on_disk
 from shell_router.api.batch.ending import UNANSWERED, list_unanswered, output_files
 from shell_router.api.batch.folder import BatchFolder
-from shell_router.api.batch.lines import checked, lines_left
+from shell_router.api.batch.lines import LineRunner, checked, lines_left
 from shell_router.api.batch.records import BatchRecord, Fault, Status
 from shell_router.api.batch.results import LineResult, Results
-from shell_router.api.batch.runner import LineRunner
 from shell_router.api.services import Services
 from shell_router.errors import StorageFailed
 

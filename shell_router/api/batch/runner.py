@@ -3,31 +3,17 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Protocol
 
-from shell_router.api.batch.lines import BatchLine
+from shell_router.api.batch.lines import BatchLine, Keep
 from shell_router.api.batch.results import LineResult
 from shell_router.api.chat_run import Chats
 from shell_router.api.fields import Fields
 from shell_router.api.problems import INTERNAL, is_passing, problem_body, problem_of
 
-Keep = Callable[[LineResult], Awaitable[None]]
-
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 """An engine that died is started again, and loads its model, within about two minutes."""
 
 log = logging.getLogger(__name__)
-
-
-class LineRunner(Protocol):
-    """Answers lines, in whatever order and grouping suits what stands behind it."""
-
-    async def run(self, tenant: str, lines: AsyncIterator[BatchLine], keep: Keep) -> None:
-        """Return once every line's result has been kept. Cancelled, it leaves nothing running.
-
-        What `keep` raises ends it. A line that fails has a result that says so.
-        """
-        ...
 
 
 class ChatLines:
@@ -83,12 +69,12 @@ class ChatLines:
                 try:
                     body = await self._chats.begin(Fields(line.body), tenant).reply()
                 except Exception as error:
-                    return _refused(line, request_id, error), is_passing(error)
+                    return refused(line, request_id, error), is_passing(error)
         return LineResult(line.custom_id, request_id, 200, body), False
 
 
-def _refused(line: BatchLine, request_id: str, error: Exception) -> LineResult:
-    """The answer that an online client would have had."""
+def refused(line: BatchLine, request_id: str, error: Exception) -> LineResult:
+    """The result of a line whose request fails so: the answer that an online client would have had."""
     problem = problem_of(error)
     if problem is INTERNAL:
         log.error("request %s: line %d of a batch failed", request_id, line.number, exc_info=error)

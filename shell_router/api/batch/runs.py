@@ -7,9 +7,9 @@ import logging
 
 from shell_router.api.batch.disk import link_or_copy, on_disk
 from shell_router.api.batch.folder import BatchFolder
+from shell_router.api.batch.lines import LineRunner
 from shell_router.api.batch.records import BatchRecord
 from shell_router.api.batch.run import BatchRun
-from shell_router.api.batch.runner import LineRunner
 from shell_router.api.services import Services
 from shell_router.errors import BatchEnded, StorageFailed
 

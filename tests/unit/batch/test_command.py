@@ -57,7 +57,7 @@ def test_the_plan_of_every_method_is_written_and_drawn(method: str, workload: Pa
         (("load_s: 5", f"load_s: {10**400}"), "workload.yaml:5: the number is too large"),
         (("load_s: 5", "load_s: 1.0e-300"), "workload.yaml:5: Expert 'a' has load_s 1e-300"),
         (("workers: 2", "workers: 10000000"), "2 experts on 10000000 workers are too many to plan"),
-        (("prompts: 10,", "prompts: true,"), "expected a whole number, not true. docs/batch.md explains"),
+        (("prompts: 10,", "prompts: true,"), "expected a whole number, not true. docs/pools.md explains"),
         (("name: b", r'name: "b\u0001"'), "Give it a name of printable characters"),
         (("capacity: 2", "capacity: 2\nspeed: 3"), "workload.yaml:4: unknown setting 'speed'"),
         (("workers: 2", "workers: 0"), "0 workers of 2 experts each"),
