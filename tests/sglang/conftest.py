@@ -8,12 +8,12 @@ import pytest_asyncio
 from shell_router.engines.pool import PairPool
 from tests.fakes.pairs_under_test import PairUnderTest
 
-LAUNCHES = Path(__file__).with_name("test_launch.py")
+LAUNCHES = tuple(Path(__file__).with_name(name) for name in ("test_launch.py", "test_batch_run.py"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The launcher's own pair first, so that it is gone when the pair of all other tests starts: each takes 5 GB."""
-    items.sort(key=lambda item: item.path != LAUNCHES)
+    """Tests with pairs of their own first, so that those are gone when the others' pair starts: each takes 5 GB."""
+    items.sort(key=lambda item: item.path not in LAUNCHES)
 
 
 @pytest_asyncio.fixture

@@ -1,0 +1,54 @@
+"""`shell-router batch run` on two real SGLang workers, which are started with one model after the other."""
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import yaml
+
+from launch.sglang_cpu.pair import free_ports
+from shell_router.config.pool import load_pool
+from tests.fakes.command import running_command, survivors
+from tests.fakes.tiny_pool import ROOT, write_costs, write_questions
+
+pytestmark = pytest.mark.sglang
+
+POOL = ROOT / "configs/pools/word-problems-sglang-cpu.yaml"
+LIMIT_S = 900.0
+
+
+def shipped_pool(folder: Path) -> Path:
+    """The pool that is shipped, with two of its experts, on free ports, with costs that nobody has measured."""
+    pool = yaml.safe_load(POOL.read_text(encoding="utf-8"))
+    for model in pool["models"].values():
+        model["path"] = str((POOL.parent / model["path"]).resolve())
+    pool["launch"]["python"] = str((POOL.parent / pool["launch"]["python"]).resolve())
+    for worker in pool["workers"]:
+        prefill, decode, bootstrap = free_ports(3)
+        urls = {"prefill": f"http://127.0.0.1:{prefill}", "decode": f"http://127.0.0.1:{decode}"}
+        worker["pair"] |= {**urls, "bootstrap_port": bootstrap}
+    pool |= {"experts": ["small", "medium"], "profile": str(write_costs(folder, *pool["models"]))}
+    file = folder / "pool.yaml"
+    file.write_text(yaml.safe_dump(pool), encoding="utf-8")
+    return file
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in (folder / "results.jsonl").read_bytes().splitlines()]
+
+
+async def test_a_batch_is_planned_run_and_gated_and_leaves_no_engine(tmp_path: Path) -> None:
+    pool, out = shipped_pool(tmp_path), tmp_path / "run"
+    asked = write_questions(tmp_path, 16)
+    async with running_command("batch", "run", pool, "--data", asked, "--out", out, "--tau", "1") as command:
+        await command.line_with("answers 16 prompts", limit_s=LIMIT_S)
+        engines = command.started()
+        code, printed = await command.ended(limit_s=LIMIT_S)
+    assert code == 0, printed
+    print("\n".join(line for line in printed.splitlines() if "planned" in line or "right" in line))
+    assert len(engines) >= 2 * len(load_pool(pool).workers), "a prefill and a decode server for each"
+    assert survivors(engines) == set()
+    assert {one["by"] for one in results(out)} == {"experts", "aggregator"}
+    assert all(len(one["experts"]) == 2 and not one["error"] for one in results(out))
+    assert sum(one["right"] for one in results(out)) >= 8
