@@ -50,8 +50,9 @@ class Questions:
 
     def first(self, number: int) -> "Questions":
         """The first so many, and the bad lines before the next one."""
-        end = self.asked[number].line if number < len(self.asked) else float("inf")
-        refused = tuple(one for one in self.refused if one.line < end)
+        if number >= len(self.asked):
+            return self
+        refused = tuple(one for one in self.refused if one.line < self.asked[number].line)
         return Questions(self.asked[:number], refused, f"{self.fingerprint}, the first {number}")
 
 

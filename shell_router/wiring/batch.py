@@ -1,6 +1,6 @@
 """A pool's batches: its file, its workers and a run's folder brought together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -10,6 +10,7 @@ import yaml
 
 from shell_router.batch.asking import Batch
 from shell_router.batch.extract import extractor
+from shell_router.batch.gate import ALWAYS
 from shell_router.batch.journal import Key, Output, opened, write_whole
 from shell_router.batch.profile import ModelProfile, PoolProfile
 from shell_router.batch.profiling import profiled
@@ -21,9 +22,6 @@ from shell_router.config.read import read_file
 from shell_router.errors import ConfigError
 from shell_router.wiring.recruiting import recruit
 from shell_router.wiring.workers import PoolWorkers
-
-ALWAYS = 2.0
-"""A tau that no confidence reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ async def run_pool(
 
     Raises ConfigError and EngineError.
     """
-    batch = await _batch(pool, questions, seed)
+    batch = _batch(pool, questions, await recruit(pool, questions.asked, seed), seed)
     with opened(folder, _depends_on(pool, questions, seed)) as journal:
         stages = await run_batch(batch, _rig(pool, folder), journal, planner, follow)
         results = results_of(batch, questions.refused, journal.get)
@@ -60,9 +58,8 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
     if pool.profile is None:
         raise ConfigError("The pool names no profile.", remedy="Name the file to write, as in `profile: costs.yaml`.")
     everyone = {question.id: pool.expert_names for question in questions.asked}
-    batch = await _batch(pool, questions, 0)
     aggregating = None if pool.aggregate is None else replace(pool.aggregate, tau=ALWAYS)
-    batch = replace(batch, experts=everyone, aggregating=aggregating)
+    batch = replace(_batch(pool, questions, everyone, 0), aggregating=aggregating)
     written: dict[Key, Output] = {}
     workers = PoolWorkers(pool, pool.profile.with_suffix(".logs"))
     prompts = batch.expert_prompts()
@@ -81,10 +78,10 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
     write_whole(pool.profile, yaml.safe_dump(profile.as_plain(), sort_keys=False).encode())
 
 
-async def _batch(pool: Pool, questions: Questions, seed: int) -> Batch:
+def _batch(pool: Pool, questions: Questions, experts: Mapping[str, Sequence[str]], seed: int) -> Batch:
     return Batch(
         questions.asked,
-        await recruit(pool, questions.asked, seed),
+        experts,
         pool.sampling,
         pool.aggregate,
         extractor(pool.answers),
