@@ -103,7 +103,7 @@ def _read(line: bytes, number: int, experts: Collection[str], asked: Mapping[str
 
 def _named(found: Mapping[str, Any], number: int, asked: Mapping[str, Question]) -> str:
     """The line's own id, or its number."""
-    given = found.get("id", number)
+    given = number if found.get("id") is None else found["id"]
     if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
         raise TypeError(f"id must be text or a whole number, not {given!r}.")
     if str(given) in asked:
