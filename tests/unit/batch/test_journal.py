@@ -1,5 +1,3 @@
-import errno
-import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 
 from shell_router.batch.journal import Journal, Output, opened, read_outputs, write_whole
 from shell_router.errors import ConfigError
+from tests.fakes.filling_disk import FillingDisk
 
 FULL = Path("/dev/full")
 RUN = {"questions": "abc", "seed": 0, "experts": ("small", "large")}
@@ -123,22 +122,6 @@ def test_on_a_full_disk_the_error_says_what_to_do_and_the_output_does_not_count(
         with pytest.raises(ConfigError, match=r"/dev/full: No space left on device\. Make room and run the same"):
             journal.add(output(1))
         assert journal.lacks(output(1).key)
-
-
-class FillingDisk(io.BytesIO):
-    """Takes bytes as long as there is room, as a raw file does: a part of what is written, then nothing."""
-
-    def __init__(self, room: int) -> None:
-        super().__init__()
-        self.room = room
-
-    def write(self, content: object) -> int:
-        assert isinstance(content, bytes)
-        taken = content[: self.room]
-        if not taken:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.room -= len(taken)
-        return super().write(taken)
 
 
 @given(st.integers(0, 400))
