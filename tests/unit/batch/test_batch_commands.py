@@ -187,8 +187,7 @@ def test_a_profile_that_somebody_has_spoiled_is_told_by_line(folder: Path, capsy
     spoiled = (folder / "costs.yaml").read_text(encoding="utf-8").replace("mean_tokens: 10.0", "mean_tokens: many")
     (folder / "costs.yaml").write_text(spoiled, encoding="utf-8")
     assert batch(folder, "run", "--out", folder / "run") == 2
-    line = spoiled[: spoiled.rindex("models:")].count("\n") + 5
-    assert f"costs.yaml:{line}: expected a number, not 'many'" in capsys.readouterr().err
+    assert "costs.yaml:5: expected a number, not 'many'" in capsys.readouterr().err
 
 
 def test_a_pool_without_an_aggregator_takes_no_tau(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,7 @@ def test_confidence_is_the_share_of_all_experts_that_agree(answers: str, confide
         (0.67, "abc", False),
         (0.01, "...", False),
         (0.01, "", False),
+        (0.001, "...", False),
         (2.0, "aaa", False),
         (float("inf"), "aaa", False),
     ],

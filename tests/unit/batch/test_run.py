@@ -1,4 +1,5 @@
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -27,6 +28,7 @@ from tests.fakes.filling_disk import FillingDisk
 from tests.fakes.gates import Hold
 from tests.fakes.scripted_workers import ScriptedWorkers
 from tests.fakes.stepped_timers import SteppedTimers
+from tests.fakes.words import WordTokenizer
 
 COST = ModelProfile(5.0, 10.0, 20.0, 1.0, 0.01, 0.02)
 PROFILE = PoolProfile(dict.fromkeys("abc", COST), COST)
@@ -125,6 +127,15 @@ async def test_every_expert_is_asked_once_and_the_aggregator_where_they_do_not_a
         ("aggregator", 1),
     ]
     assert [stage.plan for stage in started.told] == [stage.plan for stage in started.stages]
+
+
+async def test_an_output_tells_how_sure_its_model_was_and_how_much_it_read_and_wrote(tmp_path: Path) -> None:
+    started, (result,) = await outcome({}, tmp_path, batch(1))
+    one, wrote = started.outputs[0], len(WordTokenizer().encode("Answer: 1."))
+    assert (one.text, one.completion_tokens) == ("Answer: 1.", wrote)
+    assert one.prompt_tokens == len(WordTokenizer().encode("<user>Q0?<assistant>"))
+    assert one.confidence == pytest.approx(math.exp(-0.1))
+    assert [opinion.tokens for opinion in result.experts] == [wrote] * 3
 
 
 async def test_the_aggregator_reads_the_drafts_in_the_order_of_the_experts(tmp_path: Path) -> None:

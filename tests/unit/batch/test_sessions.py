@@ -14,7 +14,7 @@ from shell_router.batch.plan import Expert, Plan, Session, Workload, sessions_of
 from shell_router.batch.sessions import Sessions, Watch
 from shell_router.batch.settings import Sampling
 from shell_router.engines.scripted import Script
-from shell_router.errors import ConfigError, EngineRejected, EngineUnreachable
+from shell_router.errors import ConfigError, EngineRejected, EngineUnreachable, PromptTooLong, ShellRouterError
 from tests.fakes.gates import Hold
 from tests.fakes.scripted_workers import ScriptedWorkers, echo
 from tests.fakes.stepped_timers import SteppedTimers
@@ -207,6 +207,32 @@ async def test_a_model_that_loads_and_answers_nothing_is_given_up_after_few_load
     assert len(workers.loads) == 3
 
 
+async def test_a_model_that_answers_nothing_is_given_up_soon_however_many_workers_load_it() -> None:
+    workers = ScriptedWorkers(lambda *_: Script("no", error=EngineUnreachable("it is broken")))
+    run = await Run(workers, [{"a": 5}] * 8).done()
+    run.require_each_once()
+    assert len(run.errors) == 40
+    assert len(workers.loads) <= 8 + 2
+
+
+async def test_a_model_that_has_answered_elsewhere_is_not_given_up_for_several_bad_prompts() -> None:
+    async def load(worker: int, _model: str) -> None:
+        while worker and len(workers.asked) < 5:  # noqa: ASYNC110 - the first worker is done before the others begin
+            await asyncio.sleep(0)
+
+    workers = ScriptedWorkers(kills=lambda _, text: text in ("a5", "a10", "a15"), load=load)
+    run = await Run(workers, [{"a": 5}] * 4).done()
+    run.require_each_once()
+    assert run.errors.keys() == {"a q5", "a q10", "a q15"}
+
+
+async def test_several_prompts_that_engines_die_of_cost_only_themselves() -> None:
+    workers = ScriptedWorkers(kills=lambda _, text: text in ("a0", "a2", "a3"))
+    run = await Run(workers, [{"a": 12}]).done()
+    run.require_each_once()
+    assert run.errors.keys() == {"a q0", "a q2", "a q3"}
+
+
 @pytest.mark.parametrize("places", [1, 2, 4])
 @pytest.mark.parametrize("poison", ["a0", "a3", "a7", "a19"])
 @pytest.mark.parametrize("at_once", [1, 4, 32])
@@ -250,6 +276,18 @@ async def test_a_prompt_that_the_engine_refuses_is_an_error_at_once(status: int)
     assert run.workers.asked.count(("a", "a1")) == 1
 
 
+@pytest.mark.parametrize("refusal", [PromptTooLong("too long for me"), ConfigError("no chat template")])
+async def test_a_prompt_that_is_refused_otherwise_is_an_error_at_once(refusal: ShellRouterError) -> None:
+    def says(model: str, text: str) -> Script:
+        if text == "a1":
+            raise refusal
+        return echo(model, text)
+
+    run = await Run(ScriptedWorkers(says), [{"a": 3}]).done()
+    run.require_each_once()
+    assert run.errors == {"a q1": str(refusal)}
+
+
 @pytest.mark.parametrize("status", [408, 429, 503])
 async def test_an_engine_that_has_no_time_is_asked_again(status: int) -> None:
     def says(model: str, text: str) -> Script:
@@ -258,7 +296,7 @@ async def test_an_engine_that_has_no_time_is_asked_again(status: int) -> None:
 
     workers = ScriptedWorkers(says)
     run = await Run(workers, [{"a": 3}]).done()
-    assert not run.errors
+    assert {output.text for output in run.outputs} == {f"a heard a{n}" for n in range(3)}
 
 
 async def test_a_prompt_that_does_not_fit_the_context_is_an_error_that_says_so_and_is_not_asked() -> None:
