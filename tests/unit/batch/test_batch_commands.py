@@ -217,3 +217,14 @@ def test_the_screen_shows_names_as_they_are_and_counts_outputs() -> None:
     assert "experts" in shown
     assert "1/2" in shown
     assert "c[/x] × 2, 0.0 to 3.0" in shown
+
+
+def test_a_profile_needs_no_run_that_tells_skills_as_every_expert_answers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = POOL.replace("experts: 3", "experts: 2, skills: runs/absent")
+    (folder / "pool.yaml").write_text(changed, encoding="utf-8")
+    assert batch(folder, "run", "--out", folder / "run") == 2
+    assert "Name the folder of a run that has ended" in capsys.readouterr().err
+    assert batch(folder, "profile", "--sizes", "1,2") == 2
+    assert "Sessions of 1, 2 prompts on 2 workers need 6 questions" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shell_router.batch.journal import Journal, Output, opened, read_outputs, write_whole
@@ -125,6 +125,7 @@ def test_on_a_full_disk_the_error_says_what_to_do_and_the_output_does_not_count(
 
 
 @given(st.integers(0, 400))
+@example(151)
 def test_wherever_a_disk_runs_full_the_next_output_is_not_glued_to_what_it_took(room: int) -> None:
     disk = FillingDisk(room)
     journal = Journal(Path("outputs.jsonl"), disk, [])
@@ -133,7 +134,8 @@ def test_wherever_a_disk_runs_full_the_next_output_is_not_glued_to_what_it_took(
     journal.add(output(8))
     journal.add(output(9))
     found = list(_outputs(disk.getvalue()))
-    assert found == [*kept, output(8), output(9)]
+    last = [output(len(kept))]  # may be whole but for the end of its line, and is then read, too
+    assert found in ([*kept, output(8), output(9)], [*kept, *last, output(8), output(9)])
     assert [one for one in map(output, range(3)) if not journal.lacks(one.key)] == kept
 
 
