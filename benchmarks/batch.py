@@ -26,11 +26,12 @@ from pathlib import Path
 from report import Row, report
 
 from shell_router.batch import BASELINES, Plan, Workload, plan
+from shell_router.batch.gate import ALWAYS
 from shell_router.batch.questions import Questions
 from shell_router.batch.run import Follow
 from shell_router.batch.tau import Trial, trials
 from shell_router.config.pool import Pool, load_pool
-from shell_router.wiring.batch import ALWAYS, Finished, profile_pool, questions_for, run_pool
+from shell_router.wiring.batch import Finished, profile_pool, questions_for, run_pool
 
 ROOT = Path(__file__).parents[1]
 PLANNERS: dict[str, Callable[[Workload], Plan]] = {"ilp": plan, "round-robin": BASELINES["round-robin"]}

@@ -10,9 +10,10 @@ from shell_router.batch.journal import Key, Output, Role
 from shell_router.core.generation import Finish, Generation
 from shell_router.core.model import ServedModel
 from shell_router.early_exit.confidence import Confidence
-from shell_router.errors import EngineError, EngineRejected
+from shell_router.errors import ConfigError, EngineError, EngineRejected, InvalidRequest
 
-CLIENT_ERRORS = range(400, 500)
+CLIENT_ERRORS = frozenset(range(400, 500)) - {408, 429}
+"""Statuses by which an engine refuses this prompt; those left out say that it has no time for any."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +38,17 @@ class Prompt:
 
 async def answered(model: ServedModel, prompt: Prompt) -> Output:
     """What the model writes. What it refuses for the prompt's own sake is an output too; raises other EngineErrors."""
+    try:
+        return await _asked(model, prompt)
+    except (InvalidRequest, ConfigError) as error:  # the chat template or the engine refuses it
+        return prompt.failed(str(error))
+    except EngineRejected as error:
+        if error.status in CLIENT_ERRORS:
+            return prompt.failed(str(error))
+        raise
+
+
+async def _asked(model: ServedModel, prompt: Prompt) -> Output:
     ids = model.tokenizer.encode(model.tokenizer.render_chat(prompt.messages))
     wanted = prompt.sampling["max_new_tokens"]
     if len(ids) + wanted > model.context_length:
@@ -44,12 +56,7 @@ async def answered(model: ServedModel, prompt: Prompt) -> Output:
             f"A prompt of {len(ids)} tokens and {wanted} new ones are more than the {model.context_length} that"
             f" {model.alias!r} takes. Shorten the question, or lower max_new_tokens."
         )
-    try:
-        return await _written(model, prompt, ids)
-    except EngineRejected as error:
-        if error.status in CLIENT_ERRORS:
-            return prompt.failed(str(error))
-        raise
+    return await _written(model, prompt, ids)
 
 
 async def _written(model: ServedModel, prompt: Prompt, ids: Sequence[int]) -> Output:

@@ -9,6 +9,8 @@ from shell_router.errors import ConfigError
 
 ROUNDING = 0.005
 """A tau of 0.67 means two of three."""
+ALWAYS = 2.0
+"""A tau that no confidence reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Gate:
     def __post_init__(self) -> None:
         if not self.tau > 0:
             raise ConfigError(
-                f"tau must be above 0, not {self.tau:g}",
+                f"tau must be above 0, not {self.tau:g}.",
                 remedy="1 means all experts, 0.67 two of three; above 1 the aggregator is always asked.",
             )
 

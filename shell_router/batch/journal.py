@@ -8,7 +8,7 @@ A run that was killed goes on from `outputs.jsonl`: its last line may be torn an
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -50,18 +50,25 @@ class Journal:
     def __init__(self, file: Path, opened: BinaryIO, outputs: Iterable[Output]) -> None:
         self._file = file
         self._opened = opened
-        self._outputs = {output.key: output for output in outputs}
+        self._torn = False
+        self._outputs: dict[Key, Output] = {}
+        self._aggregated: dict[str, Key] = {}
+        for output in outputs:
+            self._keep(output)
 
     def add(self, output: Output) -> None:
         """Write one output down. Raises ConfigError where it cannot be, as on a full disk."""
+        line = orjson.dumps(asdict(output)) + b"\n"
         try:
-            self._opened.write(orjson.dumps(asdict(output)) + b"\n")
+            self._write(b"\n" + line if self._torn else line)
         except OSError as error:
+            self._torn = True
             raise ConfigError(
                 f"{self._file}: {error.strerror}.",
                 remedy="Make room and run the same command again: it goes on where it was.",
             ) from error
-        self._outputs[output.key] = output
+        self._torn = False
+        self._keep(output)
 
     def get(self, key: Key) -> Output | None:
         """The output, or the error that was met last."""
@@ -72,6 +79,19 @@ class Journal:
         output = self._outputs.get(key)
         return output is None or bool(output.error)
 
+    def _write(self, content: bytes) -> None:
+        """All of it: a disk that runs full first takes a part."""
+        while content:
+            content = content[self._opened.write(content) :]
+
+    def _keep(self, output: Output) -> None:
+        """An expert that answers late, after an error, makes void what the aggregator wrote without it."""
+        self._outputs[output.key] = output
+        if output.role == "aggregator":
+            self._aggregated[output.question] = output.key
+        elif not output.error and (void := self._aggregated.pop(output.question, None)):
+            del self._outputs[void]
+
 
 @contextmanager
 def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
@@ -80,13 +100,16 @@ def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
     Raises ConfigError where the folder holds another run, or cannot be written.
     """
     file = folder / "outputs.jsonl"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _require_same(folder / "run.json", depends_on)
-        with file.open("ab+", buffering=0) as journal:
-            yield Journal(file, journal, list(_read_back(journal)))
-    except OSError as error:
-        raise ConfigError(f"{error.filename or folder}: {error.strerror}.", remedy="Name another folder.") from error
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _require_same(folder / "run.json", depends_on)
+            journal = stack.enter_context(file.open("ab+", buffering=0))
+            outputs = list(_read_back(journal))
+        except OSError as error:
+            told = f"{error.filename or folder}: {error.strerror}."
+            raise ConfigError(told, remedy="Name another folder.") from error
+        yield Journal(file, journal, outputs)
 
 
 def write_whole(file: Path, content: bytes) -> None:

@@ -8,7 +8,8 @@ from shell_router.batch.cost import SessionCurve, SessionRun, fit, held_out_erro
 from shell_router.batch.plan import Expert
 from shell_router.errors import ConfigError
 
-DIGITS = 6
+DIGITS = 9
+"""Nanoseconds: a token may take a few microseconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,9 @@ class Questions:
 
     def first(self, number: int) -> "Questions":
         """The first so many, and the bad lines before the next one."""
-        end = self.asked[number].line if number < len(self.asked) else float("inf")
-        refused = tuple(one for one in self.refused if one.line < end)
+        if number >= len(self.asked):
+            return self
+        refused = tuple(one for one in self.refused if one.line < self.asked[number].line)
         return Questions(self.asked[:number], refused, f"{self.fingerprint}, the first {number}")
 
 
@@ -102,7 +103,7 @@ def _read(line: bytes, number: int, experts: Collection[str], asked: Mapping[str
 
 def _named(found: Mapping[str, Any], number: int, asked: Mapping[str, Question]) -> str:
     """The line's own id, or its number."""
-    given = found.get("id", number)
+    given = number if found.get("id") is None else found["id"]
     if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
         raise TypeError(f"id must be text or a whole number, not {given!r}.")
     if str(given) in asked:

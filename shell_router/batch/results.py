@@ -71,7 +71,7 @@ def read_results(folder: Path) -> list[Result]:
         return list(_read(file.read_bytes()))
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}.", remedy="Name the folder of a run that has ended.") from error
-    except (orjson.JSONDecodeError, TypeError) as error:
+    except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{file} is not what a run writes: {error}.", remedy="Run it again.") from error
 
 

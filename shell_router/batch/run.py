@@ -1,6 +1,6 @@
 """A whole batch: experts planned and run, then the gate, then the aggregator where they do not agree."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shell_router.batch.answering import Prompt
@@ -9,7 +9,8 @@ from shell_router.batch.journal import Journal, Output, Role
 from shell_router.batch.plan import Expert, Plan, Session, Workload
 from shell_router.batch.profile import PoolProfile
 from shell_router.batch.sessions import Sessions, Watch, Workers
-from shell_router.errors import ConfigError, ShellRouterError
+from shell_router.batch.ungrouped import ungrouped
+from shell_router.errors import ConfigError
 
 Planner = Callable[[Workload], Plan]
 
@@ -84,7 +85,7 @@ class _Run:
         watch = Watch(self._note, measured.append, self.follow.tell)
         sessions = Sessions(experts, wanted, self.rig.workers, watch, at_once=self.rig.at_once, clock=self.rig.clock)
         self.follow.stage(Stage(role, plan), sessions)
-        await _without_group(sessions.run(plan, self.rig.places))
+        await ungrouped(sessions.run(plan, self.rig.places))
         return Stage(role, plan, tuple(sorted(measured, key=lambda one: (one.worker, one.begin_s))))
 
     def _cost(self, role: Role, model: str, prompts: int) -> Expert:
@@ -98,15 +99,3 @@ class _Run:
     def _note(self, output: Output) -> None:
         self.journal.add(output)
         self.follow.output(output)
-
-
-async def _without_group(work: Awaitable[None]) -> None:
-    """Await `work`, and raise the first error of a group of them as it is."""
-    try:
-        await work
-    except* ShellRouterError as errors:
-        raise _first(errors) from None
-
-
-def _first(error: BaseException) -> BaseException:
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -18,7 +19,7 @@ def on_screen(console: Console) -> Iterator[Follow]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
     with Progress(*columns, console=console, refresh_per_second=4) as progress:
         screen = _Screen(progress)
-        yield Follow(screen.stage, screen.output, progress.console.print)
+        yield Follow(screen.stage, screen.output, partial(progress.console.print, markup=False, highlight=False))
 
 
 class _Screen:

@@ -7,7 +7,7 @@ answered every question: no model is asked again.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shell_router.batch.gate import CONFIDENCES, ROUNDING, ConfidenceName, Vote
+from shell_router.batch.gate import ALWAYS, CONFIDENCES, ROUNDING, ConfidenceName, Vote
 from shell_router.batch.results import Result
 from shell_router.core.intervals import Interval, paired_difference, wilson
 from shell_router.errors import DataError
@@ -26,16 +26,18 @@ class Trial:
 def trials(results: Sequence[Result], confidence: ConfidenceName) -> list[Trial]:
     """Every tau that makes a difference, the most cautious first; the first asks the aggregator always.
 
-    Raises DataError unless right answers are known, and the aggregator answered wherever experts did.
+    Questions on which the aggregator failed are left out. Raises DataError unless right answers are known, and the
+    aggregator was asked wherever experts answered.
     """
-    known = [result for result in results if result.right is not None and result.experts]
+    graded = [result for result in results if result.right is not None and result.experts]
+    if any(result.by == "experts" and not result.error for result in graded):
+        raise DataError("The aggregator was not asked everything.", remedy="Run it with --tau 2, in the same folder.")
+    known = [result for result in graded if result.by != "experts"]
     if not known:
         raise DataError("No right answers are known in this run.", remedy="Run questions that have an answer.")
-    if any(result.by == "experts" and not result.error for result in known):
-        raise DataError("The aggregator was not asked everything.", remedy="Run it with --tau 2, in the same folder.")
     sure = [CONFIDENCES[confidence]([Vote(one.answer, one.confidence) for one in result.experts]) for result in known]
     taus = sorted({round(one, 4) for one, result in zip(sure, known, strict=True) if result.winner is not None})
-    return [_trial(tau, known, sure) for tau in (max(2.0, *taus), *reversed(taus)) if tau > 0]
+    return [_trial(tau, known, sure) for tau in (ALWAYS, *reversed(taus)) if tau > 0]
 
 
 def choose(tried: Sequence[Trial], bound: float) -> Trial:

@@ -5,7 +5,7 @@
 import argparse
 from pathlib import Path
 
-from shell_router.cli.arguments import Commands, whole_numbers
+from shell_router.cli.arguments import Commands, positive, whole_numbers
 from shell_router.cli.planning import METHODS, add_plan
 from shell_router.cli.running import run
 
@@ -27,7 +27,7 @@ def add_commands(commands: Commands) -> None:
 def _add_pool(command: argparse.ArgumentParser) -> None:
     command.add_argument("pool", type=Path, metavar="POOL", help="YAML: models, workers, and how they answer")
     command.add_argument("--data", type=Path, required=True, help='JSONL, one {"question": …} per line')
-    command.add_argument("--limit", type=int, help="ask at most so many questions")
+    command.add_argument("--limit", type=positive, help="ask at most so many questions")
 
 
 def _add_profile(profile: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shell_router.config.read import read_file
-from shell_router.config.settings import Config, EmbedderSettings, FromEnvironment
+from shell_router.config.settings import Config, FromEnvironment
 from shell_router.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def load_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = Tru
     """
     config, where = read_file(path, Config)
     assert isinstance(config, Config)
-    config = replace(config, embedder=_found_from(path.parent, config.embedder))
+    config = replace(config, embedder=config.embedder.found_from(path.parent))
     if not with_keys:
         return config
     keys = {
@@ -24,11 +24,6 @@ def load_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = Tru
     }
     _require_distinct(path, keys)
     return replace(config, api_keys=keys)
-
-
-def _found_from(folder: Path, embedder: EmbedderSettings) -> EmbedderSettings:
-    """A model that begins with a dot is a folder; another may be a name."""
-    return replace(embedder, model=str(folder / embedder.model)) if embedder.model.startswith(".") else embedder
 
 
 def _resolve(where: str, tenant: str, key: str | FromEnvironment, environ: Mapping[str, str]) -> str:

@@ -22,6 +22,10 @@ class PoolModel:
     system: str = ""
     context_length: int | None = None
 
+    def __post_init__(self) -> None:
+        length = self.context_length
+        require(length is None or length > 0, f"context_length must be above 0, not {length}")
+
 
 @dataclass(frozen=True, slots=True)
 class PoolWorker:
@@ -96,4 +100,4 @@ def load_pool(path: Path) -> Pool:
     """The pool that `path` describes. Raises ConfigError, which begins with the file and the line."""
     pool, _ = read_file(path, Pool, see=SEE)
     assert isinstance(pool, Pool)
-    return pool
+    return replace(pool, embedder=pool.embedder.found_from(path.parent))

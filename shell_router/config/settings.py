@@ -1,7 +1,7 @@
 """What a deployment's YAML file may say, section by section. docs/configuration.md explains each setting."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
@@ -177,6 +177,10 @@ class EmbedderSettings:
 
     model: str = "default"
     device: str = "cpu"
+
+    def found_from(self, folder: Path) -> "EmbedderSettings":
+        """A model that begins with a dot is a folder, as seen from `folder`; another may be a name."""
+        return replace(self, model=str(folder / self.model)) if self.model.startswith(".") else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A pool's batches: its file, its workers and a run's folder brought together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -11,6 +11,7 @@ import yaml
 from shell_router.batch.answering import Prompt
 from shell_router.batch.asking import Batch
 from shell_router.batch.extract import extractor
+from shell_router.batch.gate import ALWAYS
 from shell_router.batch.journal import Key, Output, opened, write_whole
 from shell_router.batch.profile import ModelProfile, PoolProfile
 from shell_router.batch.profiling import profiled
@@ -22,9 +23,6 @@ from shell_router.config.read import read_file
 from shell_router.errors import ConfigError
 from shell_router.wiring.recruiting import recruit
 from shell_router.wiring.workers import PoolWorkers, pool_workers
-
-ALWAYS = 2.0
-"""A tau that no confidence reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ async def run_pool(
 
     Raises ConfigError and EngineError.
     """
-    batch = await _batch(pool, questions, seed)
+    batch = _batch(pool, questions, await recruit(pool, questions.asked, seed), seed)
     profile = _profile(pool)
     with opened(folder, _depends_on(pool, questions, seed)) as journal:
         async with pool_workers(pool, folder / "logs") as workers:
@@ -63,9 +61,8 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
     if pool.profile is None:
         raise ConfigError("The pool names no profile.", remedy="Name the file to write, as in `profile: costs.yaml`.")
     everyone = {question.id: pool.expert_names for question in questions.asked}
-    batch = await _batch(pool, questions, 0)
     aggregating = None if pool.aggregate is None else replace(pool.aggregate, tau=ALWAYS)
-    batch = replace(batch, experts=everyone, aggregating=aggregating)
+    batch = replace(_batch(pool, questions, everyone, 0), aggregating=aggregating)
     async with pool_workers(pool, pool.profile.with_suffix(".logs")) as workers:
         profile = await _measured(pool, batch, sizes, workers, follow)
     write_whole(pool.profile, yaml.safe_dump(profile.as_plain(), sort_keys=False).encode())
@@ -90,10 +87,10 @@ async def _measured(
     return PoolProfile(models, await timed(batch.aggregating.model, batch.aggregator_prompts(written.get)))
 
 
-async def _batch(pool: Pool, questions: Questions, seed: int) -> Batch:
+def _batch(pool: Pool, questions: Questions, experts: Mapping[str, Sequence[str]], seed: int) -> Batch:
     return Batch(
         questions.asked,
-        await recruit(pool, questions.asked, seed),
+        experts,
         pool.sampling,
         pool.aggregate,
         extractor(pool.answers),

@@ -45,12 +45,12 @@ def _answered(results: Sequence[Result], names: Sequence[str]) -> list[Result]:
 
 
 async def _scores(pool: Pool, asked: Sequence[Question], known: Sequence[Result]) -> Floats:
-    """[asked, experts], by the skills that lines name, or where they name none by their texts."""
+    """[asked, experts], by the skills that lines name, or where these or those of the run name none by their texts."""
     rights = [{expert.model: bool(expert.right) for expert in result.experts} for result in known]
     scored = Known(
         pool.expert_names, np.array([[one[name] for name in pool.expert_names] for one in rights], dtype=float)
     )
-    if all(question.skills for question in asked):
+    if all(question.skills for question in asked) and any(one.skills for one in known):
         alike = skills_alike([one.skills for one in asked], [frozenset(one.skills) for one in known])
         return skill_scores(alike, scored)
     async with running_embedder(pool.embedder) as running:

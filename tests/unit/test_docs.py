@@ -11,6 +11,7 @@ import pytest
 
 from shell_router.cli import parser
 from shell_router.config import Config, load_config
+from shell_router.config.pool import Pool, load_pool
 from shell_router.topology import parse_topology
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +52,44 @@ def test_no_setting_is_documented_that_does_not_exist() -> None:
     known = {_as_documented(setting) for setting in _settings(Config, "")}
     sections = {setting.rpartition(".")[0].removesuffix("[]") for setting in known} | set(get_type_hints(Config))
     assert set(re.findall(r"^\| `([^` ]+)` \|", PAGES["configuration.md"], re.MULTILINE)) <= known | sections
+
+
+def _pool_settings(kind: Any, path: str, told: set[Any]) -> Iterator[str]:
+    """Dotted names of a pool's settings; what is in `told`, and what stands twice, is told of as a whole."""
+    for name, hint in get_type_hints(kind).items():
+        here = f"{path}.{name}".lstrip(".")
+        sections = [part for part in _parts(hint) if is_dataclass(part) and part not in told]
+        told.update(sections)
+        for section in sections:
+            yield from _pool_settings(section, here, told)
+        if not sections:
+            yield here
+
+
+def _sections(kind: Any) -> Iterator[Any]:
+    """The dataclasses that a dataclass holds, at any depth."""
+    for section in (part for hint in get_type_hints(kind).values() for part in _parts(hint) if is_dataclass(part)):
+        yield section
+        yield from _sections(section)
+
+
+POOL_SETTINGS = list(_pool_settings(Pool, "", set(_sections(Config))))
+
+
+@pytest.mark.parametrize("setting", POOL_SETTINGS)
+def test_every_setting_of_a_pool_is_documented(setting: str) -> None:
+    section, _, name = setting.rpartition(".")
+    row = re.search(rf"^\| `{section}` \|.*`{name}`", PAGES["pools.md"], re.MULTILINE) if section else None
+    assert f"`{setting}`" in PAGES["pools.md"] or row
+
+
+def test_no_setting_of_a_pool_is_documented_that_does_not_exist() -> None:
+    table = PAGES["pools.md"].split("| Setting |")[1].split("\n\n")[0]
+    documented = {
+        name for row in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE) for name in re.findall("`(.+?)`", row)
+    }
+    assert documented <= {*POOL_SETTINGS, *get_type_hints(Pool)}
+    assert "aggregate.tau" in documented
 
 
 def _options(top: argparse.ArgumentParser) -> Iterator[str]:
@@ -96,3 +135,9 @@ def test_the_example_of_a_configuration_is_a_right_one(tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
     file.write_text(_yaml_block("configuration.md"), encoding="utf-8")
     assert load_config(file, {}).cache.backend == "redis"
+
+
+def test_the_example_of_a_pool_is_a_right_one(tmp_path: Path) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text(_yaml_block("pools.md"), encoding="utf-8")
+    assert load_pool(file).expert_names == ("small", "medium", "large")

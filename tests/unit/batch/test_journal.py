@@ -1,0 +1,185 @@
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shell_router.batch.journal import Journal, Output, opened, read_outputs, write_whole
+from shell_router.errors import ConfigError
+from tests.fakes.filling_disk import FillingDisk
+
+FULL = Path("/dev/full")
+RUN = {"questions": "abc", "seed": 0, "experts": ("small", "large")}
+
+
+def output(number: int, error: str = "", role: str = "expert", model: str = "small") -> Output:
+    return Output(f"q{number}", role, model, f"Text {number}\nof two lines é", 0.5, 10, number, error)  # type: ignore[arg-type]
+
+
+def lines(folder: Path) -> list[bytes]:
+    return (folder / "outputs.jsonl").read_bytes().splitlines()
+
+
+def written(folder: Path, *outputs: Output) -> bytes:
+    with opened(folder, RUN) as journal:
+        for one in outputs:
+            journal.add(one)
+    return (folder / "outputs.jsonl").read_bytes()
+
+
+def test_what_was_written_is_there_again_when_the_run_goes_on(tmp_path: Path) -> None:
+    written(tmp_path / "new" / "run", output(1), output(2))
+    with opened(tmp_path / "new" / "run", RUN) as journal:
+        assert journal.get(output(1).key) == output(1)
+        assert journal.get(output(3).key) is None
+        assert not journal.lacks(output(2).key)
+        assert journal.lacks(output(3).key)
+    assert read_outputs(tmp_path / "new" / "run") == [output(1), output(2)]
+
+
+def test_an_output_is_on_disk_before_it_counts(tmp_path: Path) -> None:
+    with opened(tmp_path, RUN) as journal:
+        journal.add(output(1))
+        assert len(lines(tmp_path)) == 1
+
+
+def test_an_error_is_tried_again_and_the_last_output_counts(tmp_path: Path) -> None:
+    written(tmp_path, output(1, error="no"))
+    with opened(tmp_path, RUN) as journal:
+        assert journal.lacks(output(1).key)
+        journal.add(output(1))
+        assert not journal.lacks(output(1).key)
+    with opened(tmp_path, RUN) as journal:
+        assert journal.get(output(1).key) == output(1)
+
+
+def test_wherever_a_line_is_torn_only_its_output_is_lost(tmp_path: Path) -> None:
+    whole = written(tmp_path, output(1), output(2))
+    first = whole.index(b"\n") + 1
+    for end in range(first, len(whole)):
+        (tmp_path / "outputs.jsonl").write_bytes(whole[:end])
+        assert written(tmp_path, output(3)) == whole[:first] + orjson.dumps(output(3)) + b"\n"
+        assert read_outputs(tmp_path) == [output(1), output(3)]
+
+
+@pytest.mark.parametrize(
+    "broken", [b"{", b"", b"5", b"null", b"[]", b"{}", b'{"question": "q2"}', b"\x00" * 40, b"\xff"]
+)
+def test_a_line_in_the_middle_that_is_no_output_is_passed_over(tmp_path: Path, broken: bytes) -> None:
+    whole = written(tmp_path, output(1))
+    (tmp_path / "outputs.jsonl").write_bytes(broken + b"\n" + whole)
+    with opened(tmp_path, RUN) as journal:
+        assert not journal.lacks(output(1).key)
+    assert read_outputs(tmp_path) == [output(1)]
+
+
+def test_another_run_is_refused_with_the_names_of_what_differs(tmp_path: Path) -> None:
+    written(tmp_path, output(1))
+    other = {**RUN, "seed": 1, "experts": ("small",), "sampling": {"top_p": 1}}
+    with (
+        pytest.raises(ConfigError, match=r"holds a run with other seed, experts, sampling\. Name another"),
+        opened(tmp_path, other),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="with other seed"), opened(tmp_path, {**RUN, "seed": None}):
+        pass
+    with opened(tmp_path, dict(reversed(RUN.items()))) as journal:
+        assert not journal.lacks(output(1).key)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff"])
+def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"run\.json is not what a run writes"), opened(tmp_path, RUN):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/run: Not a directory\. Name another folder"):
+        written(tmp_path / "file" / "run")
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        written(tmp_path)
+
+
+def test_an_error_of_what_runs_is_not_taken_for_one_of_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError), opened(tmp_path, RUN):
+        raise ConnectionError("somewhere else")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
+def test_on_a_full_disk_the_error_says_what_to_do_and_the_output_does_not_count() -> None:
+    with FULL.open("ab", buffering=0) as full:
+        journal = Journal(FULL, full, [])
+        with pytest.raises(ConfigError, match=r"/dev/full: No space left on device\. Make room and run the same"):
+            journal.add(output(1))
+        assert journal.lacks(output(1).key)
+
+
+@given(st.integers(0, 400))
+@example(151)
+def test_wherever_a_disk_runs_full_the_next_output_is_not_glued_to_what_it_took(room: int) -> None:
+    disk = FillingDisk(room)
+    journal = Journal(Path("outputs.jsonl"), disk, [])
+    kept = [one for one in map(output, range(3)) if _added(journal, one)]
+    disk.room = 10_000
+    journal.add(output(8))
+    journal.add(output(9))
+    found = list(_outputs(disk.getvalue()))
+    last = [output(len(kept))]  # may be whole but for the end of its line, and is then read, too
+    assert found in ([*kept, output(8), output(9)], [*kept, *last, output(8), output(9)])
+    assert [one for one in map(output, range(3)) if not journal.lacks(one.key)] == kept
+
+
+def _added(journal: Journal, one: Output) -> bool:
+    try:
+        journal.add(one)
+    except ConfigError:
+        return False
+    return True
+
+
+def _outputs(content: bytes) -> Iterator[Output]:
+    for line in content.splitlines():
+        try:
+            yield Output(**orjson.loads(line))
+        except orjson.JSONDecodeError:
+            assert line in b"".join(orjson.dumps(output(number)) for number in range(3))
+
+
+def test_an_experts_late_answer_voids_what_the_aggregator_wrote_without_it(tmp_path: Path) -> None:
+    aggregated = [output(number, role="aggregator", model="large") for number in (1, 2)]
+    written(tmp_path, output(1, error="no"), output(2), *aggregated)
+    with opened(tmp_path, RUN) as journal:
+        assert not journal.lacks(aggregated[0].key)
+        journal.add(output(1, error="no"))
+        assert not journal.lacks(aggregated[0].key)
+        journal.add(output(1))
+        assert journal.lacks(aggregated[0].key)
+        assert not journal.lacks(aggregated[1].key)
+    with opened(tmp_path, RUN) as journal:
+        assert journal.lacks(aggregated[0].key)
+        assert not journal.lacks(aggregated[1].key)
+
+
+def test_a_folder_without_a_run_has_no_outputs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no run: No such file or directory\. Name a run's folder"):
+        read_outputs(tmp_path)
+
+
+def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    write_whole(file, b"one")
+    write_whole(file, b"two")
+    assert file.read_bytes() == b"two"
+    assert [one.name for one in tmp_path.iterdir()] == ["results.jsonl"]
+    with pytest.raises(ConfigError, match=r"absent/file: No such file or directory\. Make room"):
+        write_whole(tmp_path / "absent" / "file", b"")

@@ -1,0 +1,110 @@
+from pathlib import Path
+
+import pytest
+
+from shell_router.batch.settings import Sampling
+from shell_router.config.pool import load_pool
+from shell_router.errors import ConfigError
+
+SHIPPED = Path(__file__).parents[3] / "configs" / "pools" / "word-problems.yaml"
+POOL = """
+models:
+  small: {path: models/small}
+  large: {path: /models/large, system: Think twice., context_length: 4096}
+workers:
+  - embedded: {}
+  - pair: {prefill: "http://127.0.0.1:1", decode: "http://127.0.0.1:2", launch: {prefill_gpus: [0], decode_gpus: [1]}}
+aggregate: {model: large, tau: 0.67}
+profile: costs.yaml
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "pool.yaml"
+
+
+def test_the_shipped_pool_is_a_right_one() -> None:
+    pool = load_pool(SHIPPED)
+    assert pool.expert_names == ("small", "medium", "large")
+    assert pool.aggregate is not None
+    assert (pool.aggregate.tau, pool.aggregate.sampling.temperature) == (0.67, 0)
+
+
+def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(file: Path) -> None:
+    file.write_text(POOL + "embedder: {model: ./embedder}\nrecruit: {skills: runs/first}\n", encoding="utf-8")
+    pool = load_pool(file)
+    assert pool.models["small"].path == file.parent / "models" / "small"
+    assert pool.models["large"].path == Path("/models/large")
+    assert pool.profile == file.parent / "costs.yaml"
+    assert pool.recruit.skills == file.parent / "runs" / "first"
+    assert pool.embedder.model == str(file.parent / "embedder")
+    assert pool.expert_names == ("small", "large")
+    assert (pool.at_once, pool.capacity, pool.recruit.experts, pool.answers.kind) == (32, None, 3, "auto")
+    assert pool.sampling == Sampling(0.7, 0.95, 512)
+    assert pool.aggregate is not None
+    assert pool.aggregate.sampling == Sampling(0.0, 0.95, 512)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (("path: models/small", "system: x"), r":3: 'path' is missing"),
+        (("4096", "0"), r":4: context_length must be above 0, not 0"),
+        (("  - embedded: {}\n", ""), None),
+        (("  - embedded: {}", "  - {}"), r":6: a worker is embedded or a pair, and not both\. Write `embedded: \{\}`"),
+        ((", launch: {prefill_gpus: [0], decode_gpus: [1]}", ""), r":7: a worker's pair is started .*`launch: \{\}`"),
+        (("model: large", "model: big"), r":2: aggregate names 'big', none of the models"),
+        (("tau: 0.67", "tau: 0"), r":8: tau must be above 0, not 0\. 1 means all experts"),
+        (("tau: 0.67", "confidence: guess"), r":8: 'guess' is not known\. Choose plurality or probability"),
+        (("tau: 0.67", "sampling: {top_p: 0}"), r":8: top_p must be above 0 and at most 1, not 0"),
+        (("profile:", "capacity: 0\nprofile:"), "capacity must be above 0, not 0"),
+        (("profile:", "at_once: 0\nprofile:"), "at_once must be above 0, not 0"),
+        (("profile:", "experts: [tiny]\nprofile:"), "experts names 'tiny', which is none of the models"),
+        (("profile:", "experts: [small, small]\nprofile:"), "experts names a model twice"),
+        (("profile:", "recruit: {experts: 0}\nprofile:"), r":9: experts must be at least 1, not 0"),
+        (("profile:", "sampling: {temperature: -1}\nprofile:"), r":9: temperature must be at least 0, not -1"),
+        (("profile:", "sampling: {max_new_tokens: 0}\nprofile:"), r":9: max_new_tokens must be above 0, not 0"),
+        (("profile:", "answers: {kind: guess}\nprofile:"), r":9: 'guess' is not known\. Choose auto or exact"),
+        (("profile:", "answers: {pattern: '('}\nprofile:"), r":9: pattern is no regular expression"),
+        (("profile:", "profil:"), r":9: unknown setting 'profil'\. Did you mean 'profile'\?"),
+        (("profile:", "limits: {engine_start_s: 0}\nprofile:"), r":9: engine_start_s must be above 0"),
+    ],
+)
+def test_a_bad_setting_is_told_by_name_and_line(file: Path, change: tuple[str, str], complaint: str | None) -> None:
+    changed = POOL.lstrip("\n").replace(*change)
+    assert changed != POOL.lstrip("\n")
+    file.write_text("# pool\n" + changed, encoding="utf-8")
+    if complaint is None:
+        assert len(load_pool(file).workers) == 1
+        return
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        load_pool(file)
+    assert str(refused.value).startswith(f"{file}:")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("models: {}\nworkers: [embedded: {}]", "models is empty"),
+        ("models: {a: {path: a}}\nworkers: []", "workers is empty"),
+        ("models: {a: {path: a}}", "'workers' is missing"),
+        ("", "the file is empty"),
+    ],
+)
+def test_a_pool_of_nothing_is_refused(file: Path, content: str, complaint: str) -> None:
+    file.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=complaint):
+        load_pool(file)
+
+
+def test_another_tau_takes_the_place_of_the_pools(file: Path) -> None:
+    file.write_text(POOL, encoding="utf-8")
+    pool = load_pool(file)
+    changed = pool.with_tau(2.0)
+    assert changed.aggregate is not None
+    assert changed.aggregate.tau == 2.0
+    assert pool.with_tau(None) is pool
+    file.write_text(POOL.replace("aggregate:", "# aggregate:"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="the pool has no aggregator that tau could spare"):
+        load_pool(file).with_tau(1.0)

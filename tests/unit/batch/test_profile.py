@@ -1,0 +1,142 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shell_router.batch.answering import Prompt
+from shell_router.batch.cost import SessionRun
+from shell_router.batch.profile import ModelProfile, PoolProfile, profile_of
+from shell_router.batch.profiling import profiled
+from shell_router.batch.settings import Sampling
+from shell_router.config.read import read_file
+from shell_router.engines.scripted import Script
+from shell_router.errors import ConfigError, EngineError, EngineRejected
+from tests.fakes.scripted_workers import ScriptedWorkers
+from tests.fakes.stepped_timers import SteppedTimers
+
+RUNS = (SessionRun(2, 100.0, 150.0, 3.0), SessionRun(8, 90.0, 160.0, 9.0), SessionRun(32, 110.0, 170.0, 33.0))
+MODEL = ModelProfile(12.5, 100.0, 200.0, 1.5, 0.02, 0.0000123, 0.07, RUNS)
+
+
+def prompts(number: int) -> list[Prompt]:
+    return [
+        Prompt(str(n), "expert", "a", [{"role": "user", "content": f"Q{n}"}], Sampling().params(0))
+        for n in range(number)
+    ]
+
+
+def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "costs.yaml"
+    for profile in (PoolProfile({"a": MODEL, "7": profile_of(RUNS[:2], 1.0)}, MODEL), PoolProfile({"a": MODEL})):
+        file.write_text(yaml.safe_dump(profile.as_plain(), sort_keys=False), encoding="utf-8")
+        found, _ = read_file(file, PoolProfile)
+        assert found.models["a"] == MODEL
+        assert found.aggregator == profile.aggregator
+        assert found.models.keys() == profile.models.keys()
+
+
+def test_a_fast_models_seconds_per_token_are_kept_to_a_thousandth() -> None:
+    fast = ModelProfile(1.0, 100.0, 200.0, 0.1, 1.23456e-5, 6.54321e-6)
+    kept = PoolProfile({"a": fast}).as_plain()["models"]["a"]
+    assert kept["token_s"] == pytest.approx(fast.token_s, rel=1e-3)
+    assert kept["step_s"] == pytest.approx(fast.step_s, rel=1e-3)
+
+
+def test_a_cost_is_what_the_curve_says_of_the_mean_and_the_longest_output() -> None:
+    cost = PoolProfile({"a": MODEL}).cost("a", 50)
+    assert (cost.name, cost.prompts, cost.load_s) == ("a", 50, 12.5)
+    assert cost.fixed_s == pytest.approx(1.5 + 200 * 0.02)
+    assert cost.per_prompt_s == pytest.approx(100 * 0.0000123)
+    with pytest.raises(ConfigError, match=r"The profile has no model 'b'\. Run shell-router batch profile again"):
+        PoolProfile({"a": MODEL}).cost("b", 1)
+
+
+def test_tokens_are_averaged_over_prompts_and_not_over_sessions() -> None:
+    found = profile_of(RUNS, 4.0)
+    assert found.mean_tokens == pytest.approx((2 * 100 + 8 * 90 + 32 * 110) / 42)
+    assert found.max_tokens == 170
+    assert found.load_s == 4.0
+    assert found.held_out_error is not None
+    assert profile_of(RUNS[:2], 4.0).held_out_error is None
+
+
+class Timed:
+    """Two workers on which a load takes 6 s, and every piece of an answer steps the clock by 1 s."""
+
+    def __init__(self, says: str = "one two three") -> None:
+        self.timers = SteppedTimers()
+        self.workers = ScriptedWorkers(lambda *_: Script(says), pace=self._pace, load=self._load)
+
+    async def _pace(self, _rid: str, _piece: int) -> None:
+        await asyncio.sleep(0)
+        self.timers.step(1.0)
+
+    async def _load(self, worker: int, _model: str) -> None:
+        for _ in range(50 * (worker == 0)):  # long enough for the other to run a session, if it did not wait
+            await asyncio.sleep(0)
+        self.timers.step(6.0 * (worker == 0))
+
+
+async def test_each_worker_runs_each_size_and_no_prompt_is_asked_twice() -> None:
+    timed = Timed()
+    found, outputs = await profiled("a", prompts(20), (2, 4), timed.workers, 2, 2, timed.timers.clock)
+    assert sorted(one.prompts for one in found.runs) == [2, 2, 4, 4]
+    assert sorted(text for _, text in timed.workers.asked) == sorted(f"Q{n}" for n in range(12))
+    assert sorted(int(one.question) for one in outputs) == list(range(12))
+    assert sorted(timed.workers.loads) == [(0, "a"), (1, "a")]
+    assert timed.workers.most_running == 2
+    assert not timed.workers.open
+    assert (found.mean_tokens, found.max_tokens) == (3, 3)
+
+
+async def test_all_workers_begin_a_size_together_when_all_have_loaded() -> None:
+    timed = Timed()
+    found, _ = await profiled("a", prompts(6), (1, 2), timed.workers, 2, 1, timed.timers.clock)
+    by_size = {size: [one.seconds for one in found.runs if one.prompts == size] for size in (1, 2)}
+    # both are busy at the same time: each sees the clock that the other steps, too
+    assert sum(by_size[1]) >= 2 * 1 + 1
+    assert max(by_size[1]) <= 2
+    assert max(by_size[2]) <= 4
+    assert timed.timers.now_s == 6 + 2 + 4
+
+
+async def test_loads_are_timed_apart_from_sessions() -> None:
+    timed = Timed()
+    found, _ = await profiled("a", prompts(3), (1, 2), timed.workers, 1, 1, timed.timers.clock)
+    assert found.load_s == 6
+    assert [one.seconds for one in found.runs] == [1, 2]
+
+
+@pytest.mark.parametrize("sizes", [(), (4,), (4, 4), (0, 4), (-1, 4)])
+async def test_sizes_that_tell_no_cost_are_refused_before_anything_is_loaded(sizes: tuple[int, ...]) -> None:
+    timed = Timed()
+    with pytest.raises(ConfigError, match="needs sessions of two sizes or more"):
+        await profiled("a", prompts(99), sizes, timed.workers, 2, 2, timed.timers.clock)
+    assert not timed.workers.loads
+
+
+async def test_too_few_prompts_are_refused_with_how_many_are_needed() -> None:
+    timed = Timed()
+    with pytest.raises(ConfigError, match="of 2, 4 prompts on 2 workers need 12 questions, and there are 11"):
+        await profiled("a", prompts(11), (2, 4), timed.workers, 2, 2, timed.timers.clock)
+    assert not timed.workers.loads
+
+
+async def test_a_model_that_does_not_load_on_one_worker_is_told_as_it_is_and_the_other_waits_for_nothing() -> None:
+    timed = Timed()
+    timed.workers.unloadable = lambda worker, _: worker == 1
+    with pytest.raises(EngineError, match="a did not load on worker 1"):
+        await profiled("a", prompts(12), (2, 4), timed.workers, 2, 2, timed.timers.clock)
+    assert not timed.workers.open
+
+
+@pytest.mark.parametrize("status", [400, 503])
+async def test_a_prompt_that_is_not_answered_ends_the_profile_with_its_error(status: int) -> None:
+    timed = Timed()
+    timed.workers.says = lambda _, text: (
+        Script("", error=EngineRejected("not this one", status=status)) if text == "Q3" else Script("yes")
+    )
+    with pytest.raises(EngineError, match="not this one"):
+        await profiled("a", prompts(12), (2, 4), timed.workers, 2, 2, timed.timers.clock)
+    assert not timed.workers.open

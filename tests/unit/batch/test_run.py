@@ -1,0 +1,362 @@
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shell_router.batch.asking import Batch
+from shell_router.batch.baselines import longest_first
+from shell_router.batch.extract import extractor
+from shell_router.batch.journal import Journal, Output, opened
+from shell_router.batch.plan import Plan, Workload
+from shell_router.batch.profile import ModelProfile, PoolProfile
+from shell_router.batch.questions import Question, Refused
+from shell_router.batch.results import Result, as_lines, results_of
+from shell_router.batch.run import Follow, Rig, Stage, run_batch
+from shell_router.batch.sessions import Sessions
+from shell_router.batch.settings import Aggregating, Answers, Sampling
+from shell_router.engines.scripted import Script
+from shell_router.errors import ConfigError, EngineRejected
+from tests.fakes.filling_disk import FillingDisk
+from tests.fakes.gates import Hold
+from tests.fakes.scripted_workers import ScriptedWorkers
+from tests.fakes.stepped_timers import SteppedTimers
+from tests.fakes.words import WordTokenizer
+
+COST = ModelProfile(5.0, 10.0, 20.0, 1.0, 0.01, 0.02)
+PROFILE = PoolProfile(dict.fromkeys("abc", COST), COST)
+EXPERTS = ("a", "b", "c")
+DEPENDS_ON = {"questions": "some"}
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+def saying(answers: Mapping[str, str]) -> Callable[[str, str], Script]:
+    """Models that answer what stands under model and question, as in "a1"; an aggregator's under "!1"."""
+
+    def says(model: str, text: str) -> Script:
+        aggregates = text.startswith("Several assistants")
+        number = text.rsplit("Question:\n", maxsplit=1)[-1][1] if aggregates else text[1]
+        said = answers.get(("!" if aggregates else model) + number, "1")
+        return Script("", error=EngineRejected(said, status=400)) if said == "refused" else Script(f"Answer: {said}.")
+
+    return says
+
+
+def batch(questions: int = 3, tau: float | None = 1.0, **fields: object) -> Batch:
+    """Questions `Q0?`, `Q1?` and so on, all answered by a, b and c, whose right answer is 1."""
+    asked = [Question(str(n), f"Q{n}?", answer="1", line=n + 1) for n in range(questions)]
+    made = Batch(
+        asked,
+        {one.id: EXPERTS for one in asked},
+        Sampling(),
+        None if tau is None else Aggregating("b", tau),
+        extractor(Answers()),
+        {},
+    )
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+@dataclass
+class Started:
+    """What a start of a run was seen to do."""
+
+    workers: ScriptedWorkers = field(default_factory=ScriptedWorkers)
+    places: int = 2
+    kill_after: float = float("inf")
+    outputs: list[Output] = field(default_factory=list)
+    stages: Sequence[Stage] = ()
+    told: list[Stage] = field(default_factory=list)
+
+    def _output(self, output: Output) -> None:
+        self.outputs.append(output)
+        if len(self.outputs) >= self.kill_after:
+            raise Killed
+
+    def _stage(self, stage: Stage, _sessions: Sessions) -> None:
+        self.told.append(stage)
+
+    async def run(self, batch: Batch, folder: Path, refused: Sequence[Refused] = ()) -> list[Result]:
+        """Run what the folder lacks; the results."""
+        with opened(folder, DEPENDS_ON) as journal:
+            await self.on(batch, journal)
+            return results_of(batch, refused, journal.get)
+
+    async def on(self, batch: Batch, journal: Journal, profile: PoolProfile = PROFILE) -> None:
+        if self.kill_after <= 0:
+            raise Killed
+        rig = Rig(self.workers, self.places, 3, 2, profile, SteppedTimers().clock)
+        follow = Follow(self._stage, self._output, lambda _line: None)
+        async with asyncio.timeout(20):
+            self.stages = await run_batch(batch, rig, journal, longest_first, follow)
+        assert not self.workers.open
+
+
+async def outcome(answers: Mapping[str, str], folder: Path, asked: Batch | None = None) -> tuple[Started, list[Result]]:
+    """A whole run in one go."""
+    started = Started(ScriptedWorkers(saying(answers)))
+    return started, await started.run(asked or batch(), folder)
+
+
+def drafts(started: Started) -> list[str]:
+    """What the aggregator was asked."""
+    return sorted(text for _, text in started.workers.asked if text.startswith("Several"))
+
+
+async def test_every_expert_is_asked_once_and_the_aggregator_where_they_do_not_agree(tmp_path: Path) -> None:
+    started, results = await outcome({"a1": "2", "!1": "7"}, tmp_path)
+    asked = sorted((one.question, one.role, one.model) for one in started.outputs)
+    wanted = [(str(n), "expert", model) for n in range(3) for model in EXPERTS]
+    assert asked == sorted([*wanted, ("1", "aggregator", "b")])
+    assert [(one.by, one.answer, one.right, one.confidence) for one in results] == [
+        ("experts", "1", True, 1.0),
+        ("aggregator", "7", False, pytest.approx(2 / 3)),
+        ("experts", "1", True, 1.0),
+    ]
+    assert [(stage.role, sum(one.prompts for one in stage.sessions)) for stage in started.stages] == [
+        ("expert", 9),
+        ("aggregator", 1),
+    ]
+    assert [stage.plan for stage in started.told] == [stage.plan for stage in started.stages]
+
+
+async def test_an_output_tells_how_sure_its_model_was_and_how_much_it_read_and_wrote(tmp_path: Path) -> None:
+    started, (result,) = await outcome({}, tmp_path, batch(1))
+    one, wrote = started.outputs[0], len(WordTokenizer().encode("Answer: 1."))
+    assert (one.text, one.completion_tokens) == ("Answer: 1.", wrote)
+    assert one.prompt_tokens == len(WordTokenizer().encode("<user>Q0?<assistant>"))
+    assert one.confidence == pytest.approx(math.exp(-0.1))
+    assert [opinion.tokens for opinion in result.experts] == [wrote] * 3
+
+
+async def test_the_aggregator_reads_the_drafts_in_the_order_of_the_experts(tmp_path: Path) -> None:
+    started, _ = await outcome({"a0": "2", "c0": "3"}, tmp_path, batch(1))
+    (read,) = drafts(started)
+    assert "Question:\nQ0?\n\nDraft 1:\nAnswer: 2.\n\nDraft 2:\nAnswer: 1.\n\nDraft 3:\nAnswer: 3.\n\nNow" in read
+
+
+async def test_an_expert_that_failed_counts_but_is_not_read(tmp_path: Path) -> None:
+    started, (result,) = await outcome({"a0": "refused", "!0": "5"}, tmp_path, batch(1))
+    (read,) = drafts(started)
+    assert "Draft 1:\nAnswer: 1.\n\nDraft 2:\nAnswer: 1.\n\nNow" in read
+    assert (result.by, result.answer) == ("aggregator", "5")
+    assert result.confidence == pytest.approx(2 / 3)
+    assert result.error == "a: refused"
+    assert [(one.model, one.answer, one.right, one.error) for one in result.experts] == [
+        ("a", None, None, "refused"),
+        ("b", "1", True, ""),
+        ("c", "1", True, ""),
+    ]
+
+
+async def test_where_the_aggregator_fails_the_plurality_stands_and_the_result_says_so(tmp_path: Path) -> None:
+    _, (result,) = await outcome({"a0": "2", "!0": "refused"}, tmp_path, batch(1))
+    assert (result.by, result.answer, result.winner) == ("experts", "1", 2)
+    assert result.error == "The aggregator did not answer: refused"
+
+
+async def test_where_no_expert_answers_nobody_is_asked_further(tmp_path: Path) -> None:
+    started, (result,) = await outcome(dict.fromkeys(("a0", "b0", "c0"), "refused"), tmp_path, batch(1))
+    assert not drafts(started)
+    assert (result.by, result.text, result.answer, result.winner, result.right) == ("nobody", "", None, None, False)
+    assert result.error == "a: refused b: refused c: refused"
+
+
+async def test_drafts_without_an_answer_go_to_the_aggregator_or_the_last_stands(tmp_path: Path) -> None:
+    silent = dict.fromkeys(("a0", "b0"), "") | {"c0": "refused"}
+    started, (result,) = await outcome({**silent, "!0": "5"}, tmp_path / "with", batch(1))
+    assert len(drafts(started)) == 1
+    assert (result.by, result.answer, result.confidence) == ("aggregator", "5", 0.0)
+    _, (alone,) = await outcome(silent, tmp_path / "without", batch(1, tau=None))
+    assert (alone.by, alone.text, alone.answer, alone.winner) == ("experts", "Answer: .", None, None)
+
+
+async def test_without_an_aggregator_the_plurality_answers(tmp_path: Path) -> None:
+    started, results = await outcome({"a0": "2", "b0": "2", "c1": "3", "a1": "2"}, tmp_path, batch(2, tau=None))
+    assert [(one.by, one.answer, one.error) for one in results] == [("experts", "2", ""), ("experts", "3", "")]
+    assert [stage.role for stage in started.stages] == ["expert"]
+
+
+async def test_refused_lines_stand_among_the_results_in_the_order_of_the_file(tmp_path: Path) -> None:
+    questions = [Question("x", "Q0?", line=2), Question("y", "Q1?", line=4)]
+    asked = replace(batch(), questions=questions, experts={"x": ("a",), "y": ("c", "b")})
+    refused = [Refused(5, None, "bad"), Refused(1, "r", "worse")]
+    results = await Started(ScriptedWorkers(saying({}))).run(asked, tmp_path, refused)
+    assert [(one.line, one.id, one.by, one.error) for one in results] == [
+        (1, "r", "nobody", "worse"),
+        (2, "x", "experts", ""),
+        (4, "y", "experts", ""),
+        (5, None, "nobody", "bad"),
+    ]
+    assert [[one.model for one in result.experts] for result in results] == [[], ["a"], ["c", "b"], []]
+    assert [one.right for one in results] == [None] * 4
+
+
+async def test_models_are_told_their_system_prompt_and_draw_by_seeds_of_their_own(tmp_path: Path) -> None:
+    one, other = (batch(2, systems={"b": "Think."}, seed=seed) for seed in (0, 1))
+    assert [[m["role"] for m in p.messages] for p in one.expert_prompts()[:2]] == [["user"], ["system", "user"]]
+    seeds = [prompt.sampling["sampling_seed"] for made in (one, other) for prompt in made.expert_prompts()]
+    assert len(set(seeds)) == 12
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    again = [prompt.sampling["sampling_seed"] for prompt in one.expert_prompts()]
+    assert again == seeds[:6]
+
+
+async def test_a_finished_run_asks_nothing_again(tmp_path: Path) -> None:
+    _, first = await outcome({"a1": "2"}, tmp_path)
+    again = Started(ScriptedWorkers(saying({})))
+    assert await again.run(batch(), tmp_path) == first
+    assert not again.workers.loads
+
+
+async def test_another_tau_asks_only_what_is_missing(tmp_path: Path) -> None:
+    answers = {"a1": "2", "a2": "2", "b2": "3", "!0": "8", "!1": "8", "!2": "8"}
+    asked = []
+    for tau in (0.67, 1.0, 2.0, 0.67):
+        started, results = await outcome(answers, tmp_path, batch(tau=tau))
+        asked.append([(one.question, one.role) for one in started.outputs if one.role == "aggregator"])
+    assert asked == [[("2", "aggregator")], [("1", "aggregator")], [("0", "aggregator")], []]
+    assert [one.by for one in results] == ["experts", "experts", "aggregator"]
+
+
+async def test_what_failed_is_tried_again_and_the_aggregator_reads_what_comes_of_it(tmp_path: Path) -> None:
+    await outcome({"a0": "refused", "b0": "2"}, tmp_path, batch(1))
+    started, (result,) = await outcome({"a0": "3", "b0": "2", "!0": "9"}, tmp_path, batch(1))
+    assert [(one.role, one.model) for one in started.outputs] == [("expert", "a"), ("aggregator", "b")]
+    assert "Draft 1:\nAnswer: 3." in drafts(started)[0]
+    assert (result.by, result.answer, result.error) == ("aggregator", "9", "")
+
+
+def answered_somehow(seed: int) -> Callable[[str, str], Script]:
+    """Each model answers one of three things, or is refused, as its text and the seed decide."""
+
+    def says(model: str, text: str) -> Script:
+        drawn = sha256(f"{seed} {model} {text}".encode()).digest()[0] % 7
+        return (
+            Script("", error=EngineRejected("not this", status=400)) if drawn == 6 else Script(f"Answer: {drawn % 3}.")
+        )
+
+    return says
+
+
+async def whole_run(folder: Path, says: Callable[[str, str], Script], asked: Batch, kill_after: float) -> list[Result]:
+    return await Started(ScriptedWorkers(says), kill_after=kill_after).run(asked, folder)
+
+
+@given(
+    st.integers(0, 1000),
+    st.sampled_from((None, 0.67, 1.0, 2.0)),
+    st.lists(st.tuples(st.integers(0, 9), st.binary(max_size=9)), max_size=5),
+)
+@settings(deadline=None, max_examples=60)
+def test_however_often_it_is_killed_the_results_are_those_of_one_go(
+    seed: int, tau: float | None, kills: list[tuple[int, bytes]]
+) -> None:
+    says, asked = answered_somehow(seed), batch(4, tau)
+    with TemporaryDirectory() as one, TemporaryDirectory() as other:
+        expected = as_lines(asyncio.run(whole_run(Path(one), says, asked, float("inf"))))
+        for outputs, torn in kills:
+            _killed(Path(other), says, asked, outputs, torn)
+        assert as_lines(asyncio.run(whole_run(Path(other), says, asked, float("inf")))) == expected
+
+
+def _killed(folder: Path, says: Callable[[str, str], Script], asked: Batch, outputs: int, torn: bytes) -> None:
+    """End a run after so many outputs, in the middle of the next line."""
+    try:
+        asyncio.run(whole_run(folder, says, asked, outputs))
+    except* Killed:
+        pass
+    with (folder / "outputs.jsonl").open("ab") as file:
+        file.write(torn.replace(b"\n", b""))
+
+
+async def test_killed_after_each_number_of_outputs_it_goes_on_to_the_same_results(tmp_path: Path) -> None:
+    answers = {"a1": "2", "c2": "4", "b3": "refused", "!1": "7"}
+    whole, expected = await outcome(answers, tmp_path / "one", batch(4))
+    lines = (tmp_path / "one" / "outputs.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) == len(whole.outputs) == 12 + 3
+    for number in range(len(lines) + 1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "outputs.jsonl").write_bytes(b"".join(lines[:number]) + b'{"question": "to')
+        started, results = await outcome(answers, folder, batch(4))
+        assert as_lines(results) == as_lines(expected)
+        answered = {one.key for one in whole.outputs[:number] if not one.error}
+        assert not answered & {one.key for one in started.outputs}
+
+
+@pytest.mark.parametrize("room", [0, 1, 150, 200, 400, 500])
+async def test_a_journal_that_cannot_write_ends_the_run_with_its_error_as_it_is(room: int) -> None:
+    started, disk = Started(ScriptedWorkers(saying({"a0": "2"}))), FillingDisk(room)
+    with pytest.raises(ConfigError, match=r"outputs\.jsonl: No space left on device\. Make room and run the same"):
+        await started.on(batch(1), Journal(Path("outputs.jsonl"), disk, []))
+    assert not started.workers.open
+    assert len(asyncio.all_tasks()) == 1
+    assert disk.getvalue().count(b"\n") == len(started.outputs) < 4
+
+
+async def test_cancelled_at_any_moment_a_batch_leaves_nothing_open_and_goes_on(tmp_path: Path) -> None:
+    answers = {"a0": "2", "b1": "refused"}
+    for turns in count():
+        started = Started(ScriptedWorkers(saying(answers)))
+        task = asyncio.create_task(started.run(batch(2), tmp_path / str(turns)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if task.done():
+            break
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not started.workers.open
+        assert len(asyncio.all_tasks()) == 1
+        _, results = await outcome(answers, tmp_path / str(turns), batch(2))
+        assert [one.by for one in results] == ["aggregator", "aggregator"]
+    assert turns > 10
+
+
+async def test_a_model_without_a_profile_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    started = Started()
+    with opened(tmp_path, DEPENDS_ON) as journal:
+        with pytest.raises(ConfigError, match="The profile has no model 'c'"):
+            await started.on(batch(), journal, PoolProfile({"a": COST, "b": COST}, COST))
+        assert not started.workers.loads
+        with pytest.raises(ConfigError, match="The profile has no aggregator"):
+            await started.on(batch(tau=2.0), journal, PoolProfile(PROFILE.models))
+
+
+async def test_no_two_models_are_held_by_a_worker_between_the_stages(tmp_path: Path) -> None:
+    hold = Hold(first=0)
+    started = Started(ScriptedWorkers(saying({"a0": "2"}), pace=hold.pace), places=1)
+    running = asyncio.create_task(started.run(batch(1), tmp_path))
+    await hold.until_waiting()
+    assert list(started.workers.open) == [0]
+    hold.release()
+    await running
+    assert [model for _, model in started.workers.loads[-1:]] == ["b"]
+
+
+def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
+    planned: list[Workload] = []
+
+    def planner(workload: Workload) -> Plan:
+        planned.append(workload)
+        return longest_first(workload)
+
+    async def ran() -> None:
+        with opened(tmp_path, DEPENDS_ON) as journal:
+            for number in range(2):
+                journal.add(Output(str(number), "expert", "a", "Answer: 1."))
+            rig = Rig(ScriptedWorkers(saying({})), 2, 3, 2, PROFILE, SteppedTimers().clock)
+            await run_batch(batch(), rig, journal, planner, Follow(lambda *_: None, lambda _: None, lambda _: None))
+
+    asyncio.run(ran())
+    assert [{one.name: one.prompts for one in work.experts} for work in planned] == [{"a": 1, "b": 3, "c": 3}, {}]

@@ -1,0 +1,382 @@
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shell_router.batch.answering import Prompt
+from shell_router.batch.journal import Output
+from shell_router.batch.plan import Expert, Plan, Session, Workload, sessions_of
+from shell_router.batch.sessions import Sessions, Watch
+from shell_router.batch.settings import Sampling
+from shell_router.engines.scripted import Script
+from shell_router.errors import ConfigError, EngineRejected, EngineUnreachable, PromptTooLong, ShellRouterError
+from tests.fakes.gates import Hold
+from tests.fakes.scripted_workers import ScriptedWorkers, echo
+from tests.fakes.stepped_timers import SteppedTimers
+
+Shares = Sequence[Mapping[str, int]]
+
+
+def prompt(model: str, number: int) -> Prompt:
+    messages = [{"role": "user", "content": f"{model}{number}"}]
+    return Prompt(f"q{number}", "expert", model, messages, Sampling().params(0))
+
+
+def cost(model: str, prompts: int) -> Expert:
+    return Expert(model, prompts, load_s=10.0, per_prompt_s=1.0)
+
+
+@dataclass
+class Run:
+    """A plan that gives every worker its share, and what came of it."""
+
+    workers: ScriptedWorkers
+    shares: Shares
+    at_once: int = 4
+    refuse: Callable[[Output], None] | None = None
+    outputs: list[Output] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    left_s: list[float] = field(default_factory=list)
+    timers: SteppedTimers = field(default_factory=SteppedTimers)
+
+    def __post_init__(self) -> None:
+        asked = sum((Counter(dict(share)) for share in self.shares), Counter[str]())
+        experts = [cost(model, prompts) for model, prompts in asked.items()]
+        self.prompts = {expert.name: [prompt(expert.name, n) for n in range(expert.prompts)] for expert in experts}
+        work = Workload(tuple(experts), len(self.shares), max(1, len(experts)))
+        self.plan = Plan("by hand", sessions_of(work, self.shares), 0.0)
+        watch = Watch(self._output, self.sessions.append, self.told.append)
+        self.running = Sessions(
+            experts, self.prompts, self.workers, watch, at_once=self.at_once, clock=self.timers.clock
+        )
+
+    def _output(self, output: Output) -> None:
+        if self.refuse:
+            self.refuse(output)
+        self.outputs.append(output)
+        self.left_s.append(self.running.left_s)
+
+    async def done(self) -> "Run":
+        async with asyncio.timeout(20):
+            await self.running.run(self.plan, len(self.shares))
+        return self
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """The errors, by model and question."""
+        return {f"{one.model} {one.question}": one.error for one in self.outputs if one.error}
+
+    @property
+    def wanted(self) -> Counter[tuple[str, str, str]]:
+        return Counter(one.key for prompts in self.prompts.values() for one in prompts)
+
+    def require_each_once(self) -> None:
+        """Every prompt has one output, and nothing is left open."""
+        assert Counter(output.key for output in self.outputs) == self.wanted
+        assert not self.workers.open
+        assert self.running.left_s == 0
+
+
+@st.composite
+def troubles(draw: st.DrawFn) -> tuple[Shares, set[tuple[int, str]], set[str], set[str], int]:
+    """Shares of at most three workers, where which model does not load, which prompts kill, which fail for a while."""
+    models = draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True))
+    share = st.dictionaries(st.sampled_from(models), st.integers(1, 6), max_size=len(models))
+    shares = draw(st.lists(share, min_size=1, max_size=3))
+    places = st.tuples(st.integers(0, len(shares) - 1), st.sampled_from(models))
+    killers = {f"{model}{draw(st.integers(0, 6))}" for model in models if draw(st.booleans())}
+    texts = st.builds("{}{}".format, st.sampled_from(models), st.integers(0, 9))
+    passing = {text for text in draw(st.sets(texts, max_size=4)) if text[0] not in {killer[0] for killer in killers}}
+    return shares, draw(st.sets(places, max_size=4)), killers, passing, draw(st.integers(1, 4))
+
+
+@given(troubles())
+@settings(deadline=None, max_examples=300)
+def test_whatever_fails_every_prompt_has_one_output_and_only_what_cannot_be_answered_an_error(
+    trouble: tuple[Shares, set[tuple[int, str]], set[str], set[str], int],
+) -> None:
+    shares, unloadable, killers, passing, at_once = trouble
+    tried: Counter[str] = Counter()
+
+    def says(model: str, text: str) -> Script:
+        tried[text] += 1
+        failing = text in passing and tried[text] == 1
+        return Script("no", error=EngineUnreachable("for a moment")) if failing else echo(model, text)
+
+    workers = ScriptedWorkers(says, lambda *place: place in unloadable, lambda _, text: text in killers)
+    run = Run(workers, shares, at_once)
+    asyncio.run(run.done())
+    run.require_each_once()
+    everywhere = {model for model in run.prompts if all((n, model) in unloadable for n in range(len(shares)))}
+    failed = {output.model + output.question[1:] for output in run.outputs if output.error}
+    asked = {output.model + output.question[1:] for output in run.outputs}
+    lost = {text for text in asked if text[0] in everywhere} | (killers & asked)
+    assert lost <= failed <= lost | passing
+    assert workers.most_running <= at_once
+
+
+async def test_each_worker_loads_what_the_plan_says_in_its_order() -> None:
+    run = await Run(ScriptedWorkers(), [{"a": 3, "b": 1}, {"b": 2}]).done()
+    run.require_each_once()
+    assert [model for worker, model in run.workers.loads if worker == 0] == ["a", "b"]
+    assert [model for worker, model in run.workers.loads if worker == 1] == ["b"]
+    assert {output.text for output in run.outputs if output.model == "b"} == {f"b heard b{n}" for n in range(3)}
+    assert sorted((one.worker, one.expert, one.prompts) for one in run.sessions) == [
+        (0, "a", 3),
+        (0, "b", 1),
+        (1, "b", 2),
+    ]
+
+
+async def test_a_worker_that_cannot_load_hands_its_share_to_all_others() -> None:
+    run = Run(ScriptedWorkers(unloadable=lambda worker, _: worker == 0), [{"a": 60}, {}, {}])
+    await run.done()
+    run.require_each_once()
+    assert not run.errors
+    assert sorted((one.worker, one.prompts) for one in run.sessions) == [(1, 30), (2, 30)]
+
+
+async def test_what_is_handed_on_is_loaded_together_with_what_waits_for_the_same_model() -> None:
+    hold = Hold()
+    workers = ScriptedWorkers(unloadable=lambda worker, _: worker == 0, pace=hold.pace)
+    run = Run(workers, [{"a": 2}, {"b": 9, "a": 2}])
+    running = asyncio.create_task(run.done())
+    await hold.until_waiting()  # worker 1 answers b; worker 0 has failed by then
+    hold.release()
+    await running
+    run.require_each_once()
+    assert workers.loads == [(0, "a"), (1, "b"), (1, "a")]
+
+
+async def test_of_an_engine_that_dies_only_what_it_had_not_answered_is_asked_again() -> None:
+    killed: list[str] = []
+
+    def kills(_model: str, text: str) -> bool:
+        killed.extend([text] if text == "a5" and not killed else [])
+        return text == "a5" and len(killed) == 1 and workers.asked.count(("a", "a5")) == 1
+
+    workers = ScriptedWorkers(kills=kills)
+    run = await Run(workers, [{"a": 8}, {}], at_once=1).done()
+    run.require_each_once()
+    assert not run.errors
+    assert workers.loads == [(0, "a"), (1, "a")]
+    assert [(one.worker, one.prompts) for one in run.sessions] == [(0, 5), (1, 3)]
+    answered_by_the_first = {f"a{n}" for n in range(5)}
+    assert all(times == 1 for (_, text), times in Counter(workers.asked).items() if text in answered_by_the_first)
+
+
+async def test_one_that_a_living_engine_fails_is_asked_again_in_the_same_session() -> None:
+    def says(model: str, text: str) -> Script:
+        first = workers.asked.count((model, text)) == 1
+        return Script("no", error=EngineRejected("busy", status=503)) if text == "a1" and first else echo(model, text)
+
+    workers = ScriptedWorkers(says)
+    run = await Run(workers, [{"a": 3}]).done()
+    run.require_each_once()
+    assert not run.errors
+    assert workers.loads == [(0, "a")]
+
+
+async def test_a_model_that_loads_nowhere_is_given_up_and_the_rest_is_answered() -> None:
+    run = await Run(ScriptedWorkers(unloadable=lambda _, model: model == "a"), [{"a": 4, "b": 1}, {"b": 3}]).done()
+    run.require_each_once()
+    assert len(run.errors) == 4
+    assert all("a did not load on worker" in error for error in run.errors.values())
+
+
+async def test_a_model_is_given_up_after_three_workers_however_many_there_are() -> None:
+    run = await Run(ScriptedWorkers(unloadable=lambda _, model: model == "a"), [{"a": 1}, *[{}] * 7]).done()
+    run.require_each_once()
+    assert len(run.workers.loads) == 3
+    assert len({worker for worker, _ in run.workers.loads}) == 3
+
+
+@pytest.mark.parametrize("places", [1, 2, 8])
+async def test_a_model_that_loads_and_answers_nothing_is_given_up_after_few_loads(places: int) -> None:
+    workers = ScriptedWorkers(lambda *_: Script("no", error=EngineUnreachable("it is broken")))
+    run = await Run(workers, [{"a": 40}, *[{}] * (places - 1)]).done()
+    run.require_each_once()
+    assert set(run.errors.values()) == {"it is broken"}
+    assert len(run.errors) == 40
+    assert len(workers.loads) == 3
+
+
+async def test_a_model_that_answers_nothing_is_given_up_soon_however_many_workers_load_it() -> None:
+    workers = ScriptedWorkers(lambda *_: Script("no", error=EngineUnreachable("it is broken")))
+    run = await Run(workers, [{"a": 5}] * 8).done()
+    run.require_each_once()
+    assert len(run.errors) == 40
+    assert len(workers.loads) <= 8 + 2
+
+
+async def test_a_model_that_has_answered_elsewhere_is_not_given_up_for_several_bad_prompts() -> None:
+    async def load(worker: int, _model: str) -> None:
+        while worker and len(workers.asked) < 5:  # noqa: ASYNC110 - the first worker is done before the others begin
+            await asyncio.sleep(0)
+
+    workers = ScriptedWorkers(kills=lambda _, text: text in ("a5", "a10", "a15"), load=load)
+    run = await Run(workers, [{"a": 5}] * 4).done()
+    run.require_each_once()
+    assert run.errors.keys() == {"a q5", "a q10", "a q15"}
+
+
+async def test_several_prompts_that_engines_die_of_cost_only_themselves() -> None:
+    workers = ScriptedWorkers(kills=lambda _, text: text in ("a0", "a2", "a3"))
+    run = await Run(workers, [{"a": 12}]).done()
+    run.require_each_once()
+    assert run.errors.keys() == {"a q0", "a q2", "a q3"}
+
+
+@pytest.mark.parametrize("places", [1, 2, 4])
+@pytest.mark.parametrize("poison", ["a0", "a3", "a7", "a19"])
+@pytest.mark.parametrize("at_once", [1, 4, 32])
+async def test_a_prompt_that_every_engine_dies_of_costs_only_itself(places: int, poison: str, at_once: int) -> None:
+    workers = ScriptedWorkers(kills=lambda _, text: text == poison)
+    run = await Run(workers, [{"a": 20, "b": 2}, *[{"b": 2}] * (places - 1)], at_once).done()
+    run.require_each_once()
+    assert run.errors == {f"a q{poison[1:]}": "the engine of a is dead"}
+
+
+async def test_a_worker_whose_engine_died_takes_the_rest_itself_where_no_other_loads_the_model() -> None:
+    workers = ScriptedWorkers(
+        unloadable=lambda worker, _: worker == 1,
+        kills=lambda _, text: text == "a4" and workers.asked.count(("a", "a4")) == 1,
+    )
+    run = await Run(workers, [{"a": 9}, {}], at_once=1).done()
+    run.require_each_once()
+    assert not run.errors
+    assert workers.loads == [(0, "a"), (1, "a"), (0, "a")]
+
+
+async def test_an_engine_that_dies_late_is_no_reason_to_give_up_a_model_that_fails_elsewhere() -> None:
+    workers = ScriptedWorkers(
+        unloadable=lambda worker, model: model == "a" and worker > 0,
+        kills=lambda _, text: text == "a30" and workers.asked.count(("a", "a30")) == 1,
+    )
+    run = await Run(workers, [{"a": 40}, {"b": 1, "a": 1}, {"b": 1}, {}], at_once=1).done()
+    run.require_each_once()
+    assert len(run.errors) <= 1  # what worker 1 was given, and two others could not load
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_a_prompt_that_the_engine_refuses_is_an_error_at_once(status: int) -> None:
+    def says(model: str, text: str) -> Script:
+        refused = EngineRejected("not this", status=status)
+        return Script("", error=refused) if text == "a1" else echo(model, text)
+
+    run = await Run(ScriptedWorkers(says), [{"a": 3}]).done()
+    run.require_each_once()
+    assert run.errors == {"a q1": "not this"}
+    assert run.workers.asked.count(("a", "a1")) == 1
+
+
+@pytest.mark.parametrize("refusal", [PromptTooLong("too long for me"), ConfigError("no chat template")])
+async def test_a_prompt_that_is_refused_otherwise_is_an_error_at_once(refusal: ShellRouterError) -> None:
+    def says(model: str, text: str) -> Script:
+        if text == "a1":
+            raise refusal
+        return echo(model, text)
+
+    run = await Run(ScriptedWorkers(says), [{"a": 3}]).done()
+    run.require_each_once()
+    assert run.errors == {"a q1": str(refusal)}
+
+
+@pytest.mark.parametrize("status", [408, 429, 503])
+async def test_an_engine_that_has_no_time_is_asked_again(status: int) -> None:
+    def says(model: str, text: str) -> Script:
+        first = workers.asked.count((model, text)) == 1
+        return Script("", error=EngineRejected("later", status=status)) if text == "a1" and first else echo(model, text)
+
+    workers = ScriptedWorkers(says)
+    run = await Run(workers, [{"a": 3}]).done()
+    assert {output.text for output in run.outputs} == {f"a heard a{n}" for n in range(3)}
+
+
+async def test_a_prompt_that_does_not_fit_the_context_is_an_error_that_says_so_and_is_not_asked() -> None:
+    assert not (await Run(ScriptedWorkers(context_length=520), [{"a": 2}]).done()).errors
+    run = await Run(ScriptedWorkers(context_length=519), [{"a": 2}]).done()
+    run.require_each_once()
+    assert len(run.errors) == 2
+    assert "A prompt of 8 tokens and 512 new ones are more than the 519" in run.errors["a q0"]
+    assert not run.workers.asked
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+async def test_an_engine_has_at_most_so_many_prompts_at_once(at_once: int) -> None:
+    run = await Run(ScriptedWorkers(), [{"a": 12}], at_once).done()
+    assert run.workers.most_running == at_once
+
+
+async def test_the_estimate_falls_to_nothing() -> None:
+    run = Run(ScriptedWorkers(), [{"a": 5, "b": 2}, {"b": 4}], at_once=1)
+    assert run.running.left_s == 0
+    await run.done()
+    assert run.left_s[0] == pytest.approx(4 + 10 + 2)
+    assert run.left_s == sorted(run.left_s, reverse=True)
+    assert run.running.left_s == 0
+
+
+async def test_sessions_are_timed_from_the_start_of_the_run_loads_included() -> None:
+    run = Run(ScriptedWorkers(load=lambda *_: _stepped(run, 7.0)), [{"a": 2, "b": 1}])
+    run.timers.step(100.0)
+    await run.done()
+    assert [(one.expert, one.begin_s, one.end_s) for one in run.sessions] == [("a", 0.0, 7.0), ("b", 7.0, 14.0)]
+
+
+async def _stepped(run: Run, seconds: float) -> None:
+    run.timers.step(seconds)
+
+
+def troubled() -> Run:
+    """A run in which a share is handed on while another worker waits for it."""
+    return Run(
+        ScriptedWorkers(
+            unloadable=lambda worker, model: (worker, model) == (0, "a"), kills=lambda _, text: text == "b1"
+        ),
+        [{"a": 3, "b": 2}, {"a": 1}, {}],
+        at_once=2,
+    )
+
+
+async def test_cancelled_at_any_moment_it_leaves_no_session_open_and_no_task() -> None:
+    for turns in count():
+        run = troubled()
+        task = asyncio.create_task(run.done())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if task.done():
+            break
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not run.workers.open
+        assert len(asyncio.all_tasks()) == 1
+    assert turns > 10  # it was cancelled at more than a few places
+    run.require_each_once()
+
+
+@pytest.mark.parametrize("good", range(5))
+async def test_an_output_that_cannot_be_kept_ends_the_run_with_no_session_open(good: int) -> None:
+    def refuse(_output: Output) -> None:
+        if len(run.outputs) >= good:
+            raise ConfigError("the disk is full")
+
+    run = troubled()
+    run.refuse = refuse
+    with pytest.raises(ExceptionGroup) as failed:
+        await run.done()
+    assert failed.group_contains(ConfigError, match="the disk is full")
+    assert not run.workers.open
+    assert len(run.outputs) == good
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_plan_without_sessions_ends_at_once() -> None:
+    assert not (await Run(ScriptedWorkers(), [{}, {}]).done()).outputs
