@@ -7,6 +7,7 @@
 A run that was killed goes on from `outputs.jsonl`: its last line may be torn and is then cut off.
 """
 
+import fcntl
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -97,7 +98,7 @@ class Journal:
 def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
     """The journal of a new run in `folder`, or of the one that was begun there with the same `depends_on`.
 
-    Raises ConfigError where the folder holds another run, or cannot be written.
+    Raises ConfigError where the folder holds another run, one that is still at work, or cannot be written.
     """
     file = folder / "outputs.jsonl"
     with ExitStack() as stack:
@@ -105,7 +106,12 @@ def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
             folder.mkdir(parents=True, exist_ok=True)
             _require_same(folder / "run.json", depends_on)
             journal = stack.enter_context(file.open("ab+", buffering=0))
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by whatever ends this process
             outputs = list(_read_back(journal))
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{folder}: another run is at work there.", remedy="Wait for its end, or name another folder."
+            ) from error
         except OSError as error:
             told = f"{error.filename or folder}: {error.strerror}."
             raise ConfigError(told, remedy="Name another folder.") from error

@@ -90,6 +90,17 @@ def test_another_run_is_refused_with_the_names_of_what_differs(tmp_path: Path) -
         assert not journal.lacks(output(1).key)
 
 
+def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
+    with (
+        opened(tmp_path, {"seed": 0}),
+        pytest.raises(ConfigError, match="another run is at work there"),
+        opened(tmp_path, {"seed": 0}),
+    ):
+        pass
+    with opened(tmp_path, {"seed": 0}):
+        pass
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff"])
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run.json").write_bytes(content)
