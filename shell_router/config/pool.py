@@ -1,5 +1,6 @@
 """A pool's YAML file: models, the workers that run them, and how questions are answered. docs/pools.md explains it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,10 +30,14 @@ class PoolModel:
 
 @dataclass(frozen=True, slots=True)
 class PoolWorker:
-    """A place that holds one model at a time: an embedded pair, or an SGLang pair that is started there."""
+    """A place that holds one model at a time: an embedded pair, or an SGLang pair that is started there.
+
+    On a Ray cluster `node` is the address of the only node that it may run on.
+    """
 
     embedded: EmbeddedSection | None = None
     pair: PairSettings | None = None
+    node: str | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -45,6 +50,21 @@ class PoolWorker:
             "a worker's pair is started with one model after the other, and has no launch",
             remedy="Add `launch: {}` to it.",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RaySettings:
+    """The Ray cluster whose nodes the workers run on; each reserves `cpus` there, beside its GPUs."""
+
+    address: str
+    cpus: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(
+            self.address == "auto" or re.fullmatch(r"(ray://)?[^/]+:\d+", self.address) is not None,
+            f"address must be auto, host:port or ray://host:port, not {self.address!r}",
+        )
+        require(self.cpus >= 0, f"cpus must be at least 0, not {self.cpus}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +88,18 @@ class Pool:
     profile: Path | None = None
     limits: Limits = field(default_factory=Limits)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
+    ray: RaySettings | None = None
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models is empty", remedy="Name at least one model.")
         require(bool(self.workers), "workers is empty", remedy="Name at least one, as in `workers: [embedded: {}]`.")
         require(self.capacity is None or self.capacity > 0, f"capacity must be above 0, not {self.capacity}")
         require(self.at_once > 0, f"at_once must be above 0, not {self.at_once}")
+        require(
+            self.ray is not None or all(worker.node is None for worker in self.workers),
+            "a worker names its node, and the pool runs on no Ray cluster",
+            remedy="Add `ray: {address: auto}`, or leave node out.",
+        )
         for name in self.experts:
             require(name in self.models, f"experts names {name!r}, which is none of the models")
         require(len(set(self.experts)) == len(self.experts), "experts names a model twice")

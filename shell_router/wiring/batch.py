@@ -1,6 +1,7 @@
 """A pool's batches: its file, its workers and a run's folder brought together."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -18,11 +19,13 @@ from shell_router.batch.profiling import profiled
 from shell_router.batch.questions import Questions, read_questions
 from shell_router.batch.results import Result, as_lines, results_of
 from shell_router.batch.run import Follow, Planner, Rig, Stage, run_batch
+from shell_router.batch.sessions import Workers
 from shell_router.config.pool import SEE, Pool
 from shell_router.config.read import read_file
 from shell_router.errors import ConfigError
+from shell_router.wiring.ray_workers import ray_workers
 from shell_router.wiring.recruiting import recruit
-from shell_router.wiring.workers import PoolWorkers, pool_workers
+from shell_router.wiring.workers import pool_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ async def run_pool(
     batch = _batch(pool, questions, await recruit(pool, questions.asked, seed), seed)
     profile = _profile(pool)
     with opened(folder, _depends_on(pool, questions, seed)) as journal:
-        async with pool_workers(pool, folder / "logs") as workers:
+        async with _workers(pool, folder / "logs") as workers:
             stages = await run_batch(batch, _rig(pool, profile, workers), journal, planner, follow)
         results = results_of(batch, questions.refused, journal.get)
     write_whole(folder / "results.jsonl", as_lines(results))
@@ -63,14 +66,16 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
     everyone = {question.id: pool.expert_names for question in questions.asked}
     aggregating = None if pool.aggregate is None else replace(pool.aggregate, tau=ALWAYS)
     batch = replace(_batch(pool, questions, everyone, 0), aggregating=aggregating)
-    async with pool_workers(pool, pool.profile.with_suffix(".logs")) as workers:
+    async with _workers(pool, pool.profile.with_suffix(".logs")) as workers:
         profile = await _measured(pool, batch, sizes, workers, follow)
     write_whole(pool.profile, yaml.safe_dump(profile.as_plain(), sort_keys=False).encode())
 
 
-async def _measured(
-    pool: Pool, batch: Batch, sizes: Sequence[int], workers: PoolWorkers, follow: Follow
-) -> PoolProfile:
+def _workers(pool: Pool, logs: Path) -> AbstractAsyncContextManager[Workers]:
+    return pool_workers(pool, logs) if pool.ray is None else ray_workers(pool, logs)
+
+
+async def _measured(pool: Pool, batch: Batch, sizes: Sequence[int], workers: Workers, follow: Follow) -> PoolProfile:
     """The experts one after the other, then the aggregator with what they wrote."""
     written: dict[Key, Output] = {}
 
@@ -110,7 +115,7 @@ def _profile(pool: Pool) -> PoolProfile:
     return profile
 
 
-def _rig(pool: Pool, profile: PoolProfile, workers: PoolWorkers) -> Rig:
+def _rig(pool: Pool, profile: PoolProfile, workers: Workers) -> Rig:
     capacity = pool.capacity or len(pool.expert_names)
     return Rig(workers, len(pool.workers), capacity, pool.at_once, profile, monotonic)
 

@@ -92,8 +92,8 @@ def _count(config: Mapping[str, Any], name: str, folder: Path, alias: str) -> in
     return found
 
 
-def embedded_settings(model: ModelSettings, files: ModelFiles) -> EmbeddedSettings:
-    """What the model's embedded pair is told."""
+def embedded_settings(model: ModelSettings, files: ModelFiles, host: str) -> EmbeddedSettings:
+    """What the model's embedded pair is told, which listens on `host`."""
     wanted = model.embedded or EmbeddedSection()
     return EmbeddedSettings(
         str(files.folder),
@@ -104,6 +104,7 @@ def embedded_settings(model: ModelSettings, files: ModelFiles) -> EmbeddedSettin
         max_total_tokens=wanted.max_total_tokens,
         max_running_requests=wanted.max_running_requests,
         incremental_streaming_output=True,
+        host=host,
     )
 
 

@@ -13,6 +13,7 @@ from shell_router.core.model import ServedModel
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.breaker import BreakerSettings
 from shell_router.engines.embedded.launch import EmbeddedFleet, EmbeddedPair
+from shell_router.engines.embedded.settings import EmbeddedSettings
 from shell_router.engines.embedded.shared_spawner import MakeSpawner
 from shell_router.engines.embedded.spawner_client import SpawnerClient
 from shell_router.engines.pool import PairPool
@@ -23,6 +24,7 @@ from shell_router.wiring.model_files import ModelFiles, address_of, embedded_set
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class RunningModel:
 
     served: ServedModel
     pool: PairPool
+    addresses: Sequence[PairAddress]
     engine: str
     """What serves it, in words."""
     restarts: Callable[[], Mapping[str, int]]
@@ -39,18 +42,23 @@ class RunningModel:
 
 @asynccontextmanager
 async def running_models(
-    config: Config, tell: Callable[[str], None], spawner: MakeSpawner = SpawnerClient
+    config: Config, tell: Callable[[str], None], spawner: MakeSpawner = SpawnerClient, host: str = LOOPBACK
 ) -> AsyncIterator[Mapping[str, RunningModel]]:
     """Every model by its alias, all started at the same time; `tell` gets a line per step.
 
-    Embedded pairs are forks of `spawner`'s process.
+    Embedded pairs are forks of `spawner`'s process, and listen on `host`, an address of this machine.
 
     Raises ConfigError and EngineError.
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shell-router-")))
         files = await asyncio.to_thread(read_files, config.models, folder)
-        fleet = await _fleet(config, files, stack, tell, spawner)
+        embedded = {
+            alias: embedded_settings(model, files[alias], host)
+            for alias, model in config.models.items()
+            if not model.pairs
+        }
+        fleet = await _fleet(embedded, config.limits.engine_start_s, stack, tell, spawner)
         addresses = _addresses(config, fleet)
         pools = {alias: _pool(found, config.limits, files[alias].vocabulary) for alias, found in addresses.items()}
         for pool in pools.values():
@@ -59,24 +67,25 @@ async def running_models(
         engines = {alias: await _engine(model, pools[alias]) for alias, model in config.models.items()}
         yield {
             alias: RunningModel(
-                _served(alias, pools[alias], files[alias]), pools[alias], engines[alias], _restarts(fleet, alias)
+                _served(alias, pools[alias], files[alias]),
+                pools[alias],
+                addresses[alias],
+                engines[alias],
+                _restarts(fleet, alias),
             )
             for alias in config.models
         }
 
 
 async def _fleet(
-    config: Config,
-    files: Mapping[str, ModelFiles],
+    embedded: Mapping[str, EmbeddedSettings],
+    start_limit_s: float,
     stack: AsyncExitStack,
     tell: Callable[[str], None],
     spawner: MakeSpawner,
 ) -> EmbeddedFleet:
     """The embedded pairs, started, and ended by `stack`; an empty fleet where there are none."""
-    embedded = {
-        alias: embedded_settings(model, files[alias]) for alias, model in config.models.items() if not model.pairs
-    }
-    fleet = EmbeddedFleet(embedded, start_limit_s=config.limits.engine_start_s, on_progress=tell, spawner=spawner)
+    fleet = EmbeddedFleet(embedded, start_limit_s=start_limit_s, on_progress=tell, spawner=spawner)
     return await stack.enter_async_context(fleet) if embedded else fleet
 
 

@@ -13,14 +13,14 @@ from shell_router.core.model import ServedModel
 from shell_router.engines.embedded.shared_spawner import SharedSpawner
 from shell_router.launching import plan
 from shell_router.wiring.launched import launched_engines
-from shell_router.wiring.models import running_models
+from shell_router.wiring.models import LOOPBACK, RunningModel, running_models
 
 log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
 async def pool_workers(pool: Pool, folder: Path) -> AsyncIterator["PoolWorkers"]:
-    """The workers of a pool while the context is open. SGLang's logs lie in `folder`."""
+    """The workers of a pool, on this machine, while the context is open. SGLang's logs lie in `folder`."""
     async with SharedSpawner() as spawner:
         if any(worker.embedded for worker in pool.workers):
             await spawner.launch()  # here, so that the first session is no dearer than the others
@@ -38,19 +38,30 @@ class PoolWorkers:
     @asynccontextmanager
     async def session(self, worker: int, model: str) -> AsyncIterator[ServedModel]:
         """See `Workers`."""
-        place = self.pool.workers[worker]
-        config = self._config(place, model)
-        async with AsyncExitStack() as stack:
-            if place.pair is not None:
-                launched = plan(config, folder=self.folder / f"worker-{worker}", python=sys.executable)
-                await stack.enter_async_context(launched_engines(launched))
-            models = await stack.enter_async_context(running_models(config, log.info, self.spawner.lend))
-            yield models[model].served
+        place, logs = self.pool.workers[worker], self.folder / f"worker-{worker}"
+        async with running_session(self.pool, place, model, logs, self.spawner) as running:
+            yield running.served
 
-    def _config(self, place: PoolWorker, model: str) -> Config:
-        wanted = self.pool.models[model]
-        pairs = () if place.pair is None else (place.pair,)
-        settings = ModelSettings(
-            wanted.path, embedded=place.embedded, pairs=pairs, context_length=wanted.context_length
-        )
-        return Config({model: settings}, limits=self.pool.limits, launch=self.pool.launch)
+
+@asynccontextmanager
+async def running_session(
+    pool: Pool, place: PoolWorker, model: str, logs: Path, spawner: SharedSpawner, host: str = LOOPBACK
+) -> AsyncIterator[RunningModel]:
+    """The pool's `model`, loaded on the worker `place` of this machine, whose embedded servers listen on `host`.
+
+    Raises ConfigError and EngineError.
+    """
+    config = _config(pool, place, model)
+    async with AsyncExitStack() as stack:
+        if place.pair is not None:
+            launched = plan(config, folder=logs, python=sys.executable)
+            await stack.enter_async_context(launched_engines(launched))
+        models = await stack.enter_async_context(running_models(config, log.info, spawner.lend, host))
+        yield models[model]
+
+
+def _config(pool: Pool, place: PoolWorker, model: str) -> Config:
+    wanted = pool.models[model]
+    pairs = () if place.pair is None else (place.pair,)
+    settings = ModelSettings(wanted.path, embedded=place.embedded, pairs=pairs, context_length=wanted.context_length)
+    return Config({model: settings}, limits=pool.limits, launch=pool.launch)

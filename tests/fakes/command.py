@@ -45,7 +45,7 @@ class RunningCommand:
 
     def started(self) -> set[int]:
         """Ids of the processes that it has started and that run now, their own children included."""
-        return _descendants(self._process.pid)
+        return descendants(self._process.pid)
 
     def engine(self, mode: str) -> int:
         """The process that leads the engine which it launched as `mode`, prefill or decode."""
@@ -106,7 +106,8 @@ def _ends(pid: int, limit_s: float) -> bool:
         os.close(descriptor)
 
 
-def _descendants(pid: int) -> set[int]:
+def descendants(pid: int) -> set[int]:
+    """The processes that `pid` has started and that run now, their own children included."""
     parents = {int(entry.name): _parent(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
     found: set[int] = set()
     frontier = {pid}

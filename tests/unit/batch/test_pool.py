@@ -1,10 +1,12 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shell_router.batch.settings import Sampling
 from shell_router.config.pool import load_pool
 from shell_router.errors import ConfigError
+from tests.fakes.tiny_pool import write_pool
 
 SHIPPED = Path(__file__).parents[3] / "configs" / "pools" / "word-problems.yaml"
 POOL = """
@@ -108,3 +110,25 @@ def test_another_tau_takes_the_place_of_the_pools(file: Path) -> None:
     file.write_text(POOL.replace("aggregate:", "# aggregate:"), encoding="utf-8")
     with pytest.raises(ConfigError, match="the pool has no aggregator that tau could spare"):
         load_pool(file).with_tau(1.0)
+
+
+@pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379", "ray://head.cluster:10001", "[::1]:6379"])
+def test_a_pool_may_name_a_ray_cluster(tmp_path: Path, address: str) -> None:
+    pool = load_pool(write_pool(tmp_path, ray={"address": address}, workers=[{"embedded": {}, "node": "10.0.0.2"}]))
+    assert pool.ray is not None
+    assert pool.ray.address == address
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"ray": {"address": "head"}}, "address must be auto, host:port or ray://host:port, not 'head'"),
+        ({"ray": {"address": "http://10.0.0.1:8265"}}, "address must be auto"),
+        ({"ray": {"address": "auto", "cpus": -1}}, "cpus must be at least 0"),
+        ({"workers": [{"embedded": {}, "node": "10.0.0.2"}]}, "the pool runs on no Ray cluster"),
+    ],
+)
+def test_a_wrong_cluster_is_refused_with_what_is_wrong(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_pool(write_pool(tmp_path, **changed))
+    assert said in str(refused.value)
