@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pool", type=Path, default=ROOT / "configs/pools/word-problems.yaml")
     parser.add_argument("--questions", type=int, default=300)
-    parser.add_argument("--sizes", default="8,16,32,64", help="prompts of the profile's sessions")
+    parser.add_argument("--sizes", default="16,48,96,160", help="prompts of the profile's sessions")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
     asyncio.run(_measured(parser.parse_args()))

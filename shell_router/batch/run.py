@@ -1,7 +1,7 @@
 """A whole batch: experts planned and run, then the gate, then the aggregator where they do not agree."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shell_router.batch.answering import Prompt
 from shell_router.batch.asking import Batch
@@ -94,7 +94,8 @@ class _Run:
             return profile.cost(model, prompts)
         if profile.aggregator is None:
             raise ConfigError("The profile has no aggregator.", remedy="Run shell-router batch profile again.")
-        return profile.aggregator.cost(model, prompts)
+        # MOSAIC runs it on all GPUs (section 5.3); equation 8 would spare loads that nothing else waits for
+        return replace(profile.aggregator.cost(model, prompts), most_workers=self.rig.places)
 
     def _note(self, output: Output) -> None:
         self.journal.add(output)

@@ -98,6 +98,7 @@ class EmbeddedSection:
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     threads: int = 1
+    cores: tuple[int, ...] = ()
     max_total_tokens: int = 65_536
     max_running_requests: int = 32
 
@@ -105,6 +106,8 @@ class EmbeddedSection:
         for name in ("threads", "max_total_tokens", "max_running_requests"):
             value = getattr(self, name)
             _require(value > 0, f"{name} must be above 0, not {value}")
+        for core in self.cores:
+            _require(core >= 0, f"cores counts from 0, so {core} is none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ def embedded_settings(model: ModelSettings, files: ModelFiles, host: str) -> Emb
         device=wanted.device,
         dtype=wanted.dtype,
         threads=wanted.threads,
+        cores=wanted.cores,
         context_length=files.context_length,
         max_total_tokens=wanted.max_total_tokens,
         max_running_requests=wanted.max_running_requests,

@@ -53,6 +53,15 @@ async def fleet(folder: str) -> AsyncIterator[EmbeddedFleet]:
         yield fleet
 
 
+async def test_a_pair_runs_on_the_cores_it_is_given_and_on_no_core_that_is_not_there(folder: str) -> None:
+    core = max(os.sched_getaffinity(0))
+    async with EmbeddedFleet({"only": EmbeddedSettings(folder, cores=(core,))}) as fleet:
+        for server in (fleet["only"].prefill, fleet["only"].decode):
+            assert os.sched_getaffinity(server.pid) == {core}
+    with pytest.raises(EngineUnreachable, match=r"there is no core 100000"):
+        await EmbeddedFleet({"only": EmbeddedSettings(folder, cores=(100_000,))}).start()
+
+
 @pytest.fixture
 def lines() -> Lines:
     return Lines()

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+import os
 import random
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from shell_router.engines.embedded.prefill_service import PrefillService
 from shell_router.engines.embedded.rooms import Rooms
 from shell_router.engines.embedded.service import Service
 from shell_router.engines.embedded.settings import ServerSettings
+from shell_router.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 SHUTDOWN_LIMIT_S = 3.0
@@ -38,9 +40,24 @@ class Listening:
 
 def run_server(settings: ServerSettings, on_listening: Callable[[Listening], None]) -> None:
     """Load the model and serve until SIGTERM or SIGINT. Blocks; call in a process of its own."""
+    if settings.pair.cores:
+        _stay_on(settings.pair.cores)
     torch.set_num_threads(settings.pair.threads)
     lm = load_causal_lm(settings.pair)
     uvloop.run(_serve(settings, lm, on_listening))
+
+
+def _stay_on(cores: Collection[int]) -> None:
+    """Let this process run on `cores` alone. Raises ConfigError."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("cores can be chosen on Linux only.", remedy="Leave embedded.cores out.")
+    known = os.sched_getaffinity(0)
+    if unknown := set(cores) - known:
+        raise ConfigError(
+            f"there is no core {min(unknown)} for it; there are {', '.join(map(str, sorted(known)))}.",
+            remedy="Correct embedded.cores.",
+        )
+    os.sched_setaffinity(0, cores)
 
 
 async def _serve(settings: ServerSettings, lm: CausalLm, on_listening: Callable[[Listening], None]) -> None:

@@ -20,13 +20,14 @@ class EmbeddedSettings:
     prompt and output; None takes the model's own. `max_total_tokens` bounds, per server, the tokens of requests in
     work and, on the prefill server, separately those kept in the prefix cache. `kv_wait_s` is how long a finished
     prefill waits for its decode partner, and a decode for its KV. float64 makes outputs independent of batching and
-    of how a prompt was cut into chunks.
+    of how a prompt was cut into chunks. With `cores` both servers run on those CPU cores alone.
     """
 
     model_path: str
     device: str = "cpu"
     dtype: Dtype = "float32"
     threads: int = 1
+    cores: tuple[int, ...] = ()
     context_length: int | None = None
     max_total_tokens: int = 65536
     max_running_requests: int = 32

@@ -149,7 +149,8 @@ def _wakeups() -> int:
 
 def server_settings(fields: dict[str, Any]) -> ServerSettings:
     """Read back what `dataclasses.asdict` made of a `ServerSettings`."""
-    return ServerSettings(**{**fields, "pair": EmbeddedSettings(**fields["pair"])})
+    pair = {**fields["pair"], "cores": tuple(fields["pair"]["cores"])}
+    return ServerSettings(**{**fields, "pair": EmbeddedSettings(**pair)})
 
 
 def report(**event: Any) -> None:

@@ -360,3 +360,16 @@ def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
 
     asyncio.run(ran())
     assert [{one.name: one.prompts for one in work.experts} for work in planned] == [{"a": 1, "b": 3, "c": 3}, {}]
+
+
+async def test_the_aggregator_may_take_all_workers_however_few_its_prompts(tmp_path: Path) -> None:
+    replicas: list[int] = []
+
+    def planner(workload: Workload) -> Plan:
+        replicas.extend(expert.replicas(workload.workers) for expert in workload.experts)
+        return longest_first(workload)
+
+    with opened(tmp_path, DEPENDS_ON) as journal:
+        rig = Rig(ScriptedWorkers(saying({})), 4, 3, 2, PROFILE, SteppedTimers().clock)
+        await run_batch(batch(tau=2.0), rig, journal, planner, Follow(lambda *_: None, lambda _: None, lambda _: None))
+    assert replicas == [1, 1, 1, 4]
