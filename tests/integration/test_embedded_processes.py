@@ -252,7 +252,7 @@ async def test_a_server_that_is_stopped_before_its_first_step_obeys_the_first_si
     os.sched_setaffinity(spawner.pid, {min(os.sched_getaffinity(0))})  # the fork then begins after the signal was sent
     spawner.start_server("only/decode", ServerSettings(EmbeddedSettings(folder), "decode"))
     await spawner.stop()
-    assert told == [{"exited": "only/decode", "code": -signal.SIGTERM}]
+    assert told == [{"imported": True}, {"exited": "only/decode", "code": -signal.SIGTERM}]
 
 
 async def test_servers_end_when_their_parent_is_killed(folder: str) -> None:

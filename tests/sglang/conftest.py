@@ -5,6 +5,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from shell_router.engines.pool import PairPool
 from tests.fakes.pairs_under_test import PairUnderTest
 
@@ -30,3 +31,10 @@ async def pair(real_sglang: PairUnderTest) -> AsyncIterator[PairPool]:
     await pair.probe(vocabulary=real_sglang.vocabulary)
     yield pair
     await pair.aclose()
+
+
+@pytest.fixture
+def environment(request: pytest.FixtureRequest) -> None:
+    """For tests that start engines of their own: skips them unless they are asked for."""
+    if "sglang" not in request.config.option.markexpr or built_environment() is None:
+        pytest.skip(f"real SGLang runs only when asked for: {BUILD_COMMAND} && python -m pytest -m sglang")

@@ -12,7 +12,7 @@ from shell_router.config.pool import load_pool
 from tests.fakes.command import running_command, survivors
 from tests.fakes.tiny_pool import ROOT, write_costs, write_questions
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 
 POOL = ROOT / "configs/pools/word-problems-sglang-cpu.yaml"
 LIMIT_S = 900.0

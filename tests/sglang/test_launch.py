@@ -6,10 +6,9 @@ import signal
 import aiohttp
 import pytest
 
-from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from tests.fakes.command import running_command, survivors
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 
 CONFIG = "configs/sglang-cpu.yaml"
 QUESTION = {
@@ -20,12 +19,6 @@ QUESTION = {
     "include_agents": True,
 }
 ENGINES_AND_THEIR_CHILDREN = 6
-
-
-@pytest.fixture(autouse=True)
-def environment(request: pytest.FixtureRequest) -> None:
-    if "sglang" not in request.config.option.markexpr or built_environment() is None:
-        pytest.skip(f"real SGLang runs only when asked for: {BUILD_COMMAND} && python -m pytest -m sglang")
 
 
 async def answer(url: str) -> str:
