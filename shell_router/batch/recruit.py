@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +12,6 @@ Floats = NDArray[np.float64]
 NEIGHBOURS = 32
 LEAST = 0.01
 """What an expert that was never right still weighs, so that a few questions do not rule it out for good."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Questions with what each expert scored on them: `scores` [questions, experts], each 0 to 1."""
-
-    experts: tuple[str, ...]
-    scores: Floats
 
 
 def skills_alike(asked: Sequence[frozenset[str]], known: Sequence[frozenset[str]]) -> Floats:
@@ -42,14 +33,14 @@ def _unit(vectors: Floats) -> Floats:
     return vectors / np.maximum(lengths, 1e-12)
 
 
-def skill_scores(alike: Floats, known: Known) -> Floats:
-    """[asked, experts]: the mean score of each expert, known questions weighed by how `alike` [asked, known] they are.
+def skill_scores(alike: Floats, known: Floats) -> Floats:
+    """[asked, experts]: the mean of each expert's scores `known` [known, experts], each 0 to 1.
 
-    A question that is like none gets the mean over all of them.
+    Known questions are weighed by how `alike` [asked, known] they are; a question that is like none gets the mean.
     """
     total = alike.sum(axis=1, keepdims=True)
-    weighed = (alike @ known.scores) / np.where(total > 0, total, 1.0)
-    return np.where(total > 0, weighed, known.scores.mean(axis=0))
+    weighed = (alike @ known) / np.where(total > 0, total, 1.0)
+    return np.where(total > 0, weighed, known.mean(axis=0))
 
 
 def recruited(scores: Mapping[str, float], number: int, rng: random.Random) -> tuple[str, ...]:

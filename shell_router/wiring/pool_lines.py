@@ -23,6 +23,7 @@ from shell_router.config import Config
 from shell_router.config.pool import Pool, load_pool
 from shell_router.errors import ConfigError, EngineError, InvalidField, ShellRouterError
 from shell_router.wiring.batch import run_pool
+from shell_router.wiring.services import load_topologies
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +32,11 @@ KNOWN = {"model", "messages", "user", "metadata"}
 
 def loaded_pools(config: Config) -> dict[str, Pool]:
     """The pools of a deployment. Raises ConfigError, also where batches are off or a name is taken."""
+    topologies = load_topologies(config) if config.batches.pools else {}
     for name in config.batches.pools:
-        if name in config.models:
-            raise ConfigError(f"batches.pools: {name!r} is a model.", remedy="Give the pool another name.")
+        if name in config.models or name in topologies:
+            kind = "model" if name in config.models else "topology"
+            raise ConfigError(f"batches.pools: {name!r} is a {kind}.", remedy="Give the pool another name.")
     if config.batches.pools and config.batches.folder is None:
         raise ConfigError("batches.pools answer batches, which are off.", remedy="Set batches.folder.")
     return {name: load_pool(file) for name, file in config.batches.pools.items()}
@@ -83,7 +86,7 @@ class PoolLines:
         except ShellRouterError as error:
             log.error("pool %s: %s", self.name, error)
             for line in asked.values():
-                await keep(refused(line, self.new_id(), error))
+                await keep(refused(line, self.new_id(), EngineError(f"The pool could not run: {error}")))
             return
         for result in done.results:
             assert result.id is not None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shell_router.batch.questions import Question
-from shell_router.batch.recruit import Floats, Known, recruited, skill_scores, skills_alike, texts_alike
+from shell_router.batch.recruit import Floats, recruited, skill_scores, skills_alike, texts_alike
 from shell_router.batch.results import Result, read_results
 from shell_router.config.pool import Pool
 from shell_router.errors import ConfigError
@@ -47,9 +47,7 @@ def _answered(results: Sequence[Result], names: Sequence[str]) -> list[Result]:
 async def _scores(pool: Pool, asked: Sequence[Question], known: Sequence[Result]) -> Floats:
     """[asked, experts], by the skills that lines name, or where these or those of the run name none by their texts."""
     rights = [{expert.model: bool(expert.right) for expert in result.experts} for result in known]
-    scored = Known(
-        pool.expert_names, np.array([[one[name] for name in pool.expert_names] for one in rights], dtype=float)
-    )
+    scored = np.array([[one[name] for name in pool.expert_names] for one in rights], dtype=float)
     if all(question.skills for question in asked) and any(one.skills for one in known):
         alike = skills_alike([one.skills for one in asked], [frozenset(one.skills) for one in known])
         return skill_scores(alike, scored)

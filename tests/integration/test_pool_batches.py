@@ -20,7 +20,9 @@ from tests.fakes.tiny_pool import ROOT, write_pool
 def write_deployment(at: Path, **batches: Any) -> Path:
     """A router that serves `small`, and answers batches for the pool `experts`."""
     write_pool(at)
+    (at / "pair.yaml").write_text("tree: {shape: [2, 1], models: [small]}\nearly_exit: off\n")
     deployment = {
+        "topologies": ["pair.yaml"],
         "models": {"small": {"path": str(ROOT / "models/small")}},
         "listen": {"port": 0},
         "embedder": {"model": "hash"},
@@ -90,12 +92,16 @@ async def test_a_pool_that_cannot_run_says_why_for_each_of_its_lines(tmp_path: P
             ai, line("one", "Why?", model="experts"), line("two", model="small", max_tokens=4)
         )
     assert set(done) == {"two"}
-    assert set(refused) == {"one"}
+    assert "shell-router batch profile" in refused["one"]["error"]["message"]
 
 
 @pytest.mark.parametrize(
     ("batches", "complaint"),
-    [({"pools": {"small": "pool.yaml"}}, "'small' is a model"), ({"folder": None}, "Set batches.folder")],
+    [
+        ({"pools": {"small": "pool.yaml"}}, "'small' is a model"),
+        ({"pools": {"pair": "pool.yaml"}}, "'pair' is a topology"),
+        ({"folder": None}, "Set batches.folder"),
+    ],
 )
 async def test_pools_that_could_not_be_asked_are_refused(
     tmp_path: Path, batches: dict[str, Any], complaint: str

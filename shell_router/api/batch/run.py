@@ -108,6 +108,7 @@ class BatchRun:
 
     async def _keep(self, result: LineResult) -> None:
         await on_disk(self._results.add, (result,))
+        self._services.metrics.batch_lines.labels("completed" if result.succeeded else "failed").inc()
         self._note_counts()
 
     def _note_counts(self) -> None:

@@ -58,7 +58,6 @@ class ChatLines:
                 break
             await self._sleep(pause_s)
             result, passing = await self._attempt(tenant, line)
-        self._metrics.batch_lines.labels("completed" if result.succeeded else "failed").inc()
         await keep(result)
 
     async def _attempt(self, tenant: str, line: BatchLine) -> tuple[LineResult, bool]:

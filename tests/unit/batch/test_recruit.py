@@ -10,7 +10,6 @@ import pytest
 from shell_router.batch.questions import Question
 from shell_router.batch.recruit import (
     NEIGHBOURS,
-    Known,
     recruited,
     skill_scores,
     skills_alike,
@@ -80,7 +79,7 @@ def test_only_the_nearest_neighbours_count() -> None:
 
 
 def test_an_expert_scores_by_how_right_it_was_about_what_is_alike() -> None:
-    known = Known(("a", "b"), np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]))
+    known = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
     alike = np.array([[3.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     assert skill_scores(alike, known).tolist() == [[0.75, 0.25], [pytest.approx(1 / 3), pytest.approx(2 / 3)]]
 
