@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shell_router.batch.answering import Prompt
 from shell_router.batch.extract import Extractor
@@ -34,7 +34,8 @@ class Judged:
 class Batch:
     """Questions and, by id, the experts that answer each, in the order in which the aggregator reads them.
 
-    `systems` are the system prompts of the models that have one.
+    `systems` are the system prompts of the models that have one; `alike` is, per question, what the gate's confidence
+    by similarity would be, once its experts have answered.
     """
 
     questions: Sequence[Question]
@@ -44,6 +45,7 @@ class Batch:
     extract: Extractor
     systems: Mapping[str, str]
     seed: int = 0
+    alike: Mapping[str, float] = field(default_factory=dict)
 
     def expert_prompts(self) -> list[Prompt]:
         """One per question and expert."""
@@ -75,7 +77,7 @@ class Batch:
         written = [output for key in keys if (output := outputs(key))]
         votes = [Vote(None if one.error else self.extract(one.text), one.confidence) for one in written]
         gate = Gate() if self.aggregating is None else self.aggregating.gate()
-        verdict = gate.judge(votes)
+        verdict = gate.judge(votes, self.alike.get(question.id, 0.0))
         return Judged(written, verdict, self.aggregating is None or gate.passes(verdict))
 
     def _prompt(self, question: Question, role: Role, model: str, text: str, sampling: Sampling) -> Prompt:

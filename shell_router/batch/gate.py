@@ -47,8 +47,8 @@ def _share(votes: Sequence[Vote], weights: Sequence[float]) -> float:
     return agreeing / sum(weights)
 
 
-ConfidenceName = Literal["plurality", "probability"]
-CONFIDENCES: Mapping[ConfidenceName, Callable[[Sequence[Vote]], float]] = {
+ConfidenceName = Literal["plurality", "probability", "similarity"]
+CONFIDENCES: Mapping[str, Callable[[Sequence[Vote]], float]] = {
     "plurality": by_plurality,
     "probability": by_probability,
 }
@@ -56,7 +56,10 @@ CONFIDENCES: Mapping[ConfidenceName, Callable[[Sequence[Vote]], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """With a confidence of `tau` the plurality's answer stands; above 1, the aggregator is always asked."""
+    """With a confidence of `tau` the plurality's answer stands; above 1, the aggregator is always asked.
+
+    `similarity` is measured where outputs can be embedded (`likeness`); the others are counted here.
+    """
 
     tau: float = 1.0
     confidence: ConfidenceName = "plurality"
@@ -68,9 +71,10 @@ class Gate:
                 remedy="1 means all experts, 0.67 two of three; above 1 the aggregator is always asked.",
             )
 
-    def judge(self, votes: Sequence[Vote]) -> Verdict:
-        """The plurality and its confidence."""
-        return Verdict(plurality([vote.answer for vote in votes]), CONFIDENCES[self.confidence](votes))
+    def judge(self, votes: Sequence[Vote], alike: float = 0.0) -> Verdict:
+        """The plurality and its confidence, which by `similarity` is `alike`."""
+        count = CONFIDENCES.get(self.confidence)
+        return Verdict(plurality([vote.answer for vote in votes]), alike if count is None else count(votes))
 
     def passes(self, verdict: Verdict) -> bool:
         """Whether no aggregator is needed."""

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from shell_router.batch.answering import Prompt
 from shell_router.batch.asking import Batch
 from shell_router.batch.journal import Journal, Output, Role
+from shell_router.batch.likeness import compared
 from shell_router.batch.plan import Expert, Plan, Session, Workload
 from shell_router.batch.profile import PoolProfile
 from shell_router.batch.sessions import Sessions, Watch, Workers
 from shell_router.batch.ungrouped import ungrouped
+from shell_router.core.embedding import Embedder
 from shell_router.errors import ConfigError
 
 Planner = Callable[[Workload], Plan]
@@ -19,7 +21,7 @@ Planner = Callable[[Workload], Plan]
 class Rig:
     """What it runs on: `places` workers, each of which loads at most `capacity` models, and answers `at_once` prompts.
 
-    `clock` is monotonic seconds.
+    `clock` is monotonic seconds. A gate that judges by similarity needs the `embedder`.
     """
 
     workers: Workers
@@ -28,6 +30,7 @@ class Rig:
     at_once: int
     profile: PoolProfile
     clock: Callable[[], float]
+    embedder: Embedder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +56,21 @@ class Follow:
     tell: Callable[[str], None]
 
 
-async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, follow: Follow) -> list[Stage]:
-    """Ask what the journal lacks, and return the stages as they were.
+async def run_batch(
+    batch: Batch, rig: Rig, journal: Journal, planner: Planner, follow: Follow
+) -> tuple[Batch, list[Stage]]:
+    """Ask what the journal lacks, and return the batch as the gate saw it, and the stages as they were.
 
     Afterwards the journal holds an output or an error of every expert for every question, and of the aggregator for
-    those that do not pass the gate. Raises ConfigError where there is no plan, or no more can be written down.
+    those that do not pass the gate. Raises ConfigError where there is no plan, or no more can be written down, and
+    EngineError where the embedder fails.
     """
     run = _Run(rig, journal, planner, follow)
     stages = [await run.stage("expert", batch.expert_prompts(), rig.capacity)]
+    batch = await compared(batch, journal.get, rig.embedder)
     if batch.aggregating is not None:
         stages.append(await run.stage("aggregator", batch.aggregator_prompts(journal.get), 1))
-    return stages
+    return batch, stages
 
 
 @dataclass(frozen=True, slots=True)

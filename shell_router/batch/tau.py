@@ -7,7 +7,7 @@ answered every question: no model is asked again.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shell_router.batch.gate import ALWAYS, CONFIDENCES, ROUNDING, ConfidenceName, Vote
+from shell_router.batch.gate import ALWAYS, CONFIDENCES, ROUNDING, Vote
 from shell_router.batch.results import Result
 from shell_router.core.intervals import Interval, paired_difference, wilson
 from shell_router.errors import DataError
@@ -23,8 +23,10 @@ class Trial:
     loss: Interval
 
 
-def trials(results: Sequence[Result], confidence: ConfidenceName) -> list[Trial]:
+def trials(results: Sequence[Result], confidence: str | None = None) -> list[Trial]:
     """Every tau that makes a difference, the most cautious first; the first asks the aggregator always.
+
+    Agreement is measured by one of CONFIDENCES, or as it was in the run.
 
     Questions on which the aggregator failed are left out. Raises DataError unless right answers are known, and the
     aggregator was asked wherever experts answered.
@@ -35,7 +37,7 @@ def trials(results: Sequence[Result], confidence: ConfidenceName) -> list[Trial]
     known = [result for result in graded if result.by != "experts"]
     if not known:
         raise DataError("No right answers are known in this run.", remedy="Run questions that have an answer.")
-    sure = [CONFIDENCES[confidence]([Vote(one.answer, one.confidence) for one in result.experts]) for result in known]
+    sure = [_confidence(result, confidence) for result in known]
     taus = sorted({round(one, 4) for one, result in zip(sure, known, strict=True) if result.winner is not None})
     return [_trial(tau, known, sure) for tau in (ALWAYS, *reversed(taus)) if tau > 0]
 
@@ -48,6 +50,12 @@ def choose(tried: Sequence[Trial], bound: float) -> Trial:
             break
         chosen = trial
     return chosen
+
+
+def _confidence(result: Result, measure: str | None) -> float:
+    if measure is None:
+        return result.confidence
+    return CONFIDENCES[measure]([Vote(one.answer, one.confidence) for one in result.experts])
 
 
 def _trial(tau: float, results: Sequence[Result], sure: Sequence[float]) -> Trial:

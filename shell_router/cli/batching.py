@@ -50,7 +50,9 @@ def _add_run(command: argparse.ArgumentParser) -> None:
 
 def _add_calibrate(calibrate: argparse.ArgumentParser) -> None:
     calibrate.add_argument("run", type=Path, metavar="FOLDER", help="a run with --tau 2, on questions with answers")
-    calibrate.add_argument("--confidence", choices=("plurality", "probability"), default="plurality")
+    calibrate.add_argument(
+        "--confidence", choices=("plurality", "probability"), help="how agreement is measured (default: as in the run)"
+    )
     calibrate.add_argument("--bound", type=float, default=0.5, help="points of accuracy that may be lost (default 0.5)")
     calibrate.set_defaults(command=_calibrate)
 

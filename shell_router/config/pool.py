@@ -107,6 +107,11 @@ class Pool:
             require(
                 self.aggregate.model in self.models, f"aggregate names {self.aggregate.model!r}, none of the models"
             )
+            require(
+                self.aggregate.confidence != "similarity" or self.embedder.model != "none",
+                "aggregate.confidence is similarity, and embedder.model none",
+                remedy="Name an embedding model, or another confidence.",
+            )
 
     @property
     def expert_names(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """A pool's batches: its file, its workers and a run's folder brought together."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -22,7 +22,9 @@ from shell_router.batch.run import Follow, Planner, Rig, Stage, run_batch
 from shell_router.batch.sessions import Workers
 from shell_router.config.pool import SEE, Pool
 from shell_router.config.read import read_file
+from shell_router.core.embedding import Embedder
 from shell_router.errors import ConfigError
+from shell_router.wiring.embedding import running_embedder
 from shell_router.wiring.ray_workers import ray_workers
 from shell_router.wiring.recruiting import recruit
 from shell_router.wiring.workers import pool_workers
@@ -49,11 +51,13 @@ async def run_pool(
 
     Raises ConfigError and EngineError.
     """
+    _require_models(pool)
     batch = _batch(pool, questions, await recruit(pool, questions.asked, seed), seed)
     profile = _profile(pool)
     with opened(folder, _depends_on(pool, questions, seed)) as journal:
-        async with _workers(pool, folder / "logs") as workers:
-            stages = await run_batch(batch, _rig(pool, profile, workers), journal, planner, follow)
+        async with _embedder(pool) as embedder, _workers(pool, folder / "logs") as workers:
+            rig = _rig(pool, profile, workers, embedder)
+            batch, stages = await run_batch(batch, rig, journal, planner, follow)
         results = results_of(batch, questions.refused, journal.get)
     write_whole(folder / "results.jsonl", as_lines(results))
     return Finished(results, stages)
@@ -61,6 +65,7 @@ async def run_pool(
 
 async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], follow: Follow) -> None:
     """Time every expert and the aggregator, and write the pool's profile. Raises ConfigError and EngineError."""
+    _require_models(pool)
     if pool.profile is None:
         raise ConfigError("The pool names no profile.", remedy="Name the file to write, as in `profile: costs.yaml`.")
     everyone = {question.id: pool.expert_names for question in questions.asked}
@@ -69,6 +74,26 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
     async with _workers(pool, pool.profile.with_suffix(".logs")) as workers:
         profile = await _measured(pool, batch, sizes, workers, follow)
     write_whole(pool.profile, yaml.safe_dump(profile.as_plain(), sort_keys=False).encode())
+
+
+def _require_models(pool: Pool) -> None:
+    """Here, and not when a session would load it. On a cluster's nodes the folders cannot be seen."""
+    for name, model in pool.models.items():
+        if pool.ray is None and not model.path.is_dir():
+            raise ConfigError(
+                f"models.{name}.path: there is no folder {model.path}.",
+                remedy="Name the folder that holds the model; a relative path counts from the pool's folder.",
+            )
+
+
+@asynccontextmanager
+async def _embedder(pool: Pool) -> AsyncIterator[Embedder | None]:
+    """The embedder, where the gate judges by similarity."""
+    if pool.aggregate is None or pool.aggregate.confidence != "similarity":
+        yield None
+        return
+    async with running_embedder(pool.embedder) as running:
+        yield running.embedder
 
 
 def _workers(pool: Pool, logs: Path) -> AbstractAsyncContextManager[Workers]:
@@ -115,9 +140,9 @@ def _profile(pool: Pool) -> PoolProfile:
     return profile
 
 
-def _rig(pool: Pool, profile: PoolProfile, workers: Workers) -> Rig:
+def _rig(pool: Pool, profile: PoolProfile, workers: Workers, embedder: Embedder | None) -> Rig:
     capacity = pool.capacity or len(pool.expert_names)
-    return Rig(workers, len(pool.workers), capacity, pool.at_once, profile, monotonic)
+    return Rig(workers, len(pool.workers), capacity, pool.at_once, profile, monotonic, embedder)
 
 
 def _depends_on(pool: Pool, questions: Questions, seed: int) -> dict[str, Any]:

@@ -32,7 +32,9 @@ ANSWERS = {"1": "111", "2": "112", "3": "123", "4": "222"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A pool, its profile and four questions."""
+    """A pool, its profile and four questions; of its models only the folders."""
+    for model in "abcz":
+        (tmp_path / model).mkdir()
     (tmp_path / "pool.yaml").write_text(POOL, encoding="utf-8")
     profile = PoolProfile(dict.fromkeys(EXPERTS, COST), COST)
     (tmp_path / "costs.yaml").write_text(yaml.safe_dump(profile.as_plain()), encoding="utf-8")
@@ -181,6 +183,16 @@ def test_a_pool_without_a_profile_is_told_what_to_do(folder: Path, capsys: pytes
     (folder / "pool.yaml").write_text(POOL.replace("profile: costs.yaml", ""), encoding="utf-8")
     assert batch(folder, "profile") == 2
     assert "The pool names no profile. Name the file to write" in capsys.readouterr().err
+
+
+def test_a_model_whose_folder_is_not_there_is_told_before_any_other_is_started(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "c").rmdir()
+    for command, out in (("run", ("--out", folder / "run")), ("profile", ("--sizes", "1,1"))):
+        assert batch(folder, command, *out) == 2
+        assert f"models.c[/x].path: there is no folder {folder / 'c'}." in capsys.readouterr().err
+    assert not list(folder.glob("**/*logs*"))
 
 
 def test_a_profile_that_somebody_has_spoiled_is_told_by_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

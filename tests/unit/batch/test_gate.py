@@ -74,3 +74,12 @@ def test_experts_that_are_not_sure_at_all_give_no_confidence() -> None:
 def test_a_tau_that_lets_everything_pass_is_refused(tau: float) -> None:
     with pytest.raises(ConfigError, match=r"tau must be above 0, not .+\. 1 means all experts"):
         Gate(tau)
+
+
+def test_by_similarity_the_answers_choose_the_winner_and_the_likeness_is_the_confidence() -> None:
+    gate = Gate(0.6, "similarity")
+    verdict = gate.judge(votes("aab"), 0.61)
+    assert (verdict.winner, verdict.confidence) == (1, 0.61)
+    assert gate.passes(verdict)
+    assert not gate.passes(gate.judge(votes("aaa"), 0.5))
+    assert not gate.passes(gate.judge(votes("..."), 0.9))

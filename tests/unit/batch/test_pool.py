@@ -57,8 +57,15 @@ def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(fi
         (("  - embedded: {}", "  - {}"), r":6: a worker is embedded or a pair, and not both\. Write `embedded: \{\}`"),
         ((", launch: {prefill_gpus: [0], decode_gpus: [1]}", ""), r":7: a worker's pair is started .*`launch: \{\}`"),
         (("model: large", "model: big"), r":2: aggregate names 'big', none of the models"),
+        (
+            ("tau: 0.67}", "confidence: similarity}\nembedder: {model: none}"),
+            r"aggregate.confidence is similarity, and embedder.model none\. Name an embedding model",
+        ),
         (("tau: 0.67", "tau: 0"), r":8: tau must be above 0, not 0\. 1 means all experts"),
-        (("tau: 0.67", "confidence: guess"), r":8: 'guess' is not known\. Choose plurality or probability"),
+        (
+            ("tau: 0.67", "confidence: guess"),
+            r":8: 'guess' is not known\. Choose plurality or probability or similarity",
+        ),
         (("tau: 0.67", "sampling: {top_p: 0}"), r":8: top_p must be above 0 and at most 1, not 0"),
         (("profile:", "capacity: 0\nprofile:"), "capacity must be above 0, not 0"),
         (("profile:", "at_once: 0\nprofile:"), "at_once must be above 0, not 0"),

@@ -22,6 +22,7 @@ from shell_router.batch.results import Result, as_lines, results_of
 from shell_router.batch.run import Follow, Rig, Stage, run_batch
 from shell_router.batch.sessions import Sessions
 from shell_router.batch.settings import Aggregating, Answers, Sampling
+from shell_router.engines.embedder import HashEmbedder
 from shell_router.engines.scripted import Script
 from shell_router.errors import ConfigError, EngineRejected
 from tests.fakes.filling_disk import FillingDisk
@@ -88,17 +89,17 @@ class Started:
     async def run(self, batch: Batch, folder: Path, refused: Sequence[Refused] = ()) -> list[Result]:
         """Run what the folder lacks; the results."""
         with opened(folder, DEPENDS_ON) as journal:
-            await self.on(batch, journal)
-            return results_of(batch, refused, journal.get)
+            return results_of(await self.on(batch, journal), refused, journal.get)
 
-    async def on(self, batch: Batch, journal: Journal, profile: PoolProfile = PROFILE) -> None:
+    async def on(self, batch: Batch, journal: Journal, profile: PoolProfile = PROFILE) -> Batch:
         if self.kill_after <= 0:
             raise Killed
-        rig = Rig(self.workers, self.places, 3, 2, profile, SteppedTimers().clock)
+        rig = Rig(self.workers, self.places, 3, 2, profile, SteppedTimers().clock, HashEmbedder())
         follow = Follow(self._stage, self._output, lambda _line: None)
         async with asyncio.timeout(20):
-            self.stages = await run_batch(batch, rig, journal, longest_first, follow)
+            batch, self.stages = await run_batch(batch, rig, journal, longest_first, follow)
         assert not self.workers.open
+        return batch
 
 
 async def outcome(answers: Mapping[str, str], folder: Path, asked: Batch | None = None) -> tuple[Started, list[Result]]:
@@ -169,6 +170,26 @@ async def test_where_no_expert_answers_nobody_is_asked_further(tmp_path: Path) -
     assert not drafts(started)
     assert (result.by, result.text, result.answer, result.winner, result.right) == ("nobody", "", None, None, False)
     assert result.error == "a: refused b: refused c: refused"
+
+
+def by_similarity(questions: int) -> Batch:
+    return batch(questions, aggregating=Aggregating("b", 0.95, "similarity"))
+
+
+async def test_by_similarity_drafts_that_are_not_alike_need_the_aggregator(
+    tmp_path: Path,
+) -> None:
+    apart = {"a1": "2 and so on for a while", "b1": "none of it is known", "c1": "there is more, or less"}
+    _, results = await outcome(apart, tmp_path, by_similarity(2))
+    alike, unlike = (one.confidence for one in results)
+    assert alike == pytest.approx(1)
+    assert unlike < 0.95
+    assert [(one.by, one.error) for one in results] == [("experts", ""), ("aggregator", "")]
+
+
+async def test_by_similarity_one_draft_is_like_nothing(tmp_path: Path) -> None:
+    _, (result,) = await outcome(dict.fromkeys(("a0", "b0"), "refused"), tmp_path, by_similarity(1))
+    assert (result.by, result.confidence) == ("aggregator", 0.0)
 
 
 async def test_drafts_without_an_answer_go_to_the_aggregator_or_the_last_stands(tmp_path: Path) -> None:

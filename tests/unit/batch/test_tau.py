@@ -40,6 +40,11 @@ def test_every_tau_is_judged_by_what_it_skips_and_what_that_costs() -> None:
     assert [one.loss.value for one in found] == [0, 0, 0, 0]
 
 
+def test_agreement_is_measured_as_in_the_run_unless_told_otherwise() -> None:
+    run = [replace(one, confidence=0.25 * place) for place, one in enumerate(RUN[:3], 1)]
+    assert [(one.tau, one.skipped) for one in trials(run)] == [(2, 0), (0.75, 1 / 3), (0.5, 2 / 3), (0.25, 1)]
+
+
 def test_what_is_lost_is_told_in_points() -> None:
     found = trials([*RUN[:5], result("xxr", True)], "plurality")
     assert [one.loss.value for one in found] == pytest.approx([0, 0, 100 * 2 / 6, 100 * 2 / 6])
