@@ -54,7 +54,7 @@ class Log:
         self.detail = ""
         self.expires_s = 0.0
         self._ends = [0]
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: dict[asyncio.Future[None], None] = {}  # woken in the order in which they came
 
     @property
     def position(self) -> int:
@@ -107,11 +107,11 @@ class Log:
     async def changed(self) -> None:
         """Return after the next `wake`."""
         waiter = asyncio.get_running_loop().create_future()
-        self._waiting.add(waiter)
+        self._waiting[waiter] = None
         try:
             await waiter
         finally:
-            self._waiting.discard(waiter)
+            del self._waiting[waiter]
 
 
 class Writer:

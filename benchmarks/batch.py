@@ -2,10 +2,12 @@
 
     python benchmarks/batch.py [--pool FILE] [--questions N] [--sizes N,N,...] [--rounds N] [--json]
 
-The pool is profiled first, on questions that are not asked again. Every round then runs the experts by both plans, in
-turn, each in a folder of its own: engines start, answer and end as in any batch.
+Every round profiles the pool, on questions that are not asked again, and then runs the experts by both plans, in turn,
+each in a folder of its own: engines start, answer and end as in any batch. A machine's speed drifts, so that a profile
+tells most of what is run right after it.
 
-    predicted_s, measured_s   the experts' stage, medians over the rounds; error: measured over predicted, less 1
+    predicted_s, measured_s   the experts' stage, medians over the rounds
+    error                     measured over predicted, less 1, median over the rounds; and the rounds' range
     speedup                   round-robin's measured stage over this one's, median over the rounds
 
 At the end the aggregator answers everything, and then, with the same drafts, what the gate leaves to it.
@@ -54,9 +56,8 @@ async def _measured(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="batch-") as folder:
         pool = replace(load_pool(options.pool), profile=Path(folder) / "costs.yaml")
         sizes = tuple(map(int, options.sizes.split(",")))
-        await profile_pool(pool, questions_for(pool, ROOT / "models/data/calibration.jsonl"), sizes, QUIET)
         questions = questions_for(pool, ROOT / "models/data/test.jsonl", options.questions)
-        rounds = [await _round(pool, questions, Path(folder) / str(number)) for number in range(options.rounds)]
+        rounds = [await _round(pool, sizes, questions, Path(folder) / str(number)) for number in range(options.rounds)]
         engine = f"{'SGLang' if pool.workers[0].pair else 'embedded pairs'}, {len(pool.workers)} workers"
         report(
             f"Batch: {len(questions.asked)} questions, {len(pool.expert_names)} experts",
@@ -69,22 +70,23 @@ async def _measured(options: argparse.Namespace) -> None:
         report("Batch: the gate", gated, engine=engine, simulated=False, as_json=options.json)
 
 
-async def _round(pool: Pool, questions: Questions, folder: Path) -> dict[str, Finished]:
-    """The experts' stage by every plan; no aggregator."""
+async def _round(pool: Pool, sizes: Sequence[int], questions: Questions, folder: Path) -> dict[str, Finished]:
+    """A profile, then the experts' stage by every plan; no aggregator."""
+    await profile_pool(pool, questions_for(pool, ROOT / "models/data/calibration.jsonl"), sizes, QUIET)
     alone = replace(pool, aggregate=None)
     return {name: await run_pool(alone, questions, folder / name, planner, QUIET) for name, planner in PLANNERS.items()}
 
 
 def _planned_row(name: str, rounds: Sequence[dict[str, Finished]]) -> Row:
     stages = [done[name].stages[0] for done in rounds]
-    predicted_s = statistics.median(stage.plan.makespan_s for stage in stages)
+    errors = [stage.measured.makespan_s / stage.plan.makespan_s - 1 for stage in stages]
     measured_s = [stage.measured.makespan_s for stage in stages]
     others_s = [done["round-robin"].stages[0].measured.makespan_s for done in rounds]
     return {
         "plan": name,
-        "predicted_s": predicted_s,
+        "predicted_s": statistics.median(stage.plan.makespan_s for stage in stages),
         "measured_s": statistics.median(measured_s),
-        "error": f"{statistics.median(measured_s) / predicted_s - 1:+.1%}",
+        "error": f"{statistics.median(errors):+.1%} ({min(errors):+.1%} to {max(errors):+.1%})",
         "speedup": statistics.median(other / own for other, own in zip(others_s, measured_s, strict=True)),
         "errors": sum(bool(result.error) for done in rounds for result in done[name].results),
     }

@@ -8,10 +8,10 @@ from typing import Any
 
 from report import Row
 
-from overlapping.figures import Figures, figures_of
 from shell_router.api import Services
 from shell_router.core.model import Tokenizer
 from shell_router.execution import MoaRequest
+from shell_router.simulation.figures import Figures, figures_of
 from shell_router.telemetry import Trace
 from shell_router.topology import Topology
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from shell_router import errors
-from shell_router.cli import batching, evaluating, serving, topologies
+from shell_router.cli import batching, evaluating, serving, simulating, topologies
 from shell_router.cli.running import INTERRUPTED
 
 WRONG_INPUT = 2
@@ -38,5 +38,6 @@ def parser() -> argparse.ArgumentParser:
     serving.add_commands(commands)
     evaluating.add_commands(commands)
     batching.add_commands(commands)
+    simulating.add_commands(commands)
     topologies.add_commands(commands)
     return top

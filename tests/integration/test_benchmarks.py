@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.overlapping.figures import prefilled_tokens
 from benchmarks.overlapping.settings import tokens_by_model
 from shell_router.config import load_config
+from shell_router.simulation.figures import prefilled_tokens
 
 ROOT = Path(__file__).parents[2]
 SHORT = {

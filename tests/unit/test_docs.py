@@ -12,6 +12,8 @@ import pytest
 from shell_router.cli import parser
 from shell_router.config import Config, load_config
 from shell_router.config.pool import Pool, load_pool
+from shell_router.simulation.load import load
+from shell_router.simulation.settings import Length, Profiles, Simulation, load_profiles
 from shell_router.topology import parse_topology
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +92,41 @@ def test_no_setting_of_a_pool_is_documented_that_does_not_exist() -> None:
     }
     assert documented <= {*POOL_SETTINGS, *get_type_hints(Pool)}
     assert "aggregate.tau" in documented
+
+
+SIMULATION_SETTINGS = list(_pool_settings(Simulation, "", {Length}))
+PROFILE_SETTINGS = sorted({name.rpartition(".")[2] for name in _pool_settings(Profiles, "", set())})
+
+
+@pytest.mark.parametrize("setting", SIMULATION_SETTINGS)
+def test_every_setting_of_a_simulation_is_documented(setting: str) -> None:
+    section, _, name = setting.rpartition(".")
+    row = re.search(rf"^\| `{section}` \|.*`{name}`", PAGES["simulation.md"], re.MULTILINE) if section else None
+    assert f"`{setting}`" in PAGES["simulation.md"] or row
+
+
+@pytest.mark.parametrize("setting", PROFILE_SETTINGS)
+def test_every_figure_of_a_profile_is_documented(setting: str) -> None:
+    assert re.search(rf"\b{setting}\b", PAGES["simulation.md"].split("## What engines cost")[1])
+
+
+def test_the_example_of_a_simulation_is_a_right_one(tmp_path: Path) -> None:
+    example = (
+        _yaml_block("simulation.md").replace("../../", f"{ROOT}/").replace("../engines", f"{ROOT}/configs/engines")
+    )
+    file = tmp_path / "simulation.yaml"
+    file.write_text(example, encoding="utf-8")
+    assert list(load(file).topologies) == ["tree", "full"]
+
+
+def test_the_examples_of_profiles_are_right_ones(tmp_path: Path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGES["simulation.md"], re.DOTALL)[1:]
+    for block in blocks:
+        file = tmp_path / "profiles.yaml"
+        file.write_text(block, encoding="utf-8")
+        found = load_profiles(file)
+        assert found.models["qwen3-vl-8b"].costs(found.gpus).decode.step_s == pytest.approx(0.005, rel=0.1)
+    assert len(blocks) == 2
 
 
 def _options(top: argparse.ArgumentParser) -> Iterator[str]:

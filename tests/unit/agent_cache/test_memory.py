@@ -111,3 +111,18 @@ async def test_a_log_that_never_begins_is_given_up_with_its_last_reader() -> Non
         reading.cancel()
     await asyncio.wait(readings)
     assert shelf.awaited == 0
+
+
+async def test_readers_are_woken_in_the_order_in_which_they_came() -> None:
+    async with MemoryAgentPromptCache(clock=lambda: 0.0) as cache:
+        writer, woken = await cache.create(KEY), list[int]()
+
+        async def read(number: int) -> None:
+            await cache.read(KEY, wait_s=5)
+            woken.append(number)
+
+        readers = [asyncio.create_task(read(number)) for number in range(50)]
+        await asyncio.sleep(0)
+        writer.append(Chunk("word", (1,)))
+        await asyncio.gather(*readers)
+    assert woken == list(range(50))

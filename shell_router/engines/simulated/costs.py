@@ -1,0 +1,106 @@
+"""What a pair's work costs, in seconds: formulas that a roofline or measurements fill in."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from shell_router.errors import ConfigError
+
+UNLIMITED = 1_000_000_000
+"""Tokens: as good as no limit."""
+
+
+def _require_times(*seconds: float) -> None:
+    if min(seconds) < 0:
+        raise ConfigError(f"a time must be at least 0, not {min(seconds):g}")
+
+
+def _require_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name} must be at least 1, not {count}")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCosts:
+    """The prefill engine. A pass over n new tokens that attend p earlier ones and themselves takes
+
+        forward_s + n * token_s + p * attention_s
+
+    and holds at most `chunk_tokens` new ones of at most `prompts` prompts; a longer prompt takes several passes.
+    `cache_tokens` is the room for prefixes.
+    """
+
+    forward_s: float
+    token_s: float
+    attention_s: float = 0.0
+    chunk_tokens: int = 8192
+    prompts: int = 4096
+    cache_tokens: int = UNLIMITED
+
+    def __post_init__(self) -> None:
+        _require_times(self.forward_s, self.token_s, self.attention_s)
+        _require_counts(chunk_tokens=self.chunk_tokens, prompts=self.prompts, cache_tokens=self.cache_tokens)
+
+    def pass_s(self, new_tokens: int, attended: int) -> float:
+        """Seconds of one pass. `attended` counts pairs of a new token and one that it attends."""
+        return self.forward_s + new_tokens * self.token_s + attended * self.attention_s
+
+
+def attended_pairs(new_tokens: int, before: int) -> int:
+    """Pairs of a new token and one it attends, itself included, where `before` tokens precede the new ones."""
+    return new_tokens * before + new_tokens * (new_tokens + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCosts:
+    """From the end of prefill to the first token on the decode side: `request_s` + tokens * `token_s`."""
+
+    request_s: float = 0.0
+    token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_times(self.request_s, self.token_s)
+
+    def seconds(self, tokens: int) -> float:
+        """For a prompt of so many tokens."""
+        return self.request_s + tokens * self.token_s
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCosts:
+    """The decode engine. One step, in which each of n sequences writes a token, takes
+
+        step_s + n * sequence_s + c * context_s
+
+    where c is the sum of the sequences' lengths. `cache_tokens` is the room for all of them, `at_once` the most
+    sequences of a step.
+    """
+
+    step_s: float
+    sequence_s: float = 0.0
+    context_s: float = 0.0
+    cache_tokens: int = UNLIMITED
+    at_once: int = 4096
+
+    def __post_init__(self) -> None:
+        _require_times(self.step_s, self.sequence_s, self.context_s)
+        _require_counts(cache_tokens=self.cache_tokens, at_once=self.at_once)
+
+    def steps_s(self, steps: int, sequences: int, context: int) -> float:
+        """Seconds of so many steps from a context of so many tokens; it grows by one per sequence and step."""
+        grown = sequences * (steps * (steps - 1) // 2)
+        return steps * (self.step_s + sequences * self.sequence_s + context * self.context_s) + grown * self.context_s
+
+    def steps_begun(self, seconds: float, sequences: int, context: int, at_most: int) -> int:
+        """How many steps have begun after `seconds`; at the very start none has."""
+        until = range(1, at_most)
+        return (seconds > 0) + bisect_left(until, seconds, key=lambda steps: self.steps_s(steps, sequences, context))
+
+
+@dataclass(frozen=True, slots=True)
+class PairCosts:
+    """A prefill engine, a decode engine, and what lies between."""
+
+    prefill: PrefillCosts
+    decode: DecodeCosts
+    transfer: TransferCosts = TransferCosts()

@@ -1,0 +1,58 @@
+"""A simulated prefill-decode pair, behind the same contract as a real one."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
+from shell_router.engines.simulated.costs import PairCosts
+from shell_router.engines.simulated.decode import DecodeEngine, Writing
+from shell_router.engines.simulated.prefill import PrefillEngine
+from shell_router.engines.simulated.processor import Processor
+from shell_router.engines.simulated.text import Written
+
+
+class SimulatedPair:
+    """See `Engine`. `write` says what a request will answer; it is cut at the request's `max_new_tokens`.
+
+    As in SGLang's disaggregation, a request first claims its room on the decode side, then is prefilled, then its KV
+    goes over, and the first token comes with it. Where no processors are given, each engine has its own.
+    """
+
+    def __init__(
+        self,
+        costs: PairCosts,
+        write: Callable[[Generation], Written],
+        *,
+        prefill_processor: Processor | None = None,
+        decode_processor: Processor | None = None,
+    ) -> None:
+        self._transfer = costs.transfer
+        self._write = write
+        self.prefilling = PrefillEngine(costs.prefill, prefill_processor or Processor())
+        self.decoding = DecodeEngine(costs.decode, decode_processor or Processor())
+
+    async def prefill(self, request: Generation) -> Prefilled:
+        """See `Engine.prefill`."""
+        return Prefilled(len(request.input_ids), await self.prefilling.prefill(request.input_ids))
+
+    async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
+        """See `Engine.generate`."""
+        output, prompt = self._write(request), len(request.input_ids)
+        limit = request.sampling.get("max_new_tokens") or len(output.ids)
+        wanted = min(len(output.ids), limit)
+        heard: asyncio.Queue[int] = asyncio.Queue()
+        writing = Writing(prompt, wanted, request.sampling.get("stream_interval") or 1, heard.put_nowait)
+        await self.decoding.admit(writing)
+        try:
+            cached = await self.prefilling.prefill(request.input_ids)
+            await asyncio.sleep(self._transfer.seconds(prompt))
+            self.decoding.join(writing)
+            told = 0
+            while told < wanted:
+                now = await heard.get()
+                logprobs = (output.logprob,) * (now - told) if request.logprobs else ()
+                yield Tokens(tuple(output.ids[told:now]), "".join(output.pieces[told:now]), logprobs)
+                told = now
+            yield Finish("stop" if wanted == len(output.ids) else "length", prompt, wanted, cached)
+        finally:
+            self.decoding.leave(writing)

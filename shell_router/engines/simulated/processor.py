@@ -1,0 +1,84 @@
+"""Something that works: jobs side by side, as fast as there are cores for them."""
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Work that was begun: `begin` and `end` on the processor's own axis of seconds of undivided work."""
+
+    begin: float
+    end: float
+    done: Callable[[], None] | None
+
+
+class Processor:
+    """Up to `cores` jobs run at full speed; more of them share the cores evenly (processor sharing).
+
+    An engine alone on its GPU is a processor of one core that gets one job at a time. Engines on one machine's CPU
+    share a processor, and slow each other down.
+    """
+
+    def __init__(self, cores: float = 1.0) -> None:
+        self._cores = cores
+        self._loop = asyncio.get_running_loop()
+        self._jobs: list[tuple[float, int, Job]] = []
+        self._order = count()
+        self._running = 0
+        self._worked = 0.0
+        self._since_s = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, seconds: float, done: Callable[[], None]) -> Job:
+        """Begin work that takes `seconds` undivided; `done` is called at its end."""
+        self._catch_up()
+        job = Job(self._worked, self._worked + seconds, done)
+        heapq.heappush(self._jobs, (job.end, next(self._order), job))
+        self._running += 1
+        self._set_timer()
+        return job
+
+    def stop(self, job: Job) -> float:
+        """Give a running job up; returns the seconds of work that were done on it."""
+        self._catch_up()
+        if job.done is not None:
+            job.done = None
+            job.end = min(self._worked, job.end)
+            self._running -= 1
+            self._set_timer()
+        return job.end - job.begin
+
+    @property
+    def _speed(self) -> float:
+        """Of every running job."""
+        return min(1.0, self._cores / self._running) if self._running else 1.0
+
+    def _catch_up(self) -> None:
+        now_s = self._loop.time()
+        self._worked += (now_s - self._since_s) * self._speed
+        self._since_s = now_s
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._jobs and self._jobs[0][2].done is None:
+            heapq.heappop(self._jobs)
+        if self._jobs:
+            wait_s = max(0.0, self._jobs[0][0] - self._worked) / self._speed
+            self._timer = self._loop.call_at(self._since_s + wait_s, self._end_first)
+
+    def _end_first(self) -> None:
+        self._timer = None
+        self._catch_up()
+        end, _, job = heapq.heappop(self._jobs)
+        self._worked = max(self._worked, end)  # the clock may be a rounding short of it
+        self._running -= 1
+        done, job.done = job.done, None
+        self._set_timer()
+        if done is not None:
+            done()

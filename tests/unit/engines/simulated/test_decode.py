@@ -1,0 +1,150 @@
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from shell_router.engines.simulated.costs import DecodeCosts
+from shell_router.engines.simulated.decode import DecodeEngine, Writing
+from shell_router.engines.simulated.processor import Processor
+from shell_router.simulation.virtual_time import run_virtual
+
+Told = list[tuple[float, int]]
+
+
+class Batch:
+    """A decode engine, and what is heard of each sequence: when, and how many tokens it had written."""
+
+    def __init__(self, costs: DecodeCosts) -> None:
+        self.engine = DecodeEngine(costs, Processor())
+        self.loop = asyncio.get_running_loop()
+        self.told: list[Told] = []
+        self._open: list[asyncio.Task[None]] = []
+
+    def ask(self, at_s: float, prompt: int, wanted: int, interval: int = 1, gives_up_s: float | None = None) -> None:
+        told: Told = []
+        self.told.append(told)
+        self._open.append(asyncio.create_task(self._one(at_s, prompt, wanted, interval, gives_up_s, told)))
+
+    async def _one(
+        self, at_s: float, prompt: int, wanted: int, interval: int, gives_up_s: float | None, told: Told
+    ) -> None:
+        await asyncio.sleep(at_s)
+        ended = asyncio.Event()
+
+        def heard(written: int) -> None:
+            told.append((round(self.loop.time(), 9), written))
+            if written == wanted:
+                ended.set()
+
+        writing = Writing(prompt, wanted, interval, heard)
+        try:
+            async with asyncio.timeout(None if gives_up_s is None else gives_up_s - at_s):
+                await self.engine.admit(writing)
+                self.engine.join(writing)
+                await ended.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.engine.leave(writing)
+
+    async def ended(self) -> list[Told]:
+        await asyncio.gather(*self._open)
+        return self.told
+
+
+def told(costs: DecodeCosts, *asked: Sequence[float]) -> list[Told]:
+    async def run() -> list[Told]:
+        batch = Batch(costs)
+        for one in asked:
+            batch.ask(*one)  # type: ignore[arg-type]
+        return await batch.ended()
+
+    return run_virtual(run())
+
+
+def test_the_first_token_comes_with_the_prompt_and_each_further_one_with_a_step() -> None:
+    assert told(DecodeCosts(step_s=2.0), (1, 10, 4)) == [[(1, 1), (3, 2), (5, 3), (7, 4)]]
+
+
+def test_a_step_takes_longer_with_every_sequence_and_every_token_before_it() -> None:
+    costs = DecodeCosts(step_s=1.0, sequence_s=0.5, context_s=0.01)
+    # the second step reads one token more of each
+    expected = [(0, 1), (1 + 1 + 0.01 * (11 + 21), 2), (2 * (1 + 1 + 0.01 * (11 + 21)) + 0.02, 3)]
+    first, second = told(costs, (0, 10, 3), (0, 20, 3))
+    assert first == second == [(pytest.approx(at_s), written) for at_s, written in expected]
+
+
+def test_whoever_comes_during_a_step_joins_at_its_end() -> None:
+    first, second = told(DecodeCosts(step_s=1.0), (0, 1, 4), (1.5, 1, 3))
+    assert first == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert second == [(2, 1), (3, 2), (4, 3)]
+
+
+def test_whoever_gives_up_leaves_the_batch_with_the_step_that_has_begun() -> None:
+    costs = DecodeCosts(step_s=0.0, sequence_s=1.0)
+    first, second = told(costs, (0, 1, 4), (0, 1, 100, 1, 2.5))
+    assert first == [(0, 1), (2, 2), (4, 3), (5, 4)]
+    assert second == [(0, 1), (2, 2)]
+
+
+def test_a_sequence_is_heard_of_at_its_first_token_then_as_often_as_asked_and_at_its_last() -> None:
+    assert told(DecodeCosts(step_s=1.0), (0, 1, 9, 4)) == [[(0, 1), (4, 5), (8, 9)]]
+    assert told(DecodeCosts(step_s=1.0), (0, 1, 8, 4)) == [[(0, 1), (4, 5), (7, 8)]]
+    assert told(DecodeCosts(step_s=1.0), (0, 1, 1, 4)) == [[(0, 1)]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_how_often_sequences_are_heard_of_changes_nothing_of_when_they_end(seed: int) -> None:
+    draws = random.Random(seed)
+    costs = DecodeCosts(step_s=1.0, sequence_s=0.1, context_s=0.01, cache_tokens=200, at_once=4)
+    asked = [
+        (draws.uniform(0, 60), draws.randint(1, 50), draws.randint(1, 40), 1, draws.choice((None, 90.0)))
+        for _ in range(12)
+    ]
+    # steps taken together must be the steps taken one by one
+    one_by_one = told(costs, *asked)
+    together = told(costs, *((at_s, prompt, wanted, 1000, until) for at_s, prompt, wanted, _, until in asked))
+    for every, few in zip(one_by_one, together, strict=True):
+        heard = {written: at_s for at_s, written in every}
+        assert [written for _, written in few] == sorted({1, len(every)} if every else ()) or len(few) <= len(every)
+        assert [(pytest.approx(heard[written]), written) for _, written in few] == few
+
+
+def test_a_sequence_waits_for_room_for_all_that_it_will_write() -> None:
+    costs = DecodeCosts(step_s=1.0, cache_tokens=20)
+    first, second, third = told(costs, (0, 10, 5), (0, 10, 5), (0, 2, 2))
+    assert first[-1] == (4, 5)
+    assert second[0] == (4, 1)
+    assert third[0] == (4, 1), "it came later, and does not overtake"
+
+
+def test_no_more_sequences_decode_at_once_than_there_are_places() -> None:
+    costs = DecodeCosts(step_s=1.0, at_once=2)
+    assert [one[0][0] for one in told(costs, (0, 1, 4), (0, 1, 3), (0, 1, 3))] == [0, 0, 2]
+
+
+def test_one_that_never_fits_goes_alone() -> None:
+    costs = DecodeCosts(step_s=1.0, cache_tokens=10)
+    first, second = told(costs, (0, 50, 3), (0, 5, 2))
+    assert first[-1] == (2, 3)
+    assert second[0] == (2, 1)
+
+
+def test_whoever_gives_up_waiting_holds_up_nobody() -> None:
+    costs = DecodeCosts(step_s=1.0, cache_tokens=20)
+    _, second, third = told(costs, (0, 5, 10), (0, 15, 5, 1, 2.5), (0, 2, 2))
+    assert second == []
+    assert third[0] == (3, 1), "at the end of the step that had begun when the one before it gave up"
+
+
+def test_tokens_and_times_are_counted() -> None:
+    async def run() -> tuple[int, float, float]:
+        batch = Batch(DecodeCosts(step_s=1.0))
+        batch.ask(0, 1, 5)
+        batch.ask(0, 1, 3)
+        batch.ask(10, 1, 2)
+        await batch.ended()
+        return batch.engine.written, batch.engine.busy_s, batch.engine.batch_s
+
+    assert run_virtual(run()) == (10, pytest.approx(5), pytest.approx(2 * 2 + 2 + 1))

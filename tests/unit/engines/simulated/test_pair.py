@@ -1,0 +1,100 @@
+import asyncio
+import math
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import pytest
+
+from shell_router.core.generation import Finish, Generation, Tokens
+from shell_router.engines.simulated import (
+    DecodeCosts,
+    PairCosts,
+    PrefillCosts,
+    SimulatedPair,
+    SimulatedTokenizer,
+    TransferCosts,
+    Written,
+)
+from shell_router.simulation.virtual_time import run_virtual
+
+COSTS = PairCosts(PrefillCosts(1.0, 0.0, prompts=1), DecodeCosts(0.1, cache_tokens=100), TransferCosts(0.5, 0.01))
+OUTPUT = Written.of("一二三四 word", math.log(0.5))
+
+
+def pair(costs: PairCosts = COSTS) -> SimulatedPair:
+    return SimulatedPair(costs, lambda _request: OUTPUT)
+
+
+async def answer(engine: SimulatedPair, request: Generation) -> tuple[list[tuple[float, Tokens]], Finish]:
+    loop, heard = asyncio.get_running_loop(), list[tuple[float, Tokens]]()
+    async with aclosing(engine.generate(request)) as stream:
+        async for item in stream:
+            if isinstance(item, Finish):
+                return heard, item
+            heard.append((loop.time(), item))
+    raise AssertionError("it ended without its last event")
+
+
+def test_a_request_is_prefilled_handed_over_and_decoded() -> None:
+    async def run() -> tuple[list[tuple[float, Tokens]], Finish]:
+        return await answer(pair(), Generation("r", range(10)))
+
+    heard, finish = run_virtual(run())
+    assert [at_s for at_s, _ in heard] == pytest.approx([1.6, 1.7, 1.8, 1.9, 2.0, 2.1])
+    assert "".join(one.text for _, one in heard) == "一二三四 word"
+    assert [number for _, one in heard for number in one.ids] == SimulatedTokenizer().encode("一二三四 word")
+    assert all(one.logprobs == () for _, one in heard)
+    assert finish == Finish("stop", 10, 6, 0)
+
+
+def test_it_is_cut_at_the_longest_output_and_sent_in_the_pieces_that_are_asked_for() -> None:
+    async def run() -> tuple[list[tuple[float, Tokens]], Finish]:
+        sampling = {"max_new_tokens": 5, "stream_interval": 3}
+        return await answer(pair(), Generation("r", range(10), sampling, logprobs=True))
+
+    heard, finish = run_virtual(run())
+    assert [len(one.ids) for _, one in heard] == [1, 3, 1]
+    assert {logprob for _, one in heard for logprob in one.logprobs} == {math.log(0.5)}
+    assert finish == Finish("length", 10, 5, 0)
+
+
+def test_what_was_prefilled_before_is_told_as_cached() -> None:
+    async def run() -> tuple[int, int, int]:
+        engine = pair()
+        first = await engine.prefill(Generation("p0", range(8)))
+        second = await engine.prefill(Generation("p1", range(9)))
+        _, finish = await answer(engine, Generation("r", range(12)))
+        return first.cached_tokens, second.cached_tokens, finish.cached_tokens
+
+    assert run_virtual(run()) == (0, 8, 9)
+
+
+def test_a_request_claims_its_room_before_it_is_prefilled() -> None:
+    async def run() -> list[float]:
+        engine, loop = pair(), asyncio.get_running_loop()
+
+        async def one(first: int) -> float:
+            heard, _ = await answer(engine, Generation(str(first), [first] * 60))
+            del heard
+            return loop.time()
+
+        return await asyncio.gather(one(1), one(2))
+
+    # each holds 66 of 100 tokens: the second's prefill waits until the first is done
+    assert run_virtual(run()) == pytest.approx([1 + 1.1 + 0.5, 2 * (1 + 1.1 + 0.5)])
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 1.2, 1.65])
+def test_an_abandoned_request_gives_its_room_back(after_s: float) -> None:
+    async def run() -> Sequence[float]:
+        engine, loop = pair(), asyncio.get_running_loop()
+        leaving = asyncio.create_task(answer(engine, Generation("leaves", range(90))))
+        await asyncio.sleep(after_s)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        begun_s = loop.time()
+        await answer(engine, Generation("stays", range(500, 590)))
+        return [loop.time() - begun_s]
+
+    (took_s,) = run_virtual(run())
+    assert took_s <= 1 + 0.5 + 0.9 + 0.5 + 1.0 + 1e-6, "at most a pass that had begun is waited for"

@@ -1,0 +1,277 @@
+"""Whole simulations: the unchanged executor on simulated engines."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shell_router.cli import main
+from shell_router.engines.simulated import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.errors import ConfigError, DataError
+from shell_router.simulation.load import Loaded, load
+from shell_router.simulation.run import Simulated, simulate
+from shell_router.simulation.settings import Length, SimulatedModel, Simulation, Workload
+from shell_router.simulation.summary import summary_of
+from shell_router.topology import Topology, load_topology
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = ROOT / "configs/simulations/six-h200.yaml"
+COMMAND = "import sys; from shell_router.cli import main; sys.exit(main())"
+LIMIT_S = 4.6
+MODELS = ("small", "medium", "large")
+COSTS = {
+    model: PairCosts(PrefillCosts(0.01, 1e-4), DecodeCosts(0.01 * 2**size), TransferCosts(0.005))
+    for size, model in enumerate(MODELS)
+}
+
+
+def topology(name: str) -> Topology:
+    return load_topology(ROOT / f"topologies/evaluation/{name}.yaml", models=MODELS)
+
+
+def simulation(**workload: Any) -> Simulation:
+    outputs = dict.fromkeys(MODELS, Length(low=20, high=60))
+    asked = Workload(**{"requests": 5, "outputs": outputs, "question": Length(tokens=30), **workload})
+    return Simulation((Path(),), Path(), {model: SimulatedModel(model) for model in MODELS}, asked)
+
+
+def run(name: str, seed: int = 0, costs: Mapping[str, PairCosts] = COSTS, **workload: Any) -> Simulated:
+    return simulate(simulation(**workload), topology(name), costs, seed)
+
+
+def latencies(simulated: Simulated) -> list[float]:
+    return [one.trace["duration_s"] for one in simulated.runs]
+
+
+def test_a_single_agents_latency_is_what_its_costs_add_up_to() -> None:
+    tiny = load_topology(ROOT / "topologies/tiny.yaml", models=MODELS)
+    root = tiny.root
+    alone = replace(tiny, agents={root.id: replace(root, precursors=(), sampling={"max_new_tokens": 50})}, clusters=())
+    asked = Workload(3, {model: Length(tokens=40) for model in MODELS}, Length(tokens=100))
+    done = simulate(replace(simulation(), workload=asked), alone, COSTS)
+    prompts = {one.trace["agents"][root.id]["prompt_tokens"] for one in done.runs}
+    (prompt,) = prompts
+    costs = COSTS[root.model]
+    # later questions find what the template has before them
+    cached = [one.trace["agents"][root.id]["cached_tokens"] for one in done.runs]
+    expected = [
+        costs.prefill.forward_s + (prompt - known) * 1e-4 + 0.005 + 39 * costs.decode.step_s for known in cached
+    ]
+    assert latencies(done) == pytest.approx(expected, abs=2e-6)
+
+
+def test_incremental_prefill_hides_prefill_and_changes_no_output() -> None:
+    tree, incremental = run("tree"), run("tree-incremental")
+    assert [one.trace["agents"]["root"]["prompt_tokens"] for one in tree.runs] == [
+        one.trace["agents"]["root"]["prompt_tokens"] for one in incremental.runs
+    ]
+    assert sum(latencies(incremental)) < sum(latencies(tree))
+    hidden, exposed = (summary_of(one) for one in (incremental, tree))
+    assert hidden.late is not None and exposed.late is not None
+    assert hidden.late < 0.2 < exposed.late
+
+
+def test_equal_agents_write_the_same_in_every_setting() -> None:
+    def leaves(simulated: Simulated) -> list[dict[str, int]]:
+        return [
+            {name: agent["decoded_tokens"] for name, agent in one.trace["agents"].items() if not agent["precursors"]}
+            for one in simulated.runs
+        ]
+
+    assert leaves(run("tree")) == leaves(run("all-to-all"))
+
+
+def test_early_exit_cuts_agents_off_where_outputs_agree() -> None:
+    agreeing, differing = (summary_of(run("full-in-flight", right=right)) for right in (1.0, 0.0))
+    assert agreeing.completed["large"] < differing.completed["large"] == 5
+
+
+def test_no_answer_is_faster_than_its_bound() -> None:
+    for name in ("all-to-all", "tree", "tree-incremental", "full"):
+        assert summary_of(run(name)).over_bound > 0
+
+
+def test_the_path_accounts_for_the_whole_latency() -> None:
+    found = summary_of(run("tree"))
+    assert sum(found.path.values()) == pytest.approx(found.mean_s)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "at_once"), [({"arrivals": "one_by_one"}, 1), ({"arrivals": "closed", "clients": 3}, 3)]
+)
+def test_closed_loops_keep_so_many_requests_going(arrivals: dict[str, Any], at_once: int) -> None:
+    done = run("tree", requests=6, **arrivals)
+    begun = [one.trace["started_at"] for one in done.runs]
+    spans = [(at_s, at_s + one.trace["duration_s"]) for at_s, one in zip(begun, done.runs, strict=True)]
+    assert max(sum(begin <= at_s < end - 1e-5 for begin, end in spans) for at_s in begun) == at_once
+
+
+def test_requests_arrive_at_the_rate_that_is_asked_for_alone_or_in_bursts() -> None:
+    for arrivals, size in (("poisson", 1), ("bursty", 4)):
+        done = run("tree", requests=200, arrivals=arrivals, per_s=2.0, burst=4)
+        begun = [one.trace["started_at"] for one in done.runs]
+        assert 200 / begun[-1] == pytest.approx(2.0, rel=0.3)
+        assert len(set(begun)) == 200 / size
+
+
+def test_a_second_pair_shortens_the_queue() -> None:
+    busy = simulation(requests=12, arrivals="closed", clients=12)
+    loaded = {model: replace(costs, decode=replace(costs.decode, at_once=2)) for model, costs in COSTS.items()}
+    two = replace(busy, models={model: SimulatedModel(model, pairs=2) for model in MODELS})
+    one_pair, two_pairs = (summary_of(simulate(one, topology("tree"), loaded)) for one in (busy, two))
+    assert two_pairs.p95_s < 0.7 * one_pair.p95_s
+    assert len(two_pairs.engines) == 6
+
+
+def test_engines_that_share_a_cpu_slow_each_other_down() -> None:
+    alone, shared = (
+        summary_of(simulate(replace(simulation(), cores=cores), topology("tree"), COSTS)) for cores in (None, 1.0)
+    )
+    assert shared.mean_s > 1.3 * alone.mean_s
+
+
+def test_a_request_that_fails_is_told_and_the_others_go_on() -> None:
+    asked = replace(simulation(requests=4), timeout_s=LIMIT_S)
+    slow = {**COSTS, "large": replace(COSTS["large"], decode=DecodeCosts(0.04))}
+    done = simulate(asked, topology("tree"), slow)
+    failed = [one.error for one in done.runs if one.error]
+    assert 0 < len(failed) < 4
+    assert all(f"{LIMIT_S} s" in error for error in failed)
+    assert summary_of(done).failed == len(failed)
+    with pytest.raises(DataError, match="answered no request"):
+        summary_of(simulate(replace(asked, timeout_s=0.1), topology("tree"), slow))
+
+
+def test_equal_seeds_repeat_and_others_do_not() -> None:
+    assert run("full").runs == run("full").runs
+    assert latencies(run("full", seed=1)) != latencies(run("full"))
+
+
+def test_nothing_of_it_needs_the_clock_or_the_loop_of_the_caller() -> None:
+    async def inside() -> list[float]:
+        return await asyncio.to_thread(lambda: latencies(run("tree")))
+
+    assert asyncio.run(inside()) == latencies(run("tree"))
+
+
+def test_a_model_without_engines_or_outputs_is_named() -> None:
+    without = replace(simulation(), models={"small": SimulatedModel("small")})
+    with pytest.raises(ConfigError, match=r"'tree' needs large, medium\. Add them to models"):
+        simulate(without, topology("tree"), COSTS)
+    silent = replace(simulation(), workload=Workload(1, {"small": Length(tokens=1)}))
+    with pytest.raises(ConfigError, match=r"Add them to workload\.outputs"):
+        simulate(silent, topology("tree"), COSTS)
+
+
+# --- the command
+
+
+def printed(tmp_path: Path, hash_seed: str) -> tuple[str, bytes, bytes]:
+    file, picture = tmp_path / f"{hash_seed}.json", tmp_path / f"{hash_seed}.svg"
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, "simulate", small(tmp_path), "--json", file, "--picture", picture],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "COLUMNS": "160"},
+    )
+    return done.stdout, file.read_bytes(), picture.read_bytes()
+
+
+def small(tmp_path: Path) -> Path:
+    """The shipped simulation with fewer requests."""
+    text = SHIPPED.read_text(encoding="utf-8").replace("requests: 200", "requests: 3").replace("../../", f"{ROOT}/")
+    file = tmp_path / "simulation.yaml"
+    file.write_text(text.replace("../engines", str(ROOT / "configs/engines")), encoding="utf-8")
+    return file
+
+
+def test_the_command_prints_and_writes_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+    first, second = printed(tmp_path, "1"), printed(tmp_path, "2")
+    assert first == second
+    assert list(json.loads(first[1])) == ["all-to-all", "tree", "tree-incremental", "full", "full-in-flight"]
+    assert "is bound by decoding on large" in first[0]
+    assert first[2].count(b"<svg") == 1
+
+
+def test_simulations_are_compared_by_the_names_of_their_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = small(tmp_path), tmp_path / "other.yaml"
+    other.write_text(one.read_text(encoding="utf-8").replace("mean: 400", "mean: 200"), encoding="utf-8")
+    written = tmp_path / "both.json"
+    assert main(["simulate", str(one), "--compare", str(other), "--topology", "tree", "--json", str(written)]) == 0
+    both = json.loads(written.read_bytes())
+    assert list(both) == ["simulation tree", "other tree"]
+    assert both["other tree"]["mean_s"] < both["simulation tree"]["mean_s"]
+    capsys.readouterr()
+
+
+def test_the_cheapest_arrangement_that_is_fast_enough_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = small(tmp_path)
+    busy = file.read_text(encoding="utf-8").replace("requests: 3", "requests: 30")
+    busy = busy.replace("arrivals: one_by_one", "arrivals: closed\n  clients: 30")
+    file.write_text(busy, encoding="utf-8")
+    loaded = load(file)
+    tree = Loaded(loaded.simulation, {"tree": loaded.topologies["tree"]}, loaded.costs, loaded.gpus_per_engine)
+    alone = summary_of(simulate(tree.simulation, tree.topologies["tree"], tree.costs))
+    wanted = [str(file), "--topology", "tree", "--what-if-gpus", "8", "--p95-s"]
+    assert main(["simulate", *wanted, f"{alone.p95_s * 1.01}"]) == 0
+    assert "The cheapest takes 6 GPUs: 1 x small, 1 x medium, 1 x large." in capsys.readouterr().out
+    assert main(["simulate", *wanted, f"{alone.p95_s * 0.99}"]) == 0
+    assert "The cheapest takes 8 GPUs: 1 x small, 1 x medium, 2 x large." in capsys.readouterr().out
+    assert main(["simulate", *wanted, "0.1"]) == 1
+    assert "No arrangement of 8 GPUs answers 19 of 20 requests within 0.1 s." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--topology", "star"], "has no topology 'star'. Choose one of: all-to-all, tree"),
+        (["--what-if-gpus", "8"], "--what-if-gpus and --p95-s go together."),
+        (["--what-if-gpus", "8", "--p95-s", "1"], "An arrangement is for one topology. Choose it by --topology."),
+        (
+            ["--what-if-gpus", "5", "--p95-s", "1", "--topology", "tree"],
+            "5 GPUs are too few for a pair of every model.",
+        ),
+        (["--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
+    ],
+)
+def test_options_that_cannot_be_are_told(
+    tmp_path: Path, options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(small(tmp_path)), *options]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (("requests: 3", "requests: 0"), "requests must be at least 1, not 0"),
+        (("profile: qwen3-vl-4b", "profile: gpt"), "models.small has the profile 'gpt'"),
+        (("small: {mean: 400, cv: 0.5}", "small: {mean: 400, tokens: 3}"), "a length is tokens, low and high, or mean"),
+        (("small: {mean: 400, cv: 0.5}", "small: {low: 9, high: 3}"), "low and high must satisfy 1 <= low <= high"),
+        (("right: 0.8", "right: 1.8"), "right must be between 0 and 1, not 1.8"),
+        (("right: 0.8", "rihgt: 0.8"), "unknown setting 'rihgt'. Did you mean 'right'?"),
+        (("one_by_one", "sometimes"), "'sometimes' is not known."),
+        (("tree.yaml", "bush.yaml"), "bush.yaml"),
+    ],
+)
+def test_a_file_that_cannot_be_simulated_is_told_what_is_wrong(
+    tmp_path: Path, change: tuple[str, str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = small(tmp_path)
+    text = file.read_text(encoding="utf-8")
+    assert change[0] in text
+    file.write_text(text.replace(change[0], change[1], 1), encoding="utf-8")
+    assert main(["simulate", str(file)]) == 2
+    assert complaint in capsys.readouterr().err
