@@ -64,11 +64,11 @@ def outcome(results: Sequence[Result], stages: Sequence[Stage]) -> list[str]:
 
 
 def trial_table(tried: Sequence[Trial], chosen: Trial) -> Table:
-    """A line per tau, the chosen one marked."""
+    """A line per tau, of many such as differ in what they skip by a twentieth; the chosen one is marked."""
     table = Table(title="Gate", title_justify="left")
     for heading in ("tau", "aggregator skipped", "right, % [95 %]", "points lost [95 %]", ""):
         table.add_column(heading, justify="right")
-    for trial in tried:
+    for trial in _told_apart(tried, chosen):
         right, loss = trial.accuracy, trial.loss
         table.add_row(
             "always asked" if trial is tried[0] else f"{trial.tau:.3g}",
@@ -78,3 +78,11 @@ def trial_table(tried: Sequence[Trial], chosen: Trial) -> Table:
             "chosen" if trial is chosen else "",
         )
     return table
+
+
+def _told_apart(tried: Sequence[Trial], chosen: Trial) -> list[Trial]:
+    told = [tried[0]]
+    for trial in tried[1:]:
+        if trial is chosen or trial is tried[-1] or trial.skipped - told[-1].skipped >= 0.05:
+            told.append(trial)
+    return told

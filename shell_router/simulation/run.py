@@ -1,20 +1,29 @@
 """Runs a workload through the unchanged executor, on simulated engines, in virtual time."""
 
 import asyncio
+import math
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agent_cache import MemoryAgentPromptCache
+from shell_router.core.generation import Generation
 from shell_router.core.model import ServedModel
-from shell_router.engines.simulated import PairCosts, Processor, SimulatedEmbedder, SimulatedPair, SimulatedTokenizer
+from shell_router.engines.simulated import (
+    PairCosts,
+    Processor,
+    SimulatedEmbedder,
+    SimulatedPair,
+    SimulatedTokenizer,
+    Written,
+)
 from shell_router.errors import ConfigError, ShellRouterError
 from shell_router.execution.executor import Executor
 from shell_router.execution.requests import MoaRequest
 from shell_router.simulation.fleet import Fleet
 from shell_router.simulation.outputs import Outputs
-from shell_router.simulation.settings import Simulation, Workload
+from shell_router.simulation.settings import SimulatedModel, Simulation, Workload
 from shell_router.simulation.virtual_time import run_virtual
 from shell_router.telemetry.trace import Trace
 from shell_router.topology import Topology
@@ -77,13 +86,7 @@ async def _simulated(
     outputs = Outputs(simulation.workload, seed)
     shared = None if simulation.cores is None else Processor(simulation.cores)
     fleets = {
-        alias: Fleet(
-            alias,
-            [
-                SimulatedPair(costs[alias], outputs.by(alias), prefill_processor=shared, decode_processor=shared)
-                for _ in range(model.pairs)
-            ],
-        )
+        alias: Fleet(alias, _pairs(model, costs[alias], outputs.by(alias), shared))
         for alias, model in simulation.models.items()
         if alias in simulation.workload.outputs
     }
@@ -91,12 +94,32 @@ async def _simulated(
     models = {alias: ServedModel(alias, fleet, tokenizer, length) for alias, fleet in fleets.items()}
     settings = simulation.embedder
     embedder = SimulatedEmbedder(settings.same, settings.different, settings.request_s, settings.token_s)
-    async with MemoryAgentPromptCache(clock=loop.time) as cache:
+    async with MemoryAgentPromptCache(clock=loop.time, ttl_s=math.inf) as cache:
         client = _Client(simulation, topology, outputs, Executor(models, cache, embedder, clock=loop.time), seed)
         await client.ask_all()
     elapsed_s = loop.time()
     uses = tuple(use for fleet in fleets.values() for use in _uses(fleet, elapsed_s))
     return Simulated(topology, elapsed_s, tuple(client.runs[number] for number in sorted(client.runs)), uses)
+
+
+def _pairs(
+    model: SimulatedModel, costs: PairCosts, write: Callable[[Generation], Written], shared: Processor | None
+) -> list[SimulatedPair]:
+    """The pairs of a model, or an engine of both kinds for each of their GPUs."""
+    if model.engines == "disaggregated":
+        return [
+            SimulatedPair(costs, write, prefill_processor=shared, decode_processor=shared) for _ in range(model.pairs)
+        ]
+    stays = replace(costs, transfer=replace(costs.transfer, token_s=0.0))
+    engines = []
+    for _ in range(2 * model.pairs):
+        gpu = Processor()
+        first = model.engines == "data_parallel"
+        prefills = None if first else gpu
+        engines.append(
+            SimulatedPair(stays, write, prefill_processor=prefills, decode_processor=gpu, prefill_first=first)
+        )
+    return engines
 
 
 def _uses(fleet: Fleet, elapsed_s: float) -> list[EngineUse]:

@@ -12,6 +12,7 @@ from shell_router.engines.simulated import DecodeCosts, PairCosts, PrefillCosts,
 from shell_router.simulation.roofline import Gpu, Roofline, costs_of
 
 SEE = "docs/simulation.md explains simulations."
+Engines = Literal["disaggregated", "data_parallel", "data_parallel_chunked"]
 Arrivals = Literal["one_by_one", "poisson", "bursty", "closed"]
 
 
@@ -111,10 +112,15 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """An alias: the profile of its pairs, and how many there are."""
+    """An alias: the profile of its engines, and how many pairs of a prefill and a decode engine there are.
+
+    For comparison, every pair may be replaced by engines of both kinds, one for each of its two GPUs: `data_parallel`
+    prefills first, `data_parallel_chunked` shares itself between prefill and decode.
+    """
 
     profile: str
     pairs: int = 1
+    engines: Engines = "disaggregated"
 
     def __post_init__(self) -> None:
         require(self.pairs >= 1, f"pairs must be at least 1, not {self.pairs}")
@@ -152,6 +158,8 @@ class Simulation:
         require(bool(self.topologies), "topologies is empty", remedy="Name at least one file.")
         require(self.context_length >= 1, f"context_length must be at least 1, not {self.context_length}")
         require(self.cores is None or self.cores > 0, f"cores must be above 0, not {self.cores}")
+        apart = all(model.engines == "disaggregated" for model in self.models.values())
+        require(self.cores is None or apart, "engines that share a CPU are disaggregated here", "Leave `cores` out.")
         require(self.timeout_s > 0, f"timeout_s must be above 0, not {self.timeout_s:g}")
         limit = self.max_new_tokens
         require(limit is None or limit >= 1, f"max_new_tokens must be at least 1, not {limit}")

@@ -15,7 +15,8 @@ class SimulatedPair:
     """See `Engine`. `write` says what a request will answer; it is cut at the request's `max_new_tokens`.
 
     As in SGLang's disaggregation, a request first claims its room on the decode side, then is prefilled, then its KV
-    goes over, and the first token comes with it. Where no processors are given, each engine has its own.
+    goes over, and the first token comes with it. Where no processors are given, each engine has its own. With
+    `prefill_first` decode stands still while there is something to prefill, as in one engine that does both.
     """
 
     def __init__(
@@ -25,11 +26,14 @@ class SimulatedPair:
         *,
         prefill_processor: Processor | None = None,
         decode_processor: Processor | None = None,
+        prefill_first: bool = False,
     ) -> None:
         self._transfer = costs.transfer
         self._write = write
-        self.prefilling = PrefillEngine(costs.prefill, prefill_processor or Processor())
-        self.decoding = DecodeEngine(costs.decode, decode_processor or Processor())
+        decodes = decode_processor or Processor()
+        held = decodes if prefill_first else None
+        self.prefilling = PrefillEngine(costs.prefill, prefill_processor or Processor(), held)
+        self.decoding = DecodeEngine(costs.decode, decodes)
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`."""
@@ -40,8 +44,8 @@ class SimulatedPair:
         output, prompt = self._write(request), len(request.input_ids)
         limit = request.sampling.get("max_new_tokens") or len(output.ids)
         wanted = min(len(output.ids), limit)
-        heard: asyncio.Queue[int] = asyncio.Queue()
-        writing = Writing(prompt, wanted, request.sampling.get("stream_interval") or 1, heard.put_nowait)
+        heard = _Heard()
+        writing = Writing(prompt, wanted, request.sampling.get("stream_interval") or 1, heard.tell)
         await self.decoding.admit(writing)
         try:
             cached = await self.prefilling.prefill(request.input_ids)
@@ -49,10 +53,31 @@ class SimulatedPair:
             self.decoding.join(writing)
             told = 0
             while told < wanted:
-                now = await heard.get()
+                now = await heard.more_than(told)
                 logprobs = (output.logprob,) * (now - told) if request.logprobs else ()
                 yield Tokens(tuple(output.ids[told:now]), "".join(output.pieces[told:now]), logprobs)
                 told = now
             yield Finish("stop" if wanted == len(output.ids) else "length", prompt, wanted, cached)
         finally:
             self.decoding.leave(writing)
+
+
+class _Heard:
+    """How many tokens a sequence has written, and whoever waits for more."""
+
+    __slots__ = ("_news", "_written")
+
+    def __init__(self) -> None:
+        self._written = 0
+        self._news: asyncio.Future[None] | None = None
+
+    def tell(self, written: int) -> None:
+        self._written = written
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def more_than(self, told: int) -> int:
+        if self._written <= told:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        return self._written

@@ -21,11 +21,15 @@ class _Prompt:
 
 
 class PrefillEngine:
-    """One pass at a time; `busy_s` is the time spent in passes, `computed` counts the tokens prefilled."""
+    """One pass at a time, during which what runs on `holds` stands still.
 
-    def __init__(self, costs: PrefillCosts, processor: Processor) -> None:
+    `busy_s` is the time spent in passes, `computed` counts the tokens prefilled.
+    """
+
+    def __init__(self, costs: PrefillCosts, processor: Processor, holds: Processor | None = None) -> None:
         self._costs = costs
         self._processor = processor
+        self._holds = holds
         self._loop = asyncio.get_running_loop()
         self._cache = RadixCache(costs.cache_tokens)
         self._waiting: deque[_Prompt] = deque()
@@ -65,9 +69,13 @@ class PrefillEngine:
         self._passing = bool(passed)
         if passed:
             self._begun_s = self._loop.time()
+            if self._holds:
+                self._holds.hold()
             self._processor.start(self._costs.pass_s(new, attended), lambda: self._end_pass(passed, new))
 
     def _end_pass(self, passed: Sequence[tuple[_Prompt, int]], new: int) -> None:
+        if self._holds:
+            self._holds.release()
         self.busy_s += self._loop.time() - self._begun_s
         self.computed += new
         for prompt, taken in passed:

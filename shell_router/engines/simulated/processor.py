@@ -29,6 +29,7 @@ class Processor:
         self._jobs: list[tuple[float, int, Job]] = []
         self._order = count()
         self._running = 0
+        self._holds = 0
         self._worked = 0.0
         self._since_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -52,9 +53,23 @@ class Processor:
             self._set_timer()
         return job.end - job.begin
 
+    def hold(self) -> None:
+        """All jobs stand still until `release`, called as often as this."""
+        self._catch_up()
+        self._holds += 1
+        self._set_timer()
+
+    def release(self) -> None:
+        """See `hold`."""
+        self._catch_up()
+        self._holds -= 1
+        self._set_timer()
+
     @property
     def _speed(self) -> float:
         """Of every running job."""
+        if self._holds:
+            return 0.0
         return min(1.0, self._cores / self._running) if self._running else 1.0
 
     def _catch_up(self) -> None:
@@ -68,7 +83,7 @@ class Processor:
             self._timer = None
         while self._jobs and self._jobs[0][2].done is None:
             heapq.heappop(self._jobs)
-        if self._jobs:
+        if self._jobs and not self._holds:
             wait_s = max(0.0, self._jobs[0][0] - self._worked) / self._speed
             self._timer = self._loop.call_at(self._since_s + wait_s, self._end_first)
 

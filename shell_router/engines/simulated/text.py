@@ -42,7 +42,9 @@ class SimulatedTokenizer:
 
 
 def _id(piece: str) -> int:
-    return ord(piece) if FIRST <= ord(piece[0]) <= LAST else LAST + 1 + zlib.crc32(piece.encode())
+    if len(piece) == 1 and FIRST <= (number := ord(piece)) <= LAST:
+        return number
+    return LAST + 1 + zlib.crc32(piece.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,5 +58,5 @@ class Written:
     @classmethod
     def of(cls, text: str, logprob: float) -> Self:
         """The output that says `text`, which must not be empty."""
-        pieces = tuple(_PIECE.findall(text))
-        return cls(pieces, tuple(map(_id, pieces)), logprob)
+        pieces = _PIECE.findall(text)
+        return cls(pieces, [_id(piece) for piece in pieces], logprob)

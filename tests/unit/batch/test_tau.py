@@ -130,3 +130,14 @@ def test_the_chosen_tau_is_marked() -> None:
     table = trial_table(found, found[1])
     assert list(table.columns[-1].cells) == ["", "chosen", "", ""]
     assert list(table.columns[0].cells)[:2] == ["always asked", "1"]
+
+
+def test_of_hundreds_of_taus_some_are_shown_and_the_chosen_one_always() -> None:
+    run = [replace(RUN[0], confidence=0.5 + place / 1000) for place in range(400)]
+    found = trials(run)
+    table = trial_table(found, found[7])
+    taus = [str(cell) for cell in table.columns[0].cells]
+    assert len(taus) < 25
+    assert f"{found[7].tau:.3g}" in taus
+    assert (taus[0], taus[-1]) == ("always asked", "0.5")
+    assert [str(cell) for cell in table.columns[-1].cells].count("chosen") == 1

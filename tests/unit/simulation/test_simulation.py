@@ -130,6 +130,16 @@ def test_a_second_pair_shortens_the_queue() -> None:
     assert len(two_pairs.engines) == 6
 
 
+def test_data_parallel_engines_take_the_same_gpus_and_need_no_transfer() -> None:
+    slow_link = {model: replace(costs, transfer=TransferCosts(0.0, 0.01)) for model, costs in COSTS.items()}
+    apart = summary_of(simulate(simulation(), topology("tree"), slow_link))
+    for engines in ("data_parallel", "data_parallel_chunked"):
+        models = {model: SimulatedModel(model, engines=engines) for model in MODELS}  # type: ignore[arg-type]
+        found = summary_of(simulate(replace(simulation(), models=models), topology("tree"), slow_link))
+        assert len(found.engines) == 2 * len(apart.engines)
+        assert found.mean_s < apart.mean_s
+
+
 def test_engines_that_share_a_cpu_slow_each_other_down() -> None:
     alone, shared = (
         summary_of(simulate(replace(simulation(), cores=cores), topology("tree"), COSTS)) for cores in (None, 1.0)

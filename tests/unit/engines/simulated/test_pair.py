@@ -10,6 +10,7 @@ from shell_router.engines.simulated import (
     DecodeCosts,
     PairCosts,
     PrefillCosts,
+    Processor,
     SimulatedPair,
     SimulatedTokenizer,
     TransferCosts,
@@ -98,3 +99,35 @@ def test_an_abandoned_request_gives_its_room_back(after_s: float) -> None:
 
     (took_s,) = run_virtual(run())
     assert took_s <= 1 + 0.5 + 0.9 + 0.5 + 1.0 + 1e-6, "at most a pass that had begun is waited for"
+
+
+@pytest.mark.parametrize(
+    ("one_engine", "expected"),
+    [
+        # the second prompt's pass, from 1.65 to 2.65, does not disturb a decode engine of its own
+        ("apart", 2.1),
+        ("prefill_first", 3.1),
+        ("shared", 2.6),
+    ],
+)
+def test_one_engine_that_does_both_decodes_slower_while_it_prefills(one_engine: str, expected: float) -> None:
+    async def run() -> float:
+        gpu = Processor()
+        engine = SimulatedPair(
+            COSTS,
+            lambda _request: OUTPUT,
+            prefill_processor=gpu if one_engine == "shared" else None,
+            decode_processor=gpu,
+            prefill_first=one_engine == "prefill_first",
+        )
+
+        async def other() -> None:
+            await asyncio.sleep(1.65)
+            await engine.prefill(Generation("other", range(100, 110)))
+
+        disturbing = asyncio.create_task(other())
+        heard, _ = await answer(engine, Generation("r", range(10)))
+        await disturbing
+        return heard[-1][0]
+
+    assert run_virtual(run()) == pytest.approx(expected, abs=0.06)

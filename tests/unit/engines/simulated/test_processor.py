@@ -55,3 +55,20 @@ def test_a_job_that_is_given_up_frees_its_share_and_tells_how_far_it_came() -> N
         return worked, processor.stop(given_up), loop.time()
 
     assert run_virtual(run()) == pytest.approx((1, 1, 3))
+
+
+def test_held_jobs_stand_still_until_all_let_them_go() -> None:
+    async def run() -> float:
+        loop, processor, done = asyncio.get_running_loop(), Processor(1), asyncio.Event()
+        processor.start(2, done.set)
+        await asyncio.sleep(1)
+        processor.hold()
+        await asyncio.sleep(1)
+        processor.hold()
+        processor.release()
+        await asyncio.sleep(3)
+        processor.release()
+        await done.wait()
+        return loop.time()
+
+    assert run_virtual(run()) == pytest.approx(6)
