@@ -12,15 +12,12 @@ does is its `per_prompt_s`; the integer program takes both as they are.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shell_router.core.least_squares import Floats, non_negative
 from shell_router.errors import ConfigError
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +65,7 @@ def fit(runs: Sequence[SessionRun]) -> SessionCurve:
         raise ConfigError(
             "A session's time cannot be fitted to one number of prompts.", remedy="Run it with two or more."
         )
-    terms = _terms(runs)
-    fits = [_fitted(terms, subset) for size in (1, 2, 3) for subset in combinations(range(3), size)]
-    _, best = min((fitted for fitted in fits if fitted), key=lambda fitted: fitted[0])
-    return SessionCurve(*(float(one) for one in best))
+    return SessionCurve(*(float(one) for one in non_negative(_terms(runs), np.ones(len(runs)))))
 
 
 def held_out_error(runs: Sequence[SessionRun]) -> float:
@@ -93,14 +87,3 @@ def _terms(runs: Sequence[SessionRun]) -> Floats:
     """One row per run: what the three figures are multiplied with, over the run's seconds."""
     rows = [(1.0, run.max_tokens, run.prompts * run.mean_tokens) for run in runs]
     return np.array([[figure / run.seconds for figure in row] for row, run in zip(rows, runs, strict=True)])
-
-
-def _fitted(terms: Floats, subset: tuple[int, ...]) -> tuple[float, Floats] | None:
-    """Squared error and figures with all terms but `subset` at 0; None where one would be negative."""
-    found, *_ = np.linalg.lstsq(terms[:, subset], np.ones(len(terms)), rcond=None)
-    if (found < 0).any():
-        return None
-    figures = np.zeros(terms.shape[1])
-    figures[list(subset)] = found
-    error = float(((terms @ figures - 1) ** 2).sum())
-    return round(error, 12), figures  # so that equal fits are equal, and the simpler comes first

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from shell_router import errors
-from shell_router.cli import batching, evaluating, serving, simulating, topologies
+from shell_router.cli import batching, evaluating, profiling, serving, simulating, topologies
 from shell_router.cli.running import INTERRUPTED
 
 WRONG_INPUT = 2
@@ -39,5 +39,6 @@ def parser() -> argparse.ArgumentParser:
     evaluating.add_commands(commands)
     batching.add_commands(commands)
     simulating.add_commands(commands)
+    profiling.add_commands(commands)
     topologies.add_commands(commands)
     return top

@@ -36,6 +36,8 @@ class RunningModel:
     addresses: Sequence[PairAddress]
     engine: str
     """What serves it, in words."""
+    vocabulary: int
+    """Token ids are below it."""
     restarts: Callable[[], Mapping[str, int]]
     """How often each of its embedded servers was started again, by "alias/mode"."""
 
@@ -71,6 +73,7 @@ async def running_models(
                 pools[alias],
                 addresses[alias],
                 engines[alias],
+                files[alias].vocabulary,
                 _restarts(fleet, alias),
             )
             for alias in config.models
