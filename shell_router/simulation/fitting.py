@@ -61,6 +61,11 @@ class DecodeTiming:
     def __post_init__(self) -> None:
         _require_time(self.seconds)
 
+    @property
+    def step_s(self) -> float:
+        """Seconds per step."""
+        return self.seconds / self.steps
+
 
 @dataclass(frozen=True, slots=True)
 class Fit(Generic[Costs]):

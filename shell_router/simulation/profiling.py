@@ -80,39 +80,52 @@ async def profiled(
 
     Prompts are drawn from ids below `vocabulary`. Raises ConfigError where the timings are too few, and EngineError.
     """
-    timings = _Timings(engine, amount, limits.decode.cache_tokens, vocabulary, draws, clock)
-    for number in range(1 + amount.rounds):
+    timings = Timings(engine, amount, limits, vocabulary, draws, clock)
+    for _ in range(1 + amount.rounds):
         await timings.round()
-        if number == 0:
-            timings.forget()
-    prefill = fit_prefill(timings.prefills(), limits.prefill)
-    transfer = fit_transfer(timings.transfers())
-    decode = fit_decode(timings.decodes(), limits.decode)
-    return ProfiledCosts(
-        PairCosts(prefill.costs, decode.costs, transfer.costs),
-        prefill.held_out_error,
-        transfer.held_out_error,
-        decode.held_out_error,
-    )
+    return timings.fitted()
 
 
 @dataclass(slots=True)
-class _Timings:
+class Timings:
     """Rounds of timed requests to one engine, by kind: tokens before and new ones, or sequences and their length."""
 
     engine: Engine
     amount: Amount
-    cache_tokens: int
+    limits: PairCosts
     vocabulary: int
     draws: random.Random
     clock: Clock
     _requests: int = 0
+    _warm: bool = False
     _prefills: dict[tuple[int, int], list[PrefillTiming]] = field(default_factory=lambda: defaultdict(list))
     _firsts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     _decodes: dict[tuple[int, int], list[DecodeTiming]] = field(default_factory=lambda: defaultdict(list))
     _kept: dict[Hashable, list[list[int]]] = field(default_factory=dict)
 
+    def fitted(self) -> ProfiledCosts:
+        """The costs as far as they are known. Raises ConfigError where the timings are too few."""
+        prefill = fit_prefill([_middle(timed, _seconds) for timed in self._prefills.values()], self.limits.prefill)
+        transfer = fit_transfer(self._transfers())
+        decode = fit_decode(
+            [_middle(timed, lambda one: one.step_s) for timed in self._decodes.values()], self.limits.decode
+        )
+        return ProfiledCosts(
+            PairCosts(prefill.costs, decode.costs, transfer.costs),
+            prefill.held_out_error,
+            transfer.held_out_error,
+            decode.held_out_error,
+        )
+
     async def round(self) -> None:
+        """Time all kinds once; the first round warms up and is forgotten."""
+        await self._time_all()
+        if not self._warm:
+            self._warm = True
+            for timed in (self._prefills, self._firsts, self._decodes):
+                timed.clear()
+
+    async def _time_all(self) -> None:
         shortest, *longer = self.amount.lengths
         for length in self.amount.lengths:
             await self._prefill([], length)
@@ -125,23 +138,9 @@ class _Timings:
             for length in self._decoded_lengths(sequences):
                 await self._decode(sequences, length)
 
-    def forget(self) -> None:
-        """Drop what was timed so far."""
-        for timed in (self._prefills, self._firsts, self._decodes):
-            timed.clear()
-
-    def prefills(self) -> list[PrefillTiming]:
-        return [_middle(timed, lambda one: one.seconds) for timed in self._prefills.values()]
-
-    def transfers(self) -> list[TransferTiming]:
-        alone = {length: _middle(self._prefills[0, length], lambda one: one.seconds) for length in self._firsts}
-        return [
-            TransferTiming(length, alone[length].seconds, _middle(timed, float))
-            for length, timed in self._firsts.items()
-        ]
-
-    def decodes(self) -> list[DecodeTiming]:
-        return [_middle(timed, lambda one: one.seconds / one.steps) for timed in self._decodes.values()]
+    def _transfers(self) -> list[TransferTiming]:
+        alone = {length: _middle(self._prefills[0, length], _seconds).seconds for length in self._firsts}
+        return [TransferTiming(length, alone[length], _middle(timed, float)) for length, timed in self._firsts.items()]
 
     async def _prefill(self, prefix: Sequence[int], new: int) -> None:
         request = self._request([*prefix, *self._prompt(new)])
@@ -173,7 +172,7 @@ class _Timings:
 
     def _decoded_lengths(self, sequences: int) -> Sequence[int]:
         """The shortest, the middle and the longest of the prompts that as many sequences have room for."""
-        each = self.cache_tokens // sequences - self.amount.new_tokens - sequences
+        each = self.limits.decode.cache_tokens // sequences - self.amount.new_tokens - sequences
         fitting = [length for length in self.amount.lengths if length <= each]
         return sorted({fitting[0], fitting[len(fitting) // 2], fitting[-1]}) if fitting else ()
 
@@ -215,6 +214,10 @@ def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> DecodeTiming | 
 
 def _come_by(arrivals: Arrivals, at_s: float) -> int:
     return max(come for came_s, come in arrivals if came_s <= at_s)
+
+
+def _seconds(timing: PrefillTiming) -> float:
+    return timing.seconds
 
 
 def _middle(values: Sequence[T], key: Callable[[T], float]) -> T:

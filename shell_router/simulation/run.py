@@ -93,7 +93,7 @@ async def _simulated(
     tokenizer, length = SimulatedTokenizer(), simulation.context_length
     models = {alias: ServedModel(alias, fleet, tokenizer, length) for alias, fleet in fleets.items()}
     settings = simulation.embedder
-    embedder = SimulatedEmbedder(settings.same, settings.different, settings.request_s, settings.token_s)
+    embedder = SimulatedEmbedder(settings.same, settings.different, settings.request_s, settings.token_s, shared)
     async with MemoryAgentPromptCache(clock=loop.time, ttl_s=math.inf) as cache:
         client = _Client(simulation, topology, outputs, Executor(models, cache, embedder, clock=loop.time), seed)
         await client.ask_all()
@@ -108,7 +108,8 @@ def _pairs(
     """The pairs of a model, or an engine of both kinds for each of their GPUs."""
     if model.engines == "disaggregated":
         return [
-            SimulatedPair(costs, write, prefill_processor=shared, decode_processor=shared) for _ in range(model.pairs)
+            SimulatedPair(costs, write, prefill_processor=shared, decode_processor=shared, beside=shared)
+            for _ in range(model.pairs)
         ]
     stays = replace(costs, transfer=replace(costs.transfer, token_s=0.0))
     engines = []

@@ -73,7 +73,8 @@ class DecodeCosts:
         step_s + n * sequence_s + c * context_s
 
     where c is the sum of the sequences' lengths. `cache_tokens` is the room for all of them, `at_once` the most
-    sequences of a step.
+    sequences of a step. `beside_s` is what each token costs beside the engine, on its way through the server's event
+    loop and the router: it delays nobody but where all share the cores of one machine.
     """
 
     step_s: float
@@ -81,9 +82,10 @@ class DecodeCosts:
     context_s: float = 0.0
     cache_tokens: int = UNLIMITED
     at_once: int = 4096
+    beside_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_times(self.step_s, self.sequence_s, self.context_s)
+        _require_times(self.step_s, self.sequence_s, self.context_s, self.beside_s)
         _require_counts(cache_tokens=self.cache_tokens, at_once=self.at_once)
 
     def steps_s(self, steps: int, sequences: int, context: int) -> float:

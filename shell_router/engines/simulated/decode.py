@@ -46,12 +46,15 @@ class Writing:
 class DecodeEngine:
     """Sequences have their room from `admit` to `leave`; between them they `join` the batch.
 
+    `beside` does what tokens cost beside the engine; without it that is free.
+
     `busy_s` is the time in which it ran steps, `written` counts tokens, `batch_s` the seconds times sequences.
     """
 
-    def __init__(self, costs: DecodeCosts, processor: Processor) -> None:
+    def __init__(self, costs: DecodeCosts, processor: Processor, beside: Processor | None = None) -> None:
         self._costs = costs
         self._processor = processor
+        self._beside = beside
         self._loop = asyncio.get_running_loop()
         self._free_tokens = costs.cache_tokens
         self._free_places = costs.at_once
@@ -172,6 +175,8 @@ class DecodeEngine:
         took_s = self._loop.time() - self._begun_s
         self.busy_s += took_s
         self.batch_s += took_s * self._job_size[0]
+        if self._beside is not None:
+            self._beside.start(self._job_steps * self._sequences * self._costs.beside_s, lambda: None)
         self._steps += self._job_steps
         self.written += self._job_steps * self._sequences
         self._context += self._job_steps * self._sequences

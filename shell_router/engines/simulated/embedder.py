@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 
 from shell_router.core.embedding import TokenStates
+from shell_router.engines.simulated.processor import Processor
 from shell_router.engines.simulated.text import SimulatedTokenizer
 from shell_router.errors import ConfigError
 
@@ -20,14 +21,21 @@ def closing(question: str, answer: str) -> str:
 
 
 class SimulatedEmbedder:
-    """See `Embedder`: one text after the other, in `request_s` + tokens * `token_s` each.
+    """See `Embedder`: one text after the other, in `request_s` + tokens * `token_s` each, alone or on `processor`.
 
     Every output has one row of features -1 and 1, so that the similarity of two is the square of their cosine. A
     question's features are drawn, a share of them turned over for each answer, and another for each output: two outputs
     with one answer are `same` alike, with different answers `different`, give or take 0.03.
     """
 
-    def __init__(self, same: float, different: float, request_s: float = 0.0, token_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        same: float,
+        different: float,
+        request_s: float = 0.0,
+        token_s: float = 0.0,
+        processor: Processor | None = None,
+    ) -> None:
         if not 0 < different <= same <= 1:
             raise ConfigError(f"similarities must satisfy 0 < different <= same <= 1, not {different:g}, {same:g}")
         # two outputs agree in a feature's sign with mean product (1 - 2 o)^2, times (1 - 2 a)^2 across answers
@@ -35,13 +43,14 @@ class SimulatedEmbedder:
         self._turned_by_answer = (1 - (different / same) ** 0.25) / 2
         self._request_s = request_s
         self._token_s = token_s
+        self._processor = processor or Processor()
         self._turn = asyncio.Lock()
         self._tokenizer = SimulatedTokenizer()
 
     async def embed(self, text: str) -> TokenStates:
         """See `Embedder.embed`; shape [1, 1024]."""
         async with self._turn:
-            await asyncio.sleep(self._request_s + len(self._tokenizer.encode(text)) * self._token_s)
+            await self._processor.work(self._request_s + len(self._tokenizer.encode(text)) * self._token_s)
         stated = _STATED.search(text)
         question, answer = (stated["question"], stated["answer"]) if stated else ("", text)
         signs = _signs(question, 0.5) * _signs(f"{question}/{answer}", self._turned_by_answer)

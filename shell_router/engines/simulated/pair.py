@@ -16,7 +16,8 @@ class SimulatedPair:
 
     As in SGLang's disaggregation, a request first claims its room on the decode side, then is prefilled, then its KV
     goes over, and the first token comes with it. Where no processors are given, each engine has its own. With
-    `prefill_first` decode stands still while there is something to prefill, as in one engine that does both.
+    `prefill_first` decode stands still while there is something to prefill, as in one engine that does both. `beside`
+    does what tokens cost beside the engine, where that is not free.
     """
 
     def __init__(
@@ -27,13 +28,14 @@ class SimulatedPair:
         prefill_processor: Processor | None = None,
         decode_processor: Processor | None = None,
         prefill_first: bool = False,
+        beside: Processor | None = None,
     ) -> None:
         self._transfer = costs.transfer
         self._write = write
         decodes = decode_processor or Processor()
         held = decodes if prefill_first else None
         self.prefilling = PrefillEngine(costs.prefill, prefill_processor or Processor(), held)
-        self.decoding = DecodeEngine(costs.decode, decodes)
+        self.decoding = DecodeEngine(costs.decode, decodes, beside)
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`."""

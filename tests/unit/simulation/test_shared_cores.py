@@ -1,0 +1,85 @@
+"""What costs a machine's cores beside the engines, and delays them only where they share the cores."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from shell_router.core.generation import Generation
+from shell_router.engines.simulated import (
+    DecodeCosts,
+    PairCosts,
+    PrefillCosts,
+    Processor,
+    SimulatedEmbedder,
+    SimulatedPair,
+    Written,
+)
+from shell_router.simulation.virtual_time import run_virtual
+
+COSTS = PairCosts(PrefillCosts(0.0, 0.0), DecodeCosts(0.01))
+BESIDE = replace(COSTS, decode=DecodeCosts(0.01, beside_s=0.005))
+EVERY_TOKEN = {"stream_interval": 1}
+
+
+def ten(_request: Generation) -> Written:
+    return Written(["x"] * 11, [1] * 11, -0.1)
+
+
+def seconds(costs: PairCosts, cores: float | None) -> float:
+    async def run() -> float:
+        loop = asyncio.get_running_loop()
+        shared = None if cores is None else Processor(cores)
+        pair = SimulatedPair(costs, ten, prefill_processor=shared, decode_processor=shared, beside=shared)
+        async for _ in pair.generate(Generation("a", [1, 2, 3], EVERY_TOKEN)):
+            pass
+        return loop.time()
+
+    return run_virtual(run())
+
+
+def test_what_a_token_costs_beside_the_engine_delays_nobody_on_an_engine_of_its_own() -> None:
+    assert seconds(BESIDE, None) == pytest.approx(seconds(COSTS, None)) == pytest.approx(0.1)
+
+
+def test_it_delays_nobody_either_where_a_core_is_left() -> None:
+    assert seconds(BESIDE, 2) == pytest.approx(0.1)
+
+
+def test_it_slows_the_engine_that_has_to_share_its_only_core() -> None:
+    assert seconds(BESIDE, 1) == pytest.approx(0.1 + 9 * 0.005)
+
+
+def test_an_embedding_slows_the_engines_that_share_its_core() -> None:
+    async def run(processor: Processor | None) -> float:
+        loop = asyncio.get_running_loop()
+        shared = processor or Processor()
+        embedder = SimulatedEmbedder(0.8, 0.5, request_s=0.04, processor=processor)
+        embedding = asyncio.create_task(embedder.embed("What?"))
+        await asyncio.sleep(0)
+        await shared.work(0.1)
+        await embedding
+        return loop.time()
+
+    async def both() -> tuple[float, float]:
+        loop = asyncio.get_running_loop()
+        alone_s = await run(None)
+        begun_s = loop.time()
+        await run(Processor(1))
+        return alone_s, loop.time() - begun_s
+
+    alone_s, shared_s = run_virtual(both())
+    assert alone_s == pytest.approx(0.1)
+    assert shared_s == pytest.approx(0.14)
+
+
+def test_work_that_is_given_up_leaves_the_core_to_others() -> None:
+    async def run() -> float:
+        processor = Processor(1)
+        given_up = asyncio.create_task(processor.work(1.0))
+        await asyncio.sleep(0.1)
+        given_up.cancel()
+        await processor.work(0.2)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(run()) == pytest.approx(0.3)
