@@ -24,6 +24,8 @@ from shell_router.simulation.fitting import (
     fit_transfer,
 )
 
+DRAWN = {"temperature": 0.7, "top_p": 0.95}
+"""As most agents sample: on a small model drawing a token takes a good part of a step."""
 Clock = Callable[[], float]
 Arrivals = Sequence[tuple[float, int]]
 """When tokens of one output came, and how many had come by then."""
@@ -187,8 +189,8 @@ class Timings:
 
     def _request(self, ids: Sequence[int], new_tokens: int = 1) -> Generation:
         self._requests += 1
-        sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0.0}
-        return Generation(f"profile-{self.draws.getrandbits(64):016x}-{self._requests:08d}", ids, sampling)
+        rid = f"profile-{self.draws.getrandbits(64):016x}-{self._requests:08d}"
+        return Generation(rid, ids, {"max_new_tokens": new_tokens, "ignore_eos": True, **DRAWN})
 
     def _prompt(self, tokens: int) -> list[int]:
         """Fresh ids from the middle of the vocabulary: special tokens stand at either end."""
