@@ -22,6 +22,7 @@ SHORT = {
     "mosaic": ("--rounds", "1", "--limit-s", "0.5"),
     "overlap": ("--rounds", "1", "--new-tokens", "8", "--question-tokens", "20"),
     "router_overhead": ("--quick",),
+    "simulation_error": ("--rounds", "1", "--turns", "1", "--clients", "1", "--new-tokens", "16"),
 }
 LIMIT_S = 240.0
 NEEDS_SGLANG = {"faults"}
