@@ -38,11 +38,18 @@ def _simulate(chosen: argparse.Namespace) -> int:
 
     if (chosen.what_if_gpus is None) != (chosen.p95_s is None):
         raise ConfigError("--what-if-gpus and --p95-s go together.", remedy="Give both, or none.")
+    if chosen.what_if_gpus is not None and (chosen.compare or chosen.json or chosen.picture):
+        raise ConfigError("--what-if-gpus prints a table of one simulation.", remedy="Leave the other options out.")
+    for file in (chosen.json, chosen.picture):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise ConfigError(f"{file} cannot be written.", remedy="Name a file in a folder that is there.")
     files = [chosen.simulation, *chosen.compare]
     loaded = [_only(load(file), file, chosen.topology) for file in files]
     if chosen.what_if_gpus is not None:
         return _what_if(chosen, loaded[0])
-    return _report(chosen, {file.stem if len(files) > 1 else "": one for file, one in zip(files, loaded, strict=True)})
+    names = [file.stem for file in files]
+    names = names if len(set(names)) == len(names) else list(map(str, files))
+    return _report(chosen, dict(zip(names if len(files) > 1 else [""], loaded, strict=True)))
 
 
 def _only(loaded: "Loaded", file: Path, name: str | None) -> "Loaded":
@@ -66,14 +73,18 @@ def _report(chosen: argparse.Namespace, loaded: "Mapping[str, Loaded]") -> int:
         for of, one in loaded.items()
         for name, topology in one.topologies.items()
     }
-    summaries = {name: summary_of(one) for name, one in done.items()}
+    answered = {name: one for name, one in done.items() if one.answered} or done
+    summaries = {name: summary_of(one) for name, one in answered.items()}
     console = Console()
     for part in report(summaries):
         console.print(part)
+    for name, one in done.items():
+        if name not in answered:
+            print(f"{name} answered no request: {one.runs[0].error}")
     if chosen.json:
         write(chosen.json, json.dumps(as_json(summaries), indent=2) + "\n")
     if chosen.picture:
-        write(chosen.picture, draw_traces({name: middle(one) for name, one in done.items()}))
+        write(chosen.picture, draw_traces({name: middle(one) for name, one in answered.items()}))
     return 0
 
 

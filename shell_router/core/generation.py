@@ -6,6 +6,9 @@ from typing import Any, Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort"]
 
+DEFAULT_MAX_NEW_TOKENS = 128
+"""SGLang's own, where `sampling` has no `max_new_tokens`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:

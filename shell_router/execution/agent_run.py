@@ -8,15 +8,13 @@ from typing import Any
 
 from agent_cache import AgentPromptCache, Chunk, LogWriter
 from shell_router.core.events import AgentFinished, AgentStarted, AgentTokens, Event, PromptReady
-from shell_router.core.generation import Finish, Generation, Tokens
+from shell_router.core.generation import DEFAULT_MAX_NEW_TOKENS, Finish, Generation, Tokens
 from shell_router.core.model import ServedModel
 from shell_router.early_exit.confidence import Confidence
 from shell_router.errors import EngineError, EngineStalled, InvalidRequest, PromptTooLong
 from shell_router.execution.incremental import Filling, SlotFiller
 from shell_router.execution.pace import Pace
 from shell_router.execution.prompt import Part
-
-DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's own default
 
 
 @dataclass(frozen=True, slots=True)

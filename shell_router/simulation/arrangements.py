@@ -14,15 +14,15 @@ ENGINES_PER_PAIR = 2
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Pairs per model, the GPUs they take, and what came of it."""
+    """Pairs per model, the GPUs they take, and what came of it; None where no request was answered."""
 
     pairs: Mapping[str, int]
     gpus: int
-    summary: Summary
+    summary: Summary | None
 
     def meets(self, p95_s: float) -> bool:
         """Whether every request was answered, nineteen of twenty within `p95_s`."""
-        return not self.summary.failed and self.summary.p95_s <= p95_s
+        return self.summary is not None and not self.summary.failed and self.summary.p95_s <= p95_s
 
 
 def arranged(loaded: Loaded, most_gpus: int, p95_s: float, seed: int = 0) -> Iterator[Arrangement]:
@@ -32,6 +32,8 @@ def arranged(loaded: Loaded, most_gpus: int, p95_s: float, seed: int = 0) -> Ite
     too few for a pair of every model.
     """
     simulation, (topology,) = loaded.simulation, loaded.topologies.values()
+    asked = {agent.model for agent in topology.agents.values()}
+    simulation = replace(simulation, models={name: one for name, one in simulation.models.items() if name in asked})
     prices = {model: ENGINES_PER_PAIR * loaded.gpus_per_engine[model] for model in simulation.models}
     if sum(prices.values()) > most_gpus:
         raise ConfigError(
@@ -45,7 +47,7 @@ def arranged(loaded: Loaded, most_gpus: int, p95_s: float, seed: int = 0) -> Ite
         for pairs in by_price[gpus]:
             models = {name: replace(model, pairs=pairs[name]) for name, model in simulation.models.items()}
             done = simulate(replace(simulation, models=models), topology, loaded.costs, seed)
-            tried.append(Arrangement(pairs, gpus, summary_of(done)))
+            tried.append(Arrangement(pairs, gpus, summary_of(done) if done.answered else None))
             yield tried[-1]
         if any(one.meets(p95_s) for one in tried):
             return

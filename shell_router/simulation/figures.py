@@ -1,7 +1,7 @@
 """What the trace of one run says of it."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,14 @@ Agents = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run's measurements, in seconds but for the shares and counts. Readers are the aggregators and the root."""
+    """One run's measurements, in seconds but for the shares and counts. Readers are the aggregators and the root.
+
+    What is said of the second layer is None where all of it was cut off.
+    """
 
     end_to_end_s: float
-    second_layer_s: float
-    exposed_s: float
+    second_layer_s: float | None
+    exposed_s: float | None
     reader_exposed_s: float
     late_share: float
     cached_share: float
@@ -39,14 +42,18 @@ def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
     )
     return Figures(
         end_to_end_s=trace["duration_s"],
-        second_layer_s=statistics.mean(agents[name]["ended_s"] - inputs_end_s[name] for name in aggregators),
-        exposed_s=statistics.mean(agents[name]["exposed_prefill_s"] for name in aggregators),
+        second_layer_s=_mean([agents[name]["ended_s"] - inputs_end_s[name] for name in aggregators]),
+        exposed_s=_mean([agents[name]["exposed_prefill_s"] for name in aggregators]),
         reader_exposed_s=statistics.mean(agent["exposed_prefill_s"] for agent in readers.values()),
         late_share=1 - in_time / prompts,
         cached_share=sum(agent["cached_tokens"] for agent in readers.values()) / prompts,
         bound_s=critical_path_s(topology, agents),
         cut_off=sum(agent["state"] == "early_exit" for agent in agents.values()),
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.mean(values) if values else None
 
 
 def prefilled_tokens(agent: Mapping[str, Any], at_s: float) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shell_router.engines.simulated import PairCosts
 from shell_router.errors import ConfigError
-from shell_router.simulation.settings import Profiles, Simulation, load_profiles, load_simulation
+from shell_router.simulation.settings import EngineProfile, Profiles, Simulation, load_profiles, load_simulation
 from shell_router.topology import Topology, load_topology
 
 
@@ -29,7 +29,7 @@ def load(file: Path) -> Loaded:
     return Loaded(
         simulation,
         _topologies(file, simulation),
-        {alias: profile.costs(profiles.gpus) for alias, profile in profile_of.items()},
+        {alias: _costs(simulation, alias, profile, profiles) for alias, profile in profile_of.items()},
         {alias: profile.roofline.gpus if profile.roofline else 1 for alias, profile in profile_of.items()},
     )
 
@@ -41,6 +41,14 @@ def _require_profiles(file: Path, simulation: Simulation, profiles: Profiles) ->
                 f"{file}: models.{alias} has the profile {model.profile!r}, which {simulation.profiles} lacks.",
                 remedy=f"Choose one of: {', '.join(profiles.models)}.",
             )
+
+
+def _costs(simulation: Simulation, alias: str, profile: EngineProfile, profiles: Profiles) -> PairCosts:
+    try:
+        return profile.costs(profiles.gpus)
+    except ConfigError as error:
+        name = simulation.models[alias].profile
+        raise ConfigError(f"{simulation.profiles}: models.{name}: {error.args[0]}", remedy=error.remedy) from error
 
 
 def _topologies(file: Path, simulation: Simulation) -> dict[str, Topology]:

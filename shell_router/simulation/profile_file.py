@@ -75,17 +75,24 @@ def _place(text: str, model: str, file: Path) -> tuple[int, int]:
             remedy="Write them so, or name another file.",
         )
     begins = [key.start_mark.line for key, _ in models.value]
-    ends = [*begins[1:], _last(text, begins[-1])]
+    lines = text.splitlines()
+    nexts = [*begins[1:], models.end_mark.line + (not text.endswith("\n"))]
+    ends = [_last(lines, begin, before) for begin, before in zip(begins, nexts, strict=True)]
     for (key, _), begin, end in zip(models.value, begins, ends, strict=True):
         if key.value == model:
             return begin, end
     return ends[-1], ends[-1]
 
 
-def _last(text: str, begin: int) -> int:
-    """The line after the last of those indented further than the key at line `begin`."""
-    lines = text.splitlines()
-    return next((at for at in range(begin + 1, len(lines)) if not lines[at].startswith("   ")), len(lines))
+def _last(lines: Sequence[str], begin: int, before: int) -> int:
+    """The line after the last of those, up to `before`, that stand deeper than the key at line `begin`.
+
+    Blank lines and comments after that are of what follows.
+    """
+    deeper = [
+        at for at in range(begin + 1, min(before, len(lines))) if lines[at].startswith("   ") and lines[at].strip()
+    ]
+    return max(deeper, default=begin) + 1
 
 
 def _plain(costs: PairCosts) -> Mapping[str, Mapping[str, Any]]:

@@ -55,8 +55,9 @@ class Amount:
     def within(self, context_length: int, limits: PairCosts) -> "Amount":
         """What of it fits the model and its engines. Raises ConfigError where too little does."""
         room = min(context_length, limits.prefill.cache_tokens, limits.decode.cache_tokens)
-        lengths = tuple(sorted({one for one in self.lengths if one + self.new_tokens < room}))
         batches = tuple(sorted({one for one in self.batches if one <= limits.decode.at_once}))
+        written = self.new_tokens + max(batches, default=0)
+        lengths = tuple(sorted({one for one in self.lengths if one + written < room}))
         if len(lengths) < 3 or not batches:
             raise ConfigError(
                 f"A context of {room} tokens and {limits.decode.at_once} sequences at once leave too little to time.",
@@ -204,6 +205,8 @@ def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> DecodeTiming | 
 
     They are counted on the sequence that ended first, from its first tokens after all others had begun.
     """
+    if not all(outputs):
+        return None
     all_begun_s = max(arrivals[0][0] for arrivals in outputs)
     leader = min(outputs, key=lambda arrivals: arrivals[-1][0])
     counted = [(at_s, come) for at_s, come in leader if at_s > all_begun_s]

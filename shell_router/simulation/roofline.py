@@ -1,6 +1,7 @@
 """Costs of engines that nobody has measured, from what their GPU can do and what their model is."""
 
 from dataclasses import dataclass
+from math import inf
 
 from shell_router.config.refusal import require
 from shell_router.engines.simulated import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
@@ -27,10 +28,11 @@ class Gpu:
 
     def __post_init__(self) -> None:
         for name in ("flops", "bandwidth", "memory", "link"):
-            require(getattr(self, name) > 0, f"{name} must be above 0, not {getattr(self, name):g}")
+            require(0 < getattr(self, name) < inf, f"{name} must be above 0, not {getattr(self, name):g}")
         for name in ("compute_share", "memory_share", "usable_share"):
             require(0 < getattr(self, name) <= 1, f"{name} must be above 0 and at most 1, not {getattr(self, name):g}")
-        require(self.pass_s >= 0 and self.request_s >= 0, "pass_s and request_s must be at least 0")
+        times = (self.pass_s, self.request_s)
+        require(all(0 <= one < inf for one in times), "pass_s and request_s must be at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Roofline:
 
     def __post_init__(self) -> None:
         for name in ("parameters", "layers", "heads", "kv_heads", "head_dim", "bytes", "gpus", "chunk_tokens"):
-            require(getattr(self, name) > 0, f"{name} must be above 0, not {getattr(self, name):g}")
+            require(0 < getattr(self, name) < inf, f"{name} must be above 0, not {getattr(self, name):g}")
 
 
 def costs_of(model: Roofline, gpu: Gpu) -> PairCosts:

@@ -41,7 +41,7 @@ class Run:
 class EngineUse:
     """One engine pair over a whole simulation of `elapsed_s`.
 
-    Busy shares count the time in which an engine computed; `batch` is the mean number of sequences while it decoded.
+    Busy shares count the time that its work takes undivided; `batch` is the mean number of sequences while it decoded.
     """
 
     model: str
@@ -60,6 +60,11 @@ class Simulated:
     elapsed_s: float
     runs: tuple[Run, ...]
     engines: tuple[EngineUse, ...]
+
+    @property
+    def answered(self) -> bool:
+        """Whether any request was."""
+        return any(not run.error for run in self.runs)
 
 
 def simulate(simulation: Simulation, topology: Topology, costs: Mapping[str, PairCosts], seed: int = 0) -> Simulated:
@@ -171,9 +176,10 @@ class _Client:
         draws = random.Random(f"{self.seed}/arrivals")
         async with asyncio.TaskGroup() as group:
             for first in range(0, workload.requests, size):
+                if first:
+                    await asyncio.sleep(draws.expovariate(workload.per_s / size))
                 for number in range(first, min(first + size, workload.requests)):
                     group.create_task(self._ask(number))
-                await asyncio.sleep(draws.expovariate(workload.per_s / size))
 
     async def _ask(self, number: int) -> None:
         loop, topology, name = asyncio.get_running_loop(), self.topology, f"q{number}"

@@ -118,7 +118,7 @@ def arrangement_table(tried: Sequence[Arrangement], best: Arrangement | None) ->
     )
     for one in tried:
         found = one.summary
-        seconds = [f"{found.p50_s:.3g}", f"{found.p95_s:.3g}", str(found.failed)]
+        seconds = [f"{found.p50_s:.3g}", f"{found.p95_s:.3g}", str(found.failed)] if found else ["-", "-", "all"]
         mark = "chosen" if one is best else ""
         table.add_row(mark, *(str(one.pairs[model]) for model in models), str(one.gpus), *seconds)
     return table

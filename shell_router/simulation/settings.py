@@ -13,6 +13,7 @@ from shell_router.simulation.roofline import Gpu, Roofline, costs_of
 
 SEE = "docs/simulation.md explains simulations."
 Engines = Literal["disaggregated", "data_parallel", "data_parallel_chunked"]
+MOST_CV = 100.0
 Arrivals = Literal["one_by_one", "poisson", "bursty", "closed"]
 
 
@@ -68,8 +69,9 @@ class Length:
             low, high = self.low or 0, self.high or 0
             require(1 <= low <= high, f"low and high must satisfy 1 <= low <= high, not {low}, {high}")
         shortest = self.tokens if self.tokens is not None else self.mean if self.mean is not None else 1
-        require(shortest >= 1, f"a length must be at least 1 token, not {shortest:g}")
-        require(self.cv >= 0, f"cv must be at least 0, not {self.cv:g}")
+        require(1 <= shortest < math.inf, f"a length must be at least 1 token, not {shortest:g}")
+        require(0 <= self.cv <= MOST_CV, f"cv must be at least 0 and at most {MOST_CV:g}, not {self.cv:g}")
+        require(not self.cv or self.mean is not None, "cv goes with mean")
 
     def at(self, uniform: float, normal: float) -> int:
         """The length that a uniform draw from [0, 1) and one from the standard normal distribution stand for."""
@@ -105,7 +107,7 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("requests", "burst", "clients"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        require(self.per_s > 0, f"per_s must be above 0, not {self.per_s:g}")
+        require(0 < self.per_s < math.inf, f"per_s must be above 0, not {self.per_s:g}")
         require(0 <= self.right <= 1, f"right must be between 0 and 1, not {self.right:g}")
         require(0 < self.confidence <= 1, f"confidence must be above 0 and at most 1, not {self.confidence:g}")
 
@@ -135,6 +137,13 @@ class SimulatedEmbedding:
     same: float = 0.8
     different: float = 0.5
 
+    def __post_init__(self) -> None:
+        for name in ("request_s", "token_s"):
+            seconds = getattr(self, name)
+            require(0 <= seconds < math.inf, f"{name} must be at least 0, not {seconds:g}")
+        alike = 0 < self.different <= self.same <= 1
+        require(alike, f"0 < different <= same <= 1 does not hold for {self.different:g} and {self.same:g}")
+
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
@@ -157,10 +166,10 @@ class Simulation:
     def __post_init__(self) -> None:
         require(bool(self.topologies), "topologies is empty", remedy="Name at least one file.")
         require(self.context_length >= 1, f"context_length must be at least 1, not {self.context_length}")
-        require(self.cores is None or self.cores > 0, f"cores must be above 0, not {self.cores}")
+        require(self.cores is None or 0 < self.cores < math.inf, f"cores must be above 0, not {self.cores}")
         apart = all(model.engines == "disaggregated" for model in self.models.values())
         require(self.cores is None or apart, "engines that share a CPU are disaggregated here", "Leave `cores` out.")
-        require(self.timeout_s > 0, f"timeout_s must be above 0, not {self.timeout_s:g}")
+        require(0 < self.timeout_s < math.inf, f"timeout_s must be above 0, not {self.timeout_s:g}")
         limit = self.max_new_tokens
         require(limit is None or limit >= 1, f"max_new_tokens must be at least 1, not {limit}")
 

@@ -92,7 +92,8 @@ def summary_of(simulated: Simulated) -> Summary:
 
 
 def _mean(figures: Sequence[Figures], name: str) -> float | None:
-    return statistics.mean(getattr(one, name) for one in figures) if figures else None
+    known = [value for one in figures if (value := getattr(one, name)) is not None]
+    return statistics.mean(known) if known else None
 
 
 def path_s(trace: Mapping[str, Any]) -> dict[str, float]:

@@ -1,17 +1,20 @@
 """What a pair's work costs, in seconds: formulas that a roofline or measurements fill in."""
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
 from shell_router.errors import ConfigError
 
+ROUNDING_S = 1e-9
 UNLIMITED = 1_000_000_000
 """Tokens: as good as no limit."""
 
 
 def _require_times(*seconds: float) -> None:
-    if min(seconds) < 0:
-        raise ConfigError(f"a time must be at least 0, not {min(seconds):g}")
+    for one in seconds:
+        if not 0 <= one < math.inf:
+            raise ConfigError(f"a time must be at least 0 and finite, not {one:g}")
 
 
 def _require_counts(**counts: int) -> None:
@@ -94,8 +97,8 @@ class DecodeCosts:
         return steps * (self.step_s + sequences * self.sequence_s + context * self.context_s) + grown * self.context_s
 
     def steps_begun(self, seconds: float, sequences: int, context: int, at_most: int) -> int:
-        """How many steps have begun after `seconds`; at the very start none has."""
-        until = range(1, at_most)
+        """How many steps have begun after `seconds`, but for rounding; at the very start none has."""
+        until, seconds = range(1, at_most), seconds - ROUNDING_S
         return (seconds > 0) + bisect_left(until, seconds, key=lambda steps: self.steps_s(steps, sequences, context))
 
 

@@ -48,7 +48,8 @@ class DecodeEngine:
 
     `beside` does what tokens cost beside the engine; without it that is free.
 
-    `busy_s` is the time in which it ran steps, `written` counts tokens, `batch_s` the seconds times sequences.
+    `busy_s` is the time of its steps, had it the processor alone, `batch_s` that time times the sequences in them, and
+    `written` counts tokens.
     """
 
     def __init__(self, costs: DecodeCosts, processor: Processor, beside: Processor | None = None) -> None:
@@ -69,7 +70,6 @@ class DecodeEngine:
         self._job_steps = 0
         self._job_size = (0, 0)  # writings and the sum of their lengths, when it began
         self._worked_s = 0.0  # on it, before it was last interrupted
-        self._begun_s = 0.0
         self.busy_s = 0.0
         self.batch_s = 0.0
         self.written = 0
@@ -143,10 +143,9 @@ class DecodeEngine:
         if not self._due:
             self._job = None
             return
-        self._job_steps = self._due[0][0] - self._steps
+        self._job_steps = 1 if self._beside is not None else self._due[0][0] - self._steps
         self._job_size = (self._sequences, self._context)
         self._worked_s = 0.0
-        self._begun_s = self._loop.time()
         self._job = self._processor.start(self._costs.steps_s(self._job_steps, *self._job_size), self._end_steps)
 
     def _start(self, writing: Writing) -> None:
@@ -172,13 +171,14 @@ class DecodeEngine:
         writing.heard(written)
 
     def _end_steps(self) -> None:
-        took_s = self._loop.time() - self._begun_s
+        sequences = self._job_size[0]  # whoever left meanwhile was in every step that had begun
+        took_s = self._costs.steps_s(self._job_steps, *self._job_size)
         self.busy_s += took_s
-        self.batch_s += took_s * self._job_size[0]
+        self.batch_s += took_s * sequences
+        self.written += self._job_steps * sequences
         if self._beside is not None:
-            self._beside.start(self._job_steps * self._sequences * self._costs.beside_s, lambda: None)
+            self._beside.start(self._job_steps * sequences * self._costs.beside_s, lambda: None)
         self._steps += self._job_steps
-        self.written += self._job_steps * self._sequences
         self._context += self._job_steps * self._sequences
         while self._due and self._due[0][0] <= self._steps:
             _, _, writing = heapq.heappop(self._due)

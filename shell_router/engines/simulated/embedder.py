@@ -3,6 +3,8 @@
 import asyncio
 import re
 import zlib
+from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,6 +14,8 @@ from shell_router.engines.simulated.text import SimulatedTokenizer
 from shell_router.errors import ConfigError
 
 FEATURES = 1024
+AT_ONCE = 16
+"""Texts of one batch, as many as the real embedder takes."""
 _STATED = re.compile(r"\[(?P<question>[^\]]*)\] Answer: (?P<answer>.*)\.")
 
 
@@ -21,7 +25,7 @@ def closing(question: str, answer: str) -> str:
 
 
 class SimulatedEmbedder:
-    """See `Embedder`: one text after the other, in `request_s` + tokens * `token_s` each, alone or on `processor`.
+    """See `Embedder`: texts that wait are embedded together, in `request_s` + all tokens * `token_s`, on `processor`.
 
     Every output has one row of features -1 and 1, so that the similarity of two is the square of their cosine. A
     question's features are drawn, a share of them turned over for each answer, and another for each output: two outputs
@@ -44,17 +48,38 @@ class SimulatedEmbedder:
         self._request_s = request_s
         self._token_s = token_s
         self._processor = processor or Processor()
-        self._turn = asyncio.Lock()
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._embedding = False
         self._tokenizer = SimulatedTokenizer()
 
     async def embed(self, text: str) -> TokenStates:
         """See `Embedder.embed`; shape [1, 1024]."""
-        async with self._turn:
-            await self._processor.work(self._request_s + len(self._tokenizer.encode(text)) * self._token_s)
+        ended = asyncio.get_running_loop().create_future()
+        self._waiting.append((len(self._tokenizer.encode(text)), ended))
+        if not self._embedding:
+            self._embed_waiting()
+        await ended
         stated = _STATED.search(text)
         question, answer = (stated["question"], stated["answer"]) if stated else ("", text)
         signs = _signs(question, 0.5) * _signs(f"{question}/{answer}", self._turned_by_answer)
         return (signs * _signs(text, self._turned_by_output)).astype(np.float32)[None, :]
+
+    def _embed_waiting(self) -> None:
+        batch: list[tuple[int, asyncio.Future[None]]] = []
+        while self._waiting and len(batch) < AT_ONCE:
+            tokens, ended = self._waiting.popleft()
+            if not ended.cancelled():
+                batch.append((tokens, ended))
+        self._embedding = bool(batch)
+        if batch:
+            seconds = self._request_s + sum(tokens for tokens, _ in batch) * self._token_s
+            self._processor.start(seconds, lambda: self._embedded([ended for _, ended in batch]))
+
+    def _embedded(self, batch: Sequence[asyncio.Future[None]]) -> None:
+        for ended in batch:
+            if not ended.done():
+                ended.set_result(None)
+        self._embed_waiting()
 
 
 def _signs(seed: str, turned: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
+from shell_router.core.generation import DEFAULT_MAX_NEW_TOKENS, Finish, Generation, Prefilled, Tokens
 from shell_router.engines.simulated.costs import PairCosts
 from shell_router.engines.simulated.decode import DecodeEngine, Writing
 from shell_router.engines.simulated.prefill import PrefillEngine
@@ -44,8 +44,8 @@ class SimulatedPair:
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`."""
         output, prompt = self._write(request), len(request.input_ids)
-        limit = request.sampling.get("max_new_tokens") or len(output.ids)
-        wanted = min(len(output.ids), limit)
+        limit = request.sampling.get("max_new_tokens")
+        wanted = min(len(output.ids), DEFAULT_MAX_NEW_TOKENS if limit is None else max(1, limit))
         heard = _Heard()
         writing = Writing(prompt, wanted, request.sampling.get("stream_interval") or 1, heard.tell)
         await self.decoding.admit(writing)

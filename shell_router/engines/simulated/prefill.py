@@ -23,7 +23,7 @@ class _Prompt:
 class PrefillEngine:
     """One pass at a time, during which what runs on `holds` stands still.
 
-    `busy_s` is the time spent in passes, `computed` counts the tokens prefilled.
+    `busy_s` is the time of its passes, had it the processor alone, `computed` counts the tokens prefilled.
     """
 
     def __init__(self, costs: PrefillCosts, processor: Processor, holds: Processor | None = None) -> None:
@@ -34,7 +34,6 @@ class PrefillEngine:
         self._cache = RadixCache(costs.cache_tokens)
         self._waiting: deque[_Prompt] = deque()
         self._passing = False
-        self._begun_s = 0.0
         self.busy_s = 0.0
         self.computed = 0
 
@@ -68,15 +67,15 @@ class PrefillEngine:
             self._waiting.popleft()
         self._passing = bool(passed)
         if passed:
-            self._begun_s = self._loop.time()
             if self._holds:
                 self._holds.hold()
-            self._processor.start(self._costs.pass_s(new, attended), lambda: self._end_pass(passed, new))
+            seconds = self._costs.pass_s(new, attended)
+            self.busy_s += seconds
+            self._processor.start(seconds, lambda: self._end_pass(passed, new))
 
     def _end_pass(self, passed: Sequence[tuple[_Prompt, int]], new: int) -> None:
         if self._holds:
             self._holds.release()
-        self.busy_s += self._loop.time() - self._begun_s
         self.computed += new
         for prompt, taken in passed:
             prompt.done += taken

@@ -65,15 +65,6 @@ class Processor:
         self._holds -= 1
         self._set_timer()
 
-    async def work(self, seconds: float) -> None:
-        """Return when work is done that takes `seconds` undivided; one who gives up the wait gives up the work."""
-        ended = self._loop.create_future()
-        job = self.start(seconds, lambda: ended.set_result(None))
-        try:
-            await ended
-        finally:
-            self.stop(job)
-
     @property
     def _speed(self) -> float:
         """Of every running job."""

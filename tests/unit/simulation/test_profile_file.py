@@ -57,7 +57,21 @@ def test_a_model_that_is_measured_again_replaces_itself_alone(file: Path, model:
     models = load_profiles(file).models
     assert list(models) == ["old", "roof"]
     assert models[model].costs({}) == COSTS
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith("# mine\ngpus: {}\nmodels:\n  old:")
+    assert "\n\n  # about the roof\n  roof:" in text
     assert len([name for name in models if models[name].costs({}) != COSTS]) == 1
+
+
+@pytest.mark.parametrize("between", ["\n", "  # the other half\n", "# far out\n"])
+@pytest.mark.parametrize("model", ["roof", "third"])
+def test_what_stands_between_a_models_lines_does_not_end_it(file: Path, between: str, model: str) -> None:
+    half = "  roof:\n    prefill: {forward_s: 2.0, token_s: 1.0}\n"
+    file.write_text(f"models:\n{half}{between}    decode: {{step_s: 1.0}}\n", encoding="utf-8")
+    write_profile(file, model, MEASURED)
+    models = load_profiles(file).models
+    assert list(models) == list(dict.fromkeys(["roof", model]))
+    assert models[model].costs({}) == COSTS
 
 
 def test_measuring_twice_leaves_the_file_as_measuring_once(file: Path) -> None:

@@ -56,8 +56,9 @@ def test_an_embedding_slows_the_engines_that_share_its_core() -> None:
         shared = processor or Processor()
         embedder = SimulatedEmbedder(0.8, 0.5, request_s=0.04, processor=processor)
         embedding = asyncio.create_task(embedder.embed("What?"))
-        await asyncio.sleep(0)
-        await shared.work(0.1)
+        worked = asyncio.Event()
+        shared.start(0.1, worked.set)
+        await worked.wait()
         await embedding
         return loop.time()
 
@@ -71,15 +72,3 @@ def test_an_embedding_slows_the_engines_that_share_its_core() -> None:
     alone_s, shared_s = run_virtual(both())
     assert alone_s == pytest.approx(0.1)
     assert shared_s == pytest.approx(0.14)
-
-
-def test_work_that_is_given_up_leaves_the_core_to_others() -> None:
-    async def run() -> float:
-        processor = Processor(1)
-        given_up = asyncio.create_task(processor.work(1.0))
-        await asyncio.sleep(0.1)
-        given_up.cancel()
-        await processor.work(0.2)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(run()) == pytest.approx(0.3)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from shell_router.simulation.load import Loaded, load
 from shell_router.simulation.run import Simulated, simulate
 from shell_router.simulation.settings import Length, SimulatedModel, Simulation, Workload
 from shell_router.simulation.summary import summary_of
-from shell_router.topology import Topology, load_topology
+from shell_router.topology import Topology, load_topology, parse_topology
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = ROOT / "configs/simulations/six-h200.yaml"
@@ -98,9 +99,40 @@ def test_no_answer_is_faster_than_its_bound() -> None:
         assert summary_of(run(name)).over_bound > 0
 
 
-def test_the_path_accounts_for_the_whole_latency() -> None:
+def test_with_one_request_at_a_time_nothing_but_decoding_and_prefill_takes_time() -> None:
     found = summary_of(run("tree"))
     assert sum(found.path.values()) == pytest.approx(found.mean_s)
+    assert found.path["waiting"] == pytest.approx(0, abs=1e-5)
+    assert found.path["decoding on large"] > found.path["prefill that nothing hid"] > 0
+
+
+def test_a_second_layer_that_is_cut_off_entirely_is_not_told_of() -> None:
+    document = """
+    name: cut
+    agents:
+      a: {model: small, sampling: {max_new_tokens: 8}}
+      c: {model: large, sampling: {max_new_tokens: 64}}
+      b: {model: large, precursors: [c], sampling: {max_new_tokens: 64}}
+      root: {model: small, precursors: [a, b]}
+    clusters:
+      first: {agents: [a, b], early_exit: {policy: threshold, threshold: 0.0, min_completed: 1}}
+    """
+    found = summary_of(simulate(simulation(), parse_topology(dedent(document), source="cut.yaml"), COSTS))
+    assert found.second_layer_s is None
+    assert found.completed["large"] == 0
+
+
+def test_an_output_without_a_limit_ends_where_sglangs_would() -> None:
+    tiny = load_topology(ROOT / "topologies/tiny.yaml", models=MODELS)
+    alone = replace(tiny, agents={tiny.root.id: replace(tiny.root, precursors=(), sampling={})}, clusters=())
+    asked = Workload(1, {model: Length(tokens=1000) for model in MODELS})
+    (one,) = simulate(replace(simulation(), workload=asked), alone, COSTS).runs
+    assert one.trace["agents"][tiny.root.id]["decoded_tokens"] == 128
+
+
+def test_a_simulation_ends_with_its_last_answer() -> None:
+    done = run("tree", requests=1, arrivals="poisson", per_s=0.001)
+    assert done.elapsed_s == pytest.approx(latencies(done)[0], abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +275,18 @@ def test_the_cheapest_arrangement_that_is_fast_enough_is_found(
     assert "No arrangement of 8 GPUs answers 19 of 20 requests within 0.1 s." in capsys.readouterr().out
 
 
+def test_an_arrangement_that_answers_nothing_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = small(tmp_path)
+    file.write_text(f"{file.read_text(encoding='utf-8')}timeout_s: 0.1\n", encoding="utf-8")
+    assert main(["simulate", str(file), "--topology", "tree", "--what-if-gpus", "8", "--p95-s", "1"]) == 1
+    told = capsys.readouterr().out
+    assert (
+        len([line for line in told.splitlines() if line.split("│")[-2:-1] and line.split("│")[-2].strip() == "all"])
+        == 4
+    )
+    assert "No arrangement of 8 GPUs answers" in told
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -253,7 +297,8 @@ def test_the_cheapest_arrangement_that_is_fast_enough_is_found(
             ["--what-if-gpus", "5", "--p95-s", "1", "--topology", "tree"],
             "5 GPUs are too few for a pair of every model.",
         ),
-        (["--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
+        (["--json", "/nowhere/at/all.json"], "/nowhere/at/all.json cannot be written."),
+        (["--what-if-gpus", "8", "--p95-s", "1", "--json", "x.json"], "Leave the other options out."),
     ],
 )
 def test_options_that_cannot_be_are_told(
@@ -270,6 +315,9 @@ def test_options_that_cannot_be_are_told(
         (("profile: qwen3-vl-4b", "profile: gpt"), "models.small has the profile 'gpt'"),
         (("small: {mean: 400, cv: 0.5}", "small: {mean: 400, tokens: 3}"), "a length is tokens, low and high, or mean"),
         (("small: {mean: 400, cv: 0.5}", "small: {low: 9, high: 3}"), "low and high must satisfy 1 <= low <= high"),
+        (("small: {mean: 400, cv: 0.5}", "small: {mean: .inf}"), "a length must be at least 1 token, not inf"),
+        (("small: {mean: 400, cv: 0.5}", "small: {tokens: 5, cv: 0.5}"), "cv goes with mean"),
+        (("request_s: 0.01", "request_s: -1.0"), "request_s must be at least 0, not -1"),
         (("right: 0.8", "right: 1.8"), "right must be between 0 and 1, not 1.8"),
         (("right: 0.8", "rihgt: 0.8"), "unknown setting 'rihgt'. Did you mean 'right'?"),
         (("one_by_one", "sometimes"), "'sometimes' is not known."),

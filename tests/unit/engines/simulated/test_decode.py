@@ -99,16 +99,25 @@ def test_how_often_sequences_are_heard_of_changes_nothing_of_when_they_end(seed:
     draws = random.Random(seed)
     costs = DecodeCosts(step_s=1.0, sequence_s=0.1, context_s=0.01, cache_tokens=200, at_once=4)
     asked = [
-        (draws.uniform(0, 60), draws.randint(1, 50), draws.randint(1, 40), 1, draws.choice((None, 90.0)))
+        (draws.uniform(0, 60), draws.randint(1, 50), draws.randint(1, 40), draws.choice((None, 90.0)))
         for _ in range(12)
     ]
+
+    def run(interval: int) -> tuple[list[Told], int]:
+        async def batched() -> tuple[list[Told], int]:
+            batch = Batch(costs)
+            for at_s, prompt, wanted, until in asked:
+                batch.ask(at_s, prompt, wanted, interval, until)
+            return await batch.ended(), batch.engine.written
+
+        return run_virtual(batched())
+
     # steps taken together must be the steps taken one by one
-    one_by_one = told(costs, *asked)
-    together = told(costs, *((at_s, prompt, wanted, 1000, until) for at_s, prompt, wanted, _, until in asked))
-    for every, few in zip(one_by_one, together, strict=True):
-        heard = {written: at_s for at_s, written in every}
-        assert [written for _, written in few] == sorted({1, len(every)} if every else ()) or len(few) <= len(every)
-        assert [(pytest.approx(heard[written]), written) for _, written in few] == few
+    (one_by_one, written), (together, written_together) = run(1), run(1000)
+    assert written_together == written
+    for every, few, (_, _, wanted, _) in zip(one_by_one, together, asked, strict=True):
+        ends = [(at_s, tokens) for at_s, tokens in every if tokens in (1, wanted)]
+        assert few == [(pytest.approx(at_s), tokens) for at_s, tokens in ends]
 
 
 def test_a_sequence_waits_for_room_for_all_that_it_will_write() -> None:

@@ -28,17 +28,37 @@ def test_outputs_are_as_alike_as_was_asked(wanted: tuple[float, float]) -> None:
     assert statistics.mean(different) == pytest.approx(wanted[1], abs=0.04)
 
 
-def test_texts_are_embedded_one_after_the_other() -> None:
-    async def run() -> list[float]:
+def ends(*texts: tuple[float, int, float | None]) -> list[float | None]:
+    """When texts are embedded that come at a time, of so many tokens; None for one that is given up at another."""
+
+    async def run() -> list[float | None]:
         embedder, loop = SimulatedEmbedder(0.8, 0.5, request_s=1.0, token_s=0.1), asyncio.get_running_loop()
 
-        async def one(text: str) -> float:
-            await embedder.embed(text)
+        async def one(at_s: float, tokens: int, until_s: float | None) -> float | None:
+            await asyncio.sleep(at_s)
+            try:
+                async with asyncio.timeout_at(until_s):
+                    await embedder.embed("一" * tokens)
+            except TimeoutError:
+                return None
             return loop.time()
 
-        return await asyncio.gather(one("一" * 10), one("一" * 20))
+        return await asyncio.gather(*(one(*text) for text in texts))
 
-    assert run_virtual(run()) == pytest.approx([2, 5])
+    return run_virtual(run())
+
+
+def test_texts_that_wait_are_embedded_together() -> None:
+    assert ends((0, 10, None), (0.5, 20, None), (1.0, 10, None)) == pytest.approx([2, 6, 6])
+
+
+def test_no_more_than_sixteen_are_embedded_together() -> None:
+    found = ends(*[(0.0, 10, None)] * 18)
+    assert found == pytest.approx([2.0] + [2 + 1 + 16] * 16 + [2 + 17 + 2])
+
+
+def test_a_text_that_is_given_up_is_not_embedded() -> None:
+    assert ends((0, 10, None), (0.5, 50, 1.0), (0.6, 10, None)) == [2, None, 4]
 
 
 @pytest.mark.parametrize("wrong", [(0.5, 0.8), (0.0, 0.0), (1.1, 0.5)])
