@@ -33,9 +33,13 @@ class RunningCommand:
         raise AssertionError(f"{words!r} is not in {''.join(seen)}")
 
     async def ended(self, *, limit_s: float) -> tuple[int, str]:
-        """Its exit code and the rest of its output, errors included."""
-        async with asyncio.timeout(limit_s):
-            rest, _ = await self._process.communicate()
+        """Its exit code and the rest of its output, errors included; AssertionError with that where it does not end."""
+        reading = asyncio.create_task(self._process.communicate())
+        ended, _ = await asyncio.wait([reading], timeout=limit_s)
+        if not ended:
+            self._kill_all()
+        rest, _ = await reading
+        assert ended, f"it did not end within {limit_s:g} s: {rest.decode()}"
         assert self._process.returncode is not None
         return self._process.returncode, rest.decode()
 
@@ -62,12 +66,15 @@ class RunningCommand:
 
     async def clear_away(self, *, limit_s: float = 30.0) -> None:
         """Kill it and all that it started, so that a failed test leaves nothing behind either."""
+        self._kill_all()
+        async with asyncio.timeout(limit_s):
+            await self._process.communicate()
+
+    def _kill_all(self) -> None:
         for pid in self.started():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.kill()
-        async with asyncio.timeout(limit_s):
-            await self._process.communicate()
 
 
 @asynccontextmanager
