@@ -25,8 +25,12 @@ class Limits:
 
     def of(self, known: PairCosts) -> PairCosts:
         """`known` with what is given here in its place. Raises ConfigError for a number below 1."""
-        given = {name: value for name in ("chunk_tokens", "prompts", "cache_tokens") if (value := getattr(self, name))}
-        decode = {name: value for name in ("cache_tokens", "at_once") if (value := getattr(self, name))}
+        given = {
+            name: value
+            for name in ("chunk_tokens", "prompts", "cache_tokens")
+            if (value := getattr(self, name)) is not None
+        }
+        decode = {name: value for name in ("cache_tokens", "at_once") if (value := getattr(self, name)) is not None}
         return replace(known, prefill=replace(known.prefill, **given), decode=replace(known.decode, **decode))
 
 
