@@ -4,6 +4,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from shell_router.core.hints import NO_HINTS, Hints
+
 FinishReason = Literal["stop", "length", "abort"]
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -17,7 +19,7 @@ class Generation:
     `rid` names the request on every engine it reaches and is unique per attempt. `sampling` holds SGLang's
     `sampling_params` and is passed on unchanged. With `logprobs` every output token comes with its natural-log
     probability. `priority` is the engine's scheduling priority, where it has one. Requests of one `affinity` grow one
-    prompt: where several servers prefill, they go to the one that holds its KV.
+    prompt: where several servers prefill, they go to the one that holds its KV. `hints` are for the schedulers.
     """
 
     rid: str
@@ -26,6 +28,7 @@ class Generation:
     logprobs: bool = False
     priority: int | None = None
     affinity: str | None = None
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)
