@@ -20,21 +20,15 @@ def run(work: Coroutine[Any, Any, object]) -> int:
 
     import uvloop
 
-    _collect_rarely()
+    from shell_router.core.garbage import SERVING, collect_rarely
+
+    collect_rarely(SERVING)
     received: list[signal.Signals] = []
     try:
         uvloop.run(_ended_by_signals(work, received))
     except asyncio.CancelledError:
         return 128 + received[0] if received else TERMINATED
     return 0
-
-
-def _collect_rarely() -> None:
-    """What is loaded stays, and requests leave few cycles: looking at all of it so often costs a tenth of a request."""
-    import gc
-
-    gc.freeze()
-    gc.set_threshold(20_000)
 
 
 async def _ended_by_signals(work: Coroutine[Any, Any, object], received: "list[signal.Signals]") -> None:

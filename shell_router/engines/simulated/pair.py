@@ -17,7 +17,7 @@ class SimulatedPair:
     As in SGLang's disaggregation, a request first claims its room on the decode side, then is prefilled, then its KV
     goes over, and the first token comes with it. Where no processors are given, each engine has its own. With
     `prefill_first` decode stands still while there is something to prefill, as in one engine that does both. `beside`
-    does what tokens cost beside the engine, where that is not free.
+    does what tokens cost beside the engine, and what hands KV over, where these are not free: on one machine's CPU.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class SimulatedPair:
     ) -> None:
         self._transfer = costs.transfer
         self._write = write
+        self._beside = beside
         decodes = decode_processor or Processor()
         held = decodes if prefill_first else None
         self.prefilling = PrefillEngine(costs.prefill, prefill_processor or Processor(), held)
@@ -51,7 +52,7 @@ class SimulatedPair:
         await self.decoding.admit(writing)
         try:
             cached = await self.prefilling.prefill(request.input_ids)
-            await asyncio.sleep(self._transfer.seconds(prompt))
+            await self._hand_over(self._transfer.seconds(prompt))
             self.decoding.join(writing)
             told = 0
             while told < wanted:
@@ -62,6 +63,17 @@ class SimulatedPair:
             yield Finish("stop" if wanted == len(output.ids) else "length", prompt, wanted, cached)
         finally:
             self.decoding.leave(writing)
+
+    async def _hand_over(self, seconds: float) -> None:
+        if self._beside is None:
+            await asyncio.sleep(seconds)
+            return
+        over = asyncio.get_running_loop().create_future()
+        job = self._beside.start(seconds, lambda: over.set_result(None))
+        try:
+            await over
+        finally:
+            self._beside.stop(job)
 
 
 class _Heard:

@@ -131,3 +131,33 @@ def test_one_engine_that_does_both_decodes_slower_while_it_prefills(one_engine: 
         return heard[-1][0]
 
     assert run_virtual(run()) == pytest.approx(expected, abs=0.06)
+
+
+def test_on_shared_cores_what_hands_kv_over_slows_others_down() -> None:
+    async def run() -> list[float]:
+        loop, cores = asyncio.get_running_loop(), Processor(1)
+        engine = SimulatedPair(COSTS, lambda _request: OUTPUT, prefill_processor=cores, beside=cores)
+
+        async def first_token_s(name: str) -> float:
+            await answer(engine, Generation(name, [ord(name)] * 10, {"max_new_tokens": 1}))
+            return loop.time()
+
+        return await asyncio.gather(first_token_s("a"), first_token_s("b"))
+
+    # a's 0.6 s of transfer take 1.2 s beside b's prefill, whose last 0.4 s and transfer then run alone
+    assert run_virtual(run()) == pytest.approx([2.2, 3.2])
+
+
+def test_a_request_that_is_abandoned_while_its_kv_goes_over_leaves_the_cores() -> None:
+    async def run() -> float:
+        loop, cores = asyncio.get_running_loop(), Processor(1)
+        engine = SimulatedPair(COSTS, lambda _request: OUTPUT, beside=cores)
+        abandoned = asyncio.create_task(answer(engine, Generation("a", range(10), {"max_new_tokens": 1})))
+        await asyncio.sleep(1.1)
+        abandoned.cancel()
+        done = loop.create_future()
+        cores.start(1.0, lambda: done.set_result(None))
+        await done
+        return loop.time()
+
+    assert run_virtual(run()) == pytest.approx(2.1)
