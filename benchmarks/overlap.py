@@ -38,6 +38,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,13 +65,15 @@ def main() -> int:
     from overlapping.measure import Amount
     from report import report
 
+    from shell_router.cli.arguments import whole_numbers
     from shell_router.errors import ShellRouterError
 
     new_tokens, question_tokens = LENGTHS[options.engine]
+    chunks = whole_numbers(options.chunks) if options.chunks else ()
     amount = Amount(options.rounds, options.new_tokens or new_tokens, options.question_tokens or question_tokens)
     try:
         config = sglang_deployment(options.config) if options.engine == "sglang" else embedded_pairs()
-        engine, rows = uvloop.run(measure(config, amount))
+        engine, rows = uvloop.run(measure(config, amount, chunks))
     except ShellRouterError as error:
         print(f"overlap.py: {error}", file=sys.stderr)
         return WRONG_INPUT
@@ -86,20 +89,22 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rounds", type=int, default=7)
     found.add_argument("--new-tokens", type=int, help="default 128, with --engine sglang 64")
     found.add_argument("--question-tokens", type=int, help="default 200, with --engine sglang 100")
+    found.add_argument("--chunks", default="", help="also tree + incremental prefill in chunks of so many: 16,64")
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     return found
 
 
-async def measure(config: "Config", amount: "Amount") -> tuple[str, "list[Row]"]:
+async def measure(config: "Config", amount: "Amount", chunks: "Sequence[int]") -> tuple[str, "list[Row]"]:
     """What ran, in words, and one row per setting. SIGTERM stops all that was started."""
     from overlapping.engines import engine_words, running_deployment
     from overlapping.measure import measured_rows
-    from overlapping.settings import four_settings, tokens_by_model
+    from overlapping.settings import four_settings, in_chunks, tokens_by_model
 
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    settings = four_settings(tokens_by_model(config, amount.new_tokens))
+    settings = dict(four_settings(tokens_by_model(config, amount.new_tokens)))
+    settings |= in_chunks(settings["tree"], chunks)
     async with running_deployment(config) as services:
         return await engine_words(config), await measured_rows(services, settings, amount)
 

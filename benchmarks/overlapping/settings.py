@@ -1,11 +1,12 @@
 """The four settings of Faster-MoA, 5.3."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from shell_router.config import Config
 from shell_router.early_exit import EarlyExit
+from shell_router.scheduling import IncrementSettings
 from shell_router.topology import Agent, Prefill, Topology, load_topology
 
 TOPOLOGIES = Path(__file__).parents[2] / "topologies"
@@ -31,6 +32,14 @@ def four_settings(new_tokens: Mapping[str, int]) -> Mapping[str, Topology]:
         "tree": setting(tree, new_tokens, incremental=False, early_exit=False),
         "tree + incremental prefill": setting(tree, new_tokens, incremental=True, early_exit=False),
         "full": setting(tree, new_tokens, incremental=True, early_exit=True),
+    }
+
+
+def in_chunks(tree: Topology, chunks: Sequence[int]) -> Mapping[str, Topology]:
+    """The tree with incremental prefill in chunks of fixed sizes, by name."""
+    return {
+        f"in chunks of {tokens}": replace(tree, prefill=Prefill(increments=IncrementSettings(chunk_tokens=tokens)))
+        for tokens in chunks
     }
 
 

@@ -214,7 +214,7 @@ class SlotFiller:
         elapsed_s = self._clock() - self._slot_started_s
         wanted = tokens_per_increment(
             self._filling.prefill.increments,
-            cost_s=self._pace.increment_s(self._filling.model.alias),
+            cost=self._pace.update_cost(self._filling.model.alias),
             arrival_tokens_per_s=self._slot_tokens / elapsed_s if elapsed_s > 0 else None,
             prompts=self._pace.growing_prompts(self._filling.model.alias),
         )

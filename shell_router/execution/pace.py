@@ -1,33 +1,34 @@
 """How long things take on each model, as this router has measured them, and how many prompts grow there."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from shell_router.scheduling import MeasuredUpdates, UpdateCost
 from shell_router.topology import Topology
 
 _WEIGHT = 0.2  # of the newest measurement: a change of load shows after about five
 
 
 class Pace:
-    """Exponential means per model alias; absent until first measured."""
+    """Exponential means per model alias, or what comes near them; absent until first measured."""
 
     def __init__(self) -> None:
         self._run_s: dict[str, float] = {}
-        self._increment_s: dict[str, float] = {}
+        self._updates: defaultdict[str, MeasuredUpdates] = defaultdict(MeasuredUpdates)
         self._growing: Counter[str] = Counter()
 
     def observe_run(self, model: str, seconds: float) -> None:
         """An agent of `model` took this long from its complete prompt to its end."""
         _blend(self._run_s, model, seconds)
 
-    def observe_increment(self, model: str, seconds: float) -> None:
-        """A prefill-only update on `model` took this long."""
-        _blend(self._increment_s, model, seconds)
+    def observe_update(self, model: str, new_tokens: int, seconds: float) -> None:
+        """A prefill-only update on `model`, of so many tokens that were not cached, took this long."""
+        self._updates[model].add(new_tokens, seconds)
 
-    def increment_s(self, model: str) -> float | None:
-        """Mean seconds of a prefill-only update."""
-        return self._increment_s.get(model)
+    def update_cost(self, model: str) -> UpdateCost | None:
+        """What a prefill-only update costs."""
+        return self._updates[model].cost
 
     @contextmanager
     def growing(self, model: str) -> Iterator[None]:

@@ -55,7 +55,8 @@ class PrefillUpdates:
             self._emit(Degraded(self._clock(), self._agent, "increment", str(error)))
             return
         now_s = self._clock()
-        self._pace.observe_increment(self._model.alias, now_s - started_s)
+        new_tokens = done.prompt_tokens - done.cached_tokens
+        self._pace.observe_update(self._model.alias, new_tokens, now_s - started_s)
         resident = common_prefix(self.sent, ids)
         self._emit(
             PrefillIncrement(now_s, self._agent, started_s, slot, done.prompt_tokens, done.cached_tokens, resident)

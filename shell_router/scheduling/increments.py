@@ -3,8 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from shell_router.scheduling.update_cost import UpdateCost
+
 ChunkTokens = int | Literal["adaptive"]
 
+_WORTH = 1 / 3
+"""An update's tokens take at least this part of the rest of its time. With 1 it waits so long for tokens that more than
+a tenth of short prompts is left at their end; with less than 1/4 nothing more is saved, and engines are busier."""
 _MOST_TOKENS_PER_EVENT = 32  # about a second of decoding: silence must still tell a stalled engine
 _MOST_TOKENS_PER_EVENT_JUDGED = 4
 
@@ -13,8 +18,9 @@ _MOST_TOKENS_PER_EVENT_JUDGED = 4
 class IncrementSettings:
     """When to send the next update.
 
-    `chunk_tokens` is a fixed number of new tokens, or `adaptive`: as few as keep the share of time that all growing
-    prompts together keep the prefill engine busy at or under `busy_share`, between `min_tokens` and `max_tokens`.
+    `chunk_tokens` is a fixed number of new tokens, or `adaptive`: as few as are worth an update and keep the share of
+    time that all growing prompts together keep the prefill engine busy at or under `busy_share`, between `min_tokens`
+    and `max_tokens`.
 
     A prompt that is complete goes out as a last update first, if more than `tail_share` of it has not been prefilled
     (precursors that end together leave whole slots): so decode's KV is claimed only for prompts that are ready, as in
@@ -42,19 +48,22 @@ class IncrementSettings:
 
 
 def tokens_per_increment(
-    settings: IncrementSettings, *, cost_s: float | None, arrival_tokens_per_s: float | None, prompts: int = 1
+    settings: IncrementSettings, *, cost: UpdateCost | None, arrival_tokens_per_s: float | None, prompts: int = 1
 ) -> int:
     """New tokens to wait for before the next update, where so many `prompts` of one model grow at a time.
 
     While `n` tokens arrive, `n / arrival_tokens_per_s` seconds pass; an update of them keeps the engine busy for
-    about `cost_s` (mostly fixed cost, as the prefix is cached), and so does one of each other prompt. Their ratio is
-    the busy share. Until both are measured the smallest chunk is used, which is how they come to be measured.
+    about its mean cost, and so does one of each other prompt. Their ratio is the busy share. And an update is worth
+    its cost when its tokens take a good part of its time: what fewer would save at the prompt's end is far less than
+    what they cost, and where engines share cores that slows down the very decoding that is waited for. Until cost and
+    rate are measured the smallest chunk is used, which is how they come to be measured.
     """
     if settings.chunk_tokens != "adaptive":
         return settings.chunk_tokens
-    if cost_s is None or arrival_tokens_per_s is None:
+    if cost is None or arrival_tokens_per_s is None:
         return settings.min_tokens
-    wanted = prompts * cost_s * arrival_tokens_per_s / settings.busy_share
+    bearable = prompts * cost.mean_s * arrival_tokens_per_s / settings.busy_share
+    wanted = max(bearable, _WORTH * (cost.fixed_tokens or 0.0))
     return int(min(max(wanted, settings.min_tokens), settings.max_tokens))
 
 

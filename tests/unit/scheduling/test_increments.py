@@ -2,36 +2,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.scheduling import IncrementSettings, tokens_per_event, tokens_per_increment
+from shell_router.scheduling import IncrementSettings, UpdateCost, tokens_per_event, tokens_per_increment
 
 ADAPTIVE = IncrementSettings(min_tokens=8, max_tokens=512, busy_share=0.5)
 
 
 def test_a_fixed_chunk_is_kept_whatever_is_measured() -> None:
-    assert tokens_per_increment(IncrementSettings(32), cost_s=9.0, arrival_tokens_per_s=1e6) == 32
+    assert tokens_per_increment(IncrementSettings(32), cost=UpdateCost(9.0), arrival_tokens_per_s=1e6) == 32
 
 
 def test_nothing_measured_yet_means_the_smallest_chunk() -> None:
-    assert tokens_per_increment(ADAPTIVE, cost_s=None, arrival_tokens_per_s=100.0) == 8
-    assert tokens_per_increment(ADAPTIVE, cost_s=0.1, arrival_tokens_per_s=None) == 8
+    assert tokens_per_increment(ADAPTIVE, cost=None, arrival_tokens_per_s=100.0) == 8
+    assert tokens_per_increment(ADAPTIVE, cost=UpdateCost(0.1), arrival_tokens_per_s=None) == 8
 
 
 def test_updates_of_20_ms_at_1000_tokens_per_s_keep_the_engine_half_busy_with_40_tokens() -> None:
-    assert tokens_per_increment(ADAPTIVE, cost_s=0.020, arrival_tokens_per_s=1000.0) == 40
+    assert tokens_per_increment(ADAPTIVE, cost=UpdateCost(0.020), arrival_tokens_per_s=1000.0) == 40
 
 
 def test_prompts_that_grow_together_share_the_engines_time() -> None:
-    assert tokens_per_increment(ADAPTIVE, cost_s=0.020, arrival_tokens_per_s=1000.0, prompts=3) == 120
+    assert tokens_per_increment(ADAPTIVE, cost=UpdateCost(0.020), arrival_tokens_per_s=1000.0, prompts=3) == 120
+
+
+def test_an_update_waits_for_tokens_that_take_a_third_of_the_rest_of_its_time() -> None:
+    cost = UpdateCost(0.020, fixed_tokens=211.0)
+    assert tokens_per_increment(ADAPTIVE, cost=cost, arrival_tokens_per_s=1000.0) == 70
+    assert tokens_per_increment(ADAPTIVE, cost=cost, arrival_tokens_per_s=1000.0, prompts=3) == 120
+    assert tokens_per_increment(ADAPTIVE, cost=UpdateCost(0.020, 1e9), arrival_tokens_per_s=1000.0) == 512
 
 
 @given(cost_s=st.floats(0, 1e3), rate=st.floats(0, 1e6))
 def test_adaptive_chunks_stay_within_their_limits(cost_s: float, rate: float) -> None:
-    assert 8 <= tokens_per_increment(ADAPTIVE, cost_s=cost_s, arrival_tokens_per_s=rate) <= 512
+    assert 8 <= tokens_per_increment(ADAPTIVE, cost=UpdateCost(cost_s), arrival_tokens_per_s=rate) <= 512
 
 
 @given(cost_s=st.floats(1e-4, 1), rate=st.floats(1, 1e5))
 def test_unless_limited_the_engine_is_busy_for_at_most_its_share(cost_s: float, rate: float) -> None:
-    tokens = tokens_per_increment(ADAPTIVE, cost_s=cost_s, arrival_tokens_per_s=rate)
+    tokens = tokens_per_increment(ADAPTIVE, cost=UpdateCost(cost_s), arrival_tokens_per_s=rate)
     if tokens < ADAPTIVE.max_tokens:
         assert cost_s / ((tokens + 1) / rate) <= ADAPTIVE.busy_share
 
