@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import aiohttp
@@ -181,6 +181,15 @@ async def test_streamed_and_whole_answers_agree(wire: Wire, client: PairPool) ->
 async def test_only_the_last_event_has_a_finish_reason(wire: Wire) -> None:
     events = [orjson.loads(payload) for payload in (await wire.stream(wire.body(prompt())))[:-1]]
     assert [event["meta_info"]["finish_reason"] is None for event in events] == [True] * (len(events) - 1) + [False]
+
+
+async def test_a_stream_sends_its_first_token_and_then_as_many_at_a_time_as_were_asked_for(wire: Wire) -> None:
+    body = wire.body(prompt(), new_tokens=10)
+    body["sampling_params"]["stream_interval"] = 4
+    events = [orjson.loads(payload) for payload in (await wire.stream(body))[:-1]]
+    written = [event["meta_info"]["completion_tokens"] for event in events]
+    assert written[-1] == 10
+    assert all(later - earlier >= 4 for earlier, later in pairwise(written[:-1]))
 
 
 async def test_counts_and_the_length_reason(wire: Wire, client: PairPool) -> None:

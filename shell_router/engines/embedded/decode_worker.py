@@ -28,7 +28,7 @@ class DecodeJob:
     first_logprob: float | None
     output: Output
     with_logprobs: bool
-    mailbox: Mailbox[Piece]
+    mailbox: Mailbox
 
 
 @dataclass(slots=True)

@@ -15,9 +15,12 @@ class Inflight:
     """One request in work: its output comes through `mailbox`. `cached_tokens` is set before the first piece."""
 
     request: GenerateRequest
-    mailbox: Mailbox[Piece] = field(default_factory=Mailbox)
+    mailbox: Mailbox = field(init=False)
     cached_tokens: int = 0
     transferring: bool = False
+
+    def __post_init__(self) -> None:
+        self.mailbox = Mailbox(self.request.heard_every)
 
     def abort(self) -> None:
         """Make an abort the output's end. Whoever reads it then stops the work."""

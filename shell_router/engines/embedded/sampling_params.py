@@ -12,7 +12,7 @@ GREEDY_BELOW = 1e-6
 
 # Known to SGLang, absent here; refused when set, because ignoring them would change what the caller gets.
 UNSUPPORTED = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "beam_width", "watermark", "choice")
-IGNORED = ("spaces_between_special_tokens", "stream_interval", "custom_params")
+IGNORED = ("spaces_between_special_tokens", "custom_params")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class SamplingParams:
     no_stop_trim: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     sampling_seed: int | None = None
+    stream_interval: int = 1
 
     @property
     def greedy(self) -> bool:
@@ -132,6 +133,7 @@ _TYPES = {
     "no_stop_trim": _is_flag,
     "logit_bias": _is_bias,
     "sampling_seed": _is_integer,
+    "stream_interval": _is_integer,
 }
 
 
@@ -142,6 +144,8 @@ def _normal(name: str, value: Any) -> Any:
         return frozenset(value)
     if name == "logit_bias":
         return {int(token): float(bias) for token, bias in value.items()}
+    if name == "stream_interval":
+        return value or 1
     return value
 
 
@@ -156,6 +160,7 @@ def _check_ranges(params: SamplingParams, vocab_size: int) -> None:
         (0.0 < params.repetition_penalty <= 2.0, "repetition_penalty", "in (0, 2]"),
         (params.max_new_tokens is None or params.max_new_tokens >= 0, "max_new_tokens", "at least 0"),
         (0 <= params.min_new_tokens <= _most_new(params), "min_new_tokens", "in [0, max_new_tokens]"),
+        (params.stream_interval >= 1, "stream_interval", "at least 1"),
         (all(0 <= token < vocab_size for token in params.logit_bias), "logit_bias", f"keyed in [0, {vocab_size - 1}]"),
     )
     for holds, name, limit in limits:

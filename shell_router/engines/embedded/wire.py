@@ -61,6 +61,11 @@ class GenerateRequest:
         """SGLang's fake host: prefill without a decode partner."""
         return self.bootstrap_host == FAKE_BOOTSTRAP_HOST
 
+    @property
+    def heard_every(self) -> int:
+        """How many tokens after its first one are worth an event; all of them where nothing is streamed."""
+        return self.sampling.stream_interval if self.stream else max(1, self.max_new_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
