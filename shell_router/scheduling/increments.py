@@ -7,9 +7,9 @@ from shell_router.scheduling.update_cost import UpdateCost
 
 ChunkTokens = int | Literal["adaptive"]
 
-_WORTH = 1 / 3
+_WORTH = 1 / 4
 """An update's tokens take at least this part of the rest of its time. With 1 it waits so long for tokens that more than
-a tenth of short prompts is left at their end; with less than 1/4 nothing more is saved, and engines are busier."""
+a tenth of short prompts is left at their end; with less hardly anything is saved, and engines are busier."""
 _MOST_TOKENS_PER_EVENT = 32  # about a second of decoding: silence must still tell a stalled engine
 _MOST_TOKENS_PER_EVENT_JUDGED = 4
 
