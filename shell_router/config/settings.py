@@ -9,6 +9,7 @@ from typing import Literal
 from shell_router.config.batches_settings import BatchesSettings
 from shell_router.config.launch_settings import LaunchSettings, PairLaunch
 from shell_router.config.refusal import require as _require
+from shell_router.scheduling.settings import SchedulingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,7 @@ class Config:
     traces: Traces = Traces()
     batches: BatchesSettings = field(default_factory=BatchesSettings)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
+    scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
 
     def __post_init__(self) -> None:
         _require(

@@ -5,11 +5,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from shell_router.core.hints import NO_HINTS, Hints
+from shell_router.core.placement import Placed
 
 FinishReason = Literal["stop", "length", "abort"]
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's own, where `sampling` has no `max_new_tokens`."""
+
+
+class OnPlaced(Protocol):
+    """Told where an attempt of a request goes, whenever one is sent: an engine of each role that takes part in it."""
+
+    def __call__(self, *placed: Placed) -> None: ...
+
+
+def _unheard(*placed: Placed) -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +31,7 @@ class Generation:
     `sampling_params` and is passed on unchanged. With `logprobs` every output token comes with its natural-log
     probability. `priority` is the engine's scheduling priority, where it has one. Requests of one `affinity` grow one
     prompt: where several servers prefill, they go to the one that holds its KV. `hints` are for the schedulers.
+    `on_placed` is told where it goes.
     """
 
     rid: str
@@ -29,6 +41,7 @@ class Generation:
     priority: int | None = None
     affinity: str | None = None
     hints: Hints = NO_HINTS
+    on_placed: OnPlaced = field(default=_unheard, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,19 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from shell_router.core.placement import Placed
+
 NativeRoute = Literal["generate", "prefill_only"]
 
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """An engine's answer on its way through: bytes as they came."""
+    """An engine's answer on its way through: bytes as they came, and where they come from."""
 
     status: int
     content_type: str
     chunks: AsyncIterator[bytes]
+    placed: tuple[Placed, ...] = ()
 
 
 class Relay(Protocol):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -31,13 +32,21 @@ class Legs:
     Make it, read `head`, then `read` until it is empty, then call `settled`; always end with `close`, which aborts
     on both servers unless the answer had ended. Nothing of this waits for the prefill leg before decode's end, and
     nothing of it is a task: what happens to a leg is told by its exchange. A failure counts on the breaker of the
-    server whose it is, and on no other; `suspects` then holds that server.
+    server whose it is, and on no other; `suspects` then holds that server. `prefilled` is called when the prefill leg
+    is over.
     """
 
-    def __init__(self, prefill: ServerClient, decode: ServerClient, bodies: LegBodies) -> None:
+    def __init__(
+        self,
+        prefill: ServerClient,
+        decode: ServerClient,
+        bodies: LegBodies,
+        prefilled: Callable[[], None] = lambda: None,
+    ) -> None:
         self._prefill_server = prefill
         self._decode_server = decode
         self._bodies = bodies
+        self._prefilled = prefilled
         self.suspects: tuple[ServerClient, ...] = ()
         self._failure: ServerFailure | None = None
         self._ended = False
@@ -144,6 +153,7 @@ class Legs:
             self._fail(self._decode_server, self._decode_server.failure(decode.failure))
 
     def _prefill_ended(self, prefill: Exchange) -> None:
+        self._prefilled()
         try:
             self._prefill_answer = self._checked(prefill)
             self._prefill_server.succeeded()

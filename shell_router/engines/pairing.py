@@ -3,30 +3,54 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from shell_router.core.placement import Placed
 from shell_router.engines.address import Bootstrap, PairAddress, Server
-from shell_router.engines.choice import ServerChoice
+from shell_router.engines.dispatch import Dispatcher
+from shell_router.engines.place import Place, Wanted
 from shell_router.engines.retries import RetrySettings
 from shell_router.engines.server_client import ServerClient, Transport
 from shell_router.errors import EngineError, EngineUnavailable
+from shell_router.scheduling.settings import SchedulingSettings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The servers of one attempt; `bootstrap` gives the fields by which decode finds prefill."""
+    """The places of one attempt; `bootstrap` gives the fields by which decode finds prefill. `close` it in the end."""
 
-    prefill: ServerClient
-    decode: ServerClient
+    prefill: Place[ServerClient]
+    decode: Place[ServerClient]
     bootstrap: Bootstrap
+
+    @property
+    def placed(self) -> tuple[Placed, Placed]:
+        """Where it went, and why."""
+        return self.prefill.placed, self.decode.placed
+
+    def prefilled(self) -> None:
+        """The prefill server has done its part."""
+        self.prefill.close()
+        self.decode.prefilled()
+
+    def close(self) -> None:
+        """The attempt is over, however it ended."""
+        self.prefill.close()
+        self.decode.close()
 
 
 class Pairing:
     """All servers of a model. One that several addresses name is one server."""
 
-    def __init__(self, addresses: Sequence[PairAddress], transport: Transport, room: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[PairAddress],
+        transport: Transport,
+        room: Callable[[], int],
+        scheduling: SchedulingSettings,
+    ) -> None:
         prefills: dict[Server, Bootstrap] = {
             at.prefill: Bootstrap(at.bootstrap_host, at.bootstrap_port, room) for at in addresses
         }
@@ -34,26 +58,40 @@ class Pairing:
         decodes = dict.fromkeys(at.decode for at in addresses)
         self.limits = transport.limits
         self.bootstraps = {clients[server]: bootstrap for server, bootstrap in prefills.items()}
-        self.prefills = ServerChoice(list(clients.values()), transport.clock)
-        self.decodes = ServerChoice([ServerClient(server, transport) for server in decodes], transport.clock)
+        self.prefills = _dispatcher(list(clients.values()), scheduling, transport)
+        self.decodes = _dispatcher([ServerClient(server, transport) for server in decodes], scheduling, transport)
 
     @property
     def servers(self) -> tuple[ServerClient, ...]:
         """Prefill servers, then decode servers."""
-        return self.prefills.servers + self.decodes.servers
+        return self.prefills.engines + self.decodes.engines
 
-    def pick(self, affinity: str | None = None, avoid: Collection[ServerClient] = ()) -> Pair:
-        """Servers for one attempt that is made now; see `ServerChoice.best`."""
-        prefill, decode = self.prefills.best(affinity, avoid), self.decodes.best(avoid=avoid)
-        self.prefills.take(prefill, affinity)
-        self.decodes.take(decode)
-        return Pair(prefill, decode, self.bootstraps[prefill])
+    async def pick(self, wanted: Wanted, avoid: Collection[ServerClient] = ()) -> Pair:
+        """Places for one attempt, which is made as soon as it has them; see `Dispatcher.place`.
 
-    def with_prefill(self, prefill: ServerClient) -> Pair:
-        """This prefill server, which was taken already, and whichever decode server serves best."""
-        decode = self.decodes.best()
-        self.decodes.take(decode)
-        return Pair(prefill, decode, self.bootstraps[prefill])
+        The place on decode comes first, as in SGLang's disaggregation: whoever waits for one on prefill keeps no decode
+        from its work, and nobody who has that waits for anything more.
+        """
+        self.prefills.require_serving()
+        self.decodes.require_serving()
+        decode = await self.decode_for(wanted, avoid)
+        try:
+            prefill = await self.prefills.place(replace(wanted, most_output=0), avoid)
+        except BaseException:
+            decode.close()
+            raise
+        return Pair(prefill, decode, self.bootstraps[prefill.engine])
+
+    async def decode_for(self, wanted: Wanted, avoid: Collection[ServerClient] = ()) -> Place[ServerClient]:
+        """A place on decode for a request that is prefilled elsewhere."""
+        return await self.decodes.place(replace(wanted, affinity=None, ids=None, prefills=False), avoid)
+
+
+def _dispatcher(
+    servers: Sequence[ServerClient], scheduling: SchedulingSettings, transport: Transport
+) -> Dispatcher[ServerClient]:
+    named = [(server, f"{server.server.role}-{index}", server.breaker) for index, server in enumerate(servers)]
+    return Dispatcher(named, scheduling, transport.clock)
 
 
 class Attempts:
@@ -65,24 +103,24 @@ class Attempts:
     def __init__(
         self,
         pairing: Pairing,
-        affinity: str | None,
+        wanted: Wanted,
         settings: RetrySettings,
         draw: Callable[[], float],
         on_retry: Callable[[], None],
     ) -> None:
         self.made = 0
         self._pairing = pairing
-        self._affinity = affinity
+        self._wanted = wanted
         self._settings = settings
         self._draw = draw
         self._on_retry = on_retry
         self._avoid: set[ServerClient] = set()
         self._last: EngineError | None = None
 
-    def pick(self) -> Pair:
-        """Servers for the next attempt. Raises EngineUnavailable, or what the attempt before failed of."""
+    async def pick(self) -> Pair:
+        """Places for the next attempt. Raises EngineUnavailable, or what the attempt before failed of."""
         try:
-            pair = self._pairing.pick(self._affinity, self._avoid)
+            pair = await self._pairing.pick(self._wanted, self._avoid)
         except EngineUnavailable as refusal:
             raise self._last or refusal from None
         if self.made:

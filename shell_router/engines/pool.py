@@ -11,14 +11,16 @@ import orjson
 
 from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
 from shell_router.core.relay import NativeRoute, Relayed
-from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits, random_room
+from shell_router.engines.address import DEFAULT_LIMITS, Bootstrap, PairAddress, PairLimits, random_room
 from shell_router.engines.answer import answer
 from shell_router.engines.breaker import DEFAULT_BREAKER, BreakerSettings
 from shell_router.engines.capabilities import introduced, version_of
+from shell_router.engines.dispatch import Dispatcher
 from shell_router.engines.http import HttpClient
 from shell_router.engines.legs import LegBodies, Legs
 from shell_router.engines.loads import Load, any_healthy, load_of, require_healthy
 from shell_router.engines.pairing import Attempts, Pair, Pairing
+from shell_router.engines.place import Wanted
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
 from shell_router.engines.relay import PairRelay
 from shell_router.engines.retries import DEFAULT_RETRIES, RetrySettings
@@ -26,7 +28,9 @@ from shell_router.engines.server_client import ServerClient, Transport
 from shell_router.engines.task_owner import TaskOwner
 from shell_router.engines.wire import body_fields
 from shell_router.errors import EngineError
+from shell_router.scheduling.settings import SchedulingSettings
 
+DEFAULT_SCHEDULING = SchedulingSettings()
 HEALTH_LIMIT_S = 10.0
 
 
@@ -38,9 +42,10 @@ def random_rid() -> str:
 class PairPool:
     """The prefill-decode pairs of one model as an `Engine` and a `Relay`.
 
-    Any prefill server works with any decode server. Requests of one affinity keep their prefill server; else the server
-    with the fewest requests takes the next. A request that fails before its first token is sent again, elsewhere where
-    there is an elsewhere. It opens as many connections as requests run at a time, and keeps them for the next ones.
+    Any prefill server works with any decode server. Requests of one affinity keep their prefill server; else
+    `scheduling` says which takes the next, and when. A request that fails before its first token is sent again,
+    elsewhere where there is an elsewhere. It opens as many connections as requests run at a time, and keeps them for
+    the next ones.
 
     `room` gives fresh bootstrap rooms below 2^63, `rid` fresh request ids, none of which begins with another; `draw` is
     uniform in [0, 1), `clock` monotonic seconds. With `vocabulary` relayed token ids are checked against it.
@@ -57,6 +62,7 @@ class PairPool:
         draw: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.monotonic,
         vocabulary: int | None = None,
+        scheduling: SchedulingSettings = DEFAULT_SCHEDULING,
     ) -> None:
         if not addresses:
             raise ValueError("a pool has at least one pair")
@@ -67,7 +73,7 @@ class PairPool:
         self._draw = draw
         self._tasks = TaskOwner()
         self._http = HttpClient(connect_s=limits.connect_s)
-        self._pairing = Pairing(addresses, Transport(self._http, self._tasks, limits, breaker, clock), room)
+        self._pairing = Pairing(addresses, Transport(self._http, self._tasks, limits, breaker, clock), room, scheduling)
         self._prefill_only = {
             server: PrefillOnly(server, bootstrap, self._by_pair_with(server), rid)
             for server, bootstrap in self._pairing.bootstraps.items()
@@ -80,57 +86,81 @@ class PairPool:
         return self._pairing.servers
 
     @property
+    def dispatchers(self) -> tuple[Dispatcher[ServerClient], Dispatcher[ServerClient]]:
+        """Who chooses among the prefill servers, and who among the decode servers."""
+        return self._pairing.prefills, self._pairing.decodes
+
+    @property
     def prefill_ways(self) -> tuple[PrefillWay, ...]:
         """How each prefill server makes prefill-only requests: `route` until `probe` has found out."""
         return tuple(only.way for only in self._prefill_only.values())
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`. Raises PromptTooLong where the engine says so."""
-        attempts, asked = self._attempts(request.affinity), request
+        attempts, asked = self._attempts(Wanted.of(request)), request
         while True:
-            legs = self._legs(asked, attempts.pick())
-            begun = False
+            pair = await attempts.pick()
+            request.on_placed(*pair.placed)
+            legs, begun = self._legs(asked, pair), False
             try:
                 async with aclosing(answer(legs, logprobs=request.logprobs)) as events:
                     async for event in events:
                         begun = True
+                        _note(event, pair)
                         yield event
                 return
             except EngineError as error:
                 if begun:
                     raise
-                await attempts.failed(error, legs.suspects)
+                failure = error
+            finally:
+                pair.close()
+            await attempts.failed(failure, legs.suspects)
             # engines abort whatever begins with the id of an attempt before, so that stands last
             asked = replace(request, rid=f"{attempts.made}.{request.rid}")
 
     def _legs(self, request: Generation, pair: Pair) -> Legs:
-        """The prefill leg is not streamed: its errors then come as HTTP statuses."""
-        opened = orjson.dumps({**body_fields(request), **pair.bootstrap.fields()})[:-1]
-        prefill, decode = opened + b',"stream":false}', opened + b',"stream":true}'
-        return Legs(pair.prefill, pair.decode, LegBodies((request.rid,), prefill, decode, self._limits.stall_s))
+        return Legs(pair.prefill.engine, pair.decode.engine, self._bodies(request, pair.bootstrap), pair.prefilled)
 
-    def _attempts(self, affinity: str | None) -> Attempts:
-        return Attempts(self._pairing, affinity, self._retries, self._draw, self._count_retry)
+    def _bodies(self, request: Generation, bootstrap: Bootstrap) -> LegBodies:
+        """The prefill leg is not streamed: its errors then come as HTTP statuses."""
+        opened = orjson.dumps({**body_fields(request), **bootstrap.fields()})[:-1]
+        prefill, decode = opened + b',"stream":false}', opened + b',"stream":true}'
+        return LegBodies((request.rid,), prefill, decode, self._limits.stall_s)
+
+    def _attempts(self, wanted: Wanted) -> Attempts:
+        return Attempts(self._pairing, wanted, self._retries, self._draw, self._count_retry)
 
     def _count_retry(self) -> None:
         self.retried += 1
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`. It is made once, in its server's way: a failure costs no more than the overlap."""
-        prefill = self._pairing.prefills.best(request.affinity)
-        self._pairing.prefills.take(prefill, request.affinity)
-        return await self._prefill_only[prefill].prefill(request)
+        place = await self._pairing.prefills.place(Wanted.of(request, update=True))
+        try:
+            return await self._prefill_only[place.engine].prefill(request)
+        finally:
+            place.close()
 
     def _by_pair_with(self, prefill: ServerClient) -> Callable[[Generation], Awaitable[Prefilled]]:
+        """The prefill server's place is held by whoever calls it."""
+
         async def by_pair(request: Generation) -> Prefilled:
-            legs = self._legs(request, self._pairing.with_prefill(prefill))
-            async with aclosing(answer(legs, logprobs=False)) as events:
-                async for event in events:
-                    if isinstance(event, Finish):
-                        return Prefilled(event.prompt_tokens, event.cached_tokens)
-            raise AssertionError("an answer ends with a Finish or raises")
+            decode = await self._pairing.decode_for(Wanted.of(request))
+            try:
+                return await self._prefilled_by_pair(request, prefill, decode.engine)
+            finally:
+                decode.close()
 
         return by_pair
+
+    async def _prefilled_by_pair(self, request: Generation, prefill: ServerClient, decode: ServerClient) -> Prefilled:
+        legs = Legs(prefill, decode, self._bodies(request, self._pairing.bootstraps[prefill]))
+        async with aclosing(answer(legs, logprobs=False)) as events:
+            async for event in events:
+                if isinstance(event, Finish):
+                    return Prefilled(event.prompt_tokens, event.cached_tokens)
+        raise AssertionError("an answer ends with a Finish or raises")
 
     async def probe(self, *, tokens: int = 256, vocabulary: int = 256) -> tuple[PrefillWay, ...]:
         """Ask every server what it is, and find each prefill server's first way of prefill-only that warms its cache.
@@ -147,7 +177,7 @@ class PairPool:
 
     async def version(self) -> str:
         """The version that the first decode server names itself by. Raises EngineError."""
-        return await version_of(self._pairing.decodes.servers[0])
+        return await version_of(self._pairing.decodes.engines[0])
 
     def forward(
         self, route: NativeRoute, body: bytes, *, affinity: str | None = None
@@ -158,7 +188,7 @@ class PairPool:
     async def loads(self) -> tuple[Load, Load]:
         """The requests that the servers report: prefill's, then decode's. Raises EngineError."""
         pairing = self._pairing
-        prefill, decode = await asyncio.gather(load_of(pairing.prefills.servers), load_of(pairing.decodes.servers))
+        prefill, decode = await asyncio.gather(load_of(pairing.prefills.engines), load_of(pairing.decodes.engines))
         return prefill, decode
 
     async def ready(self, *, limit_s: float = HEALTH_LIMIT_S) -> None:
@@ -167,10 +197,18 @@ class PairPool:
 
     async def serves(self, *, limit_s: float = HEALTH_LIMIT_S) -> bool:
         """Whether at least one server of each role says that it is healthy."""
-        roles = (self._pairing.prefills.servers, self._pairing.decodes.servers)
+        roles = (self._pairing.prefills.engines, self._pairing.decodes.engines)
         return all(await asyncio.gather(*(any_healthy(servers, limit_s) for servers in roles)))
 
     async def aclose(self) -> None:
         """Wait, within the abort limit, for the aborts and legs that still end, and close idle connections."""
         await self._tasks.aclose(self._limits.abort_s)
         await self._http.aclose(self._limits.abort_s)
+
+
+def _note(event: Tokens | Finish, pair: Pair) -> None:
+    """Keep what is known of the decode server's load true."""
+    if isinstance(event, Tokens):
+        pair.decode.wrote(len(event.ids))
+    else:
+        pair.decode.completed()

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from shell_router.core.relay import NativeRoute, Relayed
 from shell_router.engines.address import Bootstrap
@@ -9,7 +10,8 @@ from shell_router.engines.answer import refused
 from shell_router.engines.input_logprobs import InputLogprobs, StreamWithInputLogprobs
 from shell_router.engines.legs import LegBodies, Legs
 from shell_router.engines.native import NativeBody, read_native
-from shell_router.engines.pairing import Attempts, Pairing
+from shell_router.engines.pairing import Attempts, Pair, Pairing
+from shell_router.engines.place import Wanted
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.retries import INTERNAL_ERROR, PASSING_STATUSES
 from shell_router.engines.server_client import HTTP_OK, ServerClient
@@ -23,7 +25,7 @@ class PairRelay:
         self,
         pairing: Pairing,
         prefill_only: Mapping[ServerClient, PrefillOnly],
-        attempts: Callable[[str | None], Attempts],
+        attempts: Callable[[Wanted], Attempts],
         rid: Callable[[], str],
         vocabulary: int | None,
     ) -> None:
@@ -37,32 +39,37 @@ class PairRelay:
     async def forward(self, route: NativeRoute, body: bytes, affinity: str | None) -> AsyncIterator[Relayed]:
         """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
         native = read_native(body, self._rid(), self._vocabulary)
-        if route == "prefill_only":
-            prefill = self._pairing.prefills.best(affinity)
-            only = self._prefill_only[prefill]
-            if only.way != "pair":
-                self._pairing.prefills.take(prefill, affinity)
-                async with only.forward(native) as response:
-                    yield Relayed(response.status, response.content_type, prefill.body(response))
-                return
-        legs, relayed = await self._begun(route, body, native, affinity)
+        wanted = Wanted(_tokens_in(body), affinity=affinity, update=route == "prefill_only")
+        if route == "prefill_only" and all(only.way != "pair" for only in self._prefill_only.values()):
+            place = await self._pairing.prefills.place(wanted)
+            try:
+                async with self._prefill_only[place.engine].forward(native) as response:
+                    chunks = place.engine.body(response)
+                    yield Relayed(response.status, response.content_type, chunks, (place.placed,))
+            finally:
+                place.close()
+            return
+        pair, legs, relayed = await self._begun(route, body, native, wanted)
         try:
             yield relayed
         finally:
             legs.close()
+            pair.close()
 
     async def _begun(
-        self, route: NativeRoute, body: bytes, native: NativeBody, affinity: str | None
-    ) -> tuple[Legs, Relayed]:
+        self, route: NativeRoute, body: bytes, native: NativeBody, wanted: Wanted
+    ) -> tuple[Pair, Legs, Relayed]:
         """The first attempt whose answer began, its legs running on. Raises EngineError and PromptTooLong."""
-        attempts = self._attempts(affinity)
+        attempts = self._attempts(wanted)
         while True:
-            pair = attempts.pick()
-            legs = Legs(pair.prefill, pair.decode, self._bodies(route, native, pair.bootstrap))
+            pair = await attempts.pick()
+            bodies = self._bodies(route, native, pair.bootstrap)
+            legs = Legs(pair.prefill.engine, pair.decode.engine, bodies, pair.prefilled)
             try:
-                return legs, await _beginning(legs, native)
+                return pair, legs, replace(await _beginning(legs, native), placed=pair.placed)
             except BaseException as error:
                 legs.close()
+                pair.close()
                 # a client's own id cannot be used again: the engines may not have let go of it yet
                 if native.named or not isinstance(error, EngineError):
                     raise
@@ -77,6 +84,11 @@ class PairRelay:
             sent = native.with_fields(fields)
         limits = self._pairing.limits
         return LegBodies(native.rids, sent, sent, limits.stall_s if native.stream else limits.answer_s)
+
+
+def _tokens_in(body: bytes) -> int:
+    """About four characters a token: what a client sent is not tokenized here."""
+    return max(1, len(body) // 4)
 
 
 async def _beginning(legs: Legs, native: NativeBody) -> Relayed:

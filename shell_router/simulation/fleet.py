@@ -1,39 +1,46 @@
 """Several simulated pairs of one model, behind one engine."""
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
+from shell_router.engines.breaker import Breaker
+from shell_router.engines.dispatch import Dispatcher
+from shell_router.engines.place import Wanted
 from shell_router.engines.simulated import SimulatedPair
+from shell_router.scheduling.settings import SchedulingSettings
 
 
 class Fleet:
-    """See `Engine`. The pair with the fewest requests takes the next; those of one affinity stay with the first's."""
+    """See `Engine`. The router's own dispatcher chooses the pair, under the loop's clock; no pair ever fails."""
 
-    def __init__(self, alias: str, pairs: Sequence[SimulatedPair]) -> None:
+    def __init__(self, alias: str, pairs: Sequence[SimulatedPair], scheduling: SchedulingSettings) -> None:
         self.alias = alias
         self.pairs = pairs
-        self._home: dict[str, int] = {}
-        self._running = [0] * len(pairs)
+        named = [(pair, f"pair-{index}", Breaker()) for index, pair in enumerate(pairs)]
+        self.dispatcher = Dispatcher(named, scheduling, asyncio.get_running_loop().time)
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`."""
-        with self._taken(request) as pair:
-            return await pair.prefill(request)
+        place = await self.dispatcher.place(Wanted.of(request, update=True))
+        request.on_placed(place.placed)
+        try:
+            return await place.engine.prefill(request)
+        finally:
+            place.close()
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`."""
-        with self._taken(request) as pair:
-            async with aclosing(pair.generate(request)) as stream:
-                async for item in stream:
-                    yield item
-
-    @contextmanager
-    def _taken(self, request: Generation) -> Iterator[SimulatedPair]:
-        fewest = min(range(len(self.pairs)), key=self._running.__getitem__)
-        place = self._home.setdefault(request.affinity or request.rid, fewest)
-        self._running[place] += 1
+        place = await self.dispatcher.place(Wanted.of(request))
+        request.on_placed(place.placed)
         try:
-            yield self.pairs[place]
+            async with aclosing(place.engine.generate(request)) as stream:
+                async for item in stream:
+                    if isinstance(item, Tokens):
+                        place.wrote(len(item.ids))
+                    else:
+                        place.completed()
+                    yield item
         finally:
-            self._running[place] -= 1
+            place.close()

@@ -91,7 +91,7 @@ async def _simulated(
     outputs = Outputs(simulation.workload, seed)
     shared = None if simulation.cores is None else Processor(simulation.cores)
     fleets = {
-        alias: Fleet(alias, _pairs(model, costs[alias], outputs.by(alias), shared))
+        alias: Fleet(alias, _pairs(model, costs[alias], outputs.by(alias), shared), simulation.scheduling)
         for alias, model in simulation.models.items()
         if alias in simulation.workload.outputs
     }

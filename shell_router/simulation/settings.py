@@ -9,6 +9,7 @@ from typing import Literal
 from shell_router.config.read import read_file
 from shell_router.config.refusal import require
 from shell_router.engines.simulated import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.scheduling.settings import SchedulingSettings
 from shell_router.simulation.roofline import Gpu, Roofline, costs_of
 
 SEE = "docs/simulation.md explains simulations."
@@ -162,6 +163,7 @@ class Simulation:
     cores: float | None = None
     timeout_s: float = 86_400.0
     max_new_tokens: int | None = None
+    scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
 
     def __post_init__(self) -> None:
         require(bool(self.topologies), "topologies is empty", remedy="Name at least one file.")

@@ -1,0 +1,243 @@
+"""Which of several engines takes a request, and when: for servers and for simulated pairs alike."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Generic, TypeVar
+
+from shell_router.core.generation import DEFAULT_MAX_NEW_TOKENS
+from shell_router.core.placement import Placed
+from shell_router.engines.breaker import Breaker
+from shell_router.engines.place import Candidate, Place, PlaceNews, Wanted
+from shell_router.engines.waiting_line import Turn, WaitingLine
+from shell_router.errors import EngineUnavailable
+from shell_router.scheduling.engine_selection import POLICIES
+from shell_router.scheduling.engine_state import KEPT, Asked, Choice, Memory, Reported
+from shell_router.scheduling.prefix_index import PrefixIndex
+from shell_router.scheduling.queue_memory import QueueMemory
+from shell_router.scheduling.queue_order import priority
+from shell_router.scheduling.settings import SchedulingSettings
+
+E = TypeVar("E")
+
+_WEIGHT = 0.1  # of the newest output's length in the mean
+
+
+class Dispatcher(Generic[E]):
+    """The engines of one kind, each of which serves every request, but not equally fast.
+
+    An engine whose breaker is open gets none. Requests of one affinity keep the engine that holds their KV; all others
+    go where the policy says, and wait for their turn where engines take only so many at once. `choices` counts them by
+    reason, `waited` those that had to wait, and `waited_s` for how long in all.
+    """
+
+    def __init__(
+        self, engines: Sequence[tuple[E, str, Breaker]], settings: SchedulingSettings, clock: Callable[[], float]
+    ) -> None:
+        self.candidates = [Candidate(index, *one) for index, one in enumerate(engines)]
+        self.settings = settings
+        self.choices: Counter[str] = Counter()
+        self.waited, self.waited_s = 0, 0.0
+        self._clock = clock
+        self._queue = QueueMemory()
+        self._line: WaitingLine[E] = WaitingLine(settings.queue, self._queue)
+        self._memory = Memory(settings.selection.affinity_s)
+        self._prefixes = PrefixIndex() if settings.selection.reads_prefixes and len(engines) > 1 else None
+        self._homes: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by affinity: where, and how many tokens
+        self._mean_output = float(DEFAULT_MAX_NEW_TOKENS)
+
+    @property
+    def engines(self) -> tuple[E, ...]:
+        """All of them, in their order."""
+        return tuple(at.engine for at in self.candidates)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._line.turns)
+
+    def heard(self, index: int, reported: Reported) -> None:
+        """The engine has just told its state."""
+        self.candidates[index].reported, self.candidates[index].heard_s = reported, self._clock()
+
+    def require_serving(self) -> None:
+        """Raise EngineUnavailable while the breakers of all are open."""
+        self._serving()
+
+    async def place(self, wanted: Wanted, avoid: Collection[E] = ()) -> Place[E]:
+        """A place on an engine, where the request is sent at once; not on one of `avoid` if another serves.
+
+        Raises EngineUnavailable while the breakers of all are open, or where no place comes free in time.
+        """
+        serving, now_s = self._serving(), self._clock()
+        shunned = frozenset(at.index for at in self.candidates if at.engine in avoid) if avoid else frozenset()
+        turn: Turn[E] = Turn(wanted, self._asked(wanted), now_s, shunned)
+        self._queue.arrived(turn.asked, now_s)
+        if not self.settings.queue.holds:
+            return self._take(turn, self._choice(turn.asked, _wished(serving, shunned)))
+        self._bind(turn, _wished(serving, shunned))
+        self._line.join(turn)
+        self.grant()
+        try:
+            return turn.place.result() if turn.place.done() else await self._line.granted(turn)
+        finally:
+            if not _has_place(turn):
+                self._unbind(turn)
+                self._queue.left(turn.asked)
+
+    def grant(self) -> None:
+        """Give places that are free to those who wait, in their order."""
+        if not self._line.turns:
+            return
+        try:
+            serving = self._serving()
+        except EngineUnavailable as error:
+            self._line.refuse_all(error)
+            return
+        while True:
+            room = {at.index for at in serving if self._has_room(at, update=False)}
+            update_room = {at.index for at in serving if self._has_room(at, update=True)}
+            can_go = partial(_can_go, {at.index for at in serving}, room, update_room)
+            turn = self._line.first(can_go, self._clock()) if update_room else None
+            if turn is None:
+                return
+            able = update_room if turn.wanted.update else room
+            wished = _wished([at for at in serving if at.index in able], turn.shunned)
+            bound = turn.bound if turn.bound is not None and turn.bound.index in able else None
+            turn.place.set_result(self._take(turn, bound or self._choice(turn.asked, wished)))
+
+    # --- choosing
+
+    def _serving(self) -> list[Candidate[E]]:
+        now_s = self._clock()
+        serving = [at for at in self.candidates if not at.breaker.wait_s(now_s)]
+        if serving:
+            return serving
+        wait_s = min(at.breaker.wait_s(now_s) for at in self.candidates)
+        named = " and the ".join(str(at.engine) for at in self.candidates)
+        raise EngineUnavailable(
+            f"The {named} failed again and again; no request is sent there for another {wait_s:.1f} s.",
+            remedy="Look at the engine's log, and ask again later.",
+        )
+
+    def _has_room(self, at: Candidate[E], *, update: bool) -> bool:
+        """Updates, which hold no decode place, are counted by their tokens alone."""
+        limits, load = self.settings.queue, at.in_flight
+        if limits.max_prefill_tokens is not None and load.prefill_tokens >= limits.max_prefill_tokens:
+            return False
+        return update or limits.max_running is None or load.requests - load.updates < limits.max_running
+
+    def _asked(self, wanted: Wanted) -> Asked:
+        expected = wanted.hints.output_tokens
+        output = min(wanted.most_output, round(self._mean_output if expected is None else expected))
+        resident = self._homes.get(hash(wanted.affinity), (0, 0))[1] if wanted.affinity is not None else 0
+        known = self._prefixes.overlaps(wanted.ids) if self._prefixes is not None and wanted.ids is not None else {}
+        return Asked(
+            wanted.prompt_tokens,
+            max(1, wanted.prompt_tokens - resident),
+            output,
+            wanted.hints,
+            wanted.affinity,
+            known,
+            wanted.update,
+            wanted.prefills,
+        )
+
+    def _home(self, asked: Asked) -> int | None:
+        """The engine that holds the beginning of a prompt that grows."""
+        return self._homes.get(hash(asked.affinity), (None, 0))[0] if asked.affinity is not None else None
+
+    def _choice(self, asked: Asked, among: Sequence[Candidate[E]]) -> Choice:
+        if len(self.candidates) == 1:
+            return Choice(0, "only_engine")
+        home = self._home(asked)
+        if home is not None and any(at.index == home for at in among):
+            return Choice(home, "growing_prompt")
+        if len(among) == 1:
+            return Choice(among[0].index, "only_one_free")
+        now_s, stale_s, selection = self._clock(), self.settings.stale_s, self.settings.selection
+        states = [at.state(now_s, stale_s) for at in among]
+        return POLICIES[selection.policy](asked, states, self._memory, selection, now_s)
+
+    def _bind(self, turn: Turn[E], among: Sequence[Candidate[E]]) -> None:
+        """Choose the engine now where it is not to be chosen when one has a place."""
+        home = self._home(turn.asked)
+        if self.settings.queue.bind == "arrival" or any(at.index == home for at in among):
+            turn.bound = self._choice(turn.asked, among)
+            self._memory.note(turn.asked, turn.bound.index, turn.arrived_s)
+            self.candidates[turn.bound.index].waiting += 1
+            self.candidates[turn.bound.index].waiting_tokens += turn.asked.new_tokens
+
+    def _unbind(self, turn: Turn[E]) -> None:
+        if turn.bound is not None:
+            self.candidates[turn.bound.index].waiting -= 1
+            self.candidates[turn.bound.index].waiting_tokens -= turn.asked.new_tokens
+
+    # --- taking
+
+    def _take(self, turn: Turn[E], choice: Choice) -> Place[E]:
+        at, now_s = self.candidates[choice.index], self._clock()
+        queue = self.settings.queue
+        waiting = self._line.as_waiting(turn)
+        rank = priority(waiting, self._queue, queue) if queue.engine_priority else None
+        if queue.holds:
+            self._line.leave(turn)
+            self._unbind(turn)
+        if turn.bound is None:
+            self._memory.note(turn.asked, choice.index, now_s)
+        asked = self._counted(turn, choice.index)
+        at.breaker.tried(now_s)
+        at.chosen = self._memory.made
+        self._queue.chosen(asked, waiting.missed // queue.starvation_misses, queue.quantum)
+        self.choices[choice.why] += 1
+        if now_s > turn.arrived_s:
+            self.waited, self.waited_s = self.waited + 1, self.waited_s + now_s - turn.arrived_s
+        placed = Placed(at.name, self.settings.selection.policy, choice.why, now_s - turn.arrived_s)
+        return Place(at.engine, placed, rank, at.in_flight.begin(asked), self._news(asked))
+
+    def _counted(self, turn: Turn[E], index: int) -> Asked:
+        """The request with what of its prompt is new to this engine, whose prompts are remembered."""
+        wanted, asked = turn.wanted, turn.asked
+        home = self._home(asked)
+        known = asked.prompt_tokens - asked.new_tokens if home == index else 0
+        new = max(1, asked.prompt_tokens - max(known, asked.overlaps.get(index, 0)))
+        if self._prefixes is not None and wanted.ids is not None:
+            self._prefixes.add(wanted.ids, index)
+        if wanted.affinity is not None:
+            self._homes[hash(wanted.affinity)] = (index, wanted.prompt_tokens)  # a client's own key may be long
+            self._homes.move_to_end(hash(wanted.affinity))
+            if len(self._homes) > KEPT:
+                self._homes.popitem(last=False)
+        return replace(asked, new_tokens=new)
+
+    def _news(self, asked: Asked) -> PlaceNews:
+        return PlaceNews(
+            self.grant,
+            lambda tokens: self._queue.served(asked.user, 0, tokens),
+            self._learn,
+            partial(self._left, asked),
+        )
+
+    def _learn(self, tokens: int) -> None:
+        self._mean_output += _WEIGHT * (tokens - self._mean_output)
+
+    def _left(self, asked: Asked) -> None:
+        self._queue.left(asked)
+        self.grant()
+
+
+def _wished(among: Sequence[Candidate[E]], shunned: frozenset[int]) -> Sequence[Candidate[E]]:
+    """Those that a request has not failed on, where there are any."""
+    return [at for at in among if at.index not in shunned] or among if shunned else among
+
+
+def _can_go(serving: set[int], room: set[int], update_room: set[int], turn: Turn[E]) -> bool:
+    if turn.place.done():
+        return False
+    able = update_room if turn.wanted.update else room
+    return turn.bound.index in able if turn.bound is not None and turn.bound.index in serving else bool(able)
+
+
+def _has_place(turn: Turn[E]) -> bool:
+    return turn.place.done() and not turn.place.cancelled() and turn.place.exception() is None
