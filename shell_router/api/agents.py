@@ -10,7 +10,7 @@ from shell_router.api.fields import parse_body
 from shell_router.api.live_run import LiveRun
 from shell_router.api.observed import Observed
 from shell_router.api.replies import json_reply, note_ignored
-from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE_ID, Emit
+from shell_router.api.services import PLACED, SERVICES, SETTINGS, TENANT, TRACE_ID, Emit
 from shell_router.api.streaming import stream_run
 from shell_router.execution import AgentRequest, Answer
 
@@ -47,7 +47,7 @@ class AgentRequestRun:
         self._request = request
         self._asked = asked
         self._seen = Observed(request.app[SERVICES], request[TENANT], TARGET, asked.agent, {})
-        request[TRACE_ID] = self._seen.id
+        request[TRACE_ID], request[PLACED] = self._seen.id, self._seen.trace.placed
 
     async def whole(self) -> web.Response:
         """The answer as one object."""

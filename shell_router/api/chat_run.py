@@ -12,6 +12,7 @@ from shell_router.api.observed import Observed
 from shell_router.api.services import Emit, Services
 from shell_router.api.settings import ApiSettings
 from shell_router.api.targets import Targets
+from shell_router.core.placement import Placed
 from shell_router.execution import Answer, MoaRequest
 from shell_router.topology import Topology
 
@@ -53,6 +54,10 @@ class ChatRun:
             seed=zlib.crc32(self.id.encode()) if chat.seed is None else chat.seed,
             timeout_s=chats.settings.request_timeout_s,
         )
+
+    def placed(self) -> tuple[Placed, ...]:
+        """The engines that answer, and why; empty until that is known."""
+        return self._seen.trace.placed()
 
     async def reply(self) -> dict[str, Any]:
         """Run; the completion as one object."""

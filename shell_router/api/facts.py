@@ -7,6 +7,7 @@ from typing import Any
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentPlaced,
     AgentStarted,
     AgentStopped,
     AgentTokens,
@@ -21,6 +22,7 @@ KINDS: dict[type, str] = {
     AgentStarted: "started",
     PrefillIncrement: "prefill",
     PromptReady: "ready",
+    AgentPlaced: "placed",
     AgentTokens: "tokens",
     AgentFinished: "finished",
     ExitScored: "exit",

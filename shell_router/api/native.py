@@ -10,7 +10,7 @@ from shell_router.api.drain import DRAIN
 from shell_router.api.fields import parse_body
 from shell_router.api.problems import problem_body, told_in_stream
 from shell_router.api.replies import common_headers, json_reply
-from shell_router.api.services import REQUEST_ID, SERVICES, SETTINGS
+from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS
 from shell_router.api.sse import EventStream, data_frame, open_stream
 from shell_router.core.engine_errors import error_message
 from shell_router.core.relay import NativeRoute, Relay, Relayed
@@ -79,6 +79,7 @@ class NativeAnswer:
 
     async def passed_on(self, relayed: Relayed) -> web.StreamResponse:
         """`relayed` as it comes."""
+        self._request[PLACED] = lambda: relayed.placed
         if not relayed.content_type.startswith("text/event-stream"):
             return await self._whole(relayed)
         limit_s = self._request.app[SETTINGS].write_timeout_s

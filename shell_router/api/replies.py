@@ -7,17 +7,22 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from shell_router.api.services import IGNORED, REQUEST_ID, TRACE_ID
+from shell_router.api.services import IGNORED, PLACED, REQUEST_ID, TRACE_ID
 
 UNFIT_FOR_HEADER = re.compile(r"[^\w.-]", re.ASCII)
 NAMED_IGNORED = 16
 
 
 def common_headers(request: web.Request) -> dict[str, str]:
-    """x-request-id on every answer; x-trace-id where a run began; x-ignored-fields where some were ignored."""
+    """x-request-id on every answer; x-trace-id where a run began; x-ignored-fields where some were ignored.
+
+    x-shell-router-engine where it is known by then which engines answer, and why.
+    """
     headers = {"Server": "shell-router", "x-request-id": request[REQUEST_ID]}
     if TRACE_ID in request:
         headers["x-trace-id"] = request[TRACE_ID]
+    if PLACED in request and (placed := request[PLACED]()):
+        headers["x-shell-router-engine"] = "; ".join(map(str, placed))
     if IGNORED in request:
         headers["x-ignored-fields"] = request[IGNORED]
     return headers

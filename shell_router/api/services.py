@@ -13,6 +13,7 @@ from shell_router.api.batch.lines import LineRunner
 from shell_router.api.settings import ApiSettings
 from shell_router.core.events import Event
 from shell_router.core.model import ServedModel
+from shell_router.core.placement import Placed
 from shell_router.core.relay import Relay
 from shell_router.execution import AgentRequest, Answer, MoaRequest, ProgramState
 from shell_router.telemetry import Metrics, TraceStore
@@ -72,4 +73,5 @@ STARTED_AT = web.AppKey("STARTED_AT", int)
 TENANT = web.RequestKey("TENANT", str)
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 TRACE_ID = web.RequestKey("TRACE_ID", str)
+PLACED: web.RequestKey[Callable[[], tuple[Placed, ...]]] = web.RequestKey("PLACED")
 IGNORED = web.RequestKey("IGNORED", str)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shell_router.core.generation import FinishReason
+from shell_router.core.placement import Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,15 @@ class PromptReady:
     at_s: float
     agent: str
     prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPlaced:
+    """The agent's real request was sent: an engine of each role that takes part, and why. Told again for a retry."""
+
+    at_s: float
+    agent: str
+    placed: tuple[Placed, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +124,7 @@ Event = (
     AgentStarted
     | PrefillIncrement
     | PromptReady
+    | AgentPlaced
     | AgentTokens
     | AgentFinished
     | ExitScored

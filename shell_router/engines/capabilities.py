@@ -43,6 +43,21 @@ async def version_of(server: ServerClient) -> str:
         raise broken_wire(str(server), f"{answer[:200]!r}") from error
 
 
+async def priority_sign(server: ServerClient) -> int | None:
+    """1 where `server` schedules requests with lower priorities first, -1 with higher ones, None with none.
+
+    Raises EngineError.
+    """
+    answer = await server.get("server_info", limit_s=server.limits.connect_s)
+    try:
+        found = orjson.loads(answer)
+        if not found.get("enable_priority_scheduling"):
+            return None
+        return 1 if found.get("schedule_low_priority_values_first") else -1
+    except (orjson.JSONDecodeError, AttributeError) as error:
+        raise broken_wire(str(server), f"{answer[:200]!r}") from error
+
+
 async def introduced(server: ServerClient) -> Capabilities:
     """What `server` offers. Raises EngineRejected where its role is another than it is named for, and EngineError."""
     found = await _asked(server)

@@ -53,6 +53,11 @@ class Dispatcher(Generic[E]):
         return tuple(at.engine for at in self.candidates)
 
     @property
+    def policy(self) -> str:
+        """The name of the policy that chooses."""
+        return self.settings.selection.policy
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for a place."""
         return len(self._line.turns)
@@ -125,6 +130,8 @@ class Dispatcher(Generic[E]):
         """Updates, which hold no decode place, are counted by their tokens alone."""
         limits, load = self.settings.queue, at.in_flight
         if limits.max_prefill_tokens is not None and load.prefill_tokens >= limits.max_prefill_tokens:
+            return False
+        if limits.max_tokens is not None and load.tokens >= limits.max_tokens:
             return False
         return update or limits.max_running is None or load.requests - load.updates < limits.max_running
 

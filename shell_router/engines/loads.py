@@ -9,6 +9,7 @@ import orjson
 from shell_router.engines.server_client import ServerClient
 from shell_router.engines.wire import broken_wire
 from shell_router.errors import EngineError
+from shell_router.scheduling.engine_state import Reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,27 @@ async def load_of(servers: Sequence[ServerClient]) -> Load:
 
 
 async def _reported(server: ServerClient) -> Load:
-    body = await server.get("v1/loads", limit_s=server.limits.stall_s)
+    state = await state_of(server, server.limits.stall_s)
+    return Load(state.running, state.waiting)
+
+
+async def state_of(server: ServerClient, limit_s: float) -> Reported:
+    """What `server` says of itself by `/v1/loads`, over its data-parallel ranks. Raises EngineError.
+
+    A server is as full as its fullest rank. SGLang tells `num_total_tokens` (KV in use, and tokens that wait) from
+    0.5.19 on; where it is missing, the tokens in use stand for it.
+    """
+    body = await server.get("v1/loads", limit_s=limit_s)
     try:
         ranks = orjson.loads(body)["loads"]
-        running = sum(rank["num_running_reqs"] for rank in ranks)
-        return Load(running, sum(rank["num_waiting_reqs"] for rank in ranks))
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        return Reported(
+            max((float(rank["token_usage"]) for rank in ranks), default=0.0),
+            sum(int(rank.get("num_total_tokens", rank["num_used_tokens"])) for rank in ranks),
+            sum(rank["num_running_reqs"] for rank in ranks),
+            sum(rank["num_waiting_reqs"] for rank in ranks),
+            max((rank["cache_hit_rate"] for rank in ranks if rank.get("cache_hit_rate") is not None), default=None),
+        )
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise broken_wire(str(server), f"{body[:200]!r}") from error
 
 

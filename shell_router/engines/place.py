@@ -43,7 +43,7 @@ class Candidate(Generic[E]):
     """An engine, and what is known of it.
 
     `waiting` requests, of `waiting_tokens`, are held back for it; `chosen` numbers the last choice of it; `heard_s` is
-    when it last told its state.
+    when it last told its state, `unheard` how often it did not.
     """
 
     index: int
@@ -56,6 +56,7 @@ class Candidate(Generic[E]):
     chosen: int = 0
     reported: Reported | None = None
     heard_s: float = 0.0
+    unheard: int = 0
 
     def age_s(self, now_s: float) -> float | None:
         """How long ago it told its state; None where it never did."""

@@ -3,9 +3,10 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import orjson
 
@@ -16,9 +17,11 @@ from shell_router.engines.answer import answer
 from shell_router.engines.breaker import DEFAULT_BREAKER, BreakerSettings
 from shell_router.engines.capabilities import introduced, version_of
 from shell_router.engines.dispatch import Dispatcher
+from shell_router.engines.engine_priority import learn_priority, rank, ranked
 from shell_router.engines.http import HttpClient
 from shell_router.engines.legs import LegBodies, Legs
-from shell_router.engines.loads import Load, any_healthy, load_of, require_healthy
+from shell_router.engines.loads import Load, any_healthy, load_of, require_healthy, state_of
+from shell_router.engines.monitor import Monitor
 from shell_router.engines.pairing import Attempts, Pair, Pairing
 from shell_router.engines.place import Wanted
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
@@ -71,6 +74,7 @@ class PairPool:
         self._limits = limits
         self._retries = retries
         self._draw = draw
+        self._scheduling = scheduling
         self._tasks = TaskOwner()
         self._http = HttpClient(connect_s=limits.connect_s)
         self._pairing = Pairing(addresses, Transport(self._http, self._tasks, limits, breaker, clock), room, scheduling)
@@ -120,13 +124,18 @@ class PairPool:
             asked = replace(request, rid=f"{attempts.made}.{request.rid}")
 
     def _legs(self, request: Generation, pair: Pair) -> Legs:
-        return Legs(pair.prefill.engine, pair.decode.engine, self._bodies(request, pair.bootstrap), pair.prefilled)
+        ranks = (None, None) if request.priority is not None else (rank(pair.prefill), rank(pair.decode))
+        bodies = self._bodies(request, pair.bootstrap, *ranks)
+        return Legs(pair.prefill.engine, pair.decode.engine, bodies, pair.prefilled)
 
-    def _bodies(self, request: Generation, bootstrap: Bootstrap) -> LegBodies:
+    def _bodies(
+        self, request: Generation, bootstrap: Bootstrap, prefill_rank: int | None = None, decode_rank: int | None = None
+    ) -> LegBodies:
         """The prefill leg is not streamed: its errors then come as HTTP statuses."""
         opened = orjson.dumps({**body_fields(request), **bootstrap.fields()})[:-1]
-        prefill, decode = opened + b',"stream":false}', opened + b',"stream":true}'
-        return LegBodies((request.rid,), prefill, decode, self._limits.stall_s)
+        prefill, decode = ranked(opened, prefill_rank), ranked(opened, decode_rank)
+        bodies = prefill + b',"stream":false}', decode + b',"stream":true}'
+        return LegBodies((request.rid,), *bodies, self._limits.stall_s)
 
     def _attempts(self, wanted: Wanted) -> Attempts:
         return Attempts(self._pairing, wanted, self._retries, self._draw, self._count_retry)
@@ -170,6 +179,8 @@ class PairPool:
         one does not serve.
         """
         found = await asyncio.gather(*map(introduced, self.servers))
+        if self._scheduling.queue.engine_priority:
+            await asyncio.gather(*map(learn_priority, self.servers))
         for server, capabilities in zip(self.servers, found, strict=True):
             if server in self._prefill_only:
                 await self._prefill_only[server].probe(tokens, vocabulary, route=capabilities.known)
@@ -190,6 +201,15 @@ class PairPool:
         pairing = self._pairing
         prefill, decode = await asyncio.gather(load_of(pairing.prefills.engines), load_of(pairing.decodes.engines))
         return prefill, decode
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """While the context is open, every server is asked for its state again and again, for those who choose."""
+        poll_s = self._scheduling.poll_s
+        ask = partial(state_of, limit_s=self._limits.connect_s)
+        prefills, decodes = self.dispatchers
+        async with Monitor(prefills, ask, poll_s), Monitor(decodes, ask, poll_s):
+            yield
 
     async def ready(self, *, limit_s: float = HEALTH_LIMIT_S) -> None:
         """Return when every server says that it is healthy; raises EngineError for the first that does not."""

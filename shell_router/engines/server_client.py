@@ -38,7 +38,8 @@ class Transport:
 class ServerClient:
     """Posts to one server, turns what goes wrong into the router's errors, and aborts.
 
-    `running` counts requests under way, `failures` those that were the server's fault.
+    `running` counts requests under way, `failures` those that were the server's fault. `priority_sign` is 1 where it is
+    known to schedule low priorities first, -1 where high ones, else None.
     """
 
     def __init__(self, server: Server, transport: Transport) -> None:
@@ -48,6 +49,7 @@ class ServerClient:
         self.breaker = Breaker(transport.breaker)
         self.running = 0
         self.failures = 0
+        self.priority_sign: int | None = None
         self._http = transport.http
         self._clock = transport.clock
         self._endpoints: dict[tuple[str, str], Endpoint] = {}

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_cache import AgentPromptCache, Chunk, LogWriter
-from shell_router.core.events import AgentFinished, AgentStarted, AgentTokens, Event, PromptReady
+from shell_router.core.events import AgentFinished, AgentPlaced, AgentStarted, AgentTokens, Event, PromptReady
 from shell_router.core.generation import DEFAULT_MAX_NEW_TOKENS, Finish, Generation, Tokens
 from shell_router.core.model import ServedModel
+from shell_router.core.placement import Placed
 from shell_router.early_exit.confidence import Confidence
 from shell_router.errors import EngineError, EngineStalled, InvalidRequest, PromptTooLong
 from shell_router.execution.incremental import Filling, SlotFiller
@@ -93,13 +94,17 @@ class AgentRun:
                 remedy="Raise the agent's timeout_s or lower its max_new_tokens.",
             ) from error
         self._pace.observe_run(model.alias, self._clock() - ready_s)
+        hints = self._filling.hints
+        self._pace.observe_output(model.alias, hints.topology, hints.agent, output.finish.completion_tokens)
         self._emit_finished(output)
         return output
 
     async def _decode(self, ids: list[int]) -> Output:
         confidence = Confidence()
         rid, decoding = self._filling.rid, self._decoding
-        request = Generation(rid, ids, decoding.sampling, decoding.logprobs, affinity=rid)
+        hints, told = self._filling.hints, self._placed
+        sampling, logprobs = decoding.sampling, decoding.logprobs
+        request = Generation(rid, ids, sampling, logprobs, affinity=rid, hints=hints, on_placed=told)
         async with aclosing(self._filling.model.engine.generate(request)) as stream:
             async for item in stream:
                 if isinstance(item, Finish):
@@ -109,6 +114,9 @@ class AgentRun:
                 if self._wrote(item.text, confidence.value or 0.0):
                     await asyncio.sleep(0)  # where the cancellation comes that has just been asked for
         raise EngineError(f"The stream of agent {self._filling.agent!r} ended without its last event.")
+
+    def _placed(self, *placed: Placed) -> None:
+        self._emit(AgentPlaced(self._clock(), self._filling.agent, placed))
 
     def _pass_on(self, tokens: Tokens) -> None:
         self._writer.append(Chunk(tokens.text, tokens.ids))

@@ -15,6 +15,7 @@ from typing import Any
 
 from agent_cache import AgentPromptCache, End, LogKey, LogRead, LogTimeout
 from shell_router.core.events import Event
+from shell_router.core.hints import NO_HINTS, Hints
 from shell_router.core.model import ServedModel, Tokenizer
 from shell_router.errors import AgentFailed, PrecursorTimeout
 from shell_router.execution.pace import Pace
@@ -47,7 +48,8 @@ class Filling:
     """One agent's prompt to be filled.
 
     A slot whose precursor was aborted or failed is left out with the text around it, or, with `all_needed`, fails the
-    agent. `begin_s` limits the wait for a precursor's first sign, `silence_s` any later one.
+    agent. `begin_s` limits the wait for a precursor's first sign, `silence_s` any later one. `hints` go with every
+    request.
     """
 
     agent: str
@@ -59,6 +61,7 @@ class Filling:
     all_needed: bool
     begin_s: float
     silence_s: float
+    hints: Hints = NO_HINTS
 
 
 class SlotFiller:
@@ -77,7 +80,9 @@ class SlotFiller:
         self._cache = cache
         self._pace = pace
         self._clock = clock
-        self._updates = PrefillUpdates(filling.agent, filling.rid, filling.model, pace, emit, clock=clock)
+        self._updates = PrefillUpdates(
+            filling.agent, filling.rid, filling.model, filling.hints, pace, emit, clock=clock
+        )
         self._prompt = GrowingPrompt(filling.model.tokenizer)
         self._news = asyncio.Event()
         self._complete = False

@@ -1,12 +1,16 @@
-"""How long things take on each model, as this router has measured them, and how many prompts grow there."""
+"""How long things take on each model, as this router has measured them, and how much agents write there."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 from shell_router.scheduling import MeasuredUpdates, UpdateCost
 from shell_router.topology import Topology
 
+K = TypeVar("K")
+
+_KEPT_PLACES = 10_000  # agents of topologies; those heard of longest ago are forgotten first
 _WEIGHT = 0.2  # of the newest measurement: a change of load shows after about five
 
 
@@ -17,6 +21,8 @@ class Pace:
         self._run_s: dict[str, float] = {}
         self._updates: defaultdict[str, MeasuredUpdates] = defaultdict(MeasuredUpdates)
         self._growing: Counter[str] = Counter()
+        self._output_tokens: dict[str, float] = {}
+        self._place_tokens: OrderedDict[tuple[str, str | None, str | None], float] = OrderedDict()
 
     def observe_run(self, model: str, seconds: float) -> None:
         """An agent of `model` took this long from its complete prompt to its end."""
@@ -29,6 +35,19 @@ class Pace:
     def update_cost(self, model: str) -> UpdateCost | None:
         """What a prefill-only update costs."""
         return self._updates[model].cost
+
+    def observe_output(self, model: str, topology: str | None, agent: str | None, tokens: int) -> None:
+        """The agent of this topology wrote so many tokens with `model`, to its end."""
+        _blend(self._output_tokens, model, tokens)
+        place = (model, topology, agent)
+        _blend(self._place_tokens, place, tokens)
+        self._place_tokens.move_to_end(place)
+        if len(self._place_tokens) > _KEPT_PLACES:
+            self._place_tokens.popitem(last=False)
+
+    def output_tokens(self, model: str, topology: str | None, agent: str | None) -> float | None:
+        """Mean tokens that this agent of this topology writes with `model`; any agent, where it has not written yet."""
+        return self._place_tokens.get((model, topology, agent), self._output_tokens.get(model))
 
     @contextmanager
     def growing(self, model: str) -> Iterator[None]:
@@ -53,6 +72,6 @@ class Pace:
         return finish
 
 
-def _blend(means: dict[str, float], model: str, seconds: float) -> None:
-    before = means.get(model, seconds)
-    means[model] = before + _WEIGHT * (seconds - before)
+def _blend(means: MutableMapping[K, float], key: K, newest: float) -> None:
+    before = means.get(key, newest)
+    means[key] = before + _WEIGHT * (newest - before)

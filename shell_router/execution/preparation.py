@@ -9,6 +9,7 @@ from shell_router.core.model import ServedModel
 from shell_router.errors import UnknownModel
 from shell_router.execution.agent_run import Decoding, check_parts
 from shell_router.execution.assembly import agent_parts
+from shell_router.execution.expectations import hints_of
 from shell_router.execution.incremental import Filling, Source, ids_are_text
 from shell_router.execution.pace import Pace
 from shell_router.execution.prompt import Part
@@ -35,6 +36,7 @@ class Preparation:
         self._request = request
         self._models = models
         self._finish_s = pace.expected_finish_s(topology)
+        self._hints = hints_of(topology, request.tenant, request.id, pace)
         self._parts: dict[tuple[str, Prompt, tuple[str, ...]], tuple[Part, ...]] = {}
 
     def agents(self) -> dict[str, PreparedAgent]:
@@ -86,6 +88,7 @@ class Preparation:
             all_needed=False,
             begin_s=self._request.timeout_s,
             silence_s=self._request.timeout_s,
+            hints=self._hints[agent.id],
         )
 
     def _agent_parts(self, agent: Agent, order: Sequence[str], model: ServedModel) -> tuple[Part, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from agent_cache import AgentPromptCache, End, LogExists, LogKey, LogWriter
 from shell_router.core.events import AgentErred, Event
+from shell_router.core.hints import Hints
 from shell_router.core.model import ServedModel
 from shell_router.errors import (
     AgentFailed,
@@ -160,7 +161,13 @@ class Programs:
             all_needed=True,
             begin_s=request.wait_s,
             silence_s=request.timeout_s,
+            hints=self._hints(request),
         )
+
+    def _hints(self, request: AgentRequest) -> Hints:
+        """What follows this agent in its program is somebody else's secret; agents of one name are taken for alike."""
+        expected = self._pace.output_tokens(request.model, None, request.agent)
+        return Hints(request.tenant, request.program, agent=request.agent, output_tokens=expected)
 
     def _source(self, request: AgentRequest, precursor: str, reader: ServedModel) -> Source:
         def shares_ids() -> bool:

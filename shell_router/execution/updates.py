@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from shell_router.core.events import Degraded, Event, PrefillIncrement
 from shell_router.core.generation import Generation
+from shell_router.core.hints import Hints
 from shell_router.core.model import ServedModel
 from shell_router.errors import EngineError, PromptTooLong
 from shell_router.execution.pace import Pace
@@ -20,6 +21,7 @@ class PrefillUpdates:
         agent: str,
         rid: str,
         model: ServedModel,
+        hints: Hints,
         pace: Pace,
         emit: Callable[[Event], None],
         *,
@@ -28,6 +30,7 @@ class PrefillUpdates:
         self._agent = agent
         self._rid = rid
         self._model = model
+        self._hints = hints
         self._pace = pace
         self._emit = emit
         self._clock = clock
@@ -45,7 +48,7 @@ class PrefillUpdates:
         if known or self._refused or len(ids) >= self._model.context_length:
             return
         started_s = self._clock()
-        request = Generation(f"{self._rid}.p{self._count}", ids, affinity=self._rid)
+        request = Generation(f"{self._rid}.p{self._count}", ids, affinity=self._rid, hints=self._hints)
         self._count += 1
         try:
             done = await self._model.engine.prefill(request)

@@ -20,6 +20,11 @@ class InFlight:
     output_tokens: int = 0
     held_tokens: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """The KV that all of it takes in the end, as far as is expected."""
+        return self.prefill_tokens + self.output_tokens + self.held_tokens
+
     def begin(self, asked: Asked) -> "Entry":
         """A request is sent there."""
         return Entry(self, asked)

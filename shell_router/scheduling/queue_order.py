@@ -18,8 +18,9 @@ Key = tuple[float, ...]
 class QueueSettings:
     """When requests wait in the router, and in which order.
 
-    An engine gets no more while `max_running` requests run on it, or while `max_prefill_tokens` tokens there are to be
-    prefilled; where neither is set nothing waits here. `bind` says when the engine is chosen: at the request's
+    An engine gets no more while `max_running` requests run on it, while `max_prefill_tokens` tokens there are to be
+    prefilled, or while prompts and outputs there, expected ones included, take `max_tokens` of KV; where none of these
+    is set nothing waits here. `bind` says when the engine is chosen: at the request's
     `arrival`, or when an engine has a `place` for it. After `wait_s` a request is refused.
 
     `age_s` is Algorithm 2's aging. `starvation_misses` and `quantum` are Chimera's S and Q. With `engine_priority` the
@@ -30,6 +31,7 @@ class QueueSettings:
     bind: str = "place"
     max_running: int | None = None
     max_prefill_tokens: int | None = None
+    max_tokens: int | None = None
     wait_s: float = 60.0
     age_s: float = 5.0
     starvation_misses: int = 100
@@ -39,7 +41,7 @@ class QueueSettings:
     def __post_init__(self) -> None:
         require(self.order in ORDERS, f"order {self.order!r} is none of: {', '.join(ORDERS)}")
         require(self.bind in ("arrival", "place"), f"bind must be arrival or place, not {self.bind!r}")
-        for name in ("max_running", "max_prefill_tokens", "starvation_misses", "quantum"):
+        for name in ("max_running", "max_prefill_tokens", "max_tokens", "starvation_misses", "quantum"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
         for name in ("wait_s", "age_s"):
@@ -48,7 +50,7 @@ class QueueSettings:
     @property
     def holds(self) -> bool:
         """Whether requests may have to wait here at all."""
-        return self.max_running is not None or self.max_prefill_tokens is not None
+        return (self.max_running, self.max_prefill_tokens, self.max_tokens) != (None, None, None)
 
 
 @dataclass(frozen=True, slots=True)

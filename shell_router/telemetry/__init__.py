@@ -1,9 +1,9 @@
 """What is known of runs from the outside: metrics and traces, both read from the events of core/events.py."""
 
-from shell_router.telemetry.engine_metrics import EngineReports, ServerState
+from shell_router.telemetry.engine_metrics import EngineReports, QueueState, ServerState
 from shell_router.telemetry.metrics import Metrics
 from shell_router.telemetry.run_metrics import RunMetrics
 from shell_router.telemetry.trace import Trace
 from shell_router.telemetry.trace_store import TraceStore
 
-__all__ = ["EngineReports", "Metrics", "RunMetrics", "ServerState", "Trace", "TraceStore"]
+__all__ = ["EngineReports", "Metrics", "QueueState", "RunMetrics", "ServerState", "Trace", "TraceStore"]

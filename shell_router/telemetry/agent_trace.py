@@ -1,11 +1,12 @@
 """What one agent did, gathered from its events, and its spans."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentPlaced,
     AgentStopped,
     AgentTokens,
     PrefillIncrement,
@@ -24,6 +25,7 @@ class AgentTrace:
     started_s: float
     increments: list[PrefillIncrement] = field(default_factory=list)
     ready: PromptReady | None = None
+    placed: AgentPlaced | None = None
     first_token_s: float | None = None
     tokens: int = 0
     end: End | None = None
@@ -67,6 +69,8 @@ class AgentTrace:
             "started_s": since(self.started_s, origin_s),
             "decoded_tokens": self.tokens,
         }
+        if self.placed is not None:
+            facts["engines"] = [asdict(one) for one in self.placed.placed]
         return facts | self._outcome(origin_s) | {"spans": self._spans(origin_s)}
 
     def _outcome(self, origin_s: float) -> dict[str, Any]:

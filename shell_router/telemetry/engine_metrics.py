@@ -1,6 +1,6 @@
 """Metrics of the engines, read at each scrape from those who keep the figures."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -12,7 +12,11 @@ SERVER = ("model", "role", "url")
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """What the router knows of one engine server. `running` are the router's own requests to it."""
+    """What the router knows of one engine server.
+
+    `running` are the router's own requests to it, of `tokens` in all, expected outputs included. `kv_usage` and
+    `hit_rate` are what it told `age_s` ago, None where it never did, and `unheard` counts the times when it did not.
+    """
 
     model: str
     role: str
@@ -20,13 +24,32 @@ class ServerState:
     running: int
     failures: int
     breaker_open: bool
+    tokens: int = 0
+    kv_usage: float | None = None
+    hit_rate: float | None = None
+    age_s: float | None = None
+    unheard: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """The servers of one role of a model as a whole: choices by reason, requests that wait, and have waited."""
+
+    model: str
+    role: str
+    policy: str
+    choices: Mapping[str, int]
+    waiting: int
+    waited: int
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReports:
-    """Who is asked: states of all servers, retried requests by model, and restarts by engine."""
+    """Who is asked: states of all servers and of their queues, retried requests by model, and restarts by engine."""
 
     servers: Callable[[], Iterable[ServerState]] = tuple
+    queues: Callable[[], Iterable[QueueState]] = tuple
     retries: Callable[[], Mapping[str, int]] = dict
     restarts: Callable[[], Mapping[str, int]] = dict
 
@@ -43,12 +66,52 @@ class EngineMetrics(Collector):
         running = GaugeMetricFamily(PREFIX + "engine_requests", "Requests under way there", labels=SERVER)
         failures = CounterMetricFamily(PREFIX + "engine_failures", "Failures that were the server's", labels=SERVER)
         breaker = GaugeMetricFamily(PREFIX + "engine_breaker_open", "1 while it is only tried", labels=SERVER)
-        for state in self._reports.servers():
+        states = list(self._reports.servers())
+        for state in states:
             labels = (state.model, state.role, state.url)
             running.add_metric(labels, state.running)
             failures.add_metric(labels, state.failures)
             breaker.add_metric(labels, state.breaker_open)
         yield from (running, failures, breaker)
+        yield from _told(states)
+        yield from _queues(list(self._reports.queues()))
+
+
+def _told(states: Sequence[ServerState]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    """What is known of load: exact counts of the router's own, and what servers tell."""
+    gauges: tuple[tuple[str, str, Callable[[ServerState], float | None]], ...] = (
+        ("engine_tokens", "Tokens of requests there, outputs still expected included", lambda state: state.tokens),
+        ("engine_kv_usage", "Share of its KV in use, as it told", lambda state: state.kv_usage),
+        ("engine_cache_hit_rate", "Share of prompt tokens that it found cached, as it told", lambda one: one.hit_rate),
+        ("engine_report_age_seconds", "How long ago it told its state", lambda state: state.age_s),
+    )
+    for name, meaning, value in gauges:
+        family = GaugeMetricFamily(PREFIX + name, meaning, labels=SERVER)
+        for state in states:
+            if (found := value(state)) is not None:
+                family.add_metric((state.model, state.role, state.url), found)
+        yield family
+    silent = CounterMetricFamily(PREFIX + "engine_reports_missed", "Times it did not tell its state", labels=SERVER)
+    for state in states:
+        silent.add_metric((state.model, state.role, state.url), state.unheard)
+    yield silent
+
+
+def _queues(states: Sequence[QueueState]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    """How engines were chosen, and who waits for one."""
+    role = ("model", "role")
+    choices = CounterMetricFamily(PREFIX + "engine_choices", "Requests by the reason", labels=(*role, "policy", "why"))
+    waiting = GaugeMetricFamily(PREFIX + "queue_requests", "Requests that wait in the router", labels=role)
+    waited = CounterMetricFamily(PREFIX + "queue_waited", "Requests that had to wait in the router", labels=role)
+    seconds = CounterMetricFamily(PREFIX + "queue_waited_seconds", "How long they waited, in all", labels=role)
+    for state in states:
+        labels = (state.model, state.role)
+        for why, count in state.choices.items():
+            choices.add_metric((*labels, state.policy, why), count)
+        waiting.add_metric(labels, state.waiting)
+        waited.add_metric(labels, state.waited)
+        seconds.add_metric(labels, state.waited_s)
+    yield from (choices, waiting, waited, seconds)
 
 
 def _counts(name: str, meaning: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:

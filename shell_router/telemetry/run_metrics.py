@@ -6,6 +6,7 @@ from typing import Any
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentPlaced,
     AgentStarted,
     AgentStopped,
     AgentTokens,
@@ -40,6 +41,7 @@ class RunMetrics:
             AgentErred: self._erred,
             PrefillIncrement: self._increment,
             PromptReady: lambda event: None,
+            AgentPlaced: lambda event: None,  # dispatchers count their choices themselves
             ExitScored: self._scored,
             Degraded: self._degraded,
         }

@@ -7,6 +7,7 @@ from typing import Any
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentPlaced,
     AgentStarted,
     AgentStopped,
     AgentTokens,
@@ -16,6 +17,7 @@ from shell_router.core.events import (
     PrefillIncrement,
     PromptReady,
 )
+from shell_router.core.placement import Placed
 from shell_router.telemetry.agent_trace import AgentTrace, since
 from shell_router.telemetry.overlap import PrefillTimes, critical_path, summed
 
@@ -63,12 +65,19 @@ class Trace:
                 self._of(event.agent, event.started_s).increments.append(event)
             case PromptReady():
                 self._of(event.agent, event.at_s).ready = event
+            case AgentPlaced():
+                self._of(event.agent, event.at_s).placed = event
             case AgentFinished() | AgentStopped() | AgentErred():
                 self._of(event.agent, event.at_s).end = event
             case ExitScored():
                 self._exits.append(event)
             case Degraded():
                 self._degraded.append(event)
+
+    def placed(self) -> tuple[Placed, ...]:
+        """Where the root's request went last, and why; empty before that."""
+        root = self.agents.get(self._root)
+        return root.placed.placed if root is not None and root.placed is not None else ()
 
     def ended(self, at_s: float, outcome: str, error: str = "") -> None:
         """Close the trace; `outcome` is finished, failed or cancelled."""

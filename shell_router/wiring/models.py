@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shell_router.config import Config, EmbeddedSection, Limits, ModelSettings
+from shell_router.config import Config, EmbeddedSection, ModelSettings
 from shell_router.core.model import ServedModel
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.breaker import BreakerSettings
@@ -62,10 +62,12 @@ async def running_models(
         }
         fleet = await _fleet(embedded, config.limits.engine_start_s, stack, tell, spawner)
         addresses = _addresses(config, fleet)
-        pools = {alias: _pool(found, config.limits, files[alias].vocabulary) for alias, found in addresses.items()}
+        pools = {alias: _pool(found, config, files[alias].vocabulary) for alias, found in addresses.items()}
         for pool in pools.values():
             stack.push_async_callback(pool.aclose)
         await _until_ready(pools, config.limits.engine_start_s, tell)
+        for pool in pools.values():
+            await stack.enter_async_context(pool.followed())
         engines = {alias: await _engine(model, pools[alias]) for alias, model in config.models.items()}
         yield {
             alias: RunningModel(
@@ -127,13 +129,15 @@ def _addresses(config: Config, fleet: Mapping[str, EmbeddedPair]) -> Mapping[str
     return started | {alias: [*map(address_of, model.pairs)] for alias, model in config.models.items() if model.pairs}
 
 
-def _pool(addresses: Sequence[PairAddress], limits: Limits, vocabulary: int) -> PairPool:
+def _pool(addresses: Sequence[PairAddress], config: Config, vocabulary: int) -> PairPool:
+    limits = config.limits
     return PairPool(
         *addresses,
         limits=PairLimits(stall_s=limits.engine_stall_s),
         retries=RetrySettings(attempts=limits.engine_attempts),
         breaker=BreakerSettings(failures=limits.breaker_failures, open_s=limits.breaker_open_s),
         vocabulary=vocabulary,
+        scheduling=config.scheduling,
     )
 
 

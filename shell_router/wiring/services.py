@@ -8,9 +8,11 @@ from pathlib import Path
 
 from shell_router.api import Services
 from shell_router.config import Config
+from shell_router.engines.place import Candidate
+from shell_router.engines.server_client import ServerClient
 from shell_router.errors import ConfigError
 from shell_router.execution import Executor, Programs
-from shell_router.telemetry import EngineReports, Metrics, ServerState, TraceStore
+from shell_router.telemetry import EngineReports, Metrics, QueueState, ServerState, TraceStore
 from shell_router.topology import Topology, load_folder, load_topology
 from shell_router.wiring.cache import running_cache
 from shell_router.wiring.embedding import running_embedder
@@ -52,20 +54,27 @@ async def running_services(
                 "embedder": embedding.loaded,
             },
             dispensable=("cache",),  # requests go on from memory
-            metrics=Metrics(cache_degraded=cache.degraded, engines=_reports(models, engine_restarts)),
+            metrics=Metrics(cache_degraded=cache.degraded, engines=_reports(models, engine_restarts, clock)),
             traces=TraceStore(config.traces.kept),
             clock=clock,
         )
 
 
-def _reports(models: Mapping[str, RunningModel], restarts: Callable[[], Mapping[str, int]]) -> EngineReports:
+def _reports(
+    models: Mapping[str, RunningModel], restarts: Callable[[], Mapping[str, int]], clock: Callable[[], float]
+) -> EngineReports:
     """What the metrics ask of the models' engines."""
 
     def servers() -> Iterator[ServerState]:
         for alias, model in models.items():
-            for each in model.pool.servers:
-                url = str(each.server.url)
-                yield ServerState(alias, each.server.role, url, each.running, each.failures, each.breaker.open)
+            for dispatcher in model.pool.dispatchers:
+                for at in dispatcher.candidates:
+                    yield _state(alias, at, clock())
+
+    def queues() -> Iterator[QueueState]:
+        for alias, model in models.items():
+            for role, one in zip(("prefill", "decode"), model.pool.dispatchers, strict=True):
+                yield QueueState(alias, role, one.policy, one.choices, one.waiting, one.waited, one.waited_s)
 
     def retries() -> Mapping[str, int]:
         return {alias: model.pool.retried for alias, model in models.items()}
@@ -74,7 +83,24 @@ def _reports(models: Mapping[str, RunningModel], restarts: Callable[[], Mapping[
         embedded = {name: times for model in models.values() for name, times in model.restarts().items()}
         return {**restarts(), **embedded}
 
-    return EngineReports(servers, retries, all_restarts)
+    return EngineReports(servers, queues, retries, all_restarts)
+
+
+def _state(alias: str, at: Candidate[ServerClient], now_s: float) -> ServerState:
+    server, told = at.engine, at.reported
+    return ServerState(
+        alias,
+        server.server.role,
+        str(server.server.url),
+        server.running,
+        server.failures,
+        server.breaker.open,
+        at.in_flight.tokens,
+        None if told is None else told.kv_usage,
+        None if told is None else told.hit_rate,
+        at.age_s(now_s),
+        at.unheard,
+    )
 
 
 def load_topologies(config: Config) -> Mapping[str, Topology]:

@@ -74,6 +74,21 @@ class DecodeEngine:
         self.batch_s = 0.0
         self.written = 0
 
+    @property
+    def taken_tokens(self) -> int:
+        """Room that is taken, by what is written and by what will be."""
+        return self._costs.cache_tokens - self._free_tokens
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of those who wait for room."""
+        return sum(writing.prompt_tokens for writing, turn in self._waiting if not turn.cancelled())
+
+    @property
+    def requests(self) -> tuple[int, int]:
+        """How many have room, and how many wait for it."""
+        return self._costs.at_once - self._free_places, len(self._waiting)
+
     # --- room
 
     async def admit(self, writing: Writing) -> None:

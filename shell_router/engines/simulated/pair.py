@@ -9,6 +9,7 @@ from shell_router.engines.simulated.decode import DecodeEngine, Writing
 from shell_router.engines.simulated.prefill import PrefillEngine
 from shell_router.engines.simulated.processor import Processor
 from shell_router.engines.simulated.text import Written
+from shell_router.scheduling.engine_state import Reported
 
 
 class SimulatedPair:
@@ -31,12 +32,18 @@ class SimulatedPair:
         beside: Processor | None = None,
     ) -> None:
         self._transfer = costs.transfer
+        self._room = costs.decode.cache_tokens
         self._write = write
         self._beside = beside
         decodes = decode_processor or Processor()
         held = decodes if prefill_first else None
         self.prefilling = PrefillEngine(costs.prefill, prefill_processor or Processor(), held)
         self.decoding = DecodeEngine(costs.decode, decodes, beside)
+
+    def reported(self) -> Reported:
+        """What the pair says of itself, as an engine's `/v1/loads`."""
+        taken, (running, waiting) = self.decoding.taken_tokens, self.decoding.requests
+        return Reported(taken / self._room, taken + self.decoding.waiting_tokens, running, waiting)
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`."""

@@ -1,0 +1,108 @@
+"""One setting under one load, in virtual time: the router's own dispatcher in front of simulated engines."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from balancing.lengths import Request
+from shell_router.core.generation import Finish, Generation
+from shell_router.core.hints import Hints
+from shell_router.engines.monitor import Monitor
+from shell_router.engines.simulated import PairCosts, Processor, SimulatedPair, Written
+from shell_router.scheduling.engine_state import Reported
+from shell_router.scheduling.settings import SchedulingSettings
+from shell_router.simulation.fleet import Fleet
+from shell_router.simulation.virtual_time import run_virtual
+
+EVENT_TOKENS = 16
+_FILLER = tuple(range(1 << 14))
+
+
+@dataclass(slots=True)
+class Served:
+    """Per request, in the order of their ends: seconds to the first token, per token after it, in all. And hits."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
+    total_s: list[float] = field(default_factory=list)
+    users: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    elapsed_s: float = 0.0
+    busy: float = 0.0
+
+
+def served(
+    requests: Sequence[Request],
+    costs: PairCosts,
+    scheduling: SchedulingSettings,
+    *,
+    engines: int = 2,
+    known: bool = False,
+) -> Served:
+    """Serve them all. With `known` the length of every output is known beforehand."""
+    return run_virtual(_served(requests, costs, scheduling, engines, known))
+
+
+async def _served(
+    requests: Sequence[Request], costs: PairCosts, scheduling: SchedulingSettings, engines: int, known: bool
+) -> Served:
+    loop, done = asyncio.get_running_loop(), Served()
+    outputs = {f"r{number}": one.output for number, one in enumerate(requests)}
+
+    def write(request: Generation) -> Written:
+        ids = _FILLER[: outputs[request.rid]]
+        return Written(("",) * len(ids), ids, 0.0)
+
+    pairs = [_engine(costs, write) for _ in range(engines)]
+    fleet = Fleet("qwen3-30b-a3b", pairs, scheduling)
+
+    async def ask(number: int, one: Request) -> None:
+        await asyncio.sleep(one.at_s)
+        begun_s = loop.time()
+        hints = Hints(one.user, output_tokens=one.output if known else None)
+        sampling = {"max_new_tokens": 1 << 14, "stream_interval": EVENT_TOKENS}
+        first_s = None
+        async for item in fleet.generate(Generation(f"r{number}", _ids(number, one), sampling, hints=hints)):
+            if first_s is None:
+                first_s = loop.time()
+            if isinstance(item, Finish):
+                done.ttft_s.append(first_s - begun_s)
+                if one.output > 1:
+                    done.tpot_s.append((loop.time() - first_s) / (one.output - 1))
+                done.total_s.append(loop.time() - begun_s)
+                done.users.append(one.user)
+                done.prompt_tokens += item.prompt_tokens
+                done.cached_tokens += item.cached_tokens
+
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(Monitor(fleet.dispatcher, _reported, scheduling.poll_s))
+        async with asyncio.TaskGroup() as group:
+            for number, one in enumerate(requests):
+                group.create_task(ask(number, one))
+        done.elapsed_s = loop.time()
+    done.busy = sum(pair.prefilling.busy_s + pair.decoding.busy_s for pair in pairs) / engines / done.elapsed_s
+    return done
+
+
+def _engine(costs: PairCosts, write: Callable[[Generation], Written]) -> SimulatedPair:
+    """One GPU that prefills and decodes, chunk by chunk."""
+    gpu = Processor()
+    return SimulatedPair(costs, write, prefill_processor=gpu, decode_processor=gpu)
+
+
+async def _reported(pair: SimulatedPair) -> Reported:
+    return pair.reported()
+
+
+def _ids(number: int, one: Request) -> list[int]:
+    """A prompt whose old part is its user's, and the rest nobody's but its own."""
+    known = hash_of(one.user)
+    own = (number + 1) << 40
+    return [known + at for at in range(one.old)] + [own + at for at in range(one.prompt - one.old)]
+
+
+def hash_of(user: str) -> int:
+    """Ids of a user begin here."""
+    return sum(ord(letter) * 131**at for at, letter in enumerate(user)) % (1 << 30) << 14
