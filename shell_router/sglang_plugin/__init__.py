@@ -9,10 +9,19 @@ import multiprocessing
 from importlib.metadata import PackageNotFoundError, version
 
 from shell_router.sglang_plugin.kv_transfer import index_on_host_without_cuda, status_of_room
-from shell_router.sglang_plugin.names import KV_CLASS, LAUNCH_SERVER, REQUEST, ROOM_STATUS, missing_names
+from shell_router.sglang_plugin.names import (
+    CALC_PRIORITY,
+    KV_CLASS,
+    LAUNCH_SERVER,
+    REQUEST,
+    ROOM_STATUS,
+    has_waiting_queue,
+    missing_names,
+)
 from shell_router.sglang_plugin.prefix_cache import keep_prefill_only_kv
 from shell_router.sglang_plugin.routes import add_routes
 from shell_router.sglang_plugin.versions import SUPPORTED, is_supported
+from shell_router.sglang_plugin.waiting_queue import VARIABLE, asked_age_s, shortest_prefill_first
 
 logger = logging.getLogger(__name__)
 
@@ -51,5 +60,10 @@ def _register_hooks(*, serves_http: bool) -> None:
     HookRegistry.register(REQUEST, keep_prefill_only_kv, HookType.AFTER)
     HookRegistry.register(KV_CLASS, index_on_host_without_cuda, HookType.AFTER)
     HookRegistry.register(ROOM_STATUS, status_of_room, HookType.AROUND)
+    if (age_s := asked_age_s()) is not None:
+        if has_waiting_queue():
+            HookRegistry.register(CALC_PRIORITY, shortest_prefill_first(age_s), HookType.AFTER)
+        else:
+            logger.error("%s has no effect: this sglang's waiting queue is not where it was.", VARIABLE)
     if serves_http:
         HookRegistry.register(LAUNCH_SERVER, add_routes, HookType.BEFORE)

@@ -8,6 +8,7 @@ from typing import Any, Final
 REQUEST: Final = "sglang.srt.managers.schedule_batch.Req.__init__"
 KV_CLASS: Final = "sglang.srt.disaggregation.utils.get_kv_class"
 ROOM_STATUS: Final = "sglang.srt.disaggregation.common.conn.CommonKVManager.check_status"
+CALC_PRIORITY: Final = "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority"
 LAUNCH_SERVER: Final = "sglang.srt.entrypoints.http_server.launch_server"
 
 IN_EVERY_PROCESS: Final = (
@@ -38,6 +39,11 @@ def missing_names(*, serves_http: bool) -> list[str]:
     needed = (*IN_EVERY_PROCESS, *(WHERE_HTTP_IS_SERVED if serves_http else ()))
     missing = [name for name in needed if not _is_found(name)]
     return missing if REQUEST in missing else missing + _not_set(pkgutil.resolve_name(REQUEST))
+
+
+def has_waiting_queue() -> bool:
+    """Whether this SGLang's waiting queue is where it can be reordered."""
+    return _is_found(CALC_PRIORITY)
 
 
 def _is_found(name: str) -> bool:

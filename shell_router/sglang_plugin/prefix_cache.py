@@ -16,9 +16,10 @@ def keep_prefill_only_kv(_made: None, request: Any, *_arguments: Any, **_named: 
     SGLang bars every request with the fake host, since its own are warm-ups; ours are prefixes that a request will
     need. A prompt with overridden embeddings stays out: its KV does not follow from its token ids.
     """
-    if _is_ours(request) and request.positional_embed_overrides is None:
+    if is_ours(request) and request.positional_embed_overrides is None:
         request.skip_radix_cache_insert = False
 
 
-def _is_ours(request: Any) -> bool:
+def is_ours(request: Any) -> bool:
+    """Whether it is a prefill-only request of ours."""
     return bool(request.bootstrap_host == FAKE_BOOTSTRAP_HOST and request.bootstrap_port == PREFILL_ONLY_PORT)

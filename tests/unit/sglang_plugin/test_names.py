@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,10 @@ class Req:
         self.bootstrap_host, self.bootstrap_port = bootstrap_host, bootstrap_port
         self.positional_embed_overrides = None
         self.skip_radix_cache_insert = True
+""",
+    "managers/schedule_policy.py": """
+class SchedulePolicy:
+    def calc_priority(self): ...
 """,
     "disaggregation/utils.py": "def get_kv_class(): ...",
     "disaggregation/base.py": "class KVPoll: Failed = 0",
@@ -49,6 +54,9 @@ OF_EVERY_PROCESS = {
 }
 OF_HTTP = {"entrypoints.http_server.launch_server": ["add_routes", "before"]}
 
+NO_VARIABLES: Mapping[str, str] = {}
+AGING = {"SHELL_ROUTER_SHORTEST_PREFILL_AGE_S": "5"}
+
 REGISTER = """
 import json, multiprocessing, sys
 from shell_router import sglang_plugin
@@ -75,7 +83,9 @@ class Registered:
     log: str
 
 
-def registered_in(folder: Path, *, without: str = "nothing", process: str = "serves-http") -> Registered:
+def registered_in(
+    folder: Path, *, without: str = "nothing", process: str = "serves-http", variables: Mapping[str, str] = NO_VARIABLES
+) -> Registered:
     """The plugin's `register` where `folder` holds a stand-in of SGLang, in which the name `without` is another."""
     for path, text in SGLANG.items():
         file = folder / "sglang" / "srt" / path
@@ -84,9 +94,9 @@ def registered_in(folder: Path, *, without: str = "nothing", process: str = "ser
     metadata = folder / "sglang-0.5.23.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n", encoding="utf-8")
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(Path.cwd())))}
+    found = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join((str(folder), str(Path.cwd())))}
     done = subprocess.run(
-        [sys.executable, "-c", REGISTER, process], capture_output=True, text=True, check=True, env=variables
+        [sys.executable, "-c", REGISTER, process], capture_output=True, text=True, check=True, env=found
     )
     return Registered(json.loads(done.stdout), done.stderr)
 
@@ -118,3 +128,17 @@ def test_a_missing_name_is_said_and_nothing_is_hooked(tmp_path: Path, name: str)
     finding, _, _ = registered.log.partition(" in sglang 0.5.23, and stays off")
     assert "The shell_router plugin finds no " in finding
     assert name in finding
+
+
+def test_the_waiting_queue_is_hooked_where_the_environment_asks_for_it(tmp_path: Path) -> None:
+    hooks = registered_in(tmp_path, process="child", variables=AGING).hooks
+    assert hooks == {
+        **OF_EVERY_PROCESS,
+        "managers.schedule_policy.SchedulePolicy.calc_priority": ["reorder", "after"],
+    }
+
+
+def test_where_the_waiting_queue_is_elsewhere_all_else_is_hooked_and_it_says_so(tmp_path: Path) -> None:
+    registered = registered_in(tmp_path, without="calc_priority", process="child", variables=AGING)
+    assert registered.hooks == OF_EVERY_PROCESS
+    assert "has no effect" in registered.log

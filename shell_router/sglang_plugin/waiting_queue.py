@@ -1,0 +1,73 @@
+"""Gimbal's Algorithm 2 in SGLang's own waiting queue: the shortest prefill first, and who has waited long before all.
+
+SGLang's `--schedule-policy shortest-prefill-first` never ages. This is off unless SHELL_ROUTER_SHORTEST_PREFILL_AGE_S
+is set to the seconds after which a request goes first.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from shell_router.sglang_plugin.prefix_cache import is_ours
+
+logger = logging.getLogger(__name__)
+
+VARIABLE: Final = "SHELL_ROUTER_SHORTEST_PREFILL_AGE_S"
+
+
+def asked_age_s(environ: Mapping[str, str] = os.environ) -> float | None:
+    """The seconds that the environment asks for; None, told in the log, where they are no seconds."""
+    given = environ.get(VARIABLE)
+    if given is None:
+        return None
+    try:
+        age_s = float(given)
+    except ValueError:
+        age_s = 0.0
+    if age_s > 0:
+        return age_s
+    logger.error("%s is %r, and no request is reordered. Set it to seconds above 0, such as 5.", VARIABLE, given)
+    return None
+
+
+def shortest_prefill_first(
+    age_s: float, clock: Callable[[], float] = time.perf_counter, ranks: Callable[[], int] | None = None
+) -> Callable[..., None]:
+    """What is to run after `SchedulePolicy.calc_priority`; `clock` is that of `wait_queue_entry_time`.
+
+    It leaves alone servers that schedule by priority, which somebody asked for, and those of several ranks: each rank's
+    clock is its own, and ranks that choose different requests wait for each other for ever.
+    """
+    count = ranks or world_size
+    told: list[bool] = []
+
+    def reorder(_sorted: None, policy: Any, waiting_queue: list[Any], *_arguments: Any, **_named: Any) -> None:
+        if len(waiting_queue) < 2 or policy.enable_priority_scheduling:
+            return
+        if count() > 1:
+            if not told:
+                told.append(True)
+                logger.error("%s has no effect: it is for servers of one rank.", VARIABLE)
+            return
+        now_s = clock()
+        waiting_queue.sort(key=lambda request: _key(request, now_s, age_s))
+
+    return reorder
+
+
+def _key(request: Any, now_s: float, age_s: float) -> tuple[int, float]:
+    """Aged requests by their arrival, then those that somebody waits for, then prefill-only updates of ours."""
+    arrived_s = request.time_stats.wait_queue_entry_time
+    if now_s - arrived_s >= age_s:
+        return 0, arrived_s
+    cached = getattr(request, "num_matched_prefix_tokens", 0)
+    return 2 if is_ours(request) else 1, len(request.origin_input_ids) - cached
+
+
+def world_size() -> int:
+    """How many ranks work together here."""
+    import torch
+
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
