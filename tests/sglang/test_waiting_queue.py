@@ -1,0 +1,60 @@
+"""Algorithm 2 inside real SGLang's scheduler policy: hooked by its own plugin framework, in a process of its own."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.sglang_cpu.environment import built_environment, engine_variables, install_plugin
+from shell_router.sglang_plugin.waiting_queue import VARIABLE
+
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
+
+ORDER = """
+import json, time
+from types import SimpleNamespace
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.managers import schedule_policy
+
+class NoCache:
+    disable = True
+    def supports_fast_match_prefix(self): return False
+    def supports_prefix_sharing(self): return False
+
+def request(rid, tokens, waited_s):
+    stats = SimpleNamespace(wait_queue_entry_time=time.perf_counter() - waited_s)
+    return SimpleNamespace(rid=rid, origin_input_ids=[1] * tokens, output_ids=[], time_stats=stats, priority=0,
+                           num_matched_prefix_tokens=0, bootstrap_host=None, bootstrap_port=None)
+
+policy = schedule_policy.SchedulePolicy("fcfs", NoCache(), False, False, False)
+queue = [request("long", 900, 1.0), request("short", 30, 0.5), request("aged", 2000, 60.0)]
+policy.calc_priority(queue)
+print(json.dumps([one.rid for one in queue]), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("age_s", "order"),
+    [("5", ["aged", "short", "long"]), (None, ["long", "short", "aged"])],
+    ids=["asked", "not asked"],
+)
+def test_its_waiting_queue_is_reordered_only_where_that_is_asked_for(
+    age_s: str | None, order: list[str], tmp_path: Path
+) -> None:
+    venv = built_environment()
+    assert venv is not None
+    install_plugin(tmp_path)
+    asked = {} if age_s is None else {VARIABLE: age_s}
+    done = subprocess.run(
+        [str(venv / "bin" / "python"), "-c", ORDER],
+        capture_output=True,
+        text=True,
+        check=False,
+        # the refresh of prefixes asks for settings that only a whole server has
+        env={**engine_variables(tmp_path), "SGLANG_ENABLE_WAITING_PREFIX_REFRESH": "0", **asked},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == order
