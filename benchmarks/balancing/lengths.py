@@ -22,7 +22,10 @@ SIGMA = math.sqrt(math.log(2))  # of a log-normal whose deviation is its mean
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: when it comes, its user, how long prompt and output are, and how much of the prompt is old."""
+    """One request: when it comes, its user, how long prompt and output are, and how much of the prompt is the user's.
+
+    The rest of a prompt is like no other's.
+    """
 
     at_s: float
     user: str
@@ -31,7 +34,8 @@ class Request:
     old: int = 0
 
 
-def _log_normal(draws: Random, mean: float) -> float:
+def log_normal(draws: Random, mean: float) -> float:
+    """A length whose deviation is its mean."""
     return draws.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA)
 
 
@@ -41,7 +45,7 @@ def _two_end(draws: Random) -> float:
 
 
 PROMPTS: Mapping[str, Callable[[Random], float]] = {
-    "Random": lambda draws: _log_normal(draws, MEAN_PROMPT),
+    "Random": lambda draws: log_normal(draws, MEAN_PROMPT),
     "Central": lambda draws: draws.triangular(1, LONGEST, LONGEST / 2),
     "Descending": lambda draws: draws.triangular(1, LONGEST, 1),
     "Two-end": _two_end,
@@ -59,7 +63,7 @@ def requests(
     for number in range(count):
         at_s += draws.expovariate(per_s)
         prompt = max(1, round(PROMPTS[distribution](draws)))
-        output = max(1, round(_log_normal(draws, MEAN_OUTPUT)))
+        output = max(1, round(log_normal(draws, MEAN_OUTPUT)))
         if pool:
             prompt, output = nearest(pool, prompt, draws)
         found.append(Request(at_s, f"user-{number}", prompt, output))

@@ -21,14 +21,17 @@ _FILLER = tuple(range(1 << 14))
 
 @dataclass(slots=True)
 class Served:
-    """Per request, in the order of their ends: seconds to the first token, per token after it, in all. And hits."""
+    """Per request, in the order of their ends: seconds to the first token, per token after it, and in all.
+
+    `ended` has when it was, whose, and its tokens, outputs counted twice.
+    """
 
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
     total_s: list[float] = field(default_factory=list)
-    users: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    ended: list[tuple[float, str, int]] = field(default_factory=list)
     elapsed_s: float = 0.0
     busy: float = 0.0
 
@@ -72,7 +75,7 @@ async def _served(
                 if one.output > 1:
                     done.tpot_s.append((loop.time() - first_s) / (one.output - 1))
                 done.total_s.append(loop.time() - begun_s)
-                done.users.append(one.user)
+                done.ended.append((loop.time(), one.user, one.prompt + 2 * one.output))
                 done.prompt_tokens += item.prompt_tokens
                 done.cached_tokens += item.cached_tokens
 
@@ -97,12 +100,12 @@ async def _reported(pair: SimulatedPair) -> Reported:
 
 
 def _ids(number: int, one: Request) -> list[int]:
-    """A prompt whose old part is its user's, and the rest nobody's but its own."""
-    known = hash_of(one.user)
+    """Ids that begin as all of its user's do, and go on as nobody else's."""
+    known = user_ids(one.user)
     own = (number + 1) << 40
     return [known + at for at in range(one.old)] + [own + at for at in range(one.prompt - one.old)]
 
 
-def hash_of(user: str) -> int:
-    """Ids of a user begin here."""
+def user_ids(user: str) -> int:
+    """The first id of what a user says."""
     return sum(ord(letter) * 131**at for at, letter in enumerate(user)) % (1 << 30) << 14

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from shell_router.core.generation import Finish, FinishReason, Generation, Prefilled, Tokens
 from shell_router.core.model import Tokenizer
+from shell_router.core.placement import Placed
 from shell_router.errors import EngineError
+
+PLACED = Placed("engine-0", "scripted", "only_engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class ScriptedEngine:
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """Yield the script's pieces, then its end."""
         self.generated.append(request)
+        request.on_placed(PLACED)
         self.running.add(request.rid)
         ended = False
         try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from shell_router.api import ApiSettings, BatchFolder, Runs, Services, bound_sockets, create_app, listening
+from shell_router.core.placement import Placed
 from shell_router.core.relay import NativeRoute, Relayed
 from shell_router.errors import InvalidRequest
 from shell_router.telemetry import Metrics
@@ -41,6 +42,7 @@ class ScriptedRelay:
     forwarded: list[tuple[NativeRoute, bytes]] = field(default_factory=list)
     affinities: list[str | None] = field(default_factory=list)
     left_early: int = 0
+    placed: tuple[Placed, ...] = ()
 
     @contextlib.asynccontextmanager
     async def forward(self, route: NativeRoute, body: bytes, *, affinity: str | None = None) -> AsyncIterator[Relayed]:
@@ -50,7 +52,7 @@ class ScriptedRelay:
         self.affinities.append(affinity)
         self._ended = False
         try:
-            yield Relayed(self.status, self.content_type, self._answer())
+            yield Relayed(self.status, self.content_type, self._answer(), self.placed)
         finally:
             self.left_early += not self._ended
 

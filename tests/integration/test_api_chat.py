@@ -223,3 +223,19 @@ async def test_requests_draw_their_own_seeds_unless_given_one() -> None:
     first, second, third = kept.requests
     assert first.seed != second.seed and third.seed == 7
     assert len({request.id for request in kept.requests}) == 3
+
+
+async def test_an_answer_says_which_engine_gave_it_and_why() -> None:
+    async with api() as served:
+        async with served.client.post(f"{served.url}/v1/chat/completions", json=chat()) as response:
+            assert response.headers["x-shell-router-engine"] == "engine-0 (scripted: only_engine)"
+        events = await streamed(served, chat(stream=True, include_agents=True))
+        placed = [event["agent_event"] for name, event in events if name == "agent.placed"]  # type: ignore[index]
+        assert {one["agent"] for one in placed} == {"left", "right", "root"}
+        assert placed[0]["placed"][0]["why"] == "only_engine"
+
+
+async def test_a_stream_that_begins_before_its_engine_is_known_does_not_name_one() -> None:
+    async with api() as served, served.stream(chat(stream=True)) as response:
+        await response.read()
+        assert "x-shell-router-engine" not in response.headers

@@ -19,6 +19,7 @@ SHORT = {
     "batch": ("--rounds", "1", "--questions", "8", "--sizes", "2,4"),
     "early_exit_cost": ("--rounds", "1"),
     "faster_moa": ("--requests", "1", "--programs", "2"),
+    "gimbal": ("--requests", "30", "--seeds", "1", "--decisions", "50"),
     "mosaic": ("--rounds", "1", "--limit-s", "0.5"),
     "overlap": ("--rounds", "1", "--new-tokens", "8", "--question-tokens", "20"),
     "router_overhead": ("--quick",),

@@ -7,12 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from shell_router.core.generation import Generation
+from shell_router.core.generation import Finish, Generation
+from shell_router.core.placement import Placed
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.breaker import BreakerSettings
 from shell_router.engines.pool import PairPool, random_rid
 from shell_router.engines.scripted_server import Fault, ScriptedServer, ScriptedSettings
 from shell_router.errors import EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable
+from shell_router.scheduling.activity import InFlight
+from shell_router.scheduling.queue_order import QueueSettings
+from shell_router.scheduling.settings import SchedulingSettings
 from tests.fakes.scripted_pair import ONCE, collect, generation
 from tests.fakes.scripted_pool import BREAKER, ScriptedPool, scripted_pool
 
@@ -242,3 +246,89 @@ async def test_requests_under_way_are_counted_and_end_with_their_streams() -> No
             assert [server.running for server in at.pool.servers] == [0, 1]
         await at.pool.aclose()
         assert [server.running for server in at.pool.servers] == [0, 0]
+
+
+def in_flight(pool: PairPool) -> list[InFlight]:
+    return [at.in_flight for role in pool.dispatchers for at in role.candidates]
+
+
+@asynccontextmanager
+async def queueing(queue: QueueSettings) -> AsyncIterator[tuple[ScriptedPool, PairPool]]:
+    """One pair whose tokens take their time, and a client that holds requests back."""
+    async with scripted_pool(settings=ScriptedSettings(token_s=0.005)) as at:
+        scheduling = SchedulingSettings(queue=queue, poll_s=0.01, stale_s=60.0)
+        pool = PairPool(*at.pool.addresses, limits=PairLimits(abort_s=2), scheduling=scheduling)
+        yield at, pool
+        await pool.aclose()
+
+
+async def test_what_is_in_flight_is_forgotten_on_every_way_to_end() -> None:
+    async with scripted_pool(2, 2, ScriptedSettings(token_s=0.001)) as at:
+        await collect(at.pool, generation("whole"))
+        await at.pool.prefill(of("grown", 50))
+        async with aclosing(at.pool.generate(generation("left"))) as stream:
+            await anext(stream)
+            assert sum(load.requests for load in in_flight(at.pool)) == 1, "decode's: prefill has done its part"
+            assert sum(load.held_tokens for load in in_flight(at.pool)) > 40
+        async with at.pool.forward("generate", b'{"input_ids": [1, 2, 3], "stream": true}') as answer:
+            await anext(aiter(answer.chunks))
+        await at.prefills[0].stop()
+        for index in range(4):
+            await collect(at.pool, generation(f"retried-{index}"))
+        assert at.pool.retried
+        assert in_flight(at.pool) == [InFlight()] * 4
+
+
+async def test_requests_wait_in_the_router_while_a_server_runs_as_many_as_it_may() -> None:
+    async with queueing(QueueSettings(max_running=2)) as (at, pool):
+        most = 0
+
+        async def ask(number: int) -> None:
+            nonlocal most
+            async with aclosing(pool.generate(generation(f"r{number}"))) as stream:
+                async for _ in stream:
+                    most = max(most, at.decodes[0].running)
+
+        await asyncio.gather(*(ask(number) for number in range(8)))
+        assert most == 2
+        assert pool.dispatchers[1].waited == 6
+        assert in_flight(pool) == [InFlight()] * 2
+
+
+async def test_a_request_that_is_given_up_while_it_waits_never_reaches_a_server() -> None:
+    async with queueing(QueueSettings(max_running=1)) as (at, pool):
+        async with aclosing(pool.generate(generation("holds"))) as stream:
+            await anext(stream)
+            waits = asyncio.create_task(collect(pool, generation("waits")))
+            await asyncio.sleep(0)
+            assert pool.dispatchers[1].waiting == 1
+            waits.cancel()
+            await asyncio.wait([waits])
+            assert pool.dispatchers[1].waiting == 0
+        assert at.decodes[0].requests == 1
+
+
+async def test_the_servers_state_is_followed_while_it_is_asked_for() -> None:
+    async with queueing(QueueSettings()) as (_, pool), pool.followed():
+        decode = pool.dispatchers[1].candidates[0]
+        async with aclosing(pool.generate(generation("one", 400))) as stream:
+            await anext(stream)
+            async with asyncio.timeout(2):
+                while decode.reported is None or not decode.reported.running:  # noqa: ASYNC110 - it is polled
+                    await asyncio.sleep(0.005)
+            assert decode.reported.tokens >= 400
+            assert decode.reported.kv_usage > 0
+
+
+async def test_whoever_asks_is_told_where_each_attempt_goes_and_why() -> None:
+    told: list[tuple[Placed, ...]] = []
+
+    def note(*placed: Placed) -> None:
+        told.append(placed)
+
+    async with scripted_pool(1, 2) as at:
+        await at.decodes[0].stop()
+        events = [one async for one in at.pool.generate(replace(generation("r"), on_placed=note))]
+        assert isinstance(events[-1], Finish)
+    assert [[one.engine for one in placed] for placed in told] == [["prefill-0", "decode-0"], ["prefill-0", "decode-1"]]
+    assert [one.why for one in told[0]] == ["only_engine", "fewest_requests"]

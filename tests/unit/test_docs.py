@@ -12,6 +12,10 @@ import pytest
 from shell_router.cli import parser
 from shell_router.config import Config, load_config
 from shell_router.config.pool import Pool, load_pool
+from shell_router.scheduling.engine_selection import POLICIES
+from shell_router.scheduling.queue_order import ORDERS
+from shell_router.scheduling.scoring import SCORERS
+from shell_router.scheduling.settings import SchedulingSettings
 from shell_router.simulation.load import load
 from shell_router.simulation.settings import Length, Profiles, Simulation, load_profiles
 from shell_router.topology import parse_topology
@@ -75,6 +79,16 @@ def _sections(kind: Any) -> Iterator[Any]:
         yield from _sections(section)
 
 
+@pytest.mark.parametrize("name", [*POLICIES, *ORDERS])
+def test_every_policy_and_order_has_its_section(name: str) -> None:
+    assert f"\n### `{name}`\n" in PAGES["policies.md"]
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_every_scorer_is_explained(name: str) -> None:
+    assert f"| `{name}` |" in PAGES["policies.md"]
+
+
 POOL_SETTINGS = list(_pool_settings(Pool, "", set(_sections(Config))))
 
 
@@ -94,7 +108,9 @@ def test_no_setting_of_a_pool_is_documented_that_does_not_exist() -> None:
     assert "aggregate.tau" in documented
 
 
-SIMULATION_SETTINGS = list(_pool_settings(Simulation, "", {Length}))
+SCHEDULING = {SchedulingSettings, *_sections(SchedulingSettings)}
+"""Explained on a page of its own, and setting by setting among a deployment's."""
+SIMULATION_SETTINGS = list(_pool_settings(Simulation, "", {Length, *SCHEDULING}))
 PROFILE_SETTINGS = sorted({name.rpartition(".")[2] for name in _pool_settings(Profiles, "", set())})
 
 

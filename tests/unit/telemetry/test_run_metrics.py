@@ -6,6 +6,7 @@ from shell_router.api.facts import KINDS
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentPlaced,
     AgentStarted,
     AgentStopped,
     AgentTokens,
@@ -15,13 +16,15 @@ from shell_router.core.events import (
     PrefillIncrement,
     PromptReady,
 )
-from shell_router.telemetry import Metrics, RunMetrics
+from shell_router.core.placement import Placed
+from shell_router.telemetry import EngineReports, Metrics, QueueState, RunMetrics, ServerState
 
 EVENTS = (
     AgentStarted(1.0, "a", "small"),
     AgentStarted(1.0, "b", "small"),
     AgentStarted(1.0, "root", "large"),
     PromptReady(1.1, "a", 10),
+    AgentPlaced(1.1, "a", (Placed("prefill-0", "scored", "wait"),)),
     AgentTokens(1.2, "b", (1, 2, 3), "xyz"),
     AgentTokens(1.3, "b", (4,), "w"),
     AgentFinished(1.4, "a", "stop", 10, 5, 9, 0.5),
@@ -90,3 +93,23 @@ def test_runs_gates_and_the_caches_state_are_there() -> None:
     assert value(metrics, "gate_decisions_total", target="duo", exited="true") == 1
     assert value(metrics, "gate_probability_sum", target="duo") == 0.8
     assert value(metrics, "cache_degraded") == 1
+
+
+def test_what_is_known_of_engines_is_told_and_what_is_not_is_absent() -> None:
+    told = ServerState("small", "decode", "http://a", 3, 0, False, 700, 0.25, 0.5, 1.5, 2)
+    silent = ServerState("small", "decode", "http://b", 0, 0, False, 0)
+    queue = QueueState("small", "decode", "scored", {"wait": 7, "tie": 1}, 4, 5, 6.5)
+    metrics = Metrics(engines=EngineReports(lambda: (told, silent), lambda: (queue,)))
+    at_a, at_b = ({"model": "small", "role": "decode", "url": f"http://{host}"} for host in "ab")
+    assert value(metrics, "engine_tokens", **at_a) == 700
+    assert value(metrics, "engine_kv_usage", **at_a) == 0.25
+    assert value(metrics, "engine_report_age_seconds", **at_a) == 1.5
+    assert value(metrics, "engine_reports_missed_total", **at_a) == 2
+    assert value(metrics, "engine_kv_usage", **at_b) is None
+    role = {"model": "small", "role": "decode"}
+    assert value(metrics, "engine_choices_total", **role, policy="scored", why="wait") == 7
+    assert value(metrics, "queue_requests", **role) == 4
+    assert (value(metrics, "queue_waited_total", **role), value(metrics, "queue_waited_seconds_total", **role)) == (
+        5,
+        6.5,
+    )

@@ -5,6 +5,7 @@ import pytest
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentPlaced,
     AgentStarted,
     AgentStopped,
     AgentTokens,
@@ -13,6 +14,7 @@ from shell_router.core.events import (
     PrefillIncrement,
     PromptReady,
 )
+from shell_router.core.placement import Placed
 from shell_router.errors import UnknownTrace
 from shell_router.telemetry import Trace, TraceStore
 
@@ -118,3 +120,14 @@ def test_a_tenant_does_not_see_anothers_trace() -> None:
     store.add(trace())
     with pytest.raises(UnknownTrace):
         store.get("other", "t")
+
+
+def test_a_trace_tells_where_each_agent_went_last_and_why() -> None:
+    told = whole()
+    assert told.placed() == ()
+    for engine in ("prefill-0", "prefill-1"):
+        told.add(AgentPlaced(12.1, "root", (Placed(engine, "gimbal", "turn", 0.5),)))
+    assert [str(one) for one in told.placed()] == ["prefill-1 (gimbal: turn)"]
+    assert told.as_json()["agents"]["root"]["engines"] == [
+        {"engine": "prefill-1", "policy": "gimbal", "why": "turn", "waited_s": 0.5}
+    ]

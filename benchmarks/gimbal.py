@@ -1,0 +1,251 @@
+"""Gimbal's evaluation (section V) in virtual time: the router's dispatcher in front of two simulated A100s.
+
+    python benchmarks/gimbal.py [--table NAME ...] [--requests N] [--seeds N] [--burstgpt CSV] [--json]
+
+    rates        the paper's 1.0, 1.2 and 1.4 requests a second, over its five distributions of lengths
+    scaled       the same at higher rates: the highest is where round robin's 99th percentile of TTFT is 4.9 s, as the
+                 paper's is at 1.4 a second, the others 1.0 / 1.4 and 1.2 / 1.4 of it
+    lengths      the highest of these by distribution, beside the paper's figures at 1.4 a second
+    prefixes     users who talk: prompts found in prefix caches
+    decisions    what a decision costs, by this machine's clock, which is not simulated
+    fairness     ten users, one of whom asks five times as often: tokens each was served, by Jain's index
+
+Latencies are seconds, TPOT milliseconds; changes are against round robin in front of engines that serve in order of
+arrival. How long prompts and outputs are, and what engines cost, is said in benchmarks/balancing.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from balancing.conversations import conversations
+from balancing.decisions import decision_rows
+from balancing.engines import costs
+from balancing.lengths import PROMPTS, Request, from_burstgpt, requests
+from balancing.serving import Served, served
+from balancing.settings import Setting, scheduling, settings
+from report import Row, report
+
+from shell_router.scheduling.queue_order import ORDERS
+
+PAPER_RATES = (1.0, 1.2, 1.4)
+PAPER_TTFT = {"Random": -17.6, "Central": -18.7, "Descending": -16.4, "Two-end": -17.8, "Average": -18.3}
+PAPER_TPOT = {"Random": -13.5, "Central": -17.6, "Descending": -7.9, "Two-end": -12.6, "Average": -15.1}
+SATURATED_S = 4.9
+"""The paper's 99th percentile of TTFT at its highest rate (section V-A.2)."""
+ENGINES = "two A100s by roofline, each with all of Qwen3-30B-A3B"
+SLOWEST, FASTEST, HALVINGS = 1.0, 16.0, 8
+WARM_S, USERS, HEAVY = 120.0, 10, 5
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How much is run, and on which lengths."""
+
+    count: int
+    seeds: int
+    decisions: int
+    pool: Sequence[tuple[int, int]]
+    room: int = costs(cached=False).decode.cache_tokens
+    found: dict[str, float] = field(default_factory=dict)
+
+    def asked(self, distribution: str, per_s: float, seed: int) -> list[Request]:
+        """The requests of a run."""
+        return requests(distribution, self.count, per_s, seed, self.pool)
+
+    def figures(self, setting: Setting, distribution: str, per_s: float) -> np.ndarray:
+        """Mean and 99th percentile of TTFT, of TPOT, and the rate of answers, over the seeds."""
+        runs = [
+            served(self.asked(distribution, per_s, seed), costs(cached=False), setting.scheduling, known=setting.known)
+            for seed in range(self.seeds)
+        ]
+        return np.mean([_figures(run) for run in runs], axis=0)
+
+    def saturating(self, distribution: str) -> float:
+        """Requests a second at which round robin's 99th percentile is the paper's."""
+        if distribution not in self.found:
+            low, high = SLOWEST, FASTEST
+            for _ in range(HALVINGS):
+                middle = (low + high) / 2
+                slow = self.figures(Setting(scheduling("round_robin")), distribution, middle)[1] > SATURATED_S
+                low, high = (low, middle) if slow else (middle, high)
+            self.found[distribution] = round(low, 2)
+        return self.found[distribution]
+
+
+def _figures(run: Served) -> list[float]:
+    return [
+        float(np.mean(run.ttft_s)),
+        float(np.percentile(run.ttft_s, 99)),
+        float(1e3 * np.mean(run.tpot_s)),
+        float(1e3 * np.percentile(run.tpot_s, 99)),
+        len(run.ttft_s) / run.elapsed_s,
+    ]
+
+
+def main() -> None:
+    """Print the tables that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", choices=TABLES, nargs="+", default=list(TABLES), metavar="NAME")
+    parser.add_argument("--requests", type=int, default=1000, help="of a run (default 1000, as in the paper)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each row, whose means are shown (default 3)")
+    parser.add_argument("--decisions", type=int, default=5000, help="that are timed (default 5000)")
+    parser.add_argument("--burstgpt", type=Path, help="a file of BurstGPT: its lengths instead of drawn ones")
+    parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
+    options = parser.parse_args()
+    pool = from_burstgpt(options.burstgpt) if options.burstgpt else ()
+    bench = Bench(options.requests, options.seeds, options.decisions, pool)
+    for name in options.table:
+        title, rows = TABLES[name]
+        simulated = name != "decisions"
+        engine = ENGINES if simulated else "no engines"
+        report(title, rows(bench), engine=engine, simulated=simulated, as_json=options.json)
+
+
+def _over_distributions(bench: Bench, rate_of: Callable[[str, float], float]) -> list[Row]:
+    """Rows by rate and setting: means over the distributions, and of the changes on each of them."""
+    rows = []
+    for rate in PAPER_RATES:
+        rates = {name: rate_of(name, rate) for name in PROMPTS}
+        done = {
+            setting: {name: bench.figures(how, name, rates[name]) for name in PROMPTS}
+            for setting, how in settings(bench.room).items()
+        }
+        for setting, by_name in done.items():
+            change = np.mean([by_name[name] / done["round robin"][name] - 1 for name in PROMPTS], axis=0)
+            mean = np.mean(list(by_name.values()), axis=0)
+            per_s = f"{min(rates.values()):.2g} to {max(rates.values()):.2g}" if len(set(rates.values())) > 1 else rate
+            rows.append({"requests/s": str(per_s), "setting": setting, **_columns(mean, change), "answers/s": mean[4]})
+    return rows
+
+
+def _columns(figures: np.ndarray, change: np.ndarray) -> Row:
+    names = ("TTFT", "p99 TTFT", "TPOT", "p99 TPOT")
+    found: Row = {}
+    for at, name in enumerate(names):
+        found[name] = float(figures[at])
+        found[f"{name} change"] = f"{change[at]:+.1%}"
+    return found
+
+
+def rates(bench: Bench) -> list[Row]:
+    """At the paper's own rates, which these engines hardly notice."""
+    return _over_distributions(bench, lambda _, rate: rate)
+
+
+def scaled(bench: Bench) -> list[Row]:
+    """At rates that load these engines as the paper's were."""
+    return _over_distributions(bench, lambda name, rate: bench.saturating(name) * rate / PAPER_RATES[-1])
+
+
+def lengths(bench: Bench) -> list[Row]:
+    """By distribution."""
+    rows = []
+    for name in PROMPTS:
+        per_s = bench.saturating(name)
+        done = {setting: bench.figures(how, name, per_s) for setting, how in settings(bench.room).items()}
+        for setting, found in done.items():
+            told = setting == "DPLB+SJFS"
+            rows.append(
+                {
+                    "lengths": name,
+                    "requests/s": per_s,
+                    "setting": setting,
+                    **_columns(found, found / done["round robin"] - 1),
+                    "paper TTFT": f"{PAPER_TTFT[name]:+.1f}%" if told else "",
+                    "paper TPOT": f"{PAPER_TPOT[name]:+.1f}%" if told else "",
+                }
+            )
+    return rows
+
+
+def prefixes(bench: Bench) -> list[Row]:
+    """Prompt tokens that were found cached, by policy; none of these waits in the router."""
+    rows = []
+    for policy in ("round_robin", "least_running", "gimbal", "scored"):
+        runs = [
+            served(conversations(bench.count, 4.0, seed), costs(cached=True), scheduling(policy))
+            for seed in range(bench.seeds)
+        ]
+        hits = float(np.mean([run.cached_tokens / run.prompt_tokens for run in runs]))
+        first = rows[0]["hit rate"] if rows else hits
+        ttft, p99, tpot, *_ = np.mean([_figures(run) for run in runs], axis=0)
+        paper = "+3 to +4.4%" if policy == "gimbal" else ""
+        change = f"{hits / first - 1:+.1%}"
+        rows.append(
+            {
+                "policy": policy,
+                "hit rate": hits,
+                "hits change": change,
+                "paper": paper,
+                "TTFT": float(ttft),
+                "p99 TTFT": float(p99),
+                "TPOT": float(tpot),
+            }
+        )
+    return rows
+
+
+def decisions(bench: Bench) -> list[Row]:
+    """By policy, then by order."""
+    return asyncio.run(decision_rows(bench.decisions))
+
+
+def fairness(bench: Bench) -> list[Row]:
+    """Two minutes in which engines have more to do than they can, by order."""
+    asked = _unevenly(bench)
+    rows = []
+    for order in ORDERS:
+        run = served(asked, costs(cached=False), scheduling("scored", order, room=bench.room, share=0.95, age_s=600.0))
+        tokens = _tokens_by(run, WARM_S)
+        shares = np.array([tokens.get(f"user-{user}", 0) for user in range(USERS)])
+        jain = float(shares.sum() ** 2 / (len(shares) * (shares**2).sum())) if shares.any() else 0.0
+        ttft, p99, *_ = _figures(run)
+        rows.append(
+            {
+                "order": order,
+                "Jain's index": jain,
+                "the frequent user's share": float(shares[0] / max(1, shares.sum())),
+                "TTFT": ttft,
+                "p99 TTFT": p99,
+                "longest": max(run.ttft_s),
+            }
+        )
+    return rows
+
+
+def _unevenly(bench: Bench) -> list[Request]:
+    """Twice what saturates them; the first of ten users asks five times as often as any other."""
+    users = [0] * HEAVY + list(range(1, USERS))
+    asked = bench.asked("Random", 2 * bench.saturating("Random"), 0)
+    return [
+        Request(one.at_s, f"user-{users[number % len(users)]}", one.prompt, one.output)
+        for number, one in enumerate(asked)
+    ]
+
+
+def _tokens_by(run: Served, until_s: float) -> Mapping[str, int]:
+    """What each user was served by then, or by half of the run, where that is shorter."""
+    until_s = min(until_s, run.elapsed_s / 2)
+    found: dict[str, int] = {}
+    for at_s, user, tokens in run.ended:
+        if at_s <= until_s:
+            found[user] = found.get(user, 0) + tokens
+    return found
+
+
+TABLES: Mapping[str, tuple[str, Callable[[Bench], list[Row]]]] = {
+    "rates": ("Gimbal's setup at its own rates", rates),
+    "scaled": ("Gimbal's setup at rates that load these engines as much", scaled),
+    "lengths": ("Five distributions of lengths at the highest rate", lengths),
+    "prefixes": ("Users who talk: prompts found in prefix caches", prefixes),
+    "decisions": ("What a decision costs", decisions),
+    "fairness": ("Ten users, one of whom asks five times as often", fairness),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
