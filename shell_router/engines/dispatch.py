@@ -1,27 +1,23 @@
 """Which of several engines takes a request, and when: for servers and for simulated pairs alike."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from shell_router.core.generation import DEFAULT_MAX_NEW_TOKENS
 from shell_router.core.placement import Placed
 from shell_router.engines.breaker import Breaker
+from shell_router.engines.known_prompts import KnownPrompts
 from shell_router.engines.place import Candidate, Place, PlaceNews, Wanted
 from shell_router.engines.waiting_line import Turn, WaitingLine
 from shell_router.errors import EngineUnavailable
 from shell_router.scheduling.engine_selection import POLICIES
-from shell_router.scheduling.engine_state import KEPT, Asked, Choice, Memory, Reported
-from shell_router.scheduling.prefix_index import PrefixIndex
+from shell_router.scheduling.engine_state import Asked, Choice, Memory, Reported
 from shell_router.scheduling.queue_memory import QueueMemory
 from shell_router.scheduling.queue_order import priority
 from shell_router.scheduling.settings import SchedulingSettings
 
 E = TypeVar("E")
-
-_WEIGHT = 0.1  # of the newest output's length in the mean
 
 
 class Dispatcher(Generic[E]):
@@ -43,9 +39,7 @@ class Dispatcher(Generic[E]):
         self._queue = QueueMemory()
         self._line: WaitingLine[E] = WaitingLine(settings.queue, self._queue)
         self._memory = Memory(settings.selection.affinity_s)
-        self._prefixes = PrefixIndex() if settings.selection.reads_prefixes and len(engines) > 1 else None
-        self._homes: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by affinity: where, and how many tokens
-        self._mean_output = float(DEFAULT_MAX_NEW_TOKENS)
+        self._prompts = KnownPrompts(prefixes=settings.selection.reads_prefixes and len(engines) > 1)
 
     @property
     def engines(self) -> tuple[E, ...]:
@@ -77,17 +71,20 @@ class Dispatcher(Generic[E]):
         """
         serving, now_s = self._serving(), self._clock()
         shunned = frozenset(at.index for at in self.candidates if at.engine in avoid) if avoid else frozenset()
-        turn: Turn[E] = Turn(wanted, self._asked(wanted), now_s, shunned)
-        self._queue.arrived(turn.asked, now_s)
+        turn: Turn[E] = Turn(wanted, self._prompts.asked(wanted), now_s, shunned)
         if not self.settings.queue.holds:
             return self._take(turn, self._choice(turn.asked, _wished(serving, shunned)))
+        self._queue.arrived(turn.asked, now_s)
         self._bind(turn, _wished(serving, shunned))
         self._line.join(turn)
         self.grant()
+        if turn.has_place:
+            return turn.place.result()
+        turn.waited = True
         try:
-            return turn.place.result() if turn.place.done() else await self._line.granted(turn)
+            return await self._line.granted(turn)
         finally:
-            if not _has_place(turn):
+            if not turn.has_place:
                 self._unbind(turn)
                 self._queue.left(turn.asked)
 
@@ -135,30 +132,10 @@ class Dispatcher(Generic[E]):
             return False
         return update or limits.max_running is None or load.requests - load.updates < limits.max_running
 
-    def _asked(self, wanted: Wanted) -> Asked:
-        expected = wanted.hints.output_tokens
-        output = min(wanted.most_output, round(self._mean_output if expected is None else expected))
-        resident = self._homes.get(hash(wanted.affinity), (0, 0))[1] if wanted.affinity is not None else 0
-        known = self._prefixes.overlaps(wanted.ids) if self._prefixes is not None and wanted.ids is not None else {}
-        return Asked(
-            wanted.prompt_tokens,
-            max(1, wanted.prompt_tokens - resident),
-            output,
-            wanted.hints,
-            wanted.affinity,
-            known,
-            wanted.update,
-            wanted.prefills,
-        )
-
-    def _home(self, asked: Asked) -> int | None:
-        """The engine that holds the beginning of a prompt that grows."""
-        return self._homes.get(hash(asked.affinity), (None, 0))[0] if asked.affinity is not None else None
-
     def _choice(self, asked: Asked, among: Sequence[Candidate[E]]) -> Choice:
         if len(self.candidates) == 1:
             return Choice(0, "only_engine")
-        home = self._home(asked)
+        home = self._prompts.home(asked)
         if home is not None and any(at.index == home for at in among):
             return Choice(home, "growing_prompt")
         if len(among) == 1:
@@ -169,7 +146,7 @@ class Dispatcher(Generic[E]):
 
     def _bind(self, turn: Turn[E], among: Sequence[Candidate[E]]) -> None:
         """Choose the engine now where it is not to be chosen when one has a place."""
-        home = self._home(turn.asked)
+        home = self._prompts.home(turn.asked)
         if self.settings.queue.bind == "arrival" or any(at.index == home for at in among):
             turn.bound = self._choice(turn.asked, among)
             self._memory.note(turn.asked, turn.bound.index, turn.arrived_s)
@@ -185,49 +162,31 @@ class Dispatcher(Generic[E]):
 
     def _take(self, turn: Turn[E], choice: Choice) -> Place[E]:
         at, now_s = self.candidates[choice.index], self._clock()
-        queue = self.settings.queue
-        waiting = self._line.as_waiting(turn)
+        queue, waiting = self.settings.queue, self._line.as_waiting(turn)
         rank = priority(waiting, self._queue, queue) if queue.engine_priority else None
+        if turn.bound is None:
+            self._memory.note(turn.asked, choice.index, now_s)
+        asked = self._prompts.sent(turn.wanted, turn.asked, choice.index)
+        at.breaker.tried(now_s)
+        at.chosen = self._memory.made
+        self.choices[choice.why] += 1
         if queue.holds:
             self._line.leave(turn)
             self._unbind(turn)
-        if turn.bound is None:
-            self._memory.note(turn.asked, choice.index, now_s)
-        asked = self._counted(turn, choice.index)
-        at.breaker.tried(now_s)
-        at.chosen = self._memory.made
-        self._queue.chosen(asked, waiting.missed // queue.starvation_misses, queue.quantum)
-        self.choices[choice.why] += 1
-        if now_s > turn.arrived_s:
-            self.waited, self.waited_s = self.waited + 1, self.waited_s + now_s - turn.arrived_s
-        placed = Placed(at.name, self.settings.selection.policy, choice.why, now_s - turn.arrived_s)
-        return Place(at.engine, placed, rank, at.in_flight.begin(asked), self._news(asked))
-
-    def _counted(self, turn: Turn[E], index: int) -> Asked:
-        """The request with what of its prompt is new to this engine, whose prompts are remembered."""
-        wanted, asked = turn.wanted, turn.asked
-        home = self._home(asked)
-        known = asked.prompt_tokens - asked.new_tokens if home == index else 0
-        new = max(1, asked.prompt_tokens - max(known, asked.overlaps.get(index, 0)))
-        if self._prefixes is not None and wanted.ids is not None:
-            self._prefixes.add(wanted.ids, index)
-        if wanted.affinity is not None:
-            self._homes[hash(wanted.affinity)] = (index, wanted.prompt_tokens)  # a client's own key may be long
-            self._homes.move_to_end(hash(wanted.affinity))
-            if len(self._homes) > KEPT:
-                self._homes.popitem(last=False)
-        return replace(asked, new_tokens=new)
+            self._queue.chosen(asked, waiting.missed // queue.starvation_misses, queue.quantum)
+        waited_s = now_s - turn.arrived_s if turn.waited else 0.0
+        self.waited, self.waited_s = self.waited + turn.waited, self.waited_s + waited_s
+        placed = Placed(at.name, self.policy, choice.why, waited_s)
+        news = self._news(asked) if queue.holds else PlaceNews(completed=self._prompts.wrote)
+        return Place(at.engine, placed, rank, at.in_flight.begin(asked), news)
 
     def _news(self, asked: Asked) -> PlaceNews:
         return PlaceNews(
             self.grant,
             lambda tokens: self._queue.served(asked.user, 0, tokens),
-            self._learn,
+            self._prompts.wrote,
             partial(self._left, asked),
         )
-
-    def _learn(self, tokens: int) -> None:
-        self._mean_output += _WEIGHT * (tokens - self._mean_output)
 
     def _left(self, asked: Asked) -> None:
         self._queue.left(asked)
@@ -244,7 +203,3 @@ def _can_go(serving: set[int], room: set[int], update_room: set[int], turn: Turn
         return False
     able = update_room if turn.wanted.update else room
     return turn.bound.index in able if turn.bound is not None and turn.bound.index in serving else bool(able)
-
-
-def _has_place(turn: Turn[E]) -> bool:
-    return turn.place.done() and not turn.place.cancelled() and turn.place.exception() is None

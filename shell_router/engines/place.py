@@ -78,14 +78,18 @@ class Candidate(Generic[E]):
         )
 
 
+def _unheard(*_: int) -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlaceNews:
     """Who is told what becomes of a request: another may be prefilled, tokens, the whole output, the end."""
 
-    freed: Callable[[], None]
-    wrote: Callable[[int], None]
-    completed: Callable[[int], None]
-    left: Callable[[], None]
+    freed: Callable[[], None] = _unheard
+    wrote: Callable[[int], None] = _unheard
+    completed: Callable[[int], None] = _unheard
+    left: Callable[[], None] = _unheard
 
 
 class Place(Generic[E]):

@@ -19,7 +19,8 @@ class Turn(Generic[E]):
     """A request on its way to an engine, and its `place` there, once it has one.
 
     It goes to the `bound` engine where there is one, else to any that it has not failed on (`shunned`, by index).
-    `entered` is how many had been served before it came.
+    `entered` is how many had been served before it came, `waited` whether it was not served at once. Its `place` is to
+    come from the moment it joins a line.
     """
 
     wanted: Wanted
@@ -28,7 +29,13 @@ class Turn(Generic[E]):
     shunned: frozenset[int]
     bound: Choice | None = None
     entered: int = 0
-    place: "asyncio.Future[Place[E]]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    waited: bool = False
+    place: "asyncio.Future[Place[E]]" = field(init=False)
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it has one, and not an error instead."""
+        return self.place.done() and not self.place.cancelled() and self.place.exception() is None
 
 
 class WaitingLine(Generic[E]):
@@ -43,6 +50,7 @@ class WaitingLine(Generic[E]):
     def join(self, one: Turn[E]) -> None:
         """Wait from now on."""
         one.entered = self.served
+        one.place = asyncio.get_running_loop().create_future()
         self.turns.append(one)
 
     def leave(self, one: Turn[E]) -> None:
@@ -86,5 +94,5 @@ class WaitingLine(Generic[E]):
     def _forget(self, one: Turn[E]) -> None:
         if one in self.turns:
             self.turns.remove(one)
-        if one.place.done() and not one.place.cancelled() and one.place.exception() is None:
+        if one.has_place:
             one.place.result().close()  # it came in the moment in which the request was given up
