@@ -8,6 +8,7 @@
     activation   agents that ran to their end, per question, of those there are
     second       from the end of an aggregator's last input to its own end, by what the two GPUs of a model do (5.2.2)
     beyond       slot order, chunk sizes and the exit in flight, alone and together, against the critical-path bound
+    busy         what updates of one size or another cost the prefill engines, with a question every second
     scale        what a simulated agent costs, for 100, 1000 and 10000 programs at a time
 
 How long outputs are and how often they agree is assumed (DATA_SETS). Each table is of one seed: what is asked and
@@ -266,6 +267,31 @@ def beyond(bench: Bench) -> list[Row]:
     return rows
 
 
+def busy(bench: Bench) -> list[Row]:
+    """Chunk sizes under load: how busy the prefill engine of the large model is for what."""
+    tree = bench.topology("tree-incremental")
+    tried = {"no incremental prefill": bench.topology("tree")}
+    for tokens in (8, 64, 256):
+        fixed = IncrementSettings(chunk_tokens=tokens)
+        tried[f"chunks of {tokens}"] = replace(tree, prefill=Prefill(increments=fixed))
+    tried["adaptive chunks"] = replace(tree, prefill=Prefill())
+    rows = []
+    for name, topology in tried.items():
+        one = bench.run(topology, DATA_SETS["GSM8K"], arrivals="poisson", per_s=1.0)
+        prefill_busy = max(use.prefill_busy for use in one.engines if use.model == "large")
+        rows.append(
+            {
+                "updates": name,
+                "mean s": one.mean_s,
+                "over bound": f"{one.over_bound:.2%}",
+                "exposed ms": 1000 * (one.exposed_s or 0.0),
+                "late": f"{one.late:.1%}",
+                "prefill engine busy": f"{prefill_busy:.0%}",
+            }
+        )
+    return rows
+
+
 def scale(bench: Bench) -> list[Row]:
     """Programs that all begin at once, and the simulator's own time."""
     topology = bench.topology("full")
@@ -300,6 +326,7 @@ TABLES: Mapping[str, tuple[str, Rows]] = {
     "activation": ("Faster-MoA 5.2.1: agents that ran to their end", activation),
     "second": ("Faster-MoA 5.2.2: latency of the second layer", second),
     "beyond": ("Beyond the paper: the online path against its bound", beyond),
+    "busy": ("GSM8K, one question a second: sizes of updates, the large model's prefill engine", busy),
     "scale": ("What a simulated agent costs the simulator", scale),
 }
 
