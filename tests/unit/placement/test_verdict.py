@@ -1,0 +1,35 @@
+"""When a new placement is worth a restart."""
+
+import pytest
+
+from shell_router.placement.measures import Measures
+from shell_router.placement.verdict import verdict
+
+NOW = Measures(balance=1.2, worst_balance=1.5, deviation=0.5, traffic=0.6)
+
+
+def of(balance: float, traffic: float) -> Measures:
+    return Measures(balance, balance, 0.1, traffic)
+
+
+@pytest.mark.parametrize(
+    ("new", "worth_it", "reason"),
+    [
+        (of(1.1, 0.6), True, "balance 1.200 to 1.100, traffic 60.0% to 60.0%"),
+        (of(1.2, 0.5), True, "traffic 60.0% to 50.0%"),
+        (of(1.19, 0.59), False, "no gain of 5%"),
+        (NOW, False, "no gain of 5%"),
+        (of(1.0, 0.61), False, "not better in both"),
+        (of(1.21, 0.1), False, "not better in both"),
+    ],
+)
+def test_a_gain_in_one_without_a_loss_in_the_other_is_worth_it(new: Measures, worth_it: bool, reason: str) -> None:
+    found = verdict(NOW, new, 0.05)
+    assert found.worth_it is worth_it
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize("margin", [0.0, -1.0, float("nan")])
+def test_a_margin_of_nothing_is_refused(margin: float) -> None:
+    with pytest.raises(ValueError, match="margin must be above 0"):
+        verdict(NOW, NOW, margin)
