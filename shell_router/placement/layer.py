@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 from shell_router.placement.placement import Gpus
 from shell_router.placement.record import Counts, ExpertRecord
 
+ROUNDING = 1e-6
+"""Loads are whole numbers; the ideal load is not."""
+
 
 def pull_of(record: ExpertRecord, on: Counts, layer: int, *, after: bool = True) -> Counts:
     """[experts, gpus]: the transitions that stay on a GPU if the expert is there, with the layers around it as in `on`.
@@ -21,6 +24,33 @@ def pull_of(record: ExpertRecord, on: Counts, layer: int, *, after: bool = True)
     if after and layer < len(on) - 1:
         pull += record.transitions[layer] @ on[layer + 1]
     return pull
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The load that each GPU of a layer shall have."""
+
+    low: float
+    high: float
+
+    def outside(self, load: Counts) -> Counts:
+        """How far each load is outside; 0 within."""
+        return np.asarray((load - self.high).clip(0) + (self.low - load).clip(0))
+
+    def loosened(self, share: float) -> "Bounds":
+        """Wider by `share` of each."""
+        return Bounds(self.low * (1 - share), self.high * (1 + share))
+
+
+def bounds_of(load: Counts, slack: float) -> Bounds:
+    """What a layer with EPLB's `load` [gpus] allows: the load of its fullest GPU, and D (8, 9) around the ideal.
+
+    Where `slack` allows more around the ideal load, that. Within them a layer is worse in neither than by EPLB.
+    """
+    ideal = load.mean()
+    deviation = abs(load - ideal).max()
+    low, high = min(ideal - deviation, (1 - slack) * ideal), max(load.max(), (1 + slack) * ideal)
+    return Bounds(low - ROUNDING, high + ROUNDING)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,29 +70,29 @@ class Layer:
         """[gpus]."""
         return np.asarray(np.bincount(self.gpu_of, self.activations, minlength=self.pull.shape[1]), dtype=np.float64)
 
-    def level(self, bound: float) -> bool:
-        """Bring every GPU's load to `bound`, first by the swap that loses least per load above it. Whether it could."""
-        while (excess := (self.load - bound).clip(0)).any():
-            above = excess[self.gpu_of]
-            relief = above[:, None] + above - (self._after() - bound).clip(0).sum(axis=0)
+    def level(self, bounds: Bounds) -> bool:
+        """Bring every GPU's load within `bounds`, first by the swap that loses least for it. Whether it could."""
+        while (outside := bounds.outside(self.load)).any():
+            now = outside[self.gpu_of]
+            relief = now[:, None] + now - bounds.outside(self._after()).sum(axis=0)
             loss = -self._gain()
             merit = relief / (1 + loss - loss.min())
             if not self._swap(np.where(self._apart(), merit, 0.0)):
                 return False
         return True
 
-    def gather(self, bound: float) -> None:
-        """Keep more transitions on their GPUs, with no load above `bound`: the best swap first."""
-        while self._swap(np.where(self._after().max(axis=0) <= bound, self._gain(), 0.0)):
+    def gather(self, bounds: Bounds) -> None:
+        """Keep more transitions on their GPUs, all loads within `bounds` as they were: the best swap first."""
+        while self._swap(np.where(bounds.outside(self._after()).any(axis=0), 0.0, self._gain())):
             pass
 
-    def even(self) -> None:
-        """Lower the highest load where that loses no transition: the swap that lowers it most first."""
+    def even(self, bounds: Bounds) -> None:
+        """Lower the highest load where that loses no transition, within `bounds`: what lowers it most first."""
         while True:
-            load = self.load
-            lower = load.max() - self._after().max(axis=0)
-            fullest = load[self.gpu_of] == load.max()
-            if not self._swap(np.where(fullest[:, None] & self._apart() & (self._gain() >= 0), lower, 0.0)):
+            load, after = self.load, self._after()
+            fullest = load[self.gpu_of][:, None] == load.max()
+            free = (self._gain() >= 0) & ~bounds.outside(after).any(axis=0)
+            if not self._swap(np.where(fullest & self._apart() & free, load.max() - after.max(axis=0), 0.0)):
                 return
 
     def _gain(self) -> Counts:

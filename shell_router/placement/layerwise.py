@@ -1,16 +1,17 @@
 """Layer by layer, each solved exactly for the layer before it."""
 
+from math import ceil, floor
 from typing import Any
 
 import numpy as np
 
 from shell_router.placement.baselines import eplb
-from shell_router.placement.layer import Layer, pull_of
+from shell_router.placement.layer import Bounds, Layer, bounds_of, pull_of
+from shell_router.placement.measures import loads
 from shell_router.placement.placement import Gpus, Placement, experts_per_gpu
 from shell_router.placement.record import ExpertRecord
 from shell_router.placement.settings import PlacementSettings
 from shell_router.placement.solver import cp_sat, solved
-from shell_router.placement.swap import bounds_of
 
 
 def layerwise(record: ExpertRecord, settings: PlacementSettings) -> Placement:
@@ -21,7 +22,7 @@ def layerwise(record: ExpertRecord, settings: PlacementSettings) -> Placement:
     """
     cp = cp_sat()
     reference = eplb(record, settings)
-    bounds = bounds_of(record, reference, settings.slack)
+    bounds = [bounds_of(load, settings.slack) for load in loads(record, reference)]
     gpu_of, on = reference.gpu_of.copy(), reference.on.copy()
     for number in range(1, len(gpu_of)):
         layer = Layer(gpu_of[number].copy(), record.activations[number], pull_of(record, on, number, after=False))
@@ -31,8 +32,8 @@ def layerwise(record: ExpertRecord, settings: PlacementSettings) -> Placement:
     return Placement(settings.gpus, gpu_of)
 
 
-def _exact(cp: Any, layer: Layer, bound: float, settings: PlacementSettings) -> Gpus:
-    """The experts' GPUs [experts] with most pull, of those within `bound`."""
+def _exact(cp: Any, layer: Layer, bounds: Bounds, settings: PlacementSettings) -> Gpus:
+    """The experts' GPUs [experts] with most pull, of those within `bounds`."""
     model, (experts, gpus) = cp.CpModel(), layer.pull.shape
     x = [[model.new_bool_var(f"x {expert} {gpu}") for gpu in range(gpus)] for expert in range(experts)]
     for row, gpu in zip(x, layer.gpu_of, strict=True):
@@ -43,7 +44,8 @@ def _exact(cp: Any, layer: Layer, bound: float, settings: PlacementSettings) -> 
     for gpu in range(gpus):
         column = [row[gpu] for row in x]
         model.add(sum(column) == experts_per_gpu(experts, gpus))  # (4)
-        model.add(cp.LinearExpr.weighted_sum(column, activations) <= int(bound))  # (8)
+        load = cp.LinearExpr.weighted_sum(column, activations)
+        model.add_linear_constraint(load, ceil(bounds.low), floor(bounds.high))  # (8, 9)
     flat = [variable for row in x for variable in row]
     model.maximize(cp.LinearExpr.weighted_sum(flat, pull.ravel()))
     solver = solved(cp, model, settings.limit_s)

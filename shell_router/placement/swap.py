@@ -1,14 +1,14 @@
 """Swaps of two experts, layer by layer and to and fro, under EPLB's own balance: the default."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from shell_router.placement.baselines import eplb
-from shell_router.placement.layer import Layer, pull_of
+from shell_router.placement.layer import Bounds, Layer, bounds_of, pull_of
 from shell_router.placement.measures import kept, loads
 from shell_router.placement.placement import Placement
-from shell_router.placement.record import Counts, ExpertRecord
+from shell_router.placement.record import ExpertRecord
 from shell_router.placement.settings import PlacementSettings
 
 LOOSENED = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
@@ -27,20 +27,14 @@ def swap(record: ExpertRecord, settings: PlacementSettings) -> Placement:
     lowered as far as that costs no traffic, which is all there is to do where no transitions were recorded.
     """
     reference = eplb(record, settings)
-    bounds = bounds_of(record, reference, settings.slack)
+    bounds = [bounds_of(load, settings.slack) for load in loads(record, reference)]
     near, far = _Search(record, reference), _Search(record, reference)
     near.until_settled(bounds)
     for loosened in LOOSENED:
-        far.until_settled(bounds * (1 + loosened))
+        far.until_settled([one.loosened(loosened) for one in bounds])
     best = max(near, far, key=lambda search: kept(record, search.placement))
-    best.even()
+    best.even(bounds)
     return best.placement
-
-
-def bounds_of(record: ExpertRecord, reference: Placement, slack: float) -> Counts:
-    """[layers]: the most load of a GPU: as much as `reference` has, or `slack` above the mean where that is more."""
-    load = loads(record, reference)
-    return np.asarray(np.maximum(load.max(axis=1), (1 + slack) * load.mean(axis=1)))
 
 
 class _Search:
@@ -56,7 +50,7 @@ class _Search:
     def placement(self) -> Placement:
         return Placement(self._reference.gpus, self._gpu_of)
 
-    def until_settled(self, bounds: Counts) -> None:
+    def until_settled(self, bounds: Sequence[Bounds]) -> None:
         """Sweep forth and back until a sweep changes little. Within `bounds` afterwards, if `reference` is."""
         forth = range(len(self._gpu_of))
         before = -np.inf
@@ -67,7 +61,7 @@ class _Search:
                 return
             before = now
 
-    def _sweep(self, order: Iterable[int], bounds: Counts) -> None:
+    def _sweep(self, order: Iterable[int], bounds: Sequence[Bounds]) -> None:
         for number in order:
             layer = self._layer(number)
             if not layer.level(bounds[number]):
@@ -75,11 +69,11 @@ class _Search:
             layer.gather(bounds[number])
             self._put(number, layer)
 
-    def even(self) -> None:
+    def even(self, bounds: Sequence[Bounds]) -> None:
         """Lower each layer's highest load where no transition is lost by it."""
         for number in range(len(self._gpu_of)):
             layer = self._layer(number)
-            layer.even()
+            layer.even(bounds[number])
             self._put(number, layer)
 
     def _layer(self, number: int) -> Layer:

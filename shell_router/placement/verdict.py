@@ -14,16 +14,15 @@ class Verdict:
 
 
 def verdict(now: Measures, new: Measures, margin: float) -> Verdict:
-    """Whether `new` beats `now`, both on the same record, by `margin` in balance or traffic, and loses in neither.
+    """Whether `new` beats `now`, both on the same record, by `margin` in all.
 
-    `margin` is a share: 0.05 for a fullest GPU with 5 % less load, or 5 of 100 transitions fewer between GPUs.
-    ValueError unless it is above 0.
+    The gain is the share of load that the fullest GPU loses and the share of transitions that no longer cross, added
+    up: what one wins the other may lose. ValueError unless `margin` is above 0.
     """
     if not margin > 0:
         raise ValueError(f"margin must be above 0, not {margin}")
+    gain = 1 - new.balance / now.balance + now.traffic - new.traffic
     told = f"balance {now.balance:.3f} to {new.balance:.3f}, traffic {now.traffic:.1%} to {new.traffic:.1%}"
-    if new.balance > now.balance or new.traffic > now.traffic:
-        return Verdict(False, f"not better in both: {told}")
-    if 1 - new.balance / now.balance < margin and now.traffic - new.traffic < margin:
-        return Verdict(False, f"no gain of {margin:.0%}: {told}")
+    if gain < margin:
+        return Verdict(False, f"a gain below {margin:.0%}: {told}")
     return Verdict(True, told)

@@ -7,16 +7,27 @@ it imports nothing of the router, and SGLang only where a function needs it. doc
 import logging
 import multiprocessing
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
+from shell_router.sglang_plugin.experts import (
+    RECORD_FILE,
+    clear_counts,
+    count_experts,
+    make_counts,
+    record_file,
+    write_counts,
+)
 from shell_router.sglang_plugin.kv_transfer import index_on_host_without_cuda, status_of_room
 from shell_router.sglang_plugin.names import (
     CALC_PRIORITY,
     KV_CLASS,
     LAUNCH_SERVER,
+    RECORDER,
     REQUEST,
     ROOM_STATUS,
     has_waiting_queue,
     missing_names,
+    missing_of_recorder,
 )
 from shell_router.sglang_plugin.prefix_cache import keep_prefill_only_kv
 from shell_router.sglang_plugin.routes import add_routes
@@ -67,3 +78,21 @@ def _register_hooks(*, serves_http: bool) -> None:
             logger.error("%s has no effect: this sglang's waiting queue is not where it was.", VARIABLE)
     if serves_http:
         HookRegistry.register(LAUNCH_SERVER, add_routes, HookType.BEFORE)
+    if record_file() is not None:
+        _register_recording(HookRegistry, HookType)
+
+
+def _register_recording(registry: Any, kind: Any) -> None:
+    """The hooks that count which experts follow which."""
+    if missing := missing_of_recorder():
+        logger.error(
+            "The shell_router plugin finds no %s in this SGLang, and records no experts. Install a version that "
+            "docs/sglang.md says was tried, or leave %s unset.",
+            ", ".join(missing),
+            RECORD_FILE,
+        )
+        return
+    registry.register(f"{RECORDER}.__init__", make_counts, kind.AFTER)
+    registry.register(f"{RECORDER}.start_record", clear_counts, kind.AFTER)
+    registry.register(f"{RECORDER}.on_select_experts", count_experts, kind.AROUND)
+    registry.register(f"{RECORDER}.dump_record", write_counts, kind.AROUND)

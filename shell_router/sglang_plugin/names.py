@@ -2,8 +2,7 @@
 
 import inspect
 import pkgutil
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 REQUEST: Final = "sglang.srt.managers.schedule_batch.Req.__init__"
 KV_CLASS: Final = "sglang.srt.disaggregation.utils.get_kv_class"
@@ -30,6 +29,18 @@ WHERE_HTTP_IS_SERVED: Final = (
     "sglang.srt.server_args.ServerArgs.disable_radix_cache",
     "sglang.srt.server_args.ServerArgs.tokenizer_worker_num",
 )
+RECORDER: Final = "sglang.srt.eplb.expert_distribution._ExpertDistributionRecorderReal"
+WHERE_EXPERTS_ARE_RECORDED: Final = (
+    f"{RECORDER}.__init__",
+    f"{RECORDER}.recording",
+    f"{RECORDER}.start_record",
+    f"{RECORDER}.on_select_experts",
+    f"{RECORDER}.dump_record",
+    "sglang.srt.server_args.ServerArgs.expert_distribution_recorder_mode",
+    "sglang.srt.server_args.ServerArgs.enable_two_batch_overlap",
+)
+OF_A_RECORDER: Final = ("_expert_location_metadata", "_current_layer_idx", "_disable_all")
+"""Attributes that the recorder's `__init__` sets."""
 OF_A_REQUEST: Final = ("bootstrap_host", "bootstrap_port", "positional_embed_overrides", "skip_radix_cache_insert")
 """Attributes that `Req.__init__` sets; no class has them, so they are looked for in its code."""
 
@@ -38,7 +49,14 @@ def missing_names(*, serves_http: bool) -> list[str]:
     """What this SGLang lacks of what the plugin needs in this process. Imports the modules that it hooks."""
     needed = (*IN_EVERY_PROCESS, *(WHERE_HTTP_IS_SERVED if serves_http else ()))
     missing = [name for name in needed if not _is_found(name)]
-    return missing if REQUEST in missing else missing + _not_set(pkgutil.resolve_name(REQUEST))
+    return missing if REQUEST in missing else missing + _not_set(REQUEST, OF_A_REQUEST)
+
+
+def missing_of_recorder() -> list[str]:
+    """What this SGLang lacks of what recording experts needs. Imports the recorder."""
+    missing = [name for name in WHERE_EXPERTS_ARE_RECORDED if not _is_found(name)]
+    init = f"{RECORDER}.__init__"
+    return missing if init in missing else missing + _not_set(init, OF_A_RECORDER)
 
 
 def has_waiting_queue() -> bool:
@@ -54,6 +72,8 @@ def _is_found(name: str) -> bool:
     return True
 
 
-def _not_set(init: Callable[..., Any]) -> list[str]:
-    code = getattr(inspect.unwrap(init), "__code__", None)
-    return [f"Req.{name}" for name in OF_A_REQUEST if code is None or name not in code.co_names]
+def _not_set(init: str, attributes: tuple[str, ...]) -> list[str]:
+    """Those of `attributes` that the `__init__` at this name does not set."""
+    code = getattr(inspect.unwrap(pkgutil.resolve_name(init)), "__code__", None)
+    of = init.split(".")[-2]
+    return [f"{of}.{name}" for name in attributes if code is None or name not in code.co_names]

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any, Final
 
+from shell_router.sglang_plugin.experts import can_record, record_file
 from shell_router.sglang_plugin.prefix_cache import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
 
 logger = logging.getLogger(__name__)
@@ -13,9 +14,11 @@ logger = logging.getLogger(__name__)
 CONTRACT: Final = 1
 """Counts up when `/prefill_only` or `/shell_router/capabilities` change so that an older router would misread them."""
 
+EXPERT_RECORD_PATH: Final = "/shell_router/expert_record"
+
 
 def add_routes(server_args: Any, *_arguments: Any, **_named: Any) -> None:
-    """Before `launch_server`: `GET /shell_router/capabilities`, and `POST /prefill_only` on a prefill server."""
+    """Before `launch_server`: `GET /shell_router/capabilities`, and the routes that this server can offer."""
     from sglang.srt.entrypoints import http_server
 
     if server_args.tokenizer_worker_num > 1:
@@ -33,6 +36,8 @@ def add_routes(server_args: Any, *_arguments: Any, **_named: Any) -> None:
     http_server.app.add_api_route("/shell_router/capabilities", tell, methods=["GET"])
     if found["disaggregation_mode"] == "prefill":
         http_server.app.add_api_route("/prefill_only", prefill_only_route(), methods=["POST"])
+    if found["expert_record"]:
+        http_server.app.add_api_route(EXPERT_RECORD_PATH, expert_record_route(), methods=["GET"])
 
 
 def capabilities(server_args: Any, sglang_version: str) -> dict[str, Any]:
@@ -43,6 +48,7 @@ def capabilities(server_args: Any, sglang_version: str) -> dict[str, Any]:
         "sglang_version": sglang_version,
         "disaggregation_mode": mode,
         "prefill_only": mode == "prefill" and not server_args.disable_radix_cache,
+        "expert_record": can_record(server_args),
     }
 
 
@@ -55,6 +61,19 @@ def prefill_only_route() -> Callable[..., Awaitable[Any]]:
         return await generate_request(as_prefill_only(obj, random.getrandbits(62)), request)
 
     return prefill_only
+
+
+def expert_record_route() -> Callable[..., Awaitable[Any]]:
+    """The route that answers what the last `/dump_expert_distribution_record` wrote: an archive of NumPy's."""
+    from fastapi import Response
+
+    async def expert_record() -> Any:
+        file = record_file()
+        if file is None or not file.exists():
+            return Response("Nothing was dumped: call /dump_expert_distribution_record first.\n", status_code=404)
+        return Response(file.read_bytes(), media_type="application/octet-stream")
+
+    return expert_record
 
 
 def as_prefill_only(body: Any, room: int) -> Any:

@@ -17,13 +17,15 @@ def of(balance: float, traffic: float) -> Measures:
     [
         (of(1.1, 0.6), True, "balance 1.200 to 1.100, traffic 60.0% to 60.0%"),
         (of(1.2, 0.5), True, "traffic 60.0% to 50.0%"),
-        (of(1.19, 0.59), False, "no gain of 5%"),
-        (NOW, False, "no gain of 5%"),
-        (of(1.0, 0.61), False, "not better in both"),
-        (of(1.21, 0.1), False, "not better in both"),
+        (of(1.0, 0.65), True, "traffic 60.0% to 65.0%"),
+        (of(1.17, 0.57), True, "balance 1.200 to 1.170"),
+        (of(1.19, 0.59), False, "a gain below 5%"),
+        (NOW, False, "a gain below 5%"),
+        (of(1.1, 0.7), False, "a gain below 5%"),
+        (of(1.5, 0.4), False, "a gain below 5%"),
     ],
 )
-def test_a_gain_in_one_without_a_loss_in_the_other_is_worth_it(new: Measures, worth_it: bool, reason: str) -> None:
+def test_a_gain_in_balance_and_traffic_together_is_worth_it(new: Measures, worth_it: bool, reason: str) -> None:
     found = verdict(NOW, new, 0.05)
     assert found.worth_it is worth_it
     assert reason in found.reason

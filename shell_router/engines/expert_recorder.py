@@ -1,0 +1,103 @@
+"""Has an SGLang server record which experts its tokens choose: its own recorder's routes, and the plugin's."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+
+from shell_router.core.engine_errors import error_message
+from shell_router.engines.wire import rejected
+from shell_router.errors import ConfigError, EngineStalled, EngineUnreachable
+
+OK, NOT_FOUND = 200, 404
+START = (
+    "Start it with --expert-distribution-recorder-mode stat and SHELL_ROUTER_EXPERT_RECORD=FILE in its environment, "
+    "where the router's plugin is installed."
+)
+
+
+class ExpertRecorder:
+    """One server at `url`, reached through the caller's session; a request may take `limit_s`.
+
+    All methods raise EngineUnreachable, EngineStalled, or EngineRejected with the server's words.
+    """
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, *, api_key: str | None = None, limit_s: float = 600.0
+    ) -> None:
+        self._session = session
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._limit = aiohttp.ClientTimeout(total=limit_s)
+
+    async def mode(self) -> str:
+        """The server's disaggregation mode: prefill, decode or null. ConfigError where it records no experts."""
+        status, body = await self._asked("GET", "/shell_router/capabilities")
+        if status == NOT_FOUND:
+            raise ConfigError(f"{self._url} has no plugin of the router.", remedy=START)
+        found = orjson.loads(self._checked(status, body))
+        if not found.get("expert_record"):
+            raise ConfigError(f"{self._url} does not record experts.", remedy=START)
+        return str(found["disaggregation_mode"])
+
+    async def start(self) -> None:
+        """Record from now on; what was recorded is dropped."""
+        await self._done("/start_expert_distribution_record")
+
+    async def finish(self) -> bytes:
+        """Stop recording, and give the record as the plugin's archive."""
+        await self._done("/stop_expert_distribution_record")
+        await self._done("/dump_expert_distribution_record")
+        return self._checked(*await self._asked("GET", "/shell_router/expert_record"))
+
+    async def ask(self, prompts: Sequence[str], *, new_tokens: int, at_once: int) -> None:
+        """Have all `prompts` answered greedily, `at_once` at a time; a prefill server only prefills them.
+
+        Raises also PromptTooLong, and ConfigError on a decode server, which cannot be asked by itself.
+        """
+        mode = await self.mode()
+        if mode == "decode":
+            raise ConfigError(
+                f"{self._url} is a decode server and cannot be asked by itself.",
+                remedy="Record what it serves anyway with --seconds, or record its prefill server.",
+            )
+        path = "/prefill_only" if mode == "prefill" else "/generate"
+        slots = asyncio.Semaphore(at_once)
+
+        async def ask(prompt: str) -> None:
+            async with slots:
+                sampling = {"max_new_tokens": new_tokens, "temperature": 0}
+                self._checked(*await self._asked("POST", path, {"text": prompt, "sampling_params": sampling}))
+
+        try:
+            async with asyncio.TaskGroup() as asked:
+                for prompt in prompts:
+                    asked.create_task(ask(prompt))
+        except BaseExceptionGroup as failed:  # the first that failed has ended the others
+            raise failed.exceptions[0] from failed
+
+    async def _done(self, path: str) -> None:
+        self._checked(*await self._asked("POST", path))
+
+    async def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        try:
+            async with self._session.request(
+                method, self._url + path, json=body, headers=self._headers, timeout=self._limit
+            ) as response:
+                return response.status, await response.read()
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(
+                f"No answer from an engine at {self._url}: {error}.", remedy="Start it, or correct the URL."
+            ) from error
+        except TimeoutError:
+            raise EngineStalled(
+                f"The engine at {self._url} did not answer within {self._limit.total:g} s.",
+                remedy="Allow more with --timeout-s, or look at its log.",
+            ) from None
+
+    def _checked(self, status: int, body: bytes) -> bytes:
+        if status != OK:
+            raise rejected(f"engine {self._url}", status, error_message(body))
+        return body
