@@ -7,16 +7,10 @@ it imports nothing of the router, and SGLang only where a function needs it. doc
 import logging
 import multiprocessing
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from shell_router.sglang_plugin.experts import (
-    RECORD_FILE,
-    clear_counts,
-    count_experts,
-    make_counts,
-    record_file,
-    write_counts,
-)
+from shell_router.sglang_plugin.experts import RECORD_FILE, ExpertCounter, record_file
 from shell_router.sglang_plugin.kv_transfer import index_on_host_without_cuda, status_of_room
 from shell_router.sglang_plugin.names import (
     CALC_PRIORITY,
@@ -78,11 +72,11 @@ def _register_hooks(*, serves_http: bool) -> None:
             logger.error("%s has no effect: this sglang's waiting queue is not where it was.", VARIABLE)
     if serves_http:
         HookRegistry.register(LAUNCH_SERVER, add_routes, HookType.BEFORE)
-    if record_file() is not None:
-        _register_recording(HookRegistry, HookType)
+    if (file := record_file()) is not None:
+        _register_recording(HookRegistry, HookType, file)
 
 
-def _register_recording(registry: Any, kind: Any) -> None:
+def _register_recording(registry: Any, kind: Any, file: Path) -> None:
     """The hooks that count which experts follow which."""
     if missing := missing_of_recorder():
         logger.error(
@@ -92,7 +86,8 @@ def _register_recording(registry: Any, kind: Any) -> None:
             RECORD_FILE,
         )
         return
-    registry.register(f"{RECORDER}.__init__", make_counts, kind.AFTER)
-    registry.register(f"{RECORDER}.start_record", clear_counts, kind.AFTER)
-    registry.register(f"{RECORDER}.on_select_experts", count_experts, kind.AROUND)
-    registry.register(f"{RECORDER}.dump_record", write_counts, kind.AROUND)
+    counter = ExpertCounter(file)
+    registry.register(f"{RECORDER}.__init__", counter.make_counts, kind.AFTER)
+    registry.register(f"{RECORDER}.start_record", counter.clear, kind.AFTER)
+    registry.register(f"{RECORDER}.on_select_experts", counter.count, kind.AROUND)
+    registry.register(f"{RECORDER}.dump_record", counter.write, kind.AROUND)

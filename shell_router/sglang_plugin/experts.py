@@ -7,7 +7,7 @@ SGLang's record writes these counts to the file that RECORD_FILE names. Without 
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -20,15 +20,15 @@ RECORD_FILE: Final = "SHELL_ROUTER_EXPERT_RECORD"
 NEEDED_MODE: Final = "--expert-distribution-recorder-mode stat"
 
 
-def record_file() -> Path | None:
+def record_file(variables: Mapping[str, str] = os.environ) -> Path | None:
     """The file that RECORD_FILE names, None where nobody asked for a record."""
-    named = os.environ.get(RECORD_FILE)
+    named = variables.get(RECORD_FILE)
     return Path(named) if named else None
 
 
-def can_record(server_args: Any) -> bool:
-    """Whether this server records experts as RECORD_FILE asks. Says what is wrong where it is asked and cannot."""
-    if record_file() is None:
+def can_record(server_args: Any, file: Path | None) -> bool:
+    """Whether this server records experts to `file`. Says what is wrong where it is asked to and cannot."""
+    if file is None:
         return False
     if server_args.expert_distribution_recorder_mode is None:
         logger.error("%s is set, but experts are recorded only with %s.", RECORD_FILE, NEEDED_MODE)
@@ -92,32 +92,50 @@ class RoutingCounts:
         partial.replace(file)
 
 
-_counts: WeakKeyDictionary[Any, RoutingCounts] = WeakKeyDictionary()
+class ExpertCounter:
+    """The hooks of SGLang's recorders in one process, each with counts of its own; a dump writes them to `file`."""
 
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._counts: WeakKeyDictionary[Any, RoutingCounts] = WeakKeyDictionary()
 
-def make_counts(_made: None, recorder: Any, *_arguments: Any, **_named: Any) -> None:
-    """After a recorder's `__init__`: its counts, before any CUDA graph is captured."""
-    places = recorder._expert_location_metadata
-    _counts[recorder] = RoutingCounts(
-        places.num_layers, places.num_logical_experts, places.physical_to_logical_map.device
-    )
+    def make_counts(self, _made: None, recorder: Any, *_arguments: Any, **_named: Any) -> None:
+        """After a recorder's `__init__`: its counts, before any CUDA graph is captured."""
+        places = recorder._expert_location_metadata
+        slots = places.physical_to_logical_map
+        self._counts[recorder] = RoutingCounts(places.num_layers, places.num_logical_experts, slots.device)
 
+    def count(self, on_select_experts: Callable[..., Any], recorder: Any, topk_ids: Any) -> None:
+        """Around a recorder's `on_select_experts`: what SGLang counts is counted here too, as the model's own experts.
 
-def count_experts(on_select_experts: Callable[..., Any], recorder: Any, topk_ids: Any) -> None:
-    """Around a recorder's `on_select_experts`: what SGLang counts is counted here too, as the model's own experts.
+        Without an accelerator SGLang is asked only while it records: else it asks CUDA whether a graph is being
+        captured, which ends its scheduler.
+        """
+        import torch
 
-    Without an accelerator SGLang is asked only while it records: else it asks CUDA whether a graph is being captured,
-    which ends its scheduler.
-    """
-    import torch
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if recorder.recording or torch.accelerator.is_available():
+            on_select_experts(recorder, topk_ids=topk_ids)
+        if (recorder.recording or capturing) and not recorder._disable_all:
+            layer = recorder._current_layer_idx.value
+            expert_of_slot = recorder._expert_location_metadata.physical_to_logical_map[layer]
+            self._counts[recorder].add(layer, logical(topk_ids, expert_of_slot))
 
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if recorder.recording or torch.accelerator.is_available():
-        on_select_experts(recorder, topk_ids=topk_ids)
-    if (recorder.recording or capturing) and not recorder._disable_all:
-        layer = recorder._current_layer_idx.value
-        expert_of_slot = recorder._expert_location_metadata.physical_to_logical_map[layer]
-        _counts[recorder].add(layer, logical(topk_ids, expert_of_slot))
+    def clear(self, _started: None, recorder: Any) -> None:
+        """After a recorder's `start_record`: nothing is counted, and no older file is taken for a new one."""
+        self._counts[recorder].clear()
+        self._file.unlink(missing_ok=True)
+
+    def write(self, dump_record: Callable[..., Any], recorder: Any, output_mode: str = "file") -> Any:
+        """Around a recorder's `dump_record`: a dump to a file writes ours too, of all ranks together, and clears it."""
+        dumped = dump_record(recorder, output_mode)
+        if output_mode == "file":
+            counts = self._counts[recorder]
+            if _over_ranks(counts) == 0:
+                counts.save(self._file)
+                logger.info("Wrote expert activations and transitions to %s", self._file)
+            counts.clear()
+        return dumped
 
 
 def logical(slots: Any, expert_of_slot: Any) -> Any:
@@ -126,26 +144,6 @@ def logical(slots: Any, expert_of_slot: Any) -> Any:
 
     known = (slots >= 0) & (slots < len(expert_of_slot))
     return torch.where(known, expert_of_slot[torch.where(known, slots, 0).long()], -1)
-
-
-def clear_counts(_started: None, recorder: Any) -> None:
-    """After a recorder's `start_record`: nothing is counted, and no older file is taken for a new one."""
-    _counts[recorder].clear()
-    if (file := record_file()) is not None:
-        file.unlink(missing_ok=True)
-
-
-def write_counts(dump_record: Callable[..., Any], recorder: Any, output_mode: str = "file") -> Any:
-    """Around a recorder's `dump_record`: a dump to a file writes ours too, of all ranks together, and clears it."""
-    dumped = dump_record(recorder, output_mode)
-    file = record_file()
-    if output_mode == "file" and file is not None:
-        counts = _counts[recorder]
-        if _over_ranks(counts) == 0:
-            counts.save(file)
-            logger.info("Wrote expert activations and transitions to %s", file)
-        counts.clear()
-    return dumped
 
 
 def _over_ranks(counts: RoutingCounts) -> int:

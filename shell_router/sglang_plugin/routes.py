@@ -4,6 +4,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Final
 
 from shell_router.sglang_plugin.experts import can_record, record_file
@@ -36,8 +37,8 @@ def add_routes(server_args: Any, *_arguments: Any, **_named: Any) -> None:
     http_server.app.add_api_route("/shell_router/capabilities", tell, methods=["GET"])
     if found["disaggregation_mode"] == "prefill":
         http_server.app.add_api_route("/prefill_only", prefill_only_route(), methods=["POST"])
-    if found["expert_record"]:
-        http_server.app.add_api_route(EXPERT_RECORD_PATH, expert_record_route(), methods=["GET"])
+    if found["expert_record"] and (file := record_file()) is not None:
+        http_server.app.add_api_route(EXPERT_RECORD_PATH, expert_record_route(file), methods=["GET"])
 
 
 def capabilities(server_args: Any, sglang_version: str) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def capabilities(server_args: Any, sglang_version: str) -> dict[str, Any]:
         "sglang_version": sglang_version,
         "disaggregation_mode": mode,
         "prefill_only": mode == "prefill" and not server_args.disable_radix_cache,
-        "expert_record": can_record(server_args),
+        "expert_record": can_record(server_args, record_file()),
     }
 
 
@@ -63,13 +64,12 @@ def prefill_only_route() -> Callable[..., Awaitable[Any]]:
     return prefill_only
 
 
-def expert_record_route() -> Callable[..., Awaitable[Any]]:
-    """The route that answers what the last `/dump_expert_distribution_record` wrote: an archive of NumPy's."""
+def expert_record_route(file: Path) -> Callable[[], Any]:
+    """The route that answers what the last dump wrote to `file`: an archive of NumPy's."""
     from fastapi import Response
 
-    async def expert_record() -> Any:
-        file = record_file()
-        if file is None or not file.exists():
+    def expert_record() -> Any:  # no coroutine: reading a file would hold up the event loop
+        if not file.exists():
             return Response("Nothing was dumped: call /dump_expert_distribution_record first.\n", status_code=404)
         return Response(file.read_bytes(), media_type="application/octet-stream")
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shell_router.sglang_plugin.experts import RECORD_FILE
+
 SGLANG = {
     "managers/schedule_batch.py": """
 class Req:
@@ -35,7 +37,20 @@ class app:
 def generate_request(): ...
 def launch_server(): ...
 """,
-    "server_args.py": "class ServerArgs: disaggregation_mode = disable_radix_cache = tokenizer_worker_num = None",
+    "server_args.py": """
+class ServerArgs:
+    disaggregation_mode = disable_radix_cache = tokenizer_worker_num = None
+    expert_distribution_recorder_mode = enable_two_batch_overlap = None
+""",
+    "eplb/expert_distribution.py": """
+class _ExpertDistributionRecorderReal:
+    recording = False
+    def __init__(self):
+        self._expert_location_metadata = self._current_layer_idx = self._disable_all = None
+    def start_record(self): ...
+    def on_select_experts(self): ...
+    def dump_record(self): ...
+""",
     "plugins/hook_registry.py": """
 class HookType: AFTER, AROUND, BEFORE = "after", "around", "before"
 class HookRegistry:
@@ -52,9 +67,17 @@ OF_EVERY_PROCESS = {
     "disaggregation.utils.get_kv_class": ["index_on_host_without_cuda", "after"],
     "disaggregation.common.conn.CommonKVManager.check_status": ["status_of_room", "around"],
 }
+RECORDER = "eplb.expert_distribution._ExpertDistributionRecorderReal"
+OF_EXPERTS = {
+    f"{RECORDER}.__init__": ["make_counts", "after"],
+    f"{RECORDER}.start_record": ["clear", "after"],
+    f"{RECORDER}.on_select_experts": ["count", "around"],
+    f"{RECORDER}.dump_record": ["write", "around"],
+}
 OF_HTTP = {"entrypoints.http_server.launch_server": ["add_routes", "before"]}
 
 NO_VARIABLES: Mapping[str, str] = {}
+RECORDING = {RECORD_FILE: "record.npz"}
 AGING = {"SHELL_ROUTER_SHORTEST_PREFILL_AGE_S": "5"}
 
 REGISTER = """
@@ -142,3 +165,23 @@ def test_where_the_waiting_queue_is_elsewhere_all_else_is_hooked_and_it_says_so(
     registered = registered_in(tmp_path, without="calc_priority", process="child", variables=AGING)
     assert registered.hooks == OF_EVERY_PROCESS
     assert "has no effect" in registered.log
+
+
+def test_experts_are_counted_in_every_process_where_a_record_is_asked_for(tmp_path: Path) -> None:
+    registered = registered_in(tmp_path, process="child", variables=RECORDING)
+    assert registered == Registered({**OF_EVERY_PROCESS, **OF_EXPERTS}, "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("_ExpertDistributionRecorderReal", "start_record", "on_select_experts", "dump_record"),
+        *("expert_distribution_recorder_mode", "enable_two_batch_overlap"),
+        *("_expert_location_metadata", "_current_layer_idx", "_disable_all"),
+    ],
+)
+def test_a_missing_name_of_the_recorder_is_said_and_only_experts_are_not_counted(tmp_path: Path, name: str) -> None:
+    registered = registered_in(tmp_path, without=name, variables=RECORDING)
+    assert registered.hooks == {**OF_EVERY_PROCESS, **OF_HTTP}
+    assert "and records no experts" in registered.log
+    assert name in registered.log

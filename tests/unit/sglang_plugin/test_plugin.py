@@ -33,6 +33,8 @@ class Request:
 class ServerArguments:
     disaggregation_mode: str = "prefill"
     disable_radix_cache: bool = False
+    expert_distribution_recorder_mode: str | None = None
+    enable_two_batch_overlap: bool = False
 
 
 def test_a_prefill_only_request_may_enter_the_cache() -> None:

@@ -1,0 +1,148 @@
+"""A real mixture-of-experts model on real SGLang: recorded, placed, and started again with the file."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.routing.drawn import Routing, drawn
+from launch.sglang_cpu.engine import EngineServer
+from launch.sglang_cpu.environment import built_environment, engine_variables, install_plugin
+from launch.sglang_cpu.pair import COMMON_OPTIONS, free_ports, until_ready
+from shell_router.cli import expert_work, main, parser
+from shell_router.placement import PlacementSettings, measures
+from shell_router.placement.baselines import eplb
+from shell_router.placement.files import MAP, read_placement, read_record
+from shell_router.placement.measures import loads
+from shell_router.placement.placement import placement_of_slots
+from tests.fakes.tiny_moe import EXPERTS, LAYERS, TOP_K, make_moe_checkpoint
+
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
+
+GPUS = 4
+QUESTIONS = [f"Tell me about the number {number} and the river." for number in range(6)]
+NEW_TOKENS = 24
+
+SGLANGS_EPLB = """
+import json, sys, torch
+from sglang.srt.eplb.eplb_algorithms import EplbAlgorithm, rebalance_experts
+for counts, gpus in json.load(sys.stdin):
+    experts = len(counts[0])
+    slots, _, _ = rebalance_experts(torch.tensor([counts]), experts, experts // gpus, None, 1, EplbAlgorithm.deepseek)
+    print(json.dumps(slots.tolist()))
+"""
+
+
+@contextmanager
+def engine(folder: Path, model: Path, *options: str) -> Iterator[EngineServer]:
+    """One SGLang server, without disaggregation, that can record experts."""
+    venv = built_environment()
+    assert venv is not None
+    (folder / "site").mkdir(parents=True)
+    install_plugin(folder / "site")
+    variables = {
+        **engine_variables(folder / "site"),
+        "SHELL_ROUTER_EXPERT_RECORD": str(folder / "record.npz"),
+        "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(folder / "sglangs"),
+    }
+    shared = [option for option in COMMON_OPTIONS if "disaggregation" not in option and option != "mooncake_tcp"]
+    (port,) = free_ports(1)
+    command = (str(venv / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model))
+    record = ("--expert-distribution-recorder-mode", "stat")
+    server = EngineServer(
+        "single", (*command, "--port", str(port), *shared, *record, *options), port, folder / "log", variables
+    )
+    server.start()
+    try:
+        until_ready(server)
+        yield server
+    finally:
+        server.stop()
+
+
+async def recorded(server: EngineServer, prompts: Path, out: Path) -> dict[str, Any]:
+    """The arrays of a record of the questions, asked one after the other."""
+    options = ("--prompts", prompts, "--out", out, "--new-tokens", NEW_TOKENS, "--concurrency", 1)
+    await expert_work.record(parser().parse_args(["experts", "record", server.url, *map(str, options)]))
+    with np.load(out) as found:
+        return {name: found[name] for name in ("activations", "transitions")}
+
+
+async def answers(server: EngineServer) -> list[list[int]]:
+    """The token ids of the greedy answers to the questions."""
+    found = []
+    async with aiohttp.ClientSession() as session:
+        for question in QUESTIONS:
+            body = {"text": question, "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 0}}
+            async with session.post(f"{server.url}/generate", json=body) as response:
+                found.append((await response.json())["output_ids"])
+    return found
+
+
+def sglangs_own(folder: Path) -> Any:
+    """The activations [layers, experts] that SGLang's recorder dumped."""
+    (dumped,) = (folder / "sglangs").glob("*.pt")
+    return torch.load(dumped, weights_only=False)["logical_count"].sum(dim=0).numpy()
+
+
+async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same(tmp_path: Path) -> None:
+    model = make_moe_checkpoint(tmp_path / "model")
+    prompts, record, placed = tmp_path / "prompts.jsonl", tmp_path / "record.npz", tmp_path / "placement.json"
+    prompts.write_text("".join(json.dumps({"question": one}) + "\n" for one in QUESTIONS), encoding="utf-8")
+    with engine(tmp_path / "before", model) as server:
+        before = await recorded(server, prompts, record)
+        answered = await answers(server)
+    assert (before["activations"] == sglangs_own(tmp_path / "before")).all()
+    tokens = before["activations"].sum(axis=1) / TOP_K
+    assert before["activations"].shape == (LAYERS, EXPERTS)
+    assert (before["transitions"].sum(axis=(1, 2)) == tokens[1:] * TOP_K**2).all()
+
+    assert main(["experts", "place", str(record), "--gpus", str(GPUS), "--out", str(placed)]) == 0
+    rows = json.loads(placed.read_bytes())[MAP]
+    assert rows != [list(range(EXPERTS))] * LAYERS
+    found, chosen = read_record(record), PlacementSettings(GPUS)
+    ours, theirs = (measures(found, one) for one in (read_placement(placed, found, GPUS), eplb(found, chosen)))
+    assert ours.balance <= theirs.balance and ours.traffic < theirs.traffic
+
+    with engine(tmp_path / "after", model, "--init-expert-location", str(placed)) as server:
+        after = await recorded(server, prompts, tmp_path / "again.npz")
+        assert await answers(server) == answered
+    assert "init_expert_location from init_by_mapping" in (tmp_path / "after" / "log").read_text(encoding="utf-8")
+    for name, counts in before.items():
+        assert (after[name] == counts).all(), f"{name} are counted by expert, wherever it is"
+
+
+def sglangs_eplb(cases: Sequence[tuple[list[list[int]], int]]) -> list[Any]:
+    """The map that SGLang's own EPLB makes of the activations, for so many GPUs, in each case."""
+    venv = built_environment()
+    assert venv is not None
+    done = subprocess.run(
+        [venv / "bin" / "python", "-c", SGLANGS_EPLB],
+        input=json.dumps(cases),
+        env=dict(engine_variables(Path(sys.prefix))),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+
+
+def test_our_eplb_loads_gpus_as_sglangs_own_does() -> None:
+    """Not the same map where activations tie: which of the tied comes first is nobody's promise."""
+    records = [drawn(Routing(layers=4, tokens=500, skew=skew)) for skew in (0.3, 1.5)]
+    cases = [(record, gpus) for record in records for gpus in (2, 4, 8, 128)]
+    found = sglangs_eplb([(record.activations.astype(int).tolist(), gpus) for record, gpus in cases])
+    assert len(found) == len(cases)
+    for (record, gpus), slots in zip(cases, found, strict=True):
+        theirs = np.sort(loads(record, placement_of_slots(np.array(slots), gpus)), axis=1)
+        assert (theirs == np.sort(loads(record, eplb(record, PlacementSettings(gpus))), axis=1)).all()
