@@ -5,7 +5,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -38,12 +38,11 @@ async def record(chosen: argparse.Namespace) -> None:
     prompts = [] if chosen.prompts is None else _prompts(chosen.prompts)
     async with _recorder(chosen) as recorder:
         await recorder.mode()
-        await recorder.start()
         if prompts:
-            await recorder.ask(prompts, new_tokens=chosen.new_tokens, at_once=chosen.concurrency)
+            work = await recorder.asking(prompts, new_tokens=chosen.new_tokens, at_once=chosen.concurrency)
         else:
-            await asyncio.sleep(chosen.seconds)
-        found = _kept(chosen.out, await recorder.finish())
+            work = _waiting(chosen.seconds)
+        found = _kept(chosen.out, await recorder.record(work))
     print(f"{chosen.out}: {_said(found)}")
 
 
@@ -87,11 +86,9 @@ async def watch(chosen: argparse.Namespace, settings: PlacementSettings) -> None
     async with _recorder(chosen) as recorder:
         await recorder.mode()
         while chosen.rounds is None or done < chosen.rounds:
-            await recorder.start()
-            await asyncio.sleep(chosen.every_s)
-            recorded = chosen.out.with_suffix(".npz")
+            archive = await recorder.record(_waiting(chosen.every_s))
             try:
-                found = _kept(recorded, await recorder.finish())
+                found = _kept(chosen.out.with_suffix(".npz"), archive)
             except DataError as error:
                 print(f"not placed: {error}", flush=True)
             else:
@@ -122,6 +119,10 @@ async def _recorder(chosen: argparse.Namespace) -> AsyncIterator[ExpertRecorder]
             raise ConfigError(f"{chosen.api_key_env} is not set.", remedy="Put the server's key into it.")
     async with aiohttp.ClientSession() as session:
         yield ExpertRecorder(session, chosen.url, api_key=key, limit_s=chosen.timeout_s)
+
+
+def _waiting(seconds: float) -> Callable[[], Awaitable[None]]:
+    return lambda: asyncio.sleep(seconds)
 
 
 def _prompts(file: Path) -> list[str]:

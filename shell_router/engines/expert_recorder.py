@@ -1,7 +1,7 @@
 """Has an SGLang server record which experts its tokens choose: its own recorder's routes, and the plugin's."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -42,20 +42,23 @@ class ExpertRecorder:
             raise ConfigError(f"{self._url} does not record experts.", remedy=START)
         return str(found["disaggregation_mode"])
 
-    async def start(self) -> None:
-        """Record from now on; what was recorded is dropped."""
-        await self._done("/start_expert_distribution_record")
+    async def record(self, work: Callable[[], Awaitable[None]]) -> bytes:
+        """What is recorded while `work` is done, as the plugin's archive; what was recorded before is dropped.
 
-    async def finish(self) -> bytes:
-        """Stop recording, and give the record as the plugin's archive."""
-        await self._done("/stop_expert_distribution_record")
+        The server stops recording however `work` ends.
+        """
+        await self._done("/start_expert_distribution_record")
+        try:
+            await work()
+        finally:
+            await self._done("/stop_expert_distribution_record")
         await self._done("/dump_expert_distribution_record")
         return self._checked(*await self._asked("GET", "/shell_router/expert_record"))
 
-    async def ask(self, prompts: Sequence[str], *, new_tokens: int, at_once: int) -> None:
-        """Have all `prompts` answered greedily, `at_once` at a time; a prefill server only prefills them.
+    async def asking(self, prompts: Sequence[str], *, new_tokens: int, at_once: int) -> Callable[[], Awaitable[None]]:
+        """The work of having all `prompts` answered greedily, `at_once` at a time; a prefill server only prefills them.
 
-        Raises also PromptTooLong, and ConfigError on a decode server, which cannot be asked by itself.
+        It raises also PromptTooLong. ConfigError at once for a decode server, which cannot be asked by itself.
         """
         mode = await self.mode()
         if mode == "decode":
@@ -64,11 +67,14 @@ class ExpertRecorder:
                 remedy="Record what it serves anyway with --seconds, or record its prefill server.",
             )
         path = "/prefill_only" if mode == "prefill" else "/generate"
+        sampling = {"max_new_tokens": new_tokens, "temperature": 0}
+        return lambda: self._ask_all(path, sampling, prompts, at_once)
+
+    async def _ask_all(self, path: str, sampling: dict[str, Any], prompts: Sequence[str], at_once: int) -> None:
         slots = asyncio.Semaphore(at_once)
 
         async def ask(prompt: str) -> None:
             async with slots:
-                sampling = {"max_new_tokens": new_tokens, "temperature": 0}
                 self._checked(*await self._asked("POST", path, {"text": prompt, "sampling_params": sampling}))
 
         try:

@@ -19,12 +19,12 @@ from shell_router.placement.files import MAP, read_placement, read_record, write
 from tests.fakes.command import running_command
 from tests.fakes.expert_engine import ExpertEngine, served
 
-ROUTING = Routing(layers=4, experts=16, top_k=4, tokens=400, topics=4, topical=2)
+ROUTING = Routing(layers=4, experts=16, top_k=4, topics=4, topical=2)
 
 
 @pytest.fixture
 def record() -> ExpertRecord:
-    return drawn(ROUTING)
+    return drawn(ROUTING, 400)
 
 
 @pytest.fixture
@@ -92,6 +92,7 @@ async def test_a_prefill_server_prefills_and_a_decode_server_is_not_asked(
     async with served(decode) as url:
         with pytest.raises(ConfigError, match="--seconds"):
             await recording(url, "--prompts", prompts, "--out", tmp_path / "out.npz")
+        assert decode.calls == []
         await recording(url, "--seconds", "0.01", "--out", tmp_path / "out.npz")
     assert decode.asked == []
 
@@ -114,9 +115,11 @@ async def test_an_engine_that_cannot_record_is_named_with_what_it_needs(
 async def test_a_prompt_that_is_refused_ends_the_recording_with_the_engines_words(
     record: ExpertRecord, prompts: Path, tmp_path: Path
 ) -> None:
-    async with served(ExpertEngine(record, refuses="3")) as url:
+    engine = ExpertEngine(record, refuses="3")
+    async with served(engine) as url:
         with pytest.raises(EngineRejected, match="no 3"):
             await recording(url, "--prompts", prompts, "--out", tmp_path / "out.npz")
+    assert engine.calls == ["start", "stop"]
 
 
 async def test_an_engine_that_does_not_answer_is_given_up(prompts: Path, tmp_path: Path) -> None:
@@ -157,7 +160,7 @@ async def test_watch_places_anew_when_the_routing_has_changed(
     async with served(engine) as url:
         await watching(url, "--gpus", 4, "--out", out, "--every-s", "0.01", "--rounds", "1")
         before = out.read_text(encoding="utf-8")
-        engine.record = drawn(Routing(layers=4, experts=16, top_k=4, tokens=400, skew=2.0, seed=1))
+        engine.record = drawn(Routing(layers=4, experts=16, top_k=4, skew=2.0, seed=1), 400)
         await watching(url, "--gpus", 4, "--out", out, "--every-s", "0.01", "--rounds", "1")
     assert capsys.readouterr().out.splitlines()[1].startswith("worth a restart")
     assert out.read_text(encoding="utf-8") != before

@@ -139,7 +139,7 @@ def sglangs_eplb(cases: Sequence[tuple[list[list[int]], int]]) -> list[Any]:
 
 def test_our_eplb_loads_gpus_as_sglangs_own_does() -> None:
     """Not the same map where activations tie: which of the tied comes first is nobody's promise."""
-    records = [drawn(Routing(layers=4, tokens=500, skew=skew)) for skew in (0.3, 1.5)]
+    records = [drawn(Routing(layers=4, skew=skew), 500) for skew in (0.3, 1.5)]
     cases = [(record, gpus) for record in records for gpus in (2, 4, 8, 128)]
     found = sglangs_eplb([(record.activations.astype(int).tolist(), gpus) for record, gpus in cases])
     assert len(found) == len(cases)

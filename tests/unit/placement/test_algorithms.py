@@ -64,21 +64,19 @@ def test_the_default_is_never_worse_than_eplb_in_balance_nor_in_traffic(
     assert (loads(record, found).max(axis=1) <= loads(record, baseline).max(axis=1) + TINY).all(), "in some layer"
 
 
-@pytest.mark.parametrize(
-    "routing", [Routing(layers=8, tokens=1000), Routing(layers=8, tokens=1000, topics=8, topical=3)]
-)
+@pytest.mark.parametrize("routing", [Routing(layers=8), Routing(layers=8, topics=8, topical=3)])
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_on_routing_with_affinity_the_default_beats_eplb_in_traffic_and_is_no_worse_balanced(
     routing: Routing, gpus: int
 ) -> None:
-    record, chosen = drawn(routing), PlacementSettings(gpus)
+    record, chosen = drawn(routing, 1000), PlacementSettings(gpus)
     found, baseline = measures(record, place("swap", record, chosen)), measures(record, eplb(record, chosen))
     assert no_worse(found, baseline)
     assert found.traffic < baseline.traffic - 0.015
 
 
 def test_slack_buys_less_traffic_within_its_bound() -> None:
-    record = drawn(Routing(layers=6, tokens=1000, topics=4, topical=3, skew=0.4))
+    record = drawn(Routing(layers=6, topics=4, topical=3, skew=0.4), 1000)
     strict, loose = (measures(record, place("swap", record, PlacementSettings(4, slack))) for slack in (0.0, 0.1))
     assert loose.traffic < strict.traffic
     assert loose.worst_balance <= 1.1 + TINY
@@ -103,7 +101,7 @@ def test_every_algorithm_puts_equal_numbers_on_the_gpus(name: str, record: Exper
 
 @pytest.mark.parametrize("name", ["swap", "gimbal", "eplb", "contiguous"])
 def test_the_same_record_gives_the_same_placement(name: str) -> None:
-    record = drawn(Routing(layers=4, tokens=500))
+    record = drawn(Routing(layers=4), 500)
     once, again = (place(name, record, PlacementSettings(4)).gpu_of for _ in range(2))
     assert (once == again).all()
 
@@ -193,7 +191,7 @@ def test_gimbal_leaves_a_pair_out_that_finds_no_room_on_the_anchor() -> None:
 
 
 def test_gimbal_in_one_partition_places_all_layers_alike() -> None:
-    record = drawn(Routing(layers=4, experts=16, top_k=2, tokens=500))
+    record = drawn(Routing(layers=4, experts=16, top_k=2), 500)
     found = place("gimbal", record, PlacementSettings(4, one_partition=True)).gpu_of
     assert (found == found[0]).all()
 

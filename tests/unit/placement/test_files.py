@@ -14,7 +14,7 @@ from shell_router.placement.files import MAP, placement_text, read_placement, re
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    record = drawn(Routing(layers=3, experts=8, top_k=2, tokens=100))
+    record = drawn(Routing(layers=3, experts=8, top_k=2), 100)
     write_record(tmp_path / "record.npz", record)
     found = read_record(tmp_path / "record.npz")
     assert (found.activations == record.activations).all()
@@ -39,7 +39,7 @@ def test_layers_without_experts_are_left_out_and_keep_their_place_in_the_files(t
 
 
 def test_a_placement_is_read_as_it_was_written_and_has_just_the_key_that_sglang_knows(tmp_path: Path) -> None:
-    record = drawn(Routing(layers=3, experts=8, top_k=2, tokens=100))
+    record = drawn(Routing(layers=3, experts=8, top_k=2), 100)
     placement = place("swap", record, PlacementSettings(4))
     file = tmp_path / "placement.json"
     file.write_text(placement_text(placement, record), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Records of routing for `expert_placement.py`."""
