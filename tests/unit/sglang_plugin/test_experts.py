@@ -1,6 +1,9 @@
 """What the plugin counts of a recorder's choices, without SGLang; tests/sglang has it inside the real one."""
 
 import logging
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,3 +188,31 @@ def test_a_server_records_only_where_it_is_asked_to(caplog: pytest.LogCaptureFix
     assert can_record(ServerArguments(), Path("one.npz"))
     assert not can_record(ServerArguments(None), None)
     assert caplog.text == ""
+
+
+OF_TWO_RANKS = """
+import sys
+from pathlib import Path
+import torch
+from tests.unit.sglang_plugin.test_experts import Recorder, chosen
+
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+recorder = Recorder(folder / f"of-{rank}.npz")
+for layer, experts in enumerate(chosen(rank)):
+    recorder.choose(layer, experts)
+recorder.dump()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_dump_holds_the_counts_of_all_ranks_and_the_first_writes_it(tmp_path: Path) -> None:
+    variables = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", OF_TWO_RANKS, tmp_path, str(rank)], env=variables) for rank in (0, 1)
+    ]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    assert not (tmp_path / "of-1.npz").exists()
+    with np.load(tmp_path / "of-0.npz") as found:
+        for number, name in enumerate(("activations", "transitions")):
+            assert (found[name] == by_hand(chosen(0))[number] + by_hand(chosen(1))[number]).all()
