@@ -2,15 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from balancing.lengths import Request
 from shell_router.core.generation import Finish, Generation
 from shell_router.core.hints import Hints
-from shell_router.engines.monitor import Monitor
 from shell_router.engines.simulated import PairCosts, Processor, SimulatedPair, Written
-from shell_router.scheduling.engine_state import Reported
 from shell_router.scheduling.settings import SchedulingSettings
 from shell_router.simulation.fleet import Fleet
 from shell_router.simulation.virtual_time import run_virtual
@@ -79,8 +76,7 @@ async def _served(
                 done.prompt_tokens += item.prompt_tokens
                 done.cached_tokens += item.cached_tokens
 
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(Monitor(fleet.dispatcher, _reported, scheduling.poll_s))
+    async with fleet.followed():
         async with asyncio.TaskGroup() as group:
             for number, one in enumerate(requests):
                 group.create_task(ask(number, one))
@@ -93,10 +89,6 @@ def _engine(costs: PairCosts, write: Callable[[Generation], Written]) -> Simulat
     """One GPU that prefills and decodes, chunk by chunk."""
     gpu = Processor()
     return SimulatedPair(costs, write, prefill_processor=gpu, decode_processor=gpu)
-
-
-async def _reported(pair: SimulatedPair) -> Reported:
-    return pair.reported()
 
 
 def _ids(number: int, one: Request) -> list[int]:

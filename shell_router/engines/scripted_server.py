@@ -140,7 +140,12 @@ class ScriptedServer:
         exchange.answer_json(asdict(self.settings))
 
     def _server_info(self, exchange: Exchange) -> None:
-        info = {"version": "scripted", "disaggregation_mode": self.settings.role}
+        info = {
+            "version": "scripted",
+            "disaggregation_mode": self.settings.role,
+            "enable_priority_scheduling": self.settings.priorities != "none",
+            "schedule_low_priority_values_first": self.settings.priorities == "low_first",
+        }
         exchange.answer_json({**info, "context_length": self.settings.context_length, "internal_states": [{}]})
 
     def _model_info(self, exchange: Exchange) -> None:

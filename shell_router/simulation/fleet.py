@@ -1,14 +1,16 @@
 """Several simulated pairs of one model, behind one engine."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 
 from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
 from shell_router.engines.breaker import Breaker
 from shell_router.engines.dispatch import Dispatcher
+from shell_router.engines.monitor import Monitor
 from shell_router.engines.place import Wanted
 from shell_router.engines.simulated import SimulatedPair
+from shell_router.scheduling.engine_state import Reported
 from shell_router.scheduling.settings import SchedulingSettings
 
 
@@ -20,6 +22,15 @@ class Fleet:
         self.pairs = pairs
         named = [(pair, f"pair-{index}", Breaker()) for index, pair in enumerate(pairs)]
         self.dispatcher = Dispatcher(named, scheduling, asyncio.get_running_loop().time)
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """While the context is open, the pairs tell their state to who chooses; one alone need not."""
+        if len(self.pairs) == 1:
+            yield
+            return
+        async with Monitor(self.dispatcher, _reported, self.dispatcher.settings.poll_s):
+            yield
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`."""
@@ -44,3 +55,7 @@ class Fleet:
                     yield item
         finally:
             place.close()
+
+
+async def _reported(pair: SimulatedPair) -> Reported:
+    return pair.reported()

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,7 +100,10 @@ async def _simulated(
     models = {alias: ServedModel(alias, fleet, tokenizer, length) for alias, fleet in fleets.items()}
     settings = simulation.embedder
     embedder = SimulatedEmbedder(settings.same, settings.different, settings.request_s, settings.token_s, shared)
-    async with MemoryAgentPromptCache(clock=loop.time, ttl_s=math.inf) as cache:
+    async with AsyncExitStack() as stack:
+        cache = await stack.enter_async_context(MemoryAgentPromptCache(clock=loop.time, ttl_s=math.inf))
+        for fleet in fleets.values():
+            await stack.enter_async_context(fleet.followed())
         client = _Client(simulation, topology, outputs, Executor(models, cache, embedder, clock=loop.time), seed)
         await client.ask_all()
     elapsed_s = loop.time()

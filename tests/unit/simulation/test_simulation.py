@@ -16,6 +16,9 @@ import pytest
 from shell_router.cli import main
 from shell_router.engines.simulated import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
 from shell_router.errors import ConfigError, DataError
+from shell_router.scheduling.engine_selection import SelectionSettings
+from shell_router.scheduling.queue_order import ORDERS, QueueSettings
+from shell_router.scheduling.settings import SchedulingSettings
 from shell_router.simulation.load import Loaded, load
 from shell_router.simulation.run import Simulated, simulate
 from shell_router.simulation.settings import Length, SimulatedModel, Simulation, Workload
@@ -333,3 +336,51 @@ def test_a_file_that_cannot_be_simulated_is_told_what_is_wrong(
     file.write_text(text.replace(change[0], change[1], 1), encoding="utf-8")
     assert main(["simulate", str(file)]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def scheduled(scheduling: SchedulingSettings, **workload: Any) -> Simulated:
+    """Two pairs of every model, asked more than they can do at once."""
+    asked = simulation(**{"requests": 12, "arrivals": "closed", "clients": 6, **workload})
+    models = {name: replace(model, pairs=2) for name, model in asked.models.items()}
+    return simulate(replace(asked, models=models, scheduling=scheduling), topology("tree"), COSTS)
+
+
+def placements(done: Simulated) -> list[dict[str, Any]]:
+    return [placed for one in done.runs for agent in one.trace["agents"].values() for placed in agent["engines"]]
+
+
+def test_the_routers_own_policies_choose_among_simulated_pairs() -> None:
+    for policy, whys in (
+        ("least_running", {"fewest_requests"}),
+        ("round_robin", {"turn"}),
+        ("gimbal", {"user_affinity", "turn", "no_metrics"}),
+        ("scored", {"wait", "affinity", "tie", "prefix"}),
+    ):
+        found = placements(scheduled(SchedulingSettings(SelectionSettings(policy))))
+        if policy != "gimbal":  # which keeps a user's requests together, and here all are one user's
+            assert {one["engine"] for one in found} == {"pair-0", "pair-1"}
+        assert {one["policy"] for one in found} == {policy}
+        assert {one["why"] for one in found} <= whys | {"growing_prompt"}
+        assert {one["why"] for one in found} & whys
+
+
+def test_simulated_pairs_tell_their_state_as_servers_do() -> None:
+    found = placements(scheduled(SchedulingSettings(SelectionSettings("gimbal"), poll_s=0.01)))
+    assert "user_affinity" in {one["why"] for one in found}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_requests_wait_for_simulated_pairs_and_all_are_answered(order: str) -> None:
+    done = scheduled(SchedulingSettings(queue=QueueSettings(order, max_running=1, wait_s=1e6)))
+    assert not any(one.error for one in done.runs)
+    assert any(one["waited_s"] > 0 for one in placements(done))
+    assert {use.batch for use in done.engines} == {1.0}, "no pair ever decodes two at once"
+
+
+def test_the_outputs_of_agents_are_expected_by_what_they_wrote_before() -> None:
+    """The critical path needs it; without expectations all paths would be as long."""
+    first_come, critical = (
+        scheduled(SchedulingSettings(queue=QueueSettings(order, max_running=1, wait_s=1e6, age_s=1e6)))
+        for order in ("fcfs", "critical_path")
+    )
+    assert latencies(first_come) != latencies(critical)
