@@ -48,6 +48,41 @@ limits: {drain_s: 3}
     assert config.limits.drain_s == 3.0
 
 
+def test_how_requests_are_scheduled_is_read_with_the_scorers_weights(tmp_path: Path) -> None:
+    config = _load(
+        tmp_path,
+        MODELS
+        + """
+scheduling:
+  selection: {policy: scored, weights: {wait: 2, prefix: 0.5}, gimbal: {theta_kv: 0.8}}
+  queue: {order: shortest_prefill, bind: arrival, max_running: 32}
+  poll_s: 0.5
+""",
+    )
+    selection, queue = config.scheduling.selection, config.scheduling.queue
+    assert (selection.policy, selection.gimbal.theta_kv) == ("scored", 0.8)
+    assert selection.weights == {"wait": 2.0, "prefix": 0.5}
+    assert (queue.order, queue.bind, queue.max_running, queue.age_s) == ("shortest_prefill", "arrival", 32, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "words"),
+    [
+        ("{selection: {policy: best}}", "policy 'best' is none of: least_running, round_robin, gimbal, scored"),
+        ("{selection: {weights: {luck: 1}}}", "'luck' is none of: wait"),
+        ("{queue: {order: luck}}", "order 'luck' is none of: fcfs"),
+        ("{poll_s: 9}", "stale_s (5) must be above poll_s (9)"),
+    ],
+)
+def test_a_policy_that_does_not_exist_is_refused_with_those_that_do(
+    tmp_path: Path, scheduling: str, words: str
+) -> None:
+    error = str(_error(tmp_path, MODELS + f"scheduling: {scheduling}\n"))
+    assert error.startswith(f"{tmp_path / 'router.yaml'}:2: ")
+    assert words in error
+    assert "docs/policies.md" in error
+
+
 def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     config = _load(tmp_path, "models: {a: {path: weights/a}}\ntopologies: [trees, /other]\nbatches: {folder: kept}\n")
     assert config.batches.folder == tmp_path / "kept"

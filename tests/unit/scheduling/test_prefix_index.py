@@ -1,0 +1,58 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shell_router.scheduling.prefix_index import BLOCK_TOKENS, MOST_BLOCKS, PrefixIndex
+
+SHARED = list(range(3 * BLOCK_TOKENS))
+
+
+def test_an_engine_overlaps_by_the_whole_blocks_that_it_has_had() -> None:
+    index = PrefixIndex()
+    index.add([*SHARED, *range(900, 999)], 2)
+    assert index.overlaps([*SHARED, 7, 8, 9]) == {2: 3 * BLOCK_TOKENS}
+    assert index.overlaps(SHARED[:-1]) == {2: 2 * BLOCK_TOKENS}
+
+
+def test_each_engine_has_its_own_longest_prefix() -> None:
+    index = PrefixIndex()
+    index.add(SHARED[:BLOCK_TOKENS], 0)
+    index.add(SHARED, 5)
+    assert index.overlaps(SHARED) == {0: BLOCK_TOKENS, 5: 3 * BLOCK_TOKENS}
+
+
+def test_equal_blocks_behind_different_beginnings_are_different() -> None:
+    index = PrefixIndex()
+    index.add(SHARED, 0)
+    assert index.overlaps([1, *SHARED[1:]]) == {}
+
+
+def test_what_was_met_longest_ago_is_forgotten_first() -> None:
+    index = PrefixIndex(room=3)
+    index.add(SHARED, 0)
+    index.add([9] * BLOCK_TOKENS, 1)
+    assert index.overlaps([9] * BLOCK_TOKENS) == {1: BLOCK_TOKENS}
+    assert index.overlaps(SHARED) == {}, "its first block has left"
+
+
+def test_of_a_very_long_prompt_only_the_beginning_is_looked_at() -> None:
+    index = PrefixIndex()
+    endless = list(range((MOST_BLOCKS + 9) * BLOCK_TOKENS))
+    index.add(endless, 0)
+    assert index.overlaps(endless) == {0: MOST_BLOCKS * BLOCK_TOKENS}
+
+
+@given(prompts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3)), max_size=12))
+def test_overlaps_are_the_longest_common_prefixes_in_whole_blocks(prompts: list[tuple[int, int, int]]) -> None:
+    """Prompts of `shared` blocks that all have and `own` blocks of `which`, sent to the engine of that number."""
+    index, sent = PrefixIndex(), list[tuple[int, list[int]]]()
+    for shared, own, which in prompts:
+        ids = list(range(shared * BLOCK_TOKENS)) + [10_000 + which] * (own * BLOCK_TOKENS)
+        best: dict[int, int] = {}
+        for engine, before in sent:
+            same = next((at for at, pair in enumerate(zip(ids, before, strict=False)) if pair[0] != pair[1]), None)
+            common = (min(len(ids), len(before)) if same is None else same) // BLOCK_TOKENS * BLOCK_TOKENS
+            if common > best.get(engine, 0):
+                best[engine] = common
+        assert index.overlaps(ids) == best
+        index.add(ids, which)
+        sent.append((which, ids))
