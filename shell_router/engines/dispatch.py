@@ -124,13 +124,15 @@ class Dispatcher(Generic[E]):
         )
 
     def _has_room(self, at: Candidate[E], *, update: bool) -> bool:
-        """Updates, which hold no decode place, are counted by their tokens alone."""
+        """For updates, whose KV nobody has to keep, only what is to be prefilled counts."""
         limits, load = self.settings.queue, at.in_flight
         if limits.max_prefill_tokens is not None and load.prefill_tokens >= limits.max_prefill_tokens:
             return False
+        if update:
+            return True
         if limits.max_tokens is not None and load.tokens >= limits.max_tokens:
             return False
-        return update or limits.max_running is None or load.requests - load.updates < limits.max_running
+        return limits.max_running is None or load.requests - load.updates < limits.max_running
 
     def _choice(self, asked: Asked, among: Sequence[Candidate[E]]) -> Choice:
         if len(self.candidates) == 1:

@@ -104,9 +104,10 @@ class PairPool:
         attempts, asked = self._attempts(Wanted.of(request)), request
         while True:
             pair = await attempts.pick()
-            request.on_placed(*pair.placed)
-            legs, begun = self._legs(asked, pair), False
+            begun = False
             try:
+                request.on_placed(*pair.placed)
+                legs = self._legs(asked, pair)
                 async with aclosing(answer(legs, logprobs=request.logprobs)) as events:
                     async for event in events:
                         begun = True
@@ -155,7 +156,8 @@ class PairPool:
         """The prefill server's place is held by whoever calls it."""
 
         async def by_pair(request: Generation) -> Prefilled:
-            decode = await self._pairing.decode_for(Wanted.of(request))
+            # as an update it waits for nothing: who waits for this prefill server may hold the last place on decode
+            decode = await self._pairing.decode_for(Wanted.of(request, update=True))
             try:
                 return await self._prefilled_by_pair(request, prefill, decode.engine)
             finally:

@@ -63,8 +63,12 @@ class PairRelay:
         attempts = self._attempts(wanted)
         while True:
             pair = await attempts.pick()
-            bodies = self._bodies(route, native, pair.bootstrap)
-            legs = Legs(pair.prefill.engine, pair.decode.engine, bodies, pair.prefilled)
+            try:
+                bodies = self._bodies(route, native, pair.bootstrap)
+                legs = Legs(pair.prefill.engine, pair.decode.engine, bodies, pair.prefilled)
+            except BaseException:
+                pair.close()
+                raise
             try:
                 return pair, legs, replace(await _beginning(legs, native), placed=pair.placed)
             except BaseException as error:

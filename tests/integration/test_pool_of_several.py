@@ -353,3 +353,24 @@ async def test_a_server_that_schedules_by_priority_is_told_the_order_as_it_count
             assert found["own"] == 7, "a caller's own stays"
         assert ("does not schedule by priority" in caplog.text) == (sign is None)
         await pool.aclose()
+
+
+async def test_updates_by_real_pairs_and_real_requests_never_wait_for_each_other_in_a_circle() -> None:
+    async with scripted_pool(settings=ScriptedSettings(warms=(), prefill_s=0.002)) as at:
+        queue = QueueSettings(max_running=1, max_prefill_tokens=1, wait_s=1e6)
+        pool = PairPool(*at.pool.addresses, scheduling=SchedulingSettings(queue=queue))
+        await pool.probe()
+        assert pool.prefill_ways == ("pair",)
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            for index in range(6):
+                group.create_task(pool.prefill(generation(f"u{index}", 40 + index)))
+                group.create_task(collect(pool, generation(f"r{index}", 60 + index)))
+        assert in_flight(pool) == [InFlight()] * 2
+        await pool.aclose()
+
+
+async def test_a_request_that_cannot_be_written_down_leaves_nothing_in_flight() -> None:
+    async with scripted_pool() as at:
+        with pytest.raises(TypeError):
+            await collect(at.pool, replace(generation("odd"), sampling={"temperature": object()}))
+        assert in_flight(at.pool) == [InFlight()] * 2
