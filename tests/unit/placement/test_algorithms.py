@@ -75,6 +75,12 @@ def test_on_routing_with_affinity_the_default_beats_eplb_in_traffic_and_is_no_wo
     assert found.traffic < baseline.traffic - 0.015
 
 
+def test_groups_that_no_swap_within_eplbs_bounds_reaches_are_found() -> None:
+    """Two kinds of text, each with half of every layer's experts to itself; within the bounds a fifth would cross."""
+    record = drawn(Routing(layers=8, topics=2, topical=10, skew=0.3), 1000)
+    assert measures(record, place("swap", record, PlacementSettings(2))).traffic < 0.05
+
+
 def test_slack_buys_less_traffic_within_its_bound() -> None:
     record = drawn(Routing(layers=6, topics=4, topical=3, skew=0.4), 1000)
     strict, loose = (measures(record, place("swap", record, PlacementSettings(4, slack))) for slack in (0.0, 0.1))
@@ -130,6 +136,16 @@ def test_the_milp_finds_what_trying_everything_finds(seed: int, one_partition: b
     found = place("milp", record, chosen)
     assert objective(record, found, chosen) == pytest.approx(best)
     assert not one_partition or (found.gpu_of == found.gpu_of[0]).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_milp_counts_a_gpu_below_the_ideal_load_as_it_counts_one_above(seed: int) -> None:
+    """With three GPUs the emptiest may be further from the ideal than the fullest."""
+    random = np.random.default_rng(seed)
+    record = record_of(random.integers(1, 40, (2, 6)), random.poisson(2, (1, 6, 6)))
+    chosen = PlacementSettings(3, one_partition=True, alpha=2.0)
+    best = min(objective(record, Placement(3, np.array([row, row])), chosen) for row in partitions(6, 3))
+    assert objective(record, place("milp", record, chosen), chosen) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", range(5))
