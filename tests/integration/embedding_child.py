@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from shell_router.core.embedding import TokenStates
-from shell_router.engines.embedder.frames import REQUEST, Ask, write_loaded, write_states
-from shell_router.engines.embedder.process import serve
+from shell_router.engines.embedder.process import embedding
+from shell_router.engines.embedder.states import packed_states
+from shell_router.side_process.frames import REQUEST, Ask, write_done, write_ready
+from shell_router.side_process.serving import Work, serve
 
 
 class ObedientModel:
@@ -28,26 +30,26 @@ class ObedientModel:
         return [np.full((len(text), 2), len(texts), dtype=np.float32) for text in texts]
 
 
-def load() -> ObedientModel:
+def load() -> Work:
     print("a library's greeting must not reach the pipe of answers")
     if "--unloadable" in sys.argv:
         raise OSError("no weights")
     if "--slow" in sys.argv:
         threading.Event().wait()
-    return ObedientModel()
+    return embedding(ObedientModel())
 
 
 def answer_what_was_given_up() -> None:
     """Answer each call when it is given up, and `count` with as many rows as were."""
     given_up = 0
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    write_loaded(answers)
+    write_ready(answers)
     while head := requests.read(REQUEST.size):
         kind, call, size = REQUEST.unpack(head)
         text = requests.read(size)
         given_up += kind == Ask.FORGET
         if kind == Ask.FORGET or text == b"count":
-            write_states(answers, call, np.ones((given_up, 2), dtype=np.float32))
+            write_done(answers, call, *packed_states(np.ones((given_up, 2), dtype=np.float32)))
 
 
 if __name__ == "__main__":

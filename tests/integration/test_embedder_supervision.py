@@ -13,8 +13,8 @@ import pytest
 
 import shell_router
 from shell_router.engines.embedder import SentenceTransformerEmbedder, SupervisedEmbedder
-from shell_router.engines.embedder.process import Inbox
 from shell_router.errors import EngineError, EngineStalled, EngineUnreachable
+from shell_router.side_process.serving import Inbox
 
 SCRIPT = Path(__file__).with_name("embedding_child.py")
 ENV = {**os.environ, "PYTHONPATH": str(Path(shell_router.__file__).parents[1])}
@@ -66,14 +66,23 @@ async def test_waiting_calls_all_get_their_own_answer_and_no_batch_exceeds_the_l
     assert max(rows[0, 0] for rows in states) <= 4
 
 
+def test_a_batch_waits_a_moment_for_others_but_not_once_it_is_full():
+    inbox = Inbox()
+    inbox.put(1, b"one")
+    assert inbox.take(2, gather_s=0.01) == {1: b"one"}
+    for call in (2, 3, 4):
+        inbox.put(call, b"more")
+    assert list(inbox.take(2, gather_s=3600.0)) == [2, 3]
+
+
 def test_calls_are_taken_oldest_first_together_and_without_those_given_up():
     inbox = Inbox()
     for call in range(1, 8):
-        inbox.put(call, f"text {call}")
+        inbox.put(call, b"text %d" % call)
     inbox.forget(2)
     inbox.forget(99)
     assert list(inbox.take(4)) == [1, 3, 4, 5]
-    assert inbox.take(4) == {6: "text 6", 7: "text 7"}
+    assert inbox.take(4) == {6: b"text 6", 7: b"text 7"}
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])

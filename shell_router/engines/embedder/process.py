@@ -1,27 +1,14 @@
-"""The embedding process: reads requests from standard input, answers on standard output (`frames`).
-
-It ends when its input does, whatever it is doing, so it never outlives the router.
-"""
+"""The embedding process: texts to token states (`side_process`)."""
 
 import argparse
-import os
-import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from shell_router.core.embedding import TokenStates
 from shell_router.engines.embedder.default_model import check_weights
-from shell_router.engines.embedder.frames import (
-    LOADED,
-    REQUEST,
-    Ask,
-    ByteSink,
-    write_failure,
-    write_loaded,
-    write_states,
-)
+from shell_router.engines.embedder.states import packed_states
+from shell_router.side_process.serving import Work, serve
 
 
 class Texts(Protocol):
@@ -30,63 +17,19 @@ class Texts(Protocol):
     def embed(self, texts: Sequence[str]) -> list[TokenStates]: ...
 
 
-class Inbox:
-    """Calls that wait, oldest first; those that were given up are dropped."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, str] = {}
-        self._arrived = threading.Condition()
-
-    def put(self, call: int, text: str) -> None:
-        with self._arrived:
-            self._waiting[call] = text
-            self._arrived.notify()
-
-    def forget(self, call: int) -> None:
-        with self._arrived:
-            self._waiting.pop(call, None)
-
-    def take(self, limit: int) -> dict[int, str]:
-        """Wait for a call; return it with those behind it, `limit` at most."""
-        with self._arrived:
-            self._arrived.wait_for(lambda: self._waiting)
-            calls = list(self._waiting)[:limit]
-            return {call: self._waiting.pop(call) for call in calls}
-
-
 def main() -> None:
     """Serve the model named on the command line."""
     settings = _arguments()
-    serve(lambda: _load(settings), settings.max_batch)
+    serve(lambda: embedding(_load(settings)), settings.max_batch)
 
 
-def serve(load: Callable[[], Texts], max_batch: int) -> None:
-    """Load a model, say so, and answer until the input ends; then end the whole process."""
-    answers = _claim_stdout()
-    inbox = Inbox()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, inbox), daemon=True).start()
-    try:
-        model = load()
-    except Exception as error:
-        # whatever a model's files can do wrong, the router is told instead of a trace on the terminal
-        write_failure(answers, LOADED, f"{type(error).__name__}: {error}")
-        # a plain exit would wait for the reading thread
-        os._exit(1)
-    write_loaded(answers)
-    while True:
-        _answer(model, inbox.take(max_batch), answers)
+def embedding(model: Texts) -> Work:
+    """`model` as the process's work."""
 
+    def work(bodies: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+        return [packed_states(states) for states in model.embed([body.decode() for body in bodies])]
 
-def _answer(model: Texts, batch: dict[int, str], answers: ByteSink) -> None:
-    try:
-        states = model.embed(list(batch.values()))
-    except Exception as error:
-        # one text too many for the memory must not end the process
-        for call in batch:
-            write_failure(answers, call, f"{type(error).__name__}: {error}")
-        return
-    for call, rows in zip(batch, states, strict=True):
-        write_states(answers, call, rows)
+    return work
 
 
 def _arguments() -> argparse.Namespace:
@@ -97,24 +40,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-batch", type=int, required=True)
     return parser.parse_args()
-
-
-def _claim_stdout() -> BinaryIO:
-    """Keep the pipe for answers; whatever a library prints goes to standard error."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return answers
-
-
-def _read(requests: BinaryIO, inbox: Inbox) -> None:
-    while len(head := requests.read(REQUEST.size)) == REQUEST.size:
-        kind, call, size = REQUEST.unpack(head)
-        text = requests.read(size).decode()
-        if kind == Ask.EMBED:
-            inbox.put(call, text)
-        else:
-            inbox.forget(call)
-    os._exit(0)
 
 
 def _load(settings: argparse.Namespace) -> Texts:

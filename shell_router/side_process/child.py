@@ -1,4 +1,4 @@
-"""One running embedding process, as the router sees it."""
+"""One running process beside the router, as the router sees it."""
 
 import asyncio
 import itertools
@@ -6,11 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-import numpy as np
-
-from shell_router.core.embedding import TokenStates
-from shell_router.engines.embedder.frames import ANSWER, LOADED, Ask, Reply, request
 from shell_router.errors import EngineError, EngineStalled, EngineUnreachable
+from shell_router.side_process.frames import ANSWER, READY, Ask, Reply, request
 
 log = logging.getLogger(__name__)
 
@@ -18,28 +15,29 @@ _READ_BYTES = 1 << 20
 _GRACE_S = 2.0
 
 
-class EmbeddingChild:
-    """A child process and the calls that wait for its answers. `answered` counts the answers it has given."""
+class Child:
+    """A child process and the calls that wait for its answers. `name` says in messages what it is."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
         self._process = process
-        self._calls = itertools.count(LOADED + 1)
-        self._waiting: dict[int, asyncio.Future[TokenStates]] = {}
-        self.answered = 0
+        self._name = name
+        self._calls = itertools.count(READY + 1)
+        self._waiting: dict[int, asyncio.Future[bytearray]] = {}
+        self._silent_since_s: float | None = None
         self.alive = True
-        self._reader = asyncio.create_task(self._read_until_end(), name="embedding-answers")
+        self._reader = asyncio.create_task(self._read_until_end(), name=f"{name}-answers")
 
     @classmethod
-    async def launch(cls, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> Self:
-        """Start `command` and wait until its model is loaded. EngineError with the reason if it never is."""
-        child = cls(await _spawn(command, env))
+    async def launch(cls, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> Self:
+        """Start `command` and wait until it is ready. EngineError with the reason if it never is."""
+        child = cls(await _spawn(name, command, env), name)
         try:
             async with asyncio.timeout(timeout_s):
-                await child._answer_to(LOADED)
+                await child._answer_to(READY)
         except BaseException as error:
             await child.close()
             if isinstance(error, TimeoutError):
-                raise EngineStalled(f"the embedding process was not ready within {timeout_s:g} s.") from None
+                raise EngineStalled(f"the {name} process was not ready within {timeout_s:g} s.") from None
             raise
         return child
 
@@ -48,10 +46,17 @@ class EmbeddingChild:
         """The operating system's id of the process."""
         return self._process.pid
 
-    async def embed(self, text: str) -> TokenStates:
-        """Ask for one text's states and wait. Giving up the wait gives up the call; a late answer is dropped."""
+    @property
+    def silent_s(self) -> float:
+        """How long it has owed an answer, and given none."""
+        return 0.0 if self._silent_since_s is None else _now_s() - self._silent_since_s
+
+    async def ask(self, body: bytes) -> bytearray:
+        """Ask and wait. Giving up the wait gives up the call; a late answer is dropped."""
         call = next(self._calls)
-        self._send(request(Ask.EMBED, call, text))
+        self._send(request(Ask.DO, call, body))
+        if self._silent_since_s is None:
+            self._silent_since_s = _now_s()
         try:
             return await self._answer_to(call)
         finally:
@@ -71,8 +76,8 @@ class EmbeddingChild:
         self.kill()
         await asyncio.wait({self._reader})
 
-    async def _answer_to(self, call: int) -> TokenStates:
-        answer: asyncio.Future[TokenStates] = asyncio.get_running_loop().create_future()
+    async def _answer_to(self, call: int) -> bytearray:
+        answer: asyncio.Future[bytearray] = asyncio.get_running_loop().create_future()
         self._waiting[call] = answer
         return await answer
 
@@ -87,8 +92,8 @@ class EmbeddingChild:
 
     def _send(self, frame: bytes) -> None:
         if not self._writable:
-            raise EngineUnreachable("the embedding process has ended.")
-        # no drain: the text is in memory already, and the pipe's buffer holds what the process has not read
+            raise EngineUnreachable(f"the {self._name} process has ended.")
+        # no drain: the body is in memory already, and the pipe's buffer holds what the process has not read
         self._stdin.write(frame)
 
     async def _read_until_end(self) -> None:
@@ -97,7 +102,7 @@ class EmbeddingChild:
             while True:
                 await self._read_answer(self._process.stdout)
         except (asyncio.IncompleteReadError, ConnectionError):
-            log.info("embedding process %d closed its pipe", self.pid)
+            log.info("%s process %d closed its pipe", self._name, self.pid)
         finally:
             self.alive = False
             self._stdin.close()
@@ -112,16 +117,16 @@ class EmbeddingChild:
             return await self._process.wait()
 
     async def _read_answer(self, pipe: asyncio.StreamReader) -> None:
-        kind, call, rows, columns = ANSWER.unpack(await pipe.readexactly(ANSWER.size))
+        kind, call, size = ANSWER.unpack(await pipe.readexactly(ANSWER.size))
+        body = await _read_body(pipe, size)
         if kind == Reply.FAILED:
-            message = (await pipe.readexactly(rows)).decode()
-            self._settle(call, EngineError(f"the embedding process failed. {message}"))
+            self._settle(call, EngineError(f"the {self._name} process failed. {body.decode()}"))
         else:
-            self._settle(call, await _read_states(pipe, rows, columns))
+            self._settle(call, body)
 
-    def _settle(self, call: int, outcome: TokenStates | EngineError) -> None:
-        self.answered += 1
+    def _settle(self, call: int, outcome: bytearray | EngineError) -> None:
         answer = self._waiting.pop(call, None)
+        self._silent_since_s = _now_s() if self._waiting else None
         if answer is None or answer.done():
             return
         if isinstance(outcome, EngineError):
@@ -134,13 +139,17 @@ class EmbeddingChild:
             self._settle(
                 call,
                 EngineUnreachable(
-                    f"the embedding process ended (status {status}) before it answered.",
+                    f"the {self._name} process ended (status {status}) before it answered.",
                     remedy="It is started again by the next call.",
                 ),
             )
 
 
-async def _spawn(command: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _spawn(name: str, command: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
     try:
         return await asyncio.create_subprocess_exec(
             *command,
@@ -152,17 +161,16 @@ async def _spawn(command: Sequence[str], env: Mapping[str, str]) -> asyncio.subp
             start_new_session=True,
         )
     except OSError as error:
-        raise EngineUnreachable(f"the embedding process could not be started: {error}.") from error
+        raise EngineUnreachable(f"the {name} process could not be started: {error}.") from error
 
 
-async def _read_states(pipe: asyncio.StreamReader, rows: int, columns: int) -> TokenStates:
+async def _read_body(pipe: asyncio.StreamReader, size: int) -> bytearray:
     """Read in pieces, so that no single step of the event loop copies a whole large array."""
-    states = np.empty(rows * columns, dtype=np.float32)
-    target, filled = states.view(np.uint8), 0
-    while filled < target.size:
-        piece = await pipe.read(min(_READ_BYTES, target.size - filled))
+    body, filled = bytearray(size), 0
+    while filled < size:
+        piece = await pipe.read(min(_READ_BYTES, size - filled))
         if not piece:
-            raise asyncio.IncompleteReadError(b"", target.size - filled)
-        target[filled : filled + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
+            raise asyncio.IncompleteReadError(b"", size - filled)
+        body[filled : filled + len(piece)] = piece
         filled += len(piece)
-    return states.reshape(rows, columns)
+    return body
