@@ -10,7 +10,7 @@ from shell_router.api.sampling import read_sampling
 from shell_router.errors import InvalidField
 from shell_router.execution import AgentRequest, OutputOf, Segment
 from shell_router.scheduling import IncrementSettings
-from shell_router.topology import Prefill
+from shell_router.topology import AUTO, Prefill
 
 IDENTIFIER = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
 DEFAULT_WAIT_S = 60.0
@@ -31,11 +31,13 @@ def read_agent_body(body: Fields, tenant: str, max_timeout_s: float) -> AgentBod
     prompt, messages = _prompt(body), _messages(body)
     if bool(prompt) == bool(messages):
         raise body.refuse("prompt", "or messages must be set, and not both", "Send exactly one of them.")
+    models = body.names("model")
     request = AgentRequest(
         tenant=tenant,
         program=identifier(body, "program"),
         agent=identifier(body, "agent"),
-        model=body.required_text("model"),
+        model=models[0] if len(models) == 1 else AUTO,
+        candidates=models if len(models) > 1 else (),
         prompt=prompt,
         messages=messages,
         sampling=_sampling(body),

@@ -18,7 +18,7 @@ def agent_answer(run_id: str, created: int, request: AgentRequest, answer: Answe
         "created": created,
         "program": request.program,
         "agent": request.agent,
-        "model": request.model,
+        "model": answer.agents[request.agent].model,
         "text": answer.text,
         "finish_reason": answer.reason,
         "usage": usage(answer),

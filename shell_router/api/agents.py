@@ -9,12 +9,13 @@ from shell_router.api.drain import DRAIN
 from shell_router.api.fields import parse_body
 from shell_router.api.live_run import LiveRun
 from shell_router.api.observed import Observed
+from shell_router.api.recorded import run_of_agent
 from shell_router.api.replies import json_reply, note_ignored
-from shell_router.api.services import PLACED, SERVICES, SETTINGS, TENANT, TRACE_ID, Emit
+from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, Emit
 from shell_router.api.streaming import stream_run
-from shell_router.execution import AgentRequest, Answer
+from shell_router.execution import AGENT_REQUEST, AgentRequest, Answer
 
-TARGET = "agent request"
+TARGET = AGENT_REQUEST
 """What traces and metrics call these runs: clients' own program names would make metrics without bound."""
 
 
@@ -47,7 +48,8 @@ class AgentRequestRun:
         self._request = request
         self._asked = asked
         self._seen = Observed(request.app[SERVICES], request[TENANT], TARGET, asked.agent, {})
-        request[TRACE_ID], request[PLACED] = self._seen.id, self._seen.trace.placed
+        self._seen.recorded(run_of_agent(TARGET, asked))
+        request[TRACE] = self._seen.trace
 
     async def whole(self) -> web.Response:
         """The answer as one object."""

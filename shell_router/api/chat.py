@@ -8,7 +8,7 @@ from shell_router.api.chat_run import Chats
 from shell_router.api.fields import parse_body
 from shell_router.api.live_run import LiveRun
 from shell_router.api.replies import json_reply, note_ignored
-from shell_router.api.services import PLACED, TENANT, TRACE_ID
+from shell_router.api.services import TENANT, TRACE
 from shell_router.api.streaming import stream_run
 
 CHATS = web.AppKey("CHATS", Chats)
@@ -18,7 +18,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Check everything that can be checked, then run."""
     body = parse_body(await read_body(request))
     run = request.app[CHATS].begin(body, request[TENANT])
-    request[TRACE_ID], request[PLACED] = run.id, run.placed
+    request[TRACE] = run.trace
     note_ignored(request, ignored_fields(body))
     if not run.streams:
         return json_reply(request, await run.reply())

@@ -46,9 +46,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatBody:
-    """A chat completion as asked. Without a `seed` the caller chooses one."""
+    """A chat completion as asked. Without a `seed` the caller chooses one. Of several `models` one is to be chosen."""
 
-    model: str
+    models: tuple[str, ...]
     messages: tuple[Mapping[str, str], ...]
     sampling: Mapping[str, Any]
     seed: int | None
@@ -62,7 +62,7 @@ def read_chat(body: Fields) -> ChatBody:
     _refuse_unserved(body)
     options = body.object("stream_options")
     return ChatBody(
-        model=body.required_text("model"),
+        models=body.names("model"),
         messages=_messages(body),
         sampling=read_sampling(body),
         seed=body.raw("seed"),

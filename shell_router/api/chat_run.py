@@ -9,10 +9,10 @@ from shell_router.api.chat_reply import ChatFrames, StreamOptions, agents, chunk
 from shell_router.api.drain import Drain
 from shell_router.api.fields import Fields
 from shell_router.api.observed import Observed
+from shell_router.api.recorded import run_of_topology
 from shell_router.api.services import Emit, Services
 from shell_router.api.settings import ApiSettings
 from shell_router.api.targets import Targets
-from shell_router.core.placement import Placed
 from shell_router.execution import Answer, MoaRequest
 from shell_router.topology import Topology
 
@@ -32,7 +32,7 @@ class Chats:
     def begin(self, body: Fields, tenant: str) -> "ChatRun":
         """Check everything that can be checked before anything runs. Raises InvalidRequest."""
         chat = read_chat(body)
-        return ChatRun(self, chat, self.targets.find(chat.model), tenant)
+        return ChatRun(self, chat, self.targets.choice(chat.models), tenant)
 
 
 class ChatRun:
@@ -45,6 +45,7 @@ class ChatRun:
         self._topology = topology
         self._seen = Observed(chats.services, tenant, topology.name, topology.root.id, precursors)
         self.id = self._seen.id
+        self.trace = self._seen.trace
         self.streams = chat.stream
         self._asked = MoaRequest(
             id=self.id,
@@ -54,15 +55,12 @@ class ChatRun:
             seed=zlib.crc32(self.id.encode()) if chat.seed is None else chat.seed,
             timeout_s=chats.settings.request_timeout_s,
         )
-
-    def placed(self) -> tuple[Placed, ...]:
-        """The engines that answer, and why; empty until that is known."""
-        return self._seen.trace.placed()
+        self._seen.recorded(run_of_topology(topology, self._asked))
 
     async def reply(self) -> dict[str, Any]:
         """Run; the completion as one object."""
         answer = await self.answer(None)
-        body = completion(self.id, self._seen.created, self._chat.model, answer)
+        body = completion(self.id, self._seen.created, self._topology.name, answer)
         if self._chat.include_agents:
             body["agents"] = agents(answer, self._seen.trace)
         return body
@@ -70,7 +68,7 @@ class ChatRun:
     def frames(self) -> ChatFrames:
         """What writes the completion in chunks."""
         return ChatFrames(
-            chunk_base(self.id, self._seen.created, self._chat.model),
+            chunk_base(self.id, self._seen.created, self._topology.name),
             self._topology.root.id,
             self._seen.started_s,
             self._seen.trace,

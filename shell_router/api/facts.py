@@ -14,11 +14,13 @@ from shell_router.core.events import (
     Degraded,
     Event,
     ExitScored,
+    ModelChosen,
     PrefillIncrement,
     PromptReady,
 )
 
 KINDS: dict[type, str] = {
+    ModelChosen: "chosen",
     AgentStarted: "started",
     PrefillIncrement: "prefill",
     PromptReady: "ready",

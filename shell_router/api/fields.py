@@ -51,6 +51,15 @@ class Fields:
             raise self.refuse(name, "is missing", "Set it to a non-empty string.")
         return value
 
+    def names(self, name: str) -> tuple[str, ...]:
+        """A string, or an array of several different ones; there, and nothing of it empty."""
+        value = self.raw(name)
+        if not isinstance(value, list):
+            return (self.required_text(name),)
+        if not value or not all(isinstance(one, str) and one for one in value) or len(set(value)) < len(value):
+            raise self.refuse(name, "must be a string or an array of different strings", "Name each once.")
+        return tuple(value)
+
     def flag(self, name: str) -> bool:
         """A boolean; False where absent."""
         value = self.raw(name)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
+from shell_router.api.recorded import Recording, Run
 from shell_router.api.services import Emit, Services
 from shell_router.core.events import Event
 from shell_router.telemetry import RunMetrics, Trace
@@ -30,6 +31,13 @@ class Observed:
             precursors=precursors,
         )
         services.traces.add(self.trace)
+        self._services = services
+        self._recording: Recording | None = None
+
+    def recorded(self, run: Run) -> None:
+        """Have the run's lines written to the trace files, where there are any."""
+        if self._services.recorder is not None:
+            self._recording = Recording(self._services.recorder, run, self.trace, self._services.models)
 
     def tell(self, also: Emit | None = None) -> Emit:
         """Where the run emits: into trace and metrics, and on to `also`."""
@@ -37,6 +45,8 @@ class Observed:
         def emit(event: Event) -> None:
             self.trace.add(event)
             self._metrics.observe(event)
+            if self._recording is not None:
+                self._recording.observe(event)
             if also is not None:
                 also(event)
 
@@ -59,3 +69,5 @@ class Observed:
         at_s = self._clock()
         self.trace.ended(at_s, outcome, error)
         self._metrics.ended(at_s, outcome)
+        if self._recording is not None:
+            self._recording.end()

@@ -7,21 +7,29 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from shell_router.api.services import IGNORED, PLACED, REQUEST_ID, TRACE_ID
+from shell_router.api.services import IGNORED, PLACED, REQUEST_ID, TRACE
+from shell_router.core.events import ModelChosen
 
 UNFIT_FOR_HEADER = re.compile(r"[^\w.-]", re.ASCII)
 NAMED_IGNORED = 16
+NAMED_CHOICES = 16
 
 
 def common_headers(request: web.Request) -> dict[str, str]:
-    """x-request-id on every answer; x-trace-id where a run began; x-ignored-fields where some were ignored.
+    """x-request-id on every answer; x-trace-id where a run began; x-model-choice where a model was chosen for it;
+    x-ignored-fields where some were ignored.
 
     x-shell-router-engine where it is known by then which engines answer, and why.
     """
     headers = {"Server": "shell-router", "x-request-id": request[REQUEST_ID]}
-    if TRACE_ID in request:
-        headers["x-trace-id"] = request[TRACE_ID]
-    if PLACED in request and (placed := request[PLACED]()):
+    placed = request[PLACED]() if PLACED in request else ()
+    if TRACE in request:
+        trace = request[TRACE]
+        headers["x-trace-id"] = trace.id
+        placed = trace.placed()
+        if trace.choices:
+            headers["x-model-choice"] = "; ".join(map(_told, trace.choices[:NAMED_CHOICES]))
+    if placed:
         headers["x-shell-router-engine"] = "; ".join(map(str, placed))
     if IGNORED in request:
         headers["x-ignored-fields"] = request[IGNORED]
@@ -45,3 +53,9 @@ def json_reply(
         content_type="application/json",
         headers={**common_headers(request), **(headers or {})},
     )
+
+
+def _told(choice: ModelChosen) -> str:
+    """As in `root=large, chimera: better`, the first agent's name standing for all that share the choice."""
+    agent, model = (UNFIT_FOR_HEADER.sub("?", name[:64]) for name in (choice.agents[0], choice.model))
+    return f"{agent}={model}, {choice.policy}: {choice.why}"

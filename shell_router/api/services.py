@@ -16,7 +16,7 @@ from shell_router.core.model import ServedModel
 from shell_router.core.placement import Placed
 from shell_router.core.relay import Relay
 from shell_router.execution import AgentRequest, Answer, MoaRequest, ProgramState
-from shell_router.telemetry import Metrics, TraceStore
+from shell_router.telemetry import Metrics, Recorder, Trace, TraceStore
 from shell_router.topology import Topology
 
 Emit = Callable[[Event], None]
@@ -46,7 +46,7 @@ class Services:
     `engines` says in words what serves each model, where that is known. `checks` are named as operators should read
     them ("engine small", "cache"); those named in `dispensable` only make requests slower or less shared when they
     fail, so they do not make the router unready. Without a `batch_folder` no files are kept and no batches run;
-    `batch_pools` answer lines that name one of them as their model.
+    `batch_pools` answer lines that name one of them as their model. A `recorder` gets the lines of every run.
     `clock` is the runs' clock in monotonic seconds, `wall` Unix time, `new_id` gives a fresh unguessable id.
     """
 
@@ -62,6 +62,7 @@ class Services:
     batch_pools: Mapping[str, LineRunner] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
     traces: TraceStore = field(default_factory=TraceStore)
+    recorder: Recorder | None = None
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     new_id: Callable[[], str] = lambda: secrets.token_hex(16)
@@ -72,6 +73,7 @@ SETTINGS = web.AppKey("SETTINGS", ApiSettings)
 STARTED_AT = web.AppKey("STARTED_AT", int)
 TENANT = web.RequestKey("TENANT", str)
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
-TRACE_ID = web.RequestKey("TRACE_ID", str)
+TRACE = web.RequestKey("TRACE", Trace)
 PLACED: web.RequestKey[Callable[[], tuple[Placed, ...]]] = web.RequestKey("PLACED")
+"""Of native requests, which have no trace."""
 IGNORED = web.RequestKey("IGNORED", str)

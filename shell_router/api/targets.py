@@ -1,28 +1,29 @@
-"""What a chat completion's `model` may name: topologies, and single models as the smallest topologies."""
+"""What a chat completion's `model` may name: topologies, models as the smallest topologies, and a choice of models."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 
 from shell_router.api.services import Services
 from shell_router.errors import ConfigError, UnknownModel
-from shell_router.topology import Agent, Topology
+from shell_router.topology import AUTO, Agent, Topology
 
 
 class Targets:
     """Topologies and models by the names that requests use."""
 
     def __init__(self, services: Services) -> None:
-        clash = sorted(services.topologies.keys() & services.models.keys())
+        clash = sorted(services.topologies.keys() & {*services.models, AUTO})
         if clash:
             raise ConfigError(
-                f"{', '.join(clash)} name both a topology and a model.",
+                f"{', '.join(clash)} name both a topology and a model (auto is the choice of one).",
                 remedy="Requests choose by name: rename one of them.",
             )
         self._services = services
         self._by_name: Mapping[str, Topology] = {
             **{alias: straight_through(alias) for alias in services.models},
+            AUTO: straight_through(AUTO),
             **services.topologies,
         }
 
@@ -34,12 +35,26 @@ class Targets:
             raise UnknownModel(f"No topology or model is named {name!r}.", remedy=f"Known: {known}.")
         return topology
 
+    def choice(self, names: Sequence[str]) -> Topology:
+        """The one that is named, or one agent whose model is to be chosen among those. Raises UnknownModel."""
+        if len(names) == 1:
+            return self.find(names[0])
+        models = self._services.models
+        if unknown := sorted(set(names) - models.keys()):
+            raise UnknownModel(
+                f"No model is named {' or '.join(map(repr, unknown))}.",
+                remedy=f"Choose among models: {', '.join(sorted(models))}.",
+            )
+        return Topology(name=AUTO, agents={AUTO: Agent(id=AUTO, model=AUTO, candidates=tuple(names))})
+
     def listed(self, created: int) -> list[dict[str, Any]]:
         """All of them in the shape of OpenAI's model objects."""
         return [self._model_object(name, created) for name in sorted(self._by_name)]
 
     def _model_object(self, name: str, created: int) -> dict[str, Any]:
         facts = {"id": name, "object": "model", "created": created, "owned_by": "shell-router"}
+        if name == AUTO:
+            return {**facts, "kind": AUTO, "description": "one of the models, chosen for each request"}
         topology = self._services.topologies.get(name)
         if topology is None:
             engine = {"engine": self._services.engines[name]} if name in self._services.engines else {}

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from shell_router import errors
-from shell_router.cli import batching, evaluating, experts, profiling, serving, simulating, topologies
+from shell_router.cli import batching, evaluating, experts, profiling, serving, simulating, topologies, training
 from shell_router.cli.running import INTERRUPTED
 
 WRONG_INPUT = 2
@@ -41,5 +41,6 @@ def parser() -> argparse.ArgumentParser:
     simulating.add_commands(commands)
     profiling.add_commands(commands)
     experts.add_commands(commands)
+    training.add_commands(commands)
     topologies.add_commands(commands)
     return top

@@ -1,6 +1,7 @@
 """A deployment's configuration: one YAML file, read into frozen dataclasses."""
 
 from shell_router.config.batches_settings import BatchesSettings
+from shell_router.config.choice_settings import AutoSettings, PredictionSettings, RecordSettings
 from shell_router.config.launch_settings import LaunchSettings, PairLaunch
 from shell_router.config.load import load_config
 from shell_router.config.settings import (
@@ -18,6 +19,7 @@ from shell_router.config.settings import (
 )
 
 __all__ = [
+    "AutoSettings",
     "BatchesSettings",
     "CacheSettings",
     "Config",
@@ -30,7 +32,9 @@ __all__ = [
     "ModelSettings",
     "PairLaunch",
     "PairSettings",
+    "PredictionSettings",
     "RandomWeights",
+    "RecordSettings",
     "Traces",
     "load_config",
 ]

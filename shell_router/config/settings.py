@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from shell_router.config.batches_settings import BatchesSettings
+from shell_router.config.choice_settings import AutoSettings, PredictionSettings, RecordSettings
 from shell_router.config.launch_settings import LaunchSettings, PairLaunch
 from shell_router.config.refusal import require as _require
 from shell_router.scheduling.settings import SchedulingSettings
+from shell_router.topology import AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +213,19 @@ class Config:
     traces: Traces = Traces()
     batches: BatchesSettings = field(default_factory=BatchesSettings)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
+    auto: AutoSettings = field(default_factory=AutoSettings)
+    prediction: PredictionSettings = field(default_factory=PredictionSettings)
+    record: RecordSettings = field(default_factory=RecordSettings)
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
 
     def __post_init__(self) -> None:
+        _require(AUTO not in self.models, f"a model is named {AUTO!r}, which means any of them", "Rename it.")
+        for name in (*self.auto.models, *self.auto.max_batch):
+            _require(
+                name in self.models,
+                f"auto names {name!r}, which is not among the models",
+                f"Name some of: {', '.join(self.models)}.",
+            )
         _require(
             self.cache.ttl_s > self.limits.request_timeout_s,
             f"cache.ttl_s ({self.cache.ttl_s:g}) must be above limits.request_timeout_s"

@@ -3,11 +3,31 @@
 `at_s` is the run's clock (monotonic seconds); every event names the agent or cluster it speaks of.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from shell_router.core.generation import FinishReason
 from shell_router.core.placement import Placed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChosen:
+    """One of several models was chosen for `agents`, which share it. `why` is a word of scheduling.model_choice.
+
+    `scores` are chances of a right answer, empty where nobody could tell. `waits` are what the models' load was taken
+    for: seconds, or tokens where `unmeasured` names models whose tokens' cost is not known.
+    """
+
+    at_s: float
+    started_s: float
+    agents: tuple[str, ...]
+    model: str
+    policy: str
+    why: str
+    scores: Mapping[str, float]
+    waits: Mapping[str, float]
+    unmeasured: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +132,20 @@ class AgentErred:
 
 @dataclass(frozen=True, slots=True)
 class Degraded:
-    """Something that only makes a run faster failed; the run goes on without it. `agent` may be a cluster's id."""
+    """Something that only makes a run faster, or its choices better, failed; the run goes on without it.
+
+    `agent` may be a cluster's id, or empty where it concerns the whole run.
+    """
 
     at_s: float
     agent: str
-    what: Literal["increment", "early_exit"]
+    what: Literal["increment", "early_exit", "scores", "lengths"]
     error: str
 
 
 Event = (
-    AgentStarted
+    ModelChosen
+    | AgentStarted
     | PrefillIncrement
     | PromptReady
     | AgentPlaced

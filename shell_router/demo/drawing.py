@@ -54,7 +54,7 @@ class Picture:
             return Text()
         progress = self._progress[agent]
         character, style = LOOKS[progress.state]
-        model = self._topology.agents[agent].model
+        model = self._topology.agents[agent].model_name
         tokens = "" if progress.tokens is None else f" {progress.tokens}"
         return Text.assemble((character, style), f" {agent} ", (model, "dim"), (tokens, style))
 

@@ -43,7 +43,7 @@ def bodies(setting: Setting, item: Item, seed: int, sampling: Sampling) -> list[
 
 def _sampling(setting: Setting, sampling: Sampling) -> Mapping[str, Any]:
     wanted: dict[str, Any] = {"temperature": sampling.temperature}
-    if setting.kind == "model":
+    if setting.kind in ("model", "auto"):
         wanted = {"temperature": sampling.temperature or 0.0, "max_tokens": sampling.max_tokens}
     if setting.kind == "vote":
         tokens = {"max_tokens": sampling.max_tokens}

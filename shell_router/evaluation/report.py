@@ -55,7 +55,7 @@ class Report:
 def engines_of(settings: Sequence[Setting], served: Sequence[Served]) -> tuple[str, bool | None]:
     """What serves the models, in words, and whether it only simulates; topologies may use any of the models."""
     alone = {name for one in settings for name in one.members if one.kind != "topology"}
-    every = any(one.kind == "topology" for one in settings)
+    every = any(one.kind in ("topology", "auto") for one in settings)
     models = [one for one in served if one.kind == "model" and (every or one.name in alone)]
     if not models or not all(one.engine for one in models):
         return "engines unknown: the router does not name them", None

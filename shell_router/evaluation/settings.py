@@ -15,10 +15,13 @@ _MEMBERS = re.compile(r"(?P<model>.+?)(?:\*(?P<times>[1-9]\d{0,2}))?")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One entry of `GET /v1/models`; `engine` tells what serves a model, where the router says so."""
+    """One entry of `GET /v1/models`; `engine` tells what serves a model, where the router says so.
+
+    An `auto` is asked as a model is; it has to be named, and cannot vote.
+    """
 
     name: str
-    kind: Literal["model", "topology"]
+    kind: Literal["model", "topology", "auto"]
     engine: str = ""
 
 
@@ -27,7 +30,7 @@ class Setting:
     """One thing compared. `members` are the names asked for one answer: the one itself, or those that vote."""
 
     name: str
-    kind: Literal["model", "topology", "vote"]
+    kind: Literal["model", "topology", "auto", "vote"]
     members: tuple[str, ...]
 
 
@@ -56,7 +59,7 @@ def _all(served: Sequence[Served]) -> list[str]:
     return [*models, *([vote] if len(models) > 1 else []), *(one.name for one in served if one.kind == "topology")]
 
 
-def _setting(name: str, kinds: Mapping[str, Literal["model", "topology"]]) -> Setting:
+def _setting(name: str, kinds: Mapping[str, Literal["model", "topology", "auto"]]) -> Setting:
     if name in kinds:
         return Setting(name, kinds[name], (name,))
     if name.startswith(VOTE):
@@ -64,7 +67,7 @@ def _setting(name: str, kinds: Mapping[str, Literal["model", "topology"]]) -> Se
     raise _unknown(name, kinds)
 
 
-def _members(name: str, kinds: Mapping[str, Literal["model", "topology"]]) -> tuple[str, ...]:
+def _members(name: str, kinds: Mapping[str, Literal["model", "topology", "auto"]]) -> tuple[str, ...]:
     members: list[str] = []
     for part in name.removeprefix(VOTE).split(","):
         found = _MEMBERS.fullmatch(part.strip())

@@ -1,7 +1,10 @@
 """The online path: walks the agent graph, grows prompts while precursors decode, and exits early."""
 
+from shell_router.execution.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.execution.executor import Executor
+from shell_router.execution.planning import AGENT_REQUEST, stages_of, workflow_of
 from shell_router.execution.programs import Programs
+from shell_router.execution.prospects import KnownPrompt, known_of_agent, known_of_request
 from shell_router.execution.requests import (
     AgentRequest,
     AgentUsage,
@@ -13,13 +16,22 @@ from shell_router.execution.requests import (
 )
 
 __all__ = [
+    "AGENT_REQUEST",
     "AgentRequest",
     "AgentUsage",
     "Answer",
+    "Auto",
     "Executor",
+    "KnownPrompt",
     "MoaRequest",
+    "ModelChooser",
+    "ModelFigures",
     "OutputOf",
     "ProgramState",
     "Programs",
     "Segment",
+    "known_of_agent",
+    "known_of_request",
+    "stages_of",
+    "workflow_of",
 ]

@@ -65,6 +65,7 @@ class AgentRun:
         self._wrote = wrote
         self._clock = clock
         self._texts: list[str] = []
+        self._first: tuple[float, int] | None = None  # when the first tokens came, and how many
         self.prompt_tokens = 0
         self.decoded = 0
 
@@ -93,7 +94,10 @@ class AgentRun:
                 f"Agent {agent!r} did not end within {self._decoding.timeout_s:g} s on {model.alias!r}.",
                 remedy="Raise the agent's timeout_s or lower its max_new_tokens.",
             ) from error
-        self._pace.observe_run(model.alias, self._clock() - ready_s)
+        now_s = self._clock()
+        self._pace.observe_run(model.alias, now_s - ready_s)
+        if self._first is not None:
+            self._pace.observe_decode(model.alias, self.decoded - self._first[1], now_s - self._first[0])
         hints = self._filling.hints
         self._pace.observe_output(model.alias, hints.topology, hints.agent, output.finish.completion_tokens)
         self._emit_finished(output)
@@ -122,7 +126,10 @@ class AgentRun:
         self._writer.append(Chunk(tokens.text, tokens.ids))
         self._texts.append(tokens.text)
         self.decoded += len(tokens.ids)
-        self._emit(AgentTokens(self._clock(), self._filling.agent, tokens.ids, tokens.text))
+        now_s = self._clock()
+        if self._first is None:
+            self._first = now_s, len(tokens.ids)
+        self._emit(AgentTokens(now_s, self._filling.agent, tokens.ids, tokens.text))
 
     def _emit_finished(self, output: Output) -> None:
         finish = output.finish

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from agent_cache import AgentPromptCache, End, LogWriter
@@ -12,9 +12,10 @@ from shell_router.core.model import ServedModel
 from shell_router.early_exit import EarlyExit
 from shell_router.errors import AgentFailed, ConfigError, DeadlineExceeded, PromptTooLong, ShellRouterError
 from shell_router.execution.agent_run import AgentRun, Output, Wrote
+from shell_router.execution.choosing import ModelChooser
 from shell_router.execution.cluster_exit import ClusterExit
 from shell_router.execution.in_flight_exit import InFlightExit
-from shell_router.execution.pace import Pace
+from shell_router.execution.planning import Planned, plan
 from shell_router.execution.preparation import Preparation, PreparedAgent
 from shell_router.execution.requests import AgentState, AgentUsage, Answer, CutOff, MoaRequest
 from shell_router.topology import Agent, Cluster, Topology
@@ -32,12 +33,14 @@ class Executor:
         embedder: Embedder | None,
         *,
         clock: Callable[[], float],
+        chooser: ModelChooser | None = None,
     ) -> None:
         self._models = models
         self._cache = cache
         self._embedder = embedder
         self._clock = clock
-        self._pace = Pace()
+        self._chooser = chooser or ModelChooser(models, clock=clock)
+        self._pace = self._chooser.pace
 
     async def run(self, topology: Topology, request: MoaRequest, emit: Callable[[Event], None]) -> Answer:
         """Run `request` to the root's end, telling `emit` what happens, as it happens.
@@ -47,8 +50,19 @@ class Executor:
         cancellation included, every engine request of it has been aborted, every task has ended, and its cache logs
         are gone.
         """
-        prepared = Preparation(topology, request, self._models, self._pace).agents()
+        choices: list[Event] = []  # told once nothing can be refused any more: a stream's head goes out with the first
+        planned = await plan(self._chooser, self._models, topology, request, choices.append)
+        with self._chooser.activity.program(planned.expected(self._pace), emit) as watched:
+            return await self._answer(planned, request, choices, watched)
+
+    async def _answer(
+        self, planned: Planned, request: MoaRequest, choices: Sequence[Event], emit: Callable[[Event], None]
+    ) -> Answer:
+        topology = planned.topology
+        prepared = Preparation(topology, request, self._models, self._pace, planned.learned).agents()
         exits = self._cluster_exits(topology, request, emit)
+        for choice in choices:
+            emit(choice)
         try:
             async with asyncio.timeout(request.timeout_s):
                 return await self._run(topology, prepared, exits, emit).answer()

@@ -20,6 +20,7 @@ class Pace:
     def __init__(self) -> None:
         self._run_s: dict[str, float] = {}
         self._updates: defaultdict[str, MeasuredUpdates] = defaultdict(MeasuredUpdates)
+        self._token_s: dict[str, float] = {}
         self._growing: Counter[str] = Counter()
         self._output_tokens: dict[str, float] = {}
         self._place_tokens: OrderedDict[tuple[str, str | None, str | None], float] = OrderedDict()
@@ -35,6 +36,15 @@ class Pace:
     def update_cost(self, model: str) -> UpdateCost | None:
         """What a prefill-only update costs."""
         return self._updates[model].cost
+
+    def observe_decode(self, model: str, tokens: int, seconds: float) -> None:
+        """An agent of `model` wrote so many tokens after its first, in so many seconds."""
+        if tokens > 0:
+            _blend(self._token_s, model, seconds / tokens)
+
+    def token_s(self, model: str) -> float | None:
+        """Mean seconds between a sequence's tokens."""
+        return self._token_s.get(model)
 
     def observe_output(self, model: str, topology: str | None, agent: str | None, tokens: int) -> None:
         """The agent of this topology wrote so many tokens with `model`, to its end."""

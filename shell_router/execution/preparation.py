@@ -9,7 +9,7 @@ from shell_router.core.model import ServedModel
 from shell_router.errors import UnknownModel
 from shell_router.execution.agent_run import Decoding, check_parts
 from shell_router.execution.assembly import agent_parts
-from shell_router.execution.expectations import hints_of
+from shell_router.execution.expectations import NOTHING_LEARNED, Learned, hints_of
 from shell_router.execution.incremental import Filling, Source, ids_are_text
 from shell_router.execution.pace import Pace
 from shell_router.execution.prompt import Part
@@ -31,12 +31,19 @@ class PreparedAgent:
 class Preparation:
     """Puts a request and a topology together, agent by agent."""
 
-    def __init__(self, topology: Topology, request: MoaRequest, models: Mapping[str, ServedModel], pace: Pace) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        request: MoaRequest,
+        models: Mapping[str, ServedModel],
+        pace: Pace,
+        learned: Learned = NOTHING_LEARNED,
+    ) -> None:
         self._topology = topology
         self._request = request
         self._models = models
         self._finish_s = pace.expected_finish_s(topology)
-        self._hints = hints_of(topology, request.tenant, request.id, pace)
+        self._hints = hints_of(topology, request.tenant, request.id, pace, learned)
         self._parts: dict[tuple[str, Prompt, tuple[str, ...]], tuple[Part, ...]] = {}
 
     def agents(self) -> dict[str, PreparedAgent]:

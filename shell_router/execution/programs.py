@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -22,8 +22,9 @@ from shell_router.errors import (
     UnknownProgram,
 )
 from shell_router.execution.agent_run import AgentRun, Decoding, check_parts
+from shell_router.execution.choosing import ModelChooser
 from shell_router.execution.incremental import Filling, Source, ids_are_text
-from shell_router.execution.pace import Pace
+from shell_router.execution.planning import PlannedAgent, plan_agent
 from shell_router.execution.prompt import Message, Part, Slot, render
 from shell_router.execution.requests import (
     AgentRequest,
@@ -34,6 +35,7 @@ from shell_router.execution.requests import (
     ProgramState,
     Segment,
 )
+from shell_router.topology import AUTO
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class _Record:
 class _Program:
     used_s: float
     agents: dict[str, _Record] = field(default_factory=dict)
+    chosen: dict[tuple[str, ...], str] = field(default_factory=dict)  # the program's model among these candidates
 
     def is_running(self) -> bool:
         return any(record.ended is None for record in self.agents.values())
@@ -87,13 +90,14 @@ class Programs:
         clock: Callable[[], float],
         ttl_s: float = 3600.0,
         max_programs: int = 10_000,
+        chooser: ModelChooser | None = None,
     ) -> None:
         self._models = models
         self._cache = cache
         self._clock = clock
         self._ttl_s = ttl_s
         self._max_programs = max_programs
-        self._pace = Pace()
+        self._chooser = chooser or ModelChooser(models, clock=clock)
         self._programs: dict[tuple[str, str], _Program] = {}
 
     async def run(self, request: AgentRequest, emit: Callable[[Event], None]) -> Answer:
@@ -103,9 +107,37 @@ class Programs:
         AgentFailed (a precursor failed or was cancelled, or the engine failed), PromptTooLong, DeadlineExceeded, and
         Overloaded when every remembered program is still running.
         """
-        filling = self._filling(request)
+        choices: list[Event] = []  # told once nothing can be refused any more
+        planned = await self._planned(request, choices.append)
+        with self._chooser.activity.program({request.agent: planned.in_flight(request.sampling)}, emit) as watched:
+            return await self._answered(request, planned, choices, watched)
+
+    async def _planned(self, request: AgentRequest, emit: Callable[[Event], None]) -> PlannedAgent:
+        """The request's model, the one that its program was given before, and what is expected of it."""
+        if request.model == AUTO:
+            await self._make_room(request)
+        planned = await plan_agent(self._chooser, self._models, request, emit, self._chosen_before(request))
+        if request.model == AUTO:
+            program = self._programs.setdefault((request.tenant, request.program), _Program(self._clock()))
+            program.chosen[self._chooser.candidates(request.candidates)] = planned.model
+        return planned
+
+    def _chosen_before(self, request: AgentRequest) -> Callable[[], str | None]:
+        def chosen() -> str | None:
+            program = self._programs.get((request.tenant, request.program))
+            return program.chosen.get(self._chooser.candidates(request.candidates)) if program else None
+
+        return chosen
+
+    async def _answered(
+        self, asked: AgentRequest, planned: PlannedAgent, choices: Iterable[Event], emit: Callable[[Event], None]
+    ) -> Answer:
+        request = replace(asked, model=planned.model, candidates=())
+        filling = self._filling(request, planned)
         await self._make_room(request)
         record = self._register(request, filling)
+        for choice in choices:
+            emit(choice)
         record.task = task = asyncio.create_task(self._run(request, filling, record, emit))
         try:
             await asyncio.wait([task])
@@ -142,7 +174,7 @@ class Programs:
 
     # --- before it runs
 
-    def _filling(self, request: AgentRequest) -> Filling:
+    def _filling(self, request: AgentRequest, planned: PlannedAgent) -> Filling:
         model = self._models.get(request.model)
         if model is None:
             raise UnknownModel(
@@ -161,13 +193,8 @@ class Programs:
             all_needed=True,
             begin_s=request.wait_s,
             silence_s=request.timeout_s,
-            hints=self._hints(request),
+            hints=_hints(request, planned),
         )
-
-    def _hints(self, request: AgentRequest) -> Hints:
-        """What follows this agent in its program is somebody else's secret; agents of one name are taken for alike."""
-        expected = self._pace.output_tokens(request.model, None, request.agent)
-        return Hints(request.tenant, request.program, agent=request.agent, output_tokens=expected)
 
     def _source(self, request: AgentRequest, precursor: str, reader: ServedModel) -> Source:
         def shares_ids() -> bool:
@@ -246,7 +273,7 @@ class Programs:
         emit: Callable[[Event], None],
     ) -> Answer:
         decoding = Decoding(request.sampling, logprobs=False, timeout_s=request.timeout_s)
-        record.run = AgentRun(filling, decoding, writer, self._cache, self._pace, emit, clock=self._clock)
+        record.run = AgentRun(filling, decoding, writer, self._cache, self._chooser.pace, emit, clock=self._clock)
         try:
             async with asyncio.timeout(request.timeout_s):
                 output = await record.run.run()
@@ -281,6 +308,17 @@ def _parts(request: AgentRequest, model: ServedModel) -> tuple[Part, ...]:
     if request.prompt:
         return _holes(request.prompt)
     return render(model.tokenizer, [Message(role, _holes(segments)) for role, segments in request.messages])
+
+
+def _hints(request: AgentRequest, planned: PlannedAgent) -> Hints:
+    """What follows an agent in its program is somebody else's secret, unless a predictor has learned it."""
+    return Hints(
+        request.tenant,
+        request.program,
+        agent=request.agent,
+        output_tokens=planned.own_tokens,
+        total_tokens=planned.total_tokens,
+    )
 
 
 def _holes(segments: Iterable[Segment]) -> tuple[Part, ...]:

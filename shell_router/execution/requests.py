@@ -41,6 +41,7 @@ class AgentRequest:
 
     Exactly one of `prompt` (raw segments) and `messages` (role and segments, put through the model's chat template)
     is given. A precursor may be running, finished, or not yet sent; the first sign of it is waited for `wait_s`.
+    Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
     """
 
     tenant: str
@@ -53,6 +54,13 @@ class AgentRequest:
     prefill: Prefill = Prefill()
     wait_s: float = 60.0
     timeout_s: float = 600.0
+    candidates: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The agents whose outputs stand in its prompt, each once."""
+        segments = [*self.prompt, *(segment for _, segments in self.messages for segment in segments)]
+        return tuple(dict.fromkeys(segment.agent for segment in segments if isinstance(segment, OutputOf)))
 
 
 CutOff = Literal["early_exit", "unneeded"]

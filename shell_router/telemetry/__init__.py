@@ -2,8 +2,19 @@
 
 from shell_router.telemetry.engine_metrics import EngineReports, QueueState, ServerState
 from shell_router.telemetry.metrics import Metrics
+from shell_router.telemetry.recorder import Recorder, RecordTo
 from shell_router.telemetry.run_metrics import RunMetrics
 from shell_router.telemetry.trace import Trace
 from shell_router.telemetry.trace_store import TraceStore
 
-__all__ = ["EngineReports", "Metrics", "QueueState", "RunMetrics", "ServerState", "Trace", "TraceStore"]
+__all__ = [
+    "EngineReports",
+    "Metrics",
+    "QueueState",
+    "RecordTo",
+    "Recorder",
+    "RunMetrics",
+    "ServerState",
+    "Trace",
+    "TraceStore",
+]

@@ -38,6 +38,7 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self._http()
+        self._choices()
         self._agents()
         self._prefill()
         self._runs()
@@ -52,6 +53,11 @@ class Metrics:
         self._by_outcome: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.request_seconds = self._seconds("http_request_seconds", "Time to the end of the answer", "route")
         self.running_requests = self._gauge("running_requests", "Requests to models and topologies under way")
+
+    def _choices(self) -> None:
+        self.model_choices = self._counter("model_choices", "Models chosen for `auto`", "model", "policy", "why")
+        self.model_choice_seconds = self._seconds("model_choice_seconds", "Time of one choice, predictions included")
+        self.recorded_lines = self._counter("recorded_lines", "Lines of trace files, by what became of them", "outcome")
 
     def _agents(self) -> None:
         self.agents_started = self._counter("agents_started", "Agents started", "model")

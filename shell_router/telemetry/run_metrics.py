@@ -13,6 +13,7 @@ from shell_router.core.events import (
     Degraded,
     Event,
     ExitScored,
+    ModelChosen,
     PrefillIncrement,
     PromptReady,
 )
@@ -34,6 +35,7 @@ class RunMetrics:
         self._models: dict[str, str] = {}
         self._decoded: dict[str, int] = {}
         self._counted_by: dict[type, Callable[[Any], None]] = {
+            ModelChosen: self._chosen,
             AgentStarted: self._agent_started,
             AgentTokens: self._tokens,
             AgentFinished: self._finished,
@@ -56,6 +58,10 @@ class RunMetrics:
 
     def _model(self, agent: str) -> str:
         return self._models.get(agent, "unknown")
+
+    def _chosen(self, event: ModelChosen) -> None:
+        self._metrics.model_choices.labels(event.model, event.policy, event.why).inc()
+        self._metrics.model_choice_seconds.observe(event.at_s - event.started_s)
 
     def _agent_started(self, event: AgentStarted) -> None:
         self._models[event.agent] = event.model

@@ -14,6 +14,7 @@ from shell_router.core.events import (
     Degraded,
     Event,
     ExitScored,
+    ModelChosen,
     PrefillIncrement,
     PromptReady,
 )
@@ -45,9 +46,10 @@ class Trace:
         self.agents: dict[str, AgentTrace] = {}
         self._target = target
         self._root = root
-        self._started_s = started_s
-        self._wall_s = wall_s
+        self.started_s = started_s
+        self.wall_s = wall_s
         self._precursors = precursors
+        self.choices: list[ModelChosen] = []
         self._exits: list[ExitScored] = []
         self._degraded: list[Degraded] = []
         self._outcome = "running"
@@ -69,6 +71,8 @@ class Trace:
                 self._of(event.agent, event.at_s).placed = event
             case AgentFinished() | AgentStopped() | AgentErred():
                 self._of(event.agent, event.at_s).end = event
+            case ModelChosen():
+                self.choices.append(event)
             case ExitScored():
                 self._exits.append(event)
             case Degraded():
@@ -90,9 +94,10 @@ class Trace:
             "object": "trace",
             "target": self._target,
             "state": self._outcome,
-            "started_at": self._wall_s,
-            "duration_s": None if self._ended_s is None else since(self._ended_s, self._started_s),
+            "started_at": self.wall_s,
+            "duration_s": None if self._ended_s is None else since(self._ended_s, self.started_s),
             **({"error": self._error} if self._error else {}),
+            "choices": [self._choice_json(choice) for choice in self.choices],
             "agents": {agent: self._agent_json(agent) for agent in self.agents},
             "exits": [self._exit_json(scored) for scored in self._exits],
             "degraded": [self._degraded_json(event) for event in self._degraded],
@@ -104,16 +109,21 @@ class Trace:
         return self.agents.setdefault(agent, AgentTrace("unknown", at_s))
 
     def _agent_json(self, agent: str) -> dict[str, Any]:
-        facts = self.agents[agent].as_json(self._started_s)
+        facts = self.agents[agent].as_json(self.started_s)
         return facts | {"precursors": list(self._precursors.get(agent, ())), **times_json(self._times(agent))}
+
+    def _choice_json(self, choice: ModelChosen) -> dict[str, Any]:
+        facts = asdict(choice)
+        times = {"start_s": facts.pop("started_s"), "end_s": facts.pop("at_s")}
+        return {name: since(at, self.started_s) for name, at in times.items()} | facts
 
     def _exit_json(self, scored: ExitScored) -> dict[str, Any]:
         facts = asdict(scored)
         times = {"start_s": facts.pop("started_s"), "end_s": facts.pop("at_s")}
-        return {name: since(at, self._started_s) for name, at in times.items()} | facts
+        return {name: since(at, self.started_s) for name, at in times.items()} | facts
 
     def _degraded_json(self, event: Degraded) -> dict[str, Any]:
-        at_s = since(event.at_s, self._started_s)
+        at_s = since(event.at_s, self.started_s)
         return {"at_s": at_s, "agent": event.agent, "what": event.what, "error": event.error}
 
     def _times(self, agent: str) -> PrefillTimes | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from shell_router.early_exit import EarlyExit
 from shell_router.scheduling import IncrementSettings
-from shell_router.topology.graph import Agent, Cluster, Prefill, Topology
+from shell_router.topology.graph import AUTO, Agent, Cluster, Prefill, Topology
 from shell_router.topology.layered import Values, merged, write_out
 from shell_router.topology.prompting import AGGREGATOR, PROPOSER
 
@@ -60,7 +60,10 @@ def _agent(agent_id: str, own: Values, file: Values) -> Agent:
     said = merged(merged(topology_wide, file.get("defaults", {})), own)
     precursors = tuple(said.pop("precursors", ()))
     prompt = replace(AGGREGATOR if precursors else PROPOSER, **said.pop("prompt", {}))
-    return Agent(id=agent_id, precursors=precursors, prompt=prompt, **said)
+    models = said.pop("model")
+    if isinstance(models, str):
+        return Agent(id=agent_id, model=models, precursors=precursors, prompt=prompt, **said)
+    return Agent(id=agent_id, model=AUTO, candidates=tuple(models), precursors=precursors, prompt=prompt, **said)
 
 
 def _clusters(said: Mapping[str, Values], file: Values) -> tuple[Cluster, ...]:

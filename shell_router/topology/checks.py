@@ -10,6 +10,7 @@ from itertools import pairwise
 from shell_router.topology.assemble import agents_in, prefill_in
 from shell_router.topology.document import Path, Problem
 from shell_router.topology.grammar import shown, suggestion
+from shell_router.topology.graph import AUTO
 from shell_router.topology.layered import Values
 from shell_router.topology.syntax import GRAPH_FORMS, MAX_AGENTS
 
@@ -81,6 +82,7 @@ def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:
 
 
 def _model_problems(file: Values, models: Collection[str] | None) -> Iterator[Problem]:
+    yield from _choice_problems(file)
     default = file.get("defaults", {}).get("model")
     for agent, said in file.get("agents", {}).items():
         if "model" not in said and default is None:
@@ -88,16 +90,33 @@ def _model_problems(file: Values, models: Collection[str] | None) -> Iterator[Pr
     if models is None:
         return
     for at, model in _models_named(file):
-        if model not in models:
+        if model not in models and model != AUTO:
             yield Problem(at, f"Unknown model {shown(model)}.", suggestion(model, sorted(models)))
+
+
+def _choice_problems(file: Values) -> Iterator[Problem]:
+    """Lists of models to choose from that hold `auto`, which stands for a list itself, or a model twice."""
+    blocks: dict[Path, Values] = {("defaults",): file.get("defaults", {})}
+    blocks |= {("agents", agent): said for agent, said in file.get("agents", {}).items()}
+    for at, said in blocks.items():
+        named = said.get("model", ())
+        for position, model in enumerate(named if isinstance(named, list) else ()):
+            if model == AUTO:
+                wrong = "'auto' stands for several models itself."
+                yield Problem((*at, "model", position), wrong, "Write it alone, or name the models.")
+            elif model in named[:position]:
+                yield Problem((*at, "model", position), f"Model '{model}' stands twice.", "Name it once.")
 
 
 def _models_named(file: Values) -> Iterator[tuple[Path, str]]:
     blocks: dict[Path, Values] = {("defaults",): file.get("defaults", {})}
     blocks |= {("agents", agent): said for agent, said in file.get("agents", {}).items()}
     for at, said in blocks.items():
-        if "model" in said:
-            yield (*at, "model"), said["model"]
+        named = said.get("model", [])
+        if isinstance(named, str):
+            yield (*at, "model"), named
+        else:
+            yield from (((*at, "model", position), model) for position, model in enumerate(named))
     for form in ("tree", "all_to_all"):
         layered = file.get(form, {})
         for position, model in enumerate(layered.get("models", ())):

@@ -24,7 +24,7 @@ def draw_mermaid(topology: Topology) -> str:
     """The graph as a Mermaid flowchart, leaves on the left, clusters as subgraphs."""
     names = {agent: f"a{number}" for number, agent in enumerate(topology.agents)}
     nodes = {
-        agent.id: f'{names[agent.id]}["{_escaped(agent.id)}<br/>{_escaped(agent.model)}"]'
+        agent.id: f'{names[agent.id]}["{_escaped(agent.id)}<br/>{_escaped(agent.model_name)}"]'
         for agent in topology.agents.values()
     }
     lines = ["flowchart LR"]
@@ -66,7 +66,7 @@ def _branches(indent: str, precursors: Sequence[str]) -> list[tuple[str, str, st
 def _label(topology: Topology, agent_id: str) -> str:
     cluster = topology.cluster_of.get(agent_id)
     place = f"  ({cluster.id})" if cluster else ""
-    return f"{agent_id} [{topology.agents[agent_id].model}]{place}"
+    return f"{agent_id} [{topology.agents[agent_id].model_name}]{place}"
 
 
 def _cluster_lines(topology: Topology) -> list[str]:

@@ -1,12 +1,15 @@
 """The agent graph as a value: agents, their precursors, clusters, and what follows from them."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from shell_router.early_exit import EarlyExit
 from shell_router.scheduling import IncrementSettings, SlotOrder
+
+AUTO = "auto"
+"""The model of an agent whose model is chosen when it is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """One node. `precursors` stand in slot order; `sampling` holds SGLang's `sampling_params`."""
+    """One node. `precursors` stand in slot order; `sampling` holds SGLang's `sampling_params`.
+
+    Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
+    """
 
     id: str
     model: str
@@ -35,6 +41,12 @@ class Agent:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     on_failure: Literal["fail", "drop"] = "fail"
     timeout_s: float = 600.0
+    candidates: tuple[str, ...] = ()
+
+    @property
+    def model_name(self) -> str:
+        """The model as people read it."""
+        return " or ".join(self.candidates) or self.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +114,13 @@ class Topology:
         for agent_id, level in depth.items():
             layers[level].append(agent_id)
         return tuple(tuple(layer) for layer in layers)
+
+    def with_models(self, chosen: Mapping[str, str]) -> "Topology":
+        """The same graph, the agents of `chosen` with these models."""
+        if not chosen:
+            return self
+        decided = {agent: replace(self.agents[agent], model=model, candidates=()) for agent, model in chosen.items()}
+        return replace(self, agents={**self.agents, **decided})
 
     def needed(self, gone: Collection[str]) -> frozenset[str]:
         """Agents whose output can still reach the root when those in `gone` have been cut off."""

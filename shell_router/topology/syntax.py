@@ -19,6 +19,12 @@ def _alias(about: str) -> Text:
     return Text(about, r".*\S.*", "a model alias")
 
 
+def _models(about: str) -> Either:
+    """One model, `auto`, or several to choose from."""
+    several = ListOf("Models to choose from.", _alias("Model alias."), at_least=1)
+    return Either(about, (_alias("Model alias, or `auto`."), several))
+
+
 PROMPT = Block(
     "How the prompt is put together: prefix, a slot per precursor, suffix. Parts left out keep their defaults.",
     {
@@ -118,12 +124,15 @@ _SHARED: dict[str, Form] = {
     "timeout_s": Number("Seconds the agent may take from its start to its end.", above=0, at_most=86_400),
 }
 
-DEFAULTS = Block("What agents are given unless they say otherwise.", {"model": _alias("Model alias."), **_SHARED})
+DEFAULTS = Block("What agents are given unless they say otherwise.", {"model": _models("As an agent's."), **_SHARED})
 
 AGENT = Block(
     "One agent.",
     {
-        "model": _alias("Model alias, from the deployment's configuration."),
+        "model": _models(
+            "Model alias, from the deployment's configuration; a list of them, or `auto` for the deployment's, to have "
+            "one chosen for each request."
+        ),
         "precursors": ListOf("Agents whose outputs it reads, in slot order.", _name("Agent id.")),
         **_SHARED,
     },
@@ -139,8 +148,10 @@ LAYERED_FIELDS: dict[str, Form] = {
         at_least=2,
         at_most=MAX_LAYERS,
     ),
-    "models": ListOf("Model aliases; the agents of each layer take turns.", _alias("Model alias."), at_least=1),
-    "root_model": _alias("The root's model alias; by default the last of `models`."),
+    "models": ListOf(
+        "Model aliases, or `auto`; the agents of each layer take turns.", _alias("Model alias."), at_least=1
+    ),
+    "root_model": _alias("The root's model alias, or `auto`; by default the last of `models`."),
     "proposer": ROLE,
     "aggregator": ROLE,
     "root": ROLE,

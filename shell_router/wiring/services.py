@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from shell_router.api import Services
@@ -15,6 +15,7 @@ from shell_router.execution import Executor, Programs
 from shell_router.telemetry import EngineReports, Metrics, QueueState, ServerState, TraceStore
 from shell_router.topology import Topology, load_folder, load_topology
 from shell_router.wiring.cache import running_cache
+from shell_router.wiring.choosing import chooser_of, running_predictor, running_recorder
 from shell_router.wiring.embedding import running_embedder
 from shell_router.wiring.models import RunningModel, running_models
 
@@ -38,12 +39,16 @@ async def running_services(
     async with (
         running_embedder(config.embedder) as embedding,
         running_cache(config.cache, clock) as cache,
+        running_predictor(config.prediction) as prediction,
         running_models(config, tell) as models,
+        AsyncExitStack() as stack,
     ):
         served = {alias: model.served for alias, model in models.items()}
+        chooser = chooser_of(config, served, prediction.predictor, clock)
+        metrics = Metrics(cache_degraded=cache.degraded, engines=_reports(models, engine_restarts, clock))
         yield Services(
-            executor=Executor(served, cache.logs, embedding.embedder, clock=clock),
-            programs=Programs(served, cache.logs, clock=clock),
+            executor=Executor(served, cache.logs, embedding.embedder, clock=clock, chooser=chooser),
+            programs=Programs(served, cache.logs, clock=clock, chooser=chooser),
             topologies=topologies,
             models=served,
             relays={alias: model.pool for alias, model in models.items()},
@@ -52,9 +57,11 @@ async def running_services(
                 **{f"engine {alias}": model.pool.serves for alias, model in models.items()},
                 "cache": cache.healthy,
                 "embedder": embedding.loaded,
+                **prediction.checks,
             },
-            dispensable=("cache",),  # requests go on from memory
-            metrics=Metrics(cache_degraded=cache.degraded, engines=_reports(models, engine_restarts, clock)),
+            dispensable=("cache", *prediction.checks),  # requests go on from memory, and are chosen for by load alone
+            metrics=metrics,
+            recorder=await stack.enter_async_context(running_recorder(config, metrics)),
             traces=TraceStore(config.traces.kept),
             clock=clock,
         )

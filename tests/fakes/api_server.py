@@ -13,7 +13,7 @@ from shell_router.api import ApiSettings, BatchFolder, Runs, Services, bound_soc
 from shell_router.core.placement import Placed
 from shell_router.core.relay import NativeRoute, Relayed
 from shell_router.errors import InvalidRequest
-from shell_router.telemetry import Metrics
+from shell_router.telemetry import Metrics, Recorder
 from shell_router.topology import Agent, Prompt, Topology
 from tests.fakes.moa import ScriptedMoa
 
@@ -104,6 +104,7 @@ async def api(
     topologies: tuple[Topology, ...] = (DUO,),
     batch_folder: BatchFolder | None = None,
     wall: Callable[[], float] = time.time,
+    recorder: Recorder | None = None,
 ) -> AsyncIterator[Api]:
     """Serve while the context is open."""
     moa = moa or ScriptedMoa()
@@ -119,6 +120,7 @@ async def api(
         metrics=Metrics(),
         batch_folder=batch_folder,
         wall=wall,
+        recorder=recorder,
     )
     app = create_app(services, settings or ApiSettings())
     with bound_sockets() as sockets:

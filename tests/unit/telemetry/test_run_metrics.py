@@ -2,6 +2,8 @@
 
 from typing import get_args
 
+import pytest
+
 from shell_router.api.facts import KINDS
 from shell_router.core.events import (
     AgentErred,
@@ -13,6 +15,7 @@ from shell_router.core.events import (
     Degraded,
     Event,
     ExitScored,
+    ModelChosen,
     PrefillIncrement,
     PromptReady,
 )
@@ -20,6 +23,7 @@ from shell_router.core.placement import Placed
 from shell_router.telemetry import EngineReports, Metrics, QueueState, RunMetrics, ServerState
 
 EVENTS = (
+    ModelChosen(1.0, 0.9, ("a", "b"), "small", "chimera", "better", {"small": 0.9}, {"small": 0.1}, ()),
     AgentStarted(1.0, "a", "small"),
     AgentStarted(1.0, "b", "small"),
     AgentStarted(1.0, "root", "large"),
@@ -57,6 +61,12 @@ def test_what_a_run_went_without_is_counted() -> None:
 
 def test_every_kind_of_event_is_counted_and_told() -> None:
     assert {type(event) for event in EVENTS} == set(get_args(Event)) == set(KINDS)
+
+
+def test_a_choice_is_counted_by_model_policy_and_reason() -> None:
+    metrics = observed()
+    assert value(metrics, "model_choices_total", model="small", policy="chimera", why="better") == 1
+    assert value(metrics, "model_choice_seconds_sum") == pytest.approx(0.1)
 
 
 def test_agents_are_counted_by_model_and_end() -> None:

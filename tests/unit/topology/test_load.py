@@ -5,7 +5,16 @@ import pytest
 from shell_router.early_exit import EarlyExit
 from shell_router.errors import TopologyError
 from shell_router.scheduling import IncrementSettings
-from shell_router.topology import Prefill, Prompt, Topology, load_folder, load_topology, parse_topology
+from shell_router.topology import (
+    AUTO,
+    Prefill,
+    Prompt,
+    Topology,
+    draw_terminal,
+    load_folder,
+    load_topology,
+    parse_topology,
+)
 from shell_router.topology.prompting import AGGREGATOR, PROPOSER
 
 TREE = "tree: {shape: [9, 3, 1], models: [small, medium, large]}\n"
@@ -146,6 +155,29 @@ def test_sampling_parameters_of_other_names_pass_through() -> None:
 
 def test_a_question_may_be_ignored_where_nothing_is_read() -> None:
     assert parsed("agents: {a: {model: m, prompt: {prefix: Tell a joke.}}}").root.prompt.prefix == "Tell a joke."
+
+
+def test_a_model_may_be_left_to_choose() -> None:
+    file = parse_topology(
+        "agents: {a: {}, b: {precursors: [a], model: auto}}\ndefaults: {model: [m, n]}",
+        source="graph.yaml",
+        models=("m", "n"),
+    )
+    assert (file.agents["a"].model, file.agents["a"].candidates) == (AUTO, ("m", "n"))
+    assert (file.root.model, file.root.candidates) == (AUTO, ())
+    assert "a [m or n]" in draw_terminal(file)
+
+
+def test_a_layer_of_a_tree_may_hold_auto() -> None:
+    tree = parsed("tree: {shape: [2, 1], models: [auto, m], root_model: auto}")
+    assert [agent.model for agent in tree.agents.values()] == [AUTO, "m", AUTO]
+
+
+def test_chosen_models_take_the_place_of_what_was_to_choose_from() -> None:
+    tree = parsed("tree: {shape: [2, 1], models: [auto, m]}")
+    chosen = tree.with_models({"proposer-1": "n"})
+    assert [agent.model for agent in chosen.agents.values()] == ["n", "m", "m"]
+    assert chosen.successors == tree.successors
 
 
 def test_known_models_may_be_told(tmp_path: Path) -> None:

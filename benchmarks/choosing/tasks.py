@@ -1,0 +1,78 @@
+"""Tasks of which it is known beforehand what every model would write, and whether it would be right."""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+NORMAL = NormalDist()
+STAGES = (1, 2, 4)
+"""Workflows of one, two and four stages, which users choose alike (Chimera, appendix A.1)."""
+MOST_TOKENS = 4096
+"""Assumed: where an engine cuts a stage's output."""
+ABILITY_SPREAD = 1.5
+"""Assumed: how much a task's difficulty decides, in standard deviations of all else."""
+DIFFICULT_IS_LONG = 0.6
+"""Assumed: the correlation of difficulty and length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """Mean and deviation of a workflow's output tokens, and the share of tasks that the model answers rightly."""
+
+    tokens: float
+    deviation: float
+    right: float
+
+
+MATH = {
+    # tokens of the smallest and largest: Chimera, section 4.1; those between are assumed. Right answers: MATH in
+    # Qwen2.5's technical report
+    "qwen2.5-1.5b": Ability(606, 2587, 0.552),
+    "qwen2.5-3b": Ability(640, 1900, 0.659),
+    "qwen2.5-7b": Ability(680, 1100, 0.755),
+    "qwen2.5-14b": Ability(709, 715, 0.800),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Per model the tokens of each stage, the chance of a right answer as the difficulty gives it, and the answer."""
+
+    tokens: Mapping[str, tuple[int, ...]]
+    chance: Mapping[str, float]
+    right: Mapping[str, bool]
+
+    @property
+    def stages(self) -> int:
+        """How many its workflow has."""
+        return len(next(iter(self.tokens.values())))
+
+
+def tasks(number: int, models: Sequence[str], seed: int) -> list[Task]:
+    """So many tasks; equal seeds give equal ones."""
+    draws = random.Random(f"{seed}/tasks")
+    return [_task(models, draws) for _ in range(number)]
+
+
+def _task(models: Sequence[str], draws: random.Random) -> Task:
+    difficulty, stages = draws.gauss(), draws.choice(STAGES)
+    chance = {name: _chance(MATH[name].right, difficulty) for name in models}
+    tokens = {name: tuple(_tokens(MATH[name], difficulty, draws) for _ in range(stages)) for name in models}
+    return Task(tokens, chance, {name: draws.random() < chance[name] for name in models})
+
+
+def _chance(right: float, difficulty: float) -> float:
+    """Such that the mean over all difficulties is `right`."""
+    middle = NORMAL.inv_cdf(right) * math.sqrt(1 + ABILITY_SPREAD**2)
+    return NORMAL.cdf(middle - ABILITY_SPREAD * difficulty)
+
+
+def _tokens(ability: Ability, difficulty: float, draws: random.Random) -> int:
+    """Log-normal; a workflow's mean is shared out over the mean number of stages."""
+    variance = math.log(1 + (ability.deviation / ability.tokens) ** 2)
+    normal = DIFFICULT_IS_LONG * difficulty + math.sqrt(1 - DIFFICULT_IS_LONG**2) * draws.gauss()
+    mean = ability.tokens / (sum(STAGES) / len(STAGES))
+    drawn = mean * math.exp(math.sqrt(variance) * normal - variance / 2)
+    return max(8, min(MOST_TOKENS, round(drawn)))

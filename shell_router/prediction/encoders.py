@@ -1,0 +1,81 @@
+"""Texts to vectors: a frozen sentence-transformers model, or an encoder that was fine-tuned. Needs torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging
+
+from shell_router.engines.embedder.default_model import WEIGHTS_SHA256, check_weights, default_model
+from shell_router.prediction.scores import DEFAULT_ENCODER, Encode, Vectors
+
+MOST_TOKENS = 8192
+BATCH = 32
+
+
+def frozen_encoder(named: str, *, device: str, threads: int) -> Encode:
+    """A sentence-transformers model as it is: "default", a folder, or a name in the local Hugging Face cache.
+
+    A folder of another kind of model gives the means of its last hidden states. A text that is longer than the model
+    reads is cut.
+    """
+    torch.set_num_threads(threads)
+    _quiet()
+    if named == DEFAULT_ENCODER:
+        check_weights(default_model(), WEIGHTS_SHA256)
+        named = str(default_model())
+    kept_as = {"dtype": torch.float32} if device == "cpu" else {}
+    model: Any = SentenceTransformer(named, device=device, local_files_only=True, model_kwargs=kept_as)
+
+    def encode(texts: Sequence[str]) -> Vectors:
+        found = model.encode(list(texts), batch_size=BATCH, convert_to_numpy=True, show_progress_bar=False)
+        return np.asarray(found, dtype=np.float32)
+
+    return encode
+
+
+def tuned_encoder(folder: Path, *, device: str, threads: int) -> Encode:
+    """An encoder and its tokenizer in `folder`, as Hugging Face keeps them: the first token's last state."""
+    torch.set_num_threads(threads)
+    tokenizer, model = loaded(folder, device)
+    model.eval()
+
+    def encode(texts: Sequence[str]) -> Vectors:
+        pieces = [texts[begin : begin + BATCH] for begin in range(0, len(texts), BATCH)]
+        with torch.inference_mode():
+            return np.concatenate(
+                [pooled(model, tokenized(tokenizer, piece, device)).cpu().numpy() for piece in pieces]
+            )
+
+    return encode
+
+
+def loaded(folder: Path | str, device: str) -> tuple[Any, Any]:
+    """A tokenizer and an encoder, from the disk alone."""
+    _quiet()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    return tokenizer, model.to(device)
+
+
+def tokenized(tokenizer: Any, texts: Sequence[str], device: str) -> Any:
+    """A padded batch."""
+    most = min(tokenizer.model_max_length, MOST_TOKENS)
+    batch = tokenizer(list(texts), padding=True, truncation=True, max_length=most, return_tensors="pt")
+    return {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def pooled(model: Any, batch: Any) -> Any:
+    """h_r of the paper: the first token's last state, [texts, features]."""
+    return model(**batch).last_hidden_state[:, 0].float()
+
+
+def _quiet() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

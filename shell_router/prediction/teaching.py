@@ -1,0 +1,168 @@
+"""Trains semantic routers, and tells how well they do on questions they did not see (Chimera, table 2)."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score
+
+from shell_router.errors import ConfigError
+from shell_router.prediction.scores import Head, Vectors
+
+LEAST_QUESTIONS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One model's answer to one question, and whether it was right."""
+
+    question: str
+    model: str
+    right: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """Questions, and per question and model the share of right answers, NaN where the model was not asked."""
+
+    questions: tuple[str, ...]
+    models: tuple[str, ...]
+    right: NDArray[np.float64]
+
+    def part(self, places: Sequence[int]) -> "Lessons":
+        """Some of them."""
+        return Lessons(tuple(self.questions[place] for place in places), self.models, self.right[list(places)])
+
+    def split(self, held_out: float, seed: int) -> tuple["Lessons", "Lessons"]:
+        """To learn from, and to judge by."""
+        places = list(range(len(self.questions)))
+        random.Random(seed).shuffle(places)
+        judging = max(1, round(held_out * len(places)))
+        return self.part(sorted(places[judging:])), self.part(sorted(places[:judging]))
+
+
+def lessons_of(answers: Sequence[Graded]) -> Lessons:
+    """All answers, several of one model to one question as their mean. Raises ConfigError for too few."""
+    questions = tuple(dict.fromkeys(one.question for one in answers))
+    models = tuple(dict.fromkeys(one.model for one in answers))
+    if len(questions) < LEAST_QUESTIONS or len(models) < 2:
+        raise ConfigError(
+            f"{len(questions)} questions answered by {len(models)} models are too few to learn from.",
+            remedy=f"Ask at least two models at least {LEAST_QUESTIONS} questions: docs/model-choice.md says how.",
+        )
+    places = {question: place for place, question in enumerate(questions)}
+    columns = {model: column for column, model in enumerate(models)}
+    sums, counts = np.zeros((len(questions), len(models))), np.zeros((len(questions), len(models)))
+    for one in answers:
+        sums[places[one.question], columns[one.model]] += one.right
+        counts[places[one.question], columns[one.model]] += 1
+    with np.errstate(invalid="ignore"):
+        return Lessons(questions, models, sums / counts)
+
+
+def fit_head(vectors: Vectors, lessons: Lessons, strength: float = 1.0) -> Head:
+    """Logistic regression per model on scaled features: binary cross entropy, with a little decay (1 / `strength`)."""
+    mean, scale = vectors.mean(axis=0), vectors.std(axis=0) + 1e-6
+    scaled = (vectors - mean) / scale
+    weights, bias = [], []
+    for column in range(len(lessons.models)):
+        asked = ~np.isnan(lessons.right[:, column])
+        found = _fitted(scaled[asked], lessons.right[asked, column] >= 0.5, strength)
+        weights.append(found[:-1] / scale)
+        bias.append(found[-1] - float((found[:-1] / scale) @ mean))
+    return Head(lessons.models, np.array(weights, dtype=np.float64).T, np.array(bias, dtype=np.float64))
+
+
+def _fitted(scaled: Vectors, right: NDArray[np.bool_], strength: float) -> NDArray[np.float64]:
+    """Weights, then the bias. A model that is always right, or never, has a score without weights."""
+    if right.all() or not right.any():
+        share = (right.sum() + 1) / (len(right) + 2)
+        return np.append(np.zeros(scaled.shape[1]), np.log(share / (1 - share)))
+    # C is per example: features count in hundreds, and must not be fitted to the noise of few questions
+    found = LogisticRegression(C=strength / scaled.shape[1], max_iter=2000).fit(scaled, right)
+    return np.append(found.coef_[0], found.intercept_[0])
+
+
+@dataclass(frozen=True, slots=True)
+class RouterScore:
+    """On held-out questions: macro mean average precision, that of guessing (the models' shares of right answers), and
+    the share of right answers of each model alone, of the highest-scored one, and of the best that any could do.
+    """
+
+    questions: int
+    mean_precision: float
+    chance_precision: float
+    alone: Mapping[str, float]
+    chosen: float
+    oracle: float
+
+
+def judged_router(scores: NDArray[np.float64], lessons: Lessons) -> RouterScore:
+    """How well `scores` [questions, models] tell who will be right; questions that not all were asked count for
+    precision alone.
+    """
+    precisions, shares = [], []
+    for column in range(len(lessons.models)):
+        asked = ~np.isnan(lessons.right[:, column])
+        right = lessons.right[asked, column] >= 0.5
+        if right.any():
+            precisions.append(float(average_precision_score(right, scores[asked, column])))
+            shares.append(float(right.mean()))
+    whole = ~np.isnan(lessons.right).any(axis=1)
+    right = lessons.right[whole]
+    chosen = right[np.arange(len(right)), scores[whole].argmax(axis=1)] if len(right) else np.zeros(0)
+    return RouterScore(
+        len(lessons.questions),
+        _mean(precisions),
+        _mean(shares),
+        {model: _mean(right[:, column]) for column, model in enumerate(lessons.models)},
+        _mean(chosen),
+        _mean(right.max(axis=1)) if len(right) else float("nan"),
+    )
+
+
+def _mean(values: Sequence[float] | NDArray[np.float64]) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class TuningSettings:
+    """Chimera, appendix B.1."""
+
+    epochs: int = 5
+    learning_rate: float = 1e-5
+    batch: int = 16
+    seed: int = 0
+
+
+def fine_tune(encoder: str, lessons: Lessons, settings: TuningSettings, device: str, out: Path) -> Head:
+    """Train a pretrained encoder and a head together by binary cross entropy; the encoder is saved in `out`."""
+    import torch  # noqa: PLC0415 - the light way needs none of it
+
+    from shell_router.prediction.encoders import loaded, pooled, tokenized  # noqa: PLC0415
+
+    torch.manual_seed(settings.seed)
+    tokenizer, model = loaded(encoder, device)
+    head = torch.nn.Linear(model.config.hidden_size, len(lessons.models)).to(device)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=settings.learning_rate)
+    places = list(range(len(lessons.questions)))
+    model.train()
+    for epoch in range(settings.epochs):
+        random.Random(f"{settings.seed}/{epoch}").shuffle(places)
+        for begin in range(0, len(places), settings.batch):
+            part = lessons.part(places[begin : begin + settings.batch])
+            asked = torch.tensor(~np.isnan(part.right), device=device)
+            right = torch.tensor(np.nan_to_num(part.right), dtype=torch.float32, device=device)
+            logits = head(pooled(model, tokenized(tokenizer, part.questions, device)))
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits[asked], right[asked])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call] # torch types it only in part
+            optimizer.step()
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    weights = head.weight.detach().cpu().double().numpy().T
+    return Head(lessons.models, weights, head.bias.detach().cpu().double().numpy())

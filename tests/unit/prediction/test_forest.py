@@ -1,0 +1,46 @@
+"""What is served is what scikit-learn and quantile-forest have fitted."""
+
+import numpy as np
+import pytest
+from quantile_forest import RandomForestQuantileRegressor
+from sklearn.decomposition import TruncatedSVD
+from sklearn.feature_extraction.text import TfidfVectorizer
+
+from shell_router.prediction.fitting import ForestSettings, _sketch, exported
+from shell_router.prediction.forest import Forest
+
+RNG = np.random.default_rng(0)
+ROWS = RNG.normal(size=(300, 6)).astype(np.float32)
+TARGETS = np.round(np.exp(ROWS[:, 0] + RNG.normal(size=300)) * 10)
+
+
+@pytest.mark.parametrize("leaf", [1, 5, 40])
+def test_medians_are_the_librarys(leaf: int) -> None:
+    fitted = RandomForestQuantileRegressor(20, min_samples_leaf=leaf, max_samples_leaf=None, random_state=0)
+    fitted.fit(ROWS, TARGETS)
+    fresh = RNG.normal(size=(50, 6)).astype(np.float32)
+    assert exported(fitted).medians(fresh) == pytest.approx(list(fitted.predict(fresh, quantiles=0.5)))
+
+
+def test_a_forest_survives_its_arrays() -> None:
+    fitted = RandomForestQuantileRegressor(5, min_samples_leaf=5, max_samples_leaf=None, random_state=0)
+    forest = exported(fitted.fit(ROWS, TARGETS))
+    again = Forest.of_arrays("own", forest.arrays("own"))
+    assert again.medians(ROWS[:9]) == forest.medians(ROWS[:9])
+
+
+TEXTS = ["Tom has 12 pens and buys more pens", "Amy has apples", "Kim has 45 stamps. Amy has 8 times as many."] * 3
+
+
+def test_sketches_are_scikit_learns() -> None:
+    sketch = _sketch(TEXTS, ForestSettings(components=3))
+    assert sketch is not None
+    vectors = TfidfVectorizer(ngram_range=(1, 2), max_features=2000)
+    projected = TruncatedSVD(3, random_state=0).fit(vectors.fit_transform(TEXTS))
+    fresh = ["Amy buys 12 stamps; Kim has apples", "Unheard words alone", ""]
+    assert sketch.of(fresh) == pytest.approx(projected.transform(vectors.transform(fresh)))
+
+
+def test_texts_without_words_have_no_sketch() -> None:
+    assert _sketch(["", ""], ForestSettings()) is None
+    assert _sketch(["1 2 3", "?"], ForestSettings()) is None

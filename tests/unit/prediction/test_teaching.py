@@ -1,0 +1,133 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import BertConfig, BertModel, BertTokenizerFast
+
+from shell_router.core.prediction import Prospect
+from shell_router.errors import ConfigError
+from shell_router.prediction.scores import ENCODER, Head, ScoreModel, Vectors, load_scores, save_scores
+from shell_router.prediction.teaching import (
+    Graded,
+    Lessons,
+    TuningSettings,
+    fine_tune,
+    fit_head,
+    judged_router,
+    lessons_of,
+)
+from shell_router.prediction.training import RouterOptions, train_router
+
+RNG = np.random.default_rng(0)
+VECTORS: Vectors = RNG.normal(size=(400, 8)).astype(np.float32)
+HARD = VECTORS[:, 0] > 0
+
+
+def lessons() -> Lessons:
+    """The large model answers everything rightly but some; the small one fails on what is hard."""
+    right = np.stack([~HARD, RNG.random(400) < 0.9], axis=1).astype(float)
+    return Lessons(tuple(f"question {n}" for n in range(400)), ("small", "large"), right)
+
+
+def test_a_head_tells_who_will_be_right() -> None:
+    taught = lessons()
+    scores = fit_head(VECTORS[:300], taught.part(range(300))).scores(VECTORS[300:])
+    judged = judged_router(scores, taught.part(range(300, 400)))
+    assert judged.mean_precision > judged.chance_precision + 0.15
+    assert scores[HARD[300:], 0].max() < scores[~HARD[300:], 0].min() + 0.5
+    assert judged.oracle >= judged.chosen >= judged.alone["small"]
+
+
+def test_a_model_that_is_always_right_has_a_high_score_everywhere() -> None:
+    taught = Lessons(("a", "b", "c"), ("small", "large"), np.array([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]))
+    assert (fit_head(VECTORS[:3], taught).scores(VECTORS)[:, 0] > 0.7).all()
+
+
+def test_answers_are_gathered_by_question_and_model() -> None:
+    answers = [Graded(f"q{n}", model, right=n % 2 == 0) for n in range(30) for model in ("small", "large")]
+    found = lessons_of([*answers, Graded("q0", "small", right=False), Graded("new", "small", right=True)])
+    assert found.models == ("small", "large")
+    assert found.right[0].tolist() == [0.5, 1.0]
+    assert np.isnan(found.right[found.questions.index("new"), 1])
+
+
+def test_answers_of_one_model_alone_teach_no_choice() -> None:
+    with pytest.raises(ConfigError, match="1 models are too few"):
+        lessons_of([Graded(f"q{n}", "small", right=True) for n in range(30)])
+
+
+def test_held_out_questions_are_not_learned_from() -> None:
+    learned, held_out = lessons().split(0.25, seed=3)
+    assert len(held_out.questions) == 100
+    assert not set(learned.questions) & set(held_out.questions)
+
+
+def test_scores_are_told_of_the_models_that_were_asked_for_and_known() -> None:
+    head = Head(("small", "large"), np.array([[1.0, -1.0]]), np.zeros(2))
+    model = ScoreModel(lambda texts: np.array([[len(text)] for text in texts], dtype=np.float32), head)
+    asked = [Prospect("w", "1", text, 0, 0, 0, ("large", "huge"), scored=True) for text in ("", "long", "")]
+    told = [answer["scores"] for answer in model.answers(asked)]
+    assert [set(one) for one in told] == [{"large"}] * 3
+    assert told[0]["large"] == told[2]["large"] == pytest.approx(0.5)
+    assert told[1]["large"] < 0.1
+
+
+def tiny_encoder(folder: Path) -> Path:
+    """A BERT of random weights that knows its letters."""
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789?"
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=32).save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+    )
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def told_apart() -> Lessons:
+    """Whether a question ends with a question mark says who is right."""
+    asks = [n % 2 == 0 for n in range(60)]
+    questions = tuple(f"item {n}{'?' if asked else ''}" for n, asked in enumerate(asks))
+    right = np.array([[1.0, 0.0] if asked else [0.0, 1.0] for asked in asks])
+    return Lessons(questions, ("small", "large"), right)
+
+
+def test_an_encoder_is_trained_with_its_head_and_its_folder_scores_alike(tmp_path: Path) -> None:
+    encoder = tiny_encoder(tmp_path / "bert")
+    options = RouterOptions(tmp_path / "out", str(encoder), TuningSettings(epochs=20, learning_rate=1e-2), 0.2)
+    judged = train_router(told_apart(), options)
+    assert judged.chosen > 0.9
+    served = load_scores(tmp_path / "out", device="cpu", threads=1)
+    scores = served.scores(["item 7?", "item 7"])
+    assert scores[0, 0] > 0.5 > scores[0, 1]
+    assert scores[1, 1] > 0.5 > scores[1, 0]
+
+
+def test_a_frozen_folder_is_found_again_when_both_are_moved(tmp_path: Path) -> None:
+    encoder = tiny_encoder(tmp_path / "bert")
+    train_router(told_apart(), RouterOptions(tmp_path / "out", str(encoder)))
+    before = load_scores(tmp_path / "out", device="cpu", threads=1).scores(["item 7?"])
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for name in ("bert", "out"):
+        (tmp_path / name).rename(moved / name)
+    assert load_scores(moved / "out", device="cpu", threads=1).scores(["item 7?"]) == pytest.approx(before)
+
+
+def test_an_encoder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    save_scores(tmp_path / "out", Head(("small",), np.zeros((1, 1)), np.zeros(1)), "../bert")
+    with pytest.raises(ConfigError, match="bert is not there"):
+        load_scores(tmp_path / "out", device="cpu", threads=1)
+
+
+def test_fine_tuning_writes_weights_that_hold_no_code(tmp_path: Path) -> None:
+    encoder = tiny_encoder(tmp_path / "bert")
+    fine_tune(str(encoder), told_apart(), TuningSettings(epochs=1), "cpu", tmp_path / ENCODER)
+    assert {file.suffix for file in (tmp_path / ENCODER).iterdir()} <= {".json", ".safetensors", ".txt"}

@@ -1,0 +1,78 @@
+import resource
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+
+import orjson
+import pytest
+
+from shell_router.telemetry.recorder import MOST_WAITING, Recorder, RecordTo
+
+
+def counted(to: RecordTo) -> tuple[Recorder, Counter[str]]:
+    counts: Counter[str] = Counter()
+    return Recorder(to, lambda outcome, lines: counts.update({outcome: lines})), counts
+
+
+def lines_in(folder: Path) -> list[object]:
+    return [orjson.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_bytes().splitlines()]
+
+
+def test_lines_are_written_in_order_into_files_of_the_wanted_size(tmp_path: Path) -> None:
+    recorder, counts = counted(RecordTo(tmp_path / "traces", max_file_bytes=20))
+    for number in range(9):
+        recorder.add(lambda number=number: [{"n": number}])  # type: ignore[misc]
+    recorder.close()
+    assert lines_in(tmp_path / "traces") == [{"n": number} for number in range(9)]
+    assert len(list((tmp_path / "traces").iterdir())) == 3
+    assert counts == {"written": 9}
+
+
+def test_where_nothing_can_be_written_lines_are_lost_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "taken").write_text("a file, not a folder")
+    recorder, counts = counted(RecordTo(tmp_path / "taken"))
+    for _ in range(3):
+        recorder.add(lambda: [{"n": 1}, {"n": 2}])
+    recorder.close()
+    assert counts == {"lost": 6}
+    assert [record.message.partition(" lost")[0] for record in caplog.records] == ["trace files: lines are"]
+
+
+def test_a_line_that_cannot_be_made_loses_no_other(tmp_path: Path) -> None:
+    recorder, counts = counted(RecordTo(tmp_path))
+    recorder.add(lambda: [{"n": object()}])
+    recorder.add(lambda: [{"n": 2}])
+    recorder.close()
+    assert lines_in(tmp_path) == [{"n": 2}]
+    assert counts == {"lost": 1, "written": 1}
+
+
+def test_nobody_waits_for_the_writer_and_what_is_too_much_is_lost(tmp_path: Path) -> None:
+    recorder, counts = counted(RecordTo(tmp_path))
+    gate = threading.Event()
+    recorder.add(lambda: [{"waited": gate.wait(60)}])
+    for _ in range(MOST_WAITING + 5):
+        recorder.add(list)
+    assert counts["lost"] >= 4  # the first may have been taken already
+    gate.set()
+    recorder.close()
+    assert lines_in(tmp_path) == [{"waited": True}]
+
+
+def test_a_line_cut_by_a_full_disk_is_taken_back(tmp_path: Path) -> None:
+    recorder, counts = counted(RecordTo(tmp_path))
+    recorder.add(lambda: [{"n": 1}])
+    recorder.close()
+    whole = next(iter(tmp_path.iterdir()))
+    before = whole.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 3, hard))
+    try:
+        recorder._write(b'{"n": 2222222222}\n')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert whole.read_bytes() == before
+    assert counts == {"written": 1, "lost": 1}
