@@ -15,7 +15,7 @@ assumed (choosing/tasks.py). Predictors are blurred until they are as good as th
     LTR               the same, the shortest stage first, lengths predicted
     vLLM (STJF)       the same, the shortest rest of a program first, by the true lengths
     Chimera, slack S  Algorithm 1 and the shortest rest of a program first, all predicted
-    Chimera + S s     beside a slack of 1, so many seconds that are always allowed (`auto.slack_s`)
+    worth, S s        our own: score less wait, where so many seconds make up for a right answer
     best score        what is scored highest, whatever the load
 
 A program keeps its model in all of them; vLLM's own balancing places each stage anew.
@@ -57,7 +57,8 @@ PAPER = {
 PREDICTED = Blur(scores=2.0, lengths=0.6, cost_s=0.02)
 """As good as the paper's predictors, and as slow as this router's on a busy CPU."""
 COUNTED = Blur(scores=None, flat=True)
-SLACKS = (0.0, 0.5, 1.0, 2.0, 4.0)
+SLACKS = (0.0, 1.0, 2.0, 4.0)
+WORTHS = (10.0, 40.0, 160.0)
 
 POLICIES = {
     "vLLM": Policy(ModelChoiceSettings("least_loaded"), "fcfs", COUNTED),
@@ -66,8 +67,8 @@ POLICIES = {
     "vLLM (STJF)": Policy(ModelChoiceSettings("least_loaded"), "shortest_total", Blur(scores=None)),
     **{f"Chimera, slack {s:g}": Policy(ModelChoiceSettings("chimera", s), "shortest_total", PREDICTED) for s in SLACKS},
     **{
-        f"Chimera + {s:g} s": Policy(ModelChoiceSettings("chimera", 1.0, slack_s=s), "shortest_total", PREDICTED)
-        for s in (2.0, 5.0)
+        f"worth, {s:g} s": Policy(ModelChoiceSettings("worth", answer_worth_s=s), "shortest_total", PREDICTED)
+        for s in WORTHS
     },
     "best score": Policy(ModelChoiceSettings("best_score"), "shortest_total", PREDICTED),
 }
@@ -97,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", choices=TABLES, nargs="+", default=list(TABLES), metavar="NAME")
     parser.add_argument("--tasks", type=int, default=500, help="workflows per row (default 500)")
-    parser.add_argument("--per-s", type=float, nargs="+", default=[8.0, 12.0, 16.0], metavar="R", help="arrivals")
+    parser.add_argument("--per-s", type=float, nargs="+", default=[8.0, 16.0, 32.0], metavar="R", help="arrivals")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="score against latency, as SVG")
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
@@ -128,7 +129,7 @@ def _rows(bench: Bench, fleet: str, per_s: float, policies: Mapping[str, Policy]
     if policies is POLICIES:
         panel = bench.points.setdefault(f"{fleet}, {per_s:g} a second", {})
         for name, one in outcomes.items():
-            family = name.split(",")[0].split(" +")[0]
+            family = name.split(",")[0]
             panel.setdefault(family, []).append((100 * statistics.fmean(one.right), one.ms_per_token))
     first = next(iter(outcomes.values()))
     return [_row(fleet, per_s, name, one, first, asked) for name, one in outcomes.items()]
