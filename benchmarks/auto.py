@@ -27,7 +27,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -58,7 +57,7 @@ SAMPLING = {"temperature": 0.0, "max_new_tokens": 128, "stream_interval": 32}
 """As the router asks for a client that does not stream."""
 WARM_UP = 64
 LIMIT_S = 60.0
-CORES = {"small": (0,), "medium": (0,), "large": (1,)}
+CORES = {"small": (0,), "medium": (0,), "large": (1 % (os.cpu_count() or 1),)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,6 @@ async def main() -> None:
     options = parser.parse_args()
     questions = read_questions(options.questions)
     async with AsyncExitStack() as stack:
-        os.chdir(stack.enter_context(tempfile.TemporaryDirectory()))
         served, predictor = await started(stack, shared=options.shared)
         settings = await settings_of(served, predictor, options.slacks, options.worths, options.clients)
         for block, first in enumerate(range(0, len(questions), options.block)):
