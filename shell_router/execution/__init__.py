@@ -1,8 +1,9 @@
 """The online path: walks the agent graph, grows prompts while precursors decode, and exits early."""
 
+from shell_router.execution.agent_planning import AGENT_REQUEST
 from shell_router.execution.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.execution.executor import Executor
-from shell_router.execution.planning import AGENT_REQUEST, stages_of, workflow_of
+from shell_router.execution.planning import stages_of, workflow_of
 from shell_router.execution.programs import Programs
 from shell_router.execution.prospects import KnownPrompt, known_of_agent, known_of_request
 from shell_router.execution.requests import (

@@ -52,7 +52,7 @@ class Executor:
         """
         choices: list[Event] = []  # told once nothing can be refused any more: a stream's head goes out with the first
         planned = await plan(self._chooser, self._models, topology, request, choices.append)
-        with self._chooser.activity.program(planned.expected(self._pace), emit) as watched:
+        with self._chooser.activity.program(planned.expected(self._pace, request), emit) as watched:
             return await self._answer(planned, request, choices, watched)
 
     async def _answer(

@@ -10,15 +10,12 @@ from shell_router.core.prediction import Forecast, Prospect
 from shell_router.execution.choosing import ModelChooser
 from shell_router.execution.expectations import NOTHING_LEARNED, Learned, own_tokens
 from shell_router.execution.pace import Pace
-from shell_router.execution.prospects import KnownPrompt, known_of_agent, known_of_request, wanted_tokens
-from shell_router.execution.requests import AgentRequest, MoaRequest
+from shell_router.execution.prospects import KnownPrompt, known_of_agent, wanted_tokens
+from shell_router.execution.requests import MoaRequest
 from shell_router.topology import AUTO, Agent, Topology
 
 LONG_TEXT = 4096
 """Characters; tokenizing more takes milliseconds, which the event loop must not lose."""
-
-AGENT_REQUEST = "agent request"
-"""The workflow of agents that somebody else's framework sends: which one it walks, nobody says."""
 
 PLAIN_REQUEST = "plain request"
 """The workflow of requests that name a model, not a topology, so that they are alike whether it was chosen or not."""
@@ -34,16 +31,17 @@ class Planned:
     topology: Topology
     learned: Learned = NOTHING_LEARNED
 
-    def expected(self, pace: Pace) -> Mapping[str, tuple[str, float]]:
-        """Per agent its model and tokens, for the activity table; where nothing is expected, the most it may write."""
+    def expected(self, pace: Pace, request: MoaRequest) -> Mapping[str, tuple[str, float]]:
+        """Per agent its model and tokens, for the activity table."""
         own = own_tokens(self.topology, pace, self.learned)
         return {
-            agent.id: (agent.model, _known_or_most(own[agent.id], agent.sampling))
+            agent.id: (agent.model, known_or_most(own[agent.id], _sampling(self.topology, agent, request)))
             for agent in self.topology.agents.values()
         }
 
 
-def _known_or_most(expected: float | None, sampling: Mapping[str, object]) -> float:
+def known_or_most(expected: float | None, sampling: Mapping[str, object]) -> float:
+    """Output tokens that are expected, or where nothing is, the most that may be written."""
     return float(wanted_tokens(sampling)) if expected is None else expected
 
 
@@ -60,7 +58,10 @@ async def plan(
         return Planned(topology)
     started_s = chooser.now_s()
     known = {agent.id: known_of_agent(agent, request.messages) for agent in topology.agents.values()}
-    open_to = {agent: _fitting(topology.agents[agent], open_to[agent], known[agent], models) for agent in open_to}
+    open_to = {
+        agent: _fitting(_sampling(topology, topology.agents[agent], request), of, known[agent], models)
+        for agent, of in open_to.items()
+    }
     forecasts = await _forecasts(chooser, models, topology, known, open_to, emit)
     chosen: dict[str, str] = {}
     for candidates in dict.fromkeys(open_to.values()):
@@ -68,51 +69,6 @@ async def plan(
         model = chooser.choose(agents, candidates, forecasts.get(agents[0], Forecast()), started_s, emit)
         chosen |= dict.fromkeys(agents, model)
     return _planned(topology.with_models(chosen), forecasts)
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedAgent:
-    """An agent's model, and the output tokens that are expected of it, as predictors told or as it wrote before, and
-    of it and all that follow it in its program, as predictors told.
-    """
-
-    model: str
-    own_tokens: float | None
-    total_tokens: float | None
-
-    def in_flight(self, sampling: Mapping[str, object]) -> tuple[str, float]:
-        """Its model and tokens, for the activity table."""
-        return self.model, _known_or_most(self.own_tokens, sampling)
-
-
-async def plan_agent(
-    chooser: ModelChooser,
-    models: Mapping[str, ServedModel],
-    request: AgentRequest,
-    emit: Emit,
-    chosen_before: Callable[[], str | None],
-) -> PlannedAgent:
-    """The same for one agent of somebody else's program, which keeps the model that `chosen_before` tells."""
-    auto = request.model == AUTO
-    candidates = chooser.candidates(request.candidates) if auto else (request.model,)
-    forecast, started_s = Forecast(), chooser.now_s()
-    if chooser.predicts and models.keys() >= set(candidates):
-        known = known_of_request(request)
-        tokens = known.tokens(models[candidates[0]].tokenizer)
-        scored = auto and chooser.reads_scores and chosen_before() is None
-        prospect = Prospect(
-            AGENT_REQUEST, request.agent, known.user, tokens.system, tokens.user, tokens.known, candidates, scored
-        )
-        forecast = (await chooser.forecasts([prospect], emit))[0]
-    if not auto:
-        model = request.model
-    elif before := chosen_before():  # or, while the predictors were asked, another agent of the program was first
-        model = chooser.kept((request.agent,), before, emit)
-    else:
-        model = chooser.choose((request.agent,), candidates, forecast, started_s, emit)
-    before_this = chooser.pace.output_tokens(model, None, request.agent)
-    own = forecast.own_tokens.get(model, before_this)
-    return PlannedAgent(model, own, forecast.total_tokens.get(model))
 
 
 def _planned(topology: Topology, forecasts: Mapping[str, Forecast]) -> Planned:
@@ -190,14 +146,22 @@ def stages_of(topology: Topology) -> Mapping[str, str]:
     return {agent: str(number) for number, layer in enumerate(topology.layers, start=1) for agent in layer}
 
 
+def _sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Mapping[str, object]:
+    """The client's own sampling holds for the root."""
+    return {**agent.sampling, **request.sampling} if agent.id == topology.root.id else agent.sampling
+
+
 def _fitting(
-    agent: Agent, candidates: tuple[str, ...], known: KnownPrompt, models: Mapping[str, ServedModel]
+    sampling: Mapping[str, object],
+    candidates: tuple[str, ...],
+    known: KnownPrompt,
+    models: Mapping[str, ServedModel],
 ) -> tuple[str, ...]:
     """Those whose context takes what is known already; all, where none does: then the request is refused by name.
 
     A text has hardly more tokens than bytes, so that short ones need no tokenizing.
     """
-    wanted = wanted_tokens(agent.sampling)
+    wanted = wanted_tokens(sampling)
     if 4 * known.characters + wanted <= min(models[name].context_length for name in candidates):
         return candidates
     fitting = tuple(

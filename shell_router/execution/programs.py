@@ -21,10 +21,10 @@ from shell_router.errors import (
     UnknownModel,
     UnknownProgram,
 )
+from shell_router.execution.agent_planning import PlannedAgent, plan_agent
 from shell_router.execution.agent_run import AgentRun, Decoding, check_parts
 from shell_router.execution.choosing import ModelChooser
 from shell_router.execution.incremental import Filling, Source, ids_are_text
-from shell_router.execution.planning import PlannedAgent, plan_agent
 from shell_router.execution.prompt import Message, Part, Slot, render
 from shell_router.execution.requests import (
     AgentRequest,

@@ -118,6 +118,13 @@ async def test_a_model_whose_context_is_too_short_is_not_considered() -> None:
     assert answer.agents[AUTO].model == "large"
 
 
+async def test_what_the_client_wants_written_has_to_fit_too() -> None:
+    moa = ChoosingMoa(ToldPredictor(scores={"small": 0.9, "large": 0.1}), context_length=140)
+    moa.models["large"] = type(moa.models["large"])("large", moa.engines["large"], moa.tokenizers["large"], 4096)
+    answer = await moa.executor.run(PLAIN, ask(sampling={"max_new_tokens": 500}), lambda _: None)
+    assert answer.agents[AUTO].model == "large"
+
+
 async def test_what_no_model_takes_is_refused_before_anything_is_told() -> None:
     moa, events = ChoosingMoa(LARGE, context_length=140), Recorder()
     with pytest.raises(PromptTooLong):
