@@ -30,8 +30,9 @@ class Capabilities:
         return self.contract in (None, CONTRACT)
 
     def __str__(self) -> str:
-        plugin = "no plugin" if self.contract is None else f"plugin with contract {self.contract}"
-        return f"SGLang {self.sglang_version}, {plugin}"
+        if self.contract is None:
+            return "without the SGLang plugin"
+        return f"SGLang {self.sglang_version}, plugin with contract {self.contract}"
 
 
 async def version_of(server: ServerClient) -> str:
