@@ -93,10 +93,10 @@ async def main() -> None:
     """Run all settings and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=1000, help="per setting (default 1000)")
-    parser.add_argument("--block", type=int, default=50, help="questions until the next setting's turn (default 50)")
-    parser.add_argument("--clients", type=int, default=24, help="questions under way (default 24)")
+    parser.add_argument("--block", type=int, default=100, help="questions until the next setting's turn (default 100)")
+    parser.add_argument("--clients", type=int, default=64, help="questions under way (default 64)")
     parser.add_argument("--slacks", type=float, nargs="+", default=[0.0, 1.0, 4.0], metavar="S")
-    parser.add_argument("--worths", type=float, nargs="+", default=[0.5, 1.0, 2.0], metavar="S")
+    parser.add_argument("--worths", type=float, nargs="+", default=[1.0, 2.0, 4.0], metavar="S")
     parser.add_argument("--shared", action="store_true", help="all engines on all cores")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
