@@ -7,6 +7,7 @@ ShellRouterError
 ├── InvalidRequest           the client's request cannot be served as it stands
 │   ├── InvalidField         one field of its body is missing, of a wrong type or out of range
 │   ├── UnknownModel         neither a topology nor a model alias
+│   ├── UnknownExpert        no expert of that name is in the pool
 │   ├── PromptTooLong        prompt and output do not fit the model's context
 │   ├── DuplicateAgent       this program already has an agent of that id
 │   ├── UnknownProgram       no such program
@@ -27,6 +28,10 @@ ShellRouterError
 │   ├── EngineRejected       the engine answered with an error status
 │   ├── EngineAborted        the engine ended the request as aborted, and not for the router's sake
 │   └── EngineStalled        nothing came within the limit
+├── ExpertError              an expert of a pool could not serve
+│   ├── ExpertTooLarge       it fits into no executor's memory
+│   └── ExpertFailed         it did not load, or failed on its batch
+├── MemoryBudgetExceeded     more was to be reserved than a budget has left
 ├── AgentFailed              an agent failed whose topology says `on_failure: fail`
 ├── PrecursorTimeout         a precursor's output did not come within the limit
 └── DeadlineExceeded         the request's own time limit passed
@@ -71,6 +76,10 @@ class InvalidField(InvalidRequest):
 
 class UnknownModel(InvalidRequest):
     """The model is neither a topology nor a model alias."""
+
+
+class UnknownExpert(InvalidRequest):
+    """The pool has no expert of that name."""
 
 
 class PromptTooLong(InvalidRequest):
@@ -155,6 +164,22 @@ class EngineRejected(EngineError):
 
 class EngineStalled(EngineError):
     """The engine sent nothing within the limit."""
+
+
+class ExpertError(ShellRouterError):
+    """An expert of a pool could not serve a request."""
+
+
+class ExpertTooLarge(ExpertError):
+    """The expert and one sample fit into no executor's memory, however empty."""
+
+
+class ExpertFailed(ExpertError):
+    """The expert did not load, or failed on the batch that the request was in; the cause is chained."""
+
+
+class MemoryBudgetExceeded(ShellRouterError):
+    """More memory was to be reserved than its budget has left: nothing was allocated."""
 
 
 class AgentFailed(ShellRouterError):

@@ -1,0 +1,32 @@
+"""What a pool tells while it runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shell_router.expert_pools.values import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """`executor` loaded `expert`, which lay in `tier`; `ahead` of its turn, while something else ran."""
+
+    executor: str
+    expert: str
+    tier: Tier
+    ahead: bool
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """`executor` ran a batch of `samples` on `expert`."""
+
+    executor: str
+    expert: str
+    samples: int
+    begin_s: float
+    end_s: float
+
+
+Watch = Callable[[Switched | Served], None]

@@ -1,0 +1,166 @@
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shell_router.errors import ConfigError, InvalidRequest, MemoryBudgetExceeded
+from shell_router.expert_pools.assigning import QueueView, added_seconds, least_extension, round_robin
+from shell_router.expert_pools.bounds import fewest_switches_in_any_order, fewest_switches_in_this_order
+from shell_router.expert_pools.evicting import EVICTIONS, Resident, is_idle, victims
+from shell_router.expert_pools.memory import Memory
+from shell_router.expert_pools.placing import host_placement, initial_placement
+from shell_router.expert_pools.policies import Policies
+from shell_router.expert_pools.values import ExecutorSettings, Request
+from tests.fakes.experts import COSTS, executor, expert
+
+
+def test_a_request_goes_where_the_longest_queue_grows_least_and_of_those_where_it_adds_least() -> None:
+    as_in_figure_8 = [QueueView(5, 3), QueueView(6, 2), QueueView(10, 1)]
+    assert least_extension(as_in_figure_8, 0) == 1
+
+
+def test_a_queue_that_would_become_the_longest_is_taken_only_if_it_becomes_so_by_least() -> None:
+    assert least_extension([QueueView(9, 3), QueueView(10, 1.5)], 0) == 1
+    assert least_extension([QueueView(0, 3), QueueView(10, 1.5)], 0) == 0
+
+
+def test_of_equal_queues_the_shortest_is_taken() -> None:
+    assert least_extension([QueueView(3, 1), QueueView(1, 1), QueueView(9, 1)], 0) == 1
+
+
+def test_taking_turns_reads_nothing_but_the_number() -> None:
+    assert [round_robin([QueueView(9, 9), QueueView(0, 0)], number) for number in range(3)] == [0, 1, 0]
+
+
+def test_the_first_of_its_like_pays_for_start_and_switch_and_the_next_only_k() -> None:
+    first = added_seconds(sample_s=1, batch_s=10, load_s=100, joins=False, here=False)
+    loaded = added_seconds(sample_s=1, batch_s=10, load_s=100, joins=False, here=True)
+    joining = added_seconds(sample_s=1, batch_s=10, load_s=100, joins=True, here=True)
+    assert (first, loaded, joining) == (111, 11, 1)
+
+
+def resident(name: str, usage: float, memory_bytes: int = 100, **facts: object) -> Resident:
+    return Resident(expert(name, usage, memory_bytes=memory_bytes), **{"loaded": 0, "used": 0, **facts})  # type: ignore[arg-type]
+
+
+def order(policy: str, residents: Sequence[Resident]) -> list[str]:
+    return [one.expert.name for one in EVICTIONS[policy](residents)]
+
+
+def test_two_stages_idle_successors_by_size_then_all_others_by_probability() -> None:
+    residents = [
+        resident("likely", 0.9),
+        resident("rare", 0.1, memory_bytes=500),
+        resident("small idle", 0.8, 50, idle=True),
+        resident("large idle", 0.95, 300, idle=True),
+        resident("common", 0.5),
+    ]
+    assert order("two-stage", residents) == ["large idle", "small idle", "rare", "common", "likely"]
+
+
+def test_the_queue_aware_order_keeps_longest_what_is_needed_first() -> None:
+    residents = [resident("soon", 0.1, turn=0), resident("later", 0.9, turn=7), resident("nobody", 1.0)]
+    assert order("queue-aware", residents) == ["nobody", "later", "soon"]
+
+
+def test_the_baselines_read_only_the_past() -> None:
+    residents = [resident("a", 0.9, loaded=2, used=3), resident("b", 0.1, loaded=1, used=4)]
+    assert (order("lru", residents), order("fifo", residents)) == (["a", "b"], ["b", "a"])
+
+
+def test_no_more_leave_than_must() -> None:
+    leaving = [resident("a", 0), resident("b", 0), resident("c", 0)]
+    assert victims(leaving, 101) == ["a", "b"]
+    assert victims(leaving, 300) == ["a", "b", "c"]
+    assert victims(leaving, 0) == []
+
+
+def test_nobody_leaves_in_vain() -> None:
+    assert victims([resident("a", 0)], 101) is None
+
+
+def test_a_successor_is_idle_while_none_of_its_predecessors_is_loaded() -> None:
+    detector = expert("detector", after=("a", "b"))
+    assert is_idle(detector, {"c"}.__contains__)
+    assert not is_idle(detector, {"b"}.__contains__)
+    assert not is_idle(expert("a"), set[str]().__contains__)
+
+
+def test_the_most_probable_experts_are_dealt_out_in_turn_until_memory_is_full() -> None:
+    experts = [expert(name, usage) for name, usage in zip("abcdef", (0.1, 0.6, 0.5, 0.4, 0.3, 0.2), strict=True)]
+    placed = initial_placement(experts, [executor("one", room=2), executor("two", room=1)])
+    assert {name: [one.name for one in those] for name, those in placed.items()} == {"one": ["b", "d"], "two": ["c"]}
+    assert [one.name for one in host_placement(experts, 250, frozenset("bcd"))] == ["e", "f"]
+
+
+def test_an_executor_without_costs_for_an_architecture_is_given_none_of_it() -> None:
+    placed = initial_placement([expert("a", 0.5)], [ExecutorSettings("cpu", 1000, {}), executor("gpu")])
+    assert {name: len(those) for name, those in placed.items()} == {"cpu": 0, "gpu": 1}
+
+
+def test_memory_that_is_not_there_is_not_given() -> None:
+    memory = Memory("gpu", 100)
+    memory.reserve("a", 60)
+    for owner, wanted in (("b", 41), ("a", 1)):
+        with pytest.raises(MemoryBudgetExceeded):
+            memory.reserve(owner, wanted)
+    memory.release("a")
+    assert (memory.used_bytes, memory.peak_bytes) == (0, 60)
+
+
+def test_in_any_order_each_expert_that_was_not_there_is_loaded_once() -> None:
+    assert fewest_switches_in_any_order("abcab", {"a", "z"}) == 2
+
+
+small = st.text("abcd", max_size=8)
+
+
+@given(small, st.integers(1, 3), st.data())
+def test_beladys_rule_agrees_with_trying_everything(served: str, room: int, data: st.DataObject) -> None:
+    first = frozenset(data.draw(st.sets(st.sampled_from("abcd"), max_size=room)))
+    sizes = dict.fromkeys("abcd", 10)
+    assert fewest_switches_in_this_order(served, first, sizes, room * 10) == _fewest(served, first, room)
+
+
+def _fewest(served: str, held: frozenset[str], room: int) -> int:
+    if not served:
+        return 0
+    if served[0] in held:
+        return _fewest(served[1:], held, room)
+    kept = [frozenset(some) for some in combinations(sorted(held), min(len(held), room - 1))]
+    return 1 + min(_fewest(served[1:], some | {served[0]}, room) for some in kept)
+
+
+def test_a_memory_for_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hold no expert"):
+        fewest_switches_in_this_order("a", (), {"a": 10}, 5)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"assign": "x"}, {"evict": "x"}, {"evict_host": "x"}, {"window_s": -1}, {"prefetch": -1}]
+)
+def test_policies_refuse_bad_values_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Policies(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chain", [(), ("a", "b", "a")])
+def test_a_chain_names_each_expert_once_and_one_at_least(chain: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequest):
+        Request("r", chain)
+
+
+def test_values_refuse_what_cannot_be() -> None:
+    for make in (
+        lambda: expert("a", usage=1.5),
+        lambda: expert("a", after=("a",)),
+        lambda: expert("a", memory_bytes=0),
+        lambda: expert("\n"),
+        lambda: ExecutorSettings("host", 100, {"net": COSTS}),
+        lambda: ExecutorSettings("gpu", 100, {"net": COSTS}, expert_share=0),
+        lambda: ExecutorSettings("gpu", 0, {"net": COSTS}),
+    ):
+        with pytest.raises(ConfigError):
+            make()

@@ -1,0 +1,311 @@
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shell_router.engines.simulated.experts import SimulatedExperts
+from shell_router.errors import ExpertError, ExpertFailed, ExpertTooLarge, InvalidRequest, UnknownExpert
+from shell_router.expert_pools import POLICIES, Costs, Expert, ExpertPool, Policies, Request, Served, Switched, Tier
+from shell_router.simulation.virtual_time import run_virtual
+from tests.fakes.experts import COSTS, ScriptedExperts, executor, expert
+
+CATALOGUE = [expert("a", 0.5), expert("b", 0.4), expert("c", 0.3), expert("d", 0.2, after=("a", "b"))]
+Outcome = tuple[str, ...] | type[Exception]
+
+
+def pool_of(
+    experts: ScriptedExperts, policies: Policies = POLICIES["ours"], *, room: int = 2, count: int = 1, **more: Any
+) -> ExpertPool:
+    names = [f"gpu{number}" for number in range(count)]
+    return ExpertPool(CATALOGUE, [executor(name, room) for name in names], experts, policies, **more)
+
+
+async def outcome(pool: ExpertPool, number: int, *chain: str) -> Outcome:
+    try:
+        answer = await pool.ask(Request(f"r{number}", chain, number))
+    except ExpertError as error:
+        return type(error)
+    assert all(output == (name, number) for name, output in answer.outputs)
+    return tuple(name for name, _ in answer.outputs)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return run_virtual(main())
+
+
+async def all_of(pool: ExpertPool, *chains: str) -> list[Outcome]:
+    return await asyncio.gather(*(outcome(pool, number, *chain) for number, chain in enumerate(chains)))
+
+
+def test_every_expert_of_a_chain_answers_in_turn() -> None:
+    async def main() -> None:
+        async with pool_of(ScriptedExperts()) as pool:
+            assert await all_of(pool, "ad", "c", "bd") == [("a", "d"), ("c",), ("b", "d")]
+
+    run(main)
+
+
+def test_the_most_probable_experts_are_there_before_the_first_request() -> None:
+    async def main() -> None:
+        async with pool_of(ScriptedExperts(), host_bytes=100) as pool:
+            assert pool.loaded() == {"gpu0": ("a", "b"), Tier.HOST: ("c",)}
+
+    run(main)
+
+
+def test_requests_for_one_expert_share_batches_and_one_switch() -> None:
+    async def main() -> None:
+        experts, events = ScriptedExperts(), list[Switched | Served]()
+        async with pool_of(experts, room=1, watch=events.append) as pool:
+            await all_of(pool, *"abcabcabc")
+        assert [(name, len(samples)) for name, samples in experts.batches] == [("a", 3), ("b", 3), ("c", 3)]
+        assert [event.expert for event in events if isinstance(event, Switched)] == ["b", "c"]
+
+    run(main)
+
+
+def test_what_is_needed_next_is_loaded_while_something_runs() -> None:
+    async def seconds(policies: Policies) -> float:
+        loop = asyncio.get_running_loop()
+        async with pool_of(ScriptedExperts(), policies) as pool:
+            begun_s = loop.time()
+            await all_of(pool, *"abaaaaac")
+            return loop.time() - begun_s
+
+    ours = run(lambda: seconds(Policies(prefetch=2)))
+    late = run(lambda: seconds(Policies(prefetch=0)))
+    assert ours < late
+
+
+def test_a_route_that_ends_a_request_leaves_the_rest_of_its_chain_out() -> None:
+    async def main() -> None:
+        async with pool_of(ScriptedExperts(), route=lambda *_: None) as pool:
+            assert await outcome(pool, 1, "a", "d") == ("a",)
+
+    run(main)
+
+
+def test_a_route_may_lead_to_an_expert_that_no_chain_named_and_give_it_what_it_likes() -> None:
+    def route(request: Request, name: str, output: Any) -> tuple[str, Any] | None:
+        return ("d", "other") if name == "a" else None
+
+    async def main() -> None:
+        async with pool_of(ScriptedExperts(), route=route) as pool:
+            assert (await pool.ask(Request("r", ("a",)))).final == ("d", "other")
+
+    run(main)
+
+
+def test_a_corrupt_expert_costs_its_own_requests_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with pool_of(ScriptedExperts(corrupt="ac")) as pool:
+            found = await all_of(pool, "a", "b", "c", "d", "bd", "ad", "c")
+            assert pool.executors[0].memory.used_bytes <= 200
+        assert found == [ExpertFailed, ("b",), ExpertFailed, ("d",), ("b", "d"), ExpertFailed, ExpertFailed]
+
+    run(main)
+    assert "a could not be loaded on gpu0: the file is cut off." in caplog.text
+
+
+def test_an_expert_that_fails_on_its_batch_costs_that_batch() -> None:
+    async def main() -> None:
+        async with pool_of(ScriptedExperts(broken="b")) as pool:
+            assert await all_of(pool, *"abcb") == [("a",), ExpertFailed, ("c",), ExpertFailed]
+            assert pool.asked == 0
+
+    run(main)
+
+
+def test_an_expert_larger_than_any_budget_is_refused_before_anything_runs() -> None:
+    async def main() -> None:
+        catalogue = [*CATALOGUE, expert("huge", 1.0, memory_bytes=201)]
+        async with ExpertPool(catalogue, [executor()], ScriptedExperts(), Policies()) as pool:
+            with pytest.raises(ExpertTooLarge, match="memory_bytes"):
+                await pool.ask(Request("r", ("a", "huge")))
+            assert await outcome(pool, 1, "a") == ("a",)
+
+    run(main)
+
+
+def test_unknown_experts_and_ids_in_use_are_refused() -> None:
+    async def main() -> None:
+        async with pool_of(ScriptedExperts()) as pool:
+            with pytest.raises(UnknownExpert):
+                await pool.ask(Request("r", ("x",)))
+            first = asyncio.create_task(outcome(pool, 1, "a"))
+            await asyncio.sleep(0)
+            with pytest.raises(InvalidRequest, match="being served"):
+                await pool.ask(Request("r1", ("b",)))
+            assert await first == ("a",)
+
+    run(main)
+
+
+def test_a_cancelled_request_leaves_nothing_and_its_batch_goes_on() -> None:
+    async def main() -> None:
+        experts = ScriptedExperts()
+        async with pool_of(experts, room=1) as pool:
+            tasks = [asyncio.create_task(outcome(pool, number, name)) for number, name in enumerate("aabb")]
+            await asyncio.sleep(0.05)  # the batch of a runs
+            tasks[0].cancel()
+            tasks[2].cancel()
+            tasks[3].cancel()
+            assert await tasks[1] == ("a",)
+            assert (pool.asked, len(pool.executors[0].line)) == (0, 0)
+            again = asyncio.create_task(outcome(pool, 0, "b"))
+            assert await again == ("b",)
+        assert experts.batches == [("a", (0, 1)), ("b", (0,))]
+
+    run(main)
+
+
+def test_an_answer_of_a_cancelled_request_is_not_taken_for_one_of_the_same_id() -> None:
+    async def main() -> None:
+        async with pool_of(ScriptedExperts()) as pool:
+            first = asyncio.create_task(pool.ask(Request("r", ("a",), "old")))
+            await asyncio.sleep(0.05)
+            first.cancel()
+            await asyncio.sleep(0)
+            assert (await pool.ask(Request("r", ("a",), "new"))).final == ("a", "new")
+
+    run(main)
+
+
+def test_a_closed_pool_has_unloaded_everything_and_told_who_waits() -> None:
+    async def main() -> None:
+        experts = ScriptedExperts()
+        async with pool_of(experts, host_bytes=300) as pool:
+            waiting = asyncio.create_task(outcome(pool, 1, "c"))
+            await asyncio.sleep(0.2)
+        assert await waiting is ExpertError
+        assert experts.loaded == set()
+        assert pool.host_memory.used_bytes == pool.executors[0].memory.used_bytes == 0
+
+    run(main)
+
+
+def test_an_error_of_who_uses_the_pool_stays_what_it_is() -> None:
+    async def main() -> None:
+        async with pool_of(ScriptedExperts()):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(main)
+
+
+def test_a_pool_that_is_not_open_says_so() -> None:
+    async def main() -> None:
+        with pytest.raises(ExpertError, match="closed"):
+            await pool_of(ScriptedExperts()).ask(Request("r", ("a",)))
+
+    run(main)
+
+
+def test_what_was_read_once_is_loaded_from_host_memory_afterwards() -> None:
+    async def main() -> list[Tier]:
+        events = list[Switched | Served]()
+        async with pool_of(
+            ScriptedExperts(), POLICIES["samba-coe"], room=1, host_bytes=200, watch=events.append
+        ) as pool:
+            for number, name in enumerate("dada"):
+                await outcome(pool, number, name)
+        return [event.tier for event in events if isinstance(event, Switched)]
+
+    assert run(main) == [Tier.DISK, Tier.DISK, Tier.HOST, Tier.HOST]
+
+
+def test_without_host_memory_all_comes_from_disk() -> None:
+    async def main() -> None:
+        experts = ScriptedExperts()
+        async with pool_of(experts, room=1) as pool:
+            await all_of(pool, *"abcd")
+        assert {place for _, place in experts.loads} == {"gpu0"}
+
+    run(main)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[list[Expert], list[tuple[tuple[str, ...], float, bool]]]:
+    """Experts of mixed sizes, and requests with the pause before each and whether it is given up."""
+    sizes = draw(st.lists(st.integers(30, 200), min_size=5, max_size=5))
+    catalogue = [expert(name, 0.1, memory_bytes=size) for name, size in zip("abcd", sizes, strict=False)]
+    catalogue.append(expert("z", 0.3, ("a", "b"), sizes[-1]))
+    chain = st.sampled_from([("a",), ("b",), ("c",), ("d",), ("a", "z"), ("b", "z")])
+    return catalogue, draw(st.lists(st.tuples(chain, st.floats(0, 0.3), st.booleans()), max_size=30))
+
+
+@settings(max_examples=60, deadline=None)
+@given(streams(), st.sampled_from(sorted(POLICIES)), st.integers(1, 3), st.sampled_from((0, 150, 500)))
+def test_every_request_is_answered_once_and_no_budget_is_exceeded(
+    stream: tuple[list[Expert], list[tuple[tuple[str, ...], float, bool]]], policy: str, count: int, host_bytes: int
+) -> None:
+    catalogue, requests = stream
+    costs = Costs(0.01, 0.02, 4, 40, 0.1, 0.5)
+    executors = [executor(f"gpu{number}", 2, costs) for number in range(count)]
+
+    async def main() -> None:
+        experts = SimulatedExperts(executors, dict.fromkeys((one.name for one in executors), "gpu"))
+        answered: Counter[int] = Counter()
+
+        async def one(number: int, chain: tuple[str, ...]) -> None:
+            answer = await pool.ask(Request(str(number), chain))
+            assert tuple(name for name, _ in answer.outputs) == chain
+            answered[number] += 1
+
+        async with ExpertPool(catalogue, executors, experts, POLICIES[policy], host_bytes=host_bytes) as pool:
+            tasks = []
+            for number, (chain, pause_s, _) in enumerate(requests):
+                tasks.append(asyncio.create_task(one(number, chain)))
+                await asyncio.sleep(pause_s)
+                if requests[number // 2][2]:
+                    tasks[number // 2].cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [error for error in results if isinstance(error, Exception)] == []
+            assert pool.asked == sum(len(each.line) for each in pool.executors) == 0
+        expected = {number for number, result in enumerate(results) if result is None}
+        assert answered == dict.fromkeys(expected, 1)
+        for memory in (pool.host_memory, *(each.memory for each in pool.executors)):
+            assert memory.peak_bytes <= memory.budget_bytes
+            assert memory.used_bytes == 0
+
+    run(main)
+
+
+def test_two_runs_in_virtual_time_are_the_same() -> None:
+    def events_of_a_run() -> list[Switched | Served]:
+        draw, events = random.Random(7), list[Switched | Served]()
+        executors = [executor("gpu0"), executor("gpu1")]
+
+        async def main() -> None:
+            experts = SimulatedExperts(executors, {"gpu0": "gpu", "gpu1": "gpu"})
+            async with (
+                ExpertPool(CATALOGUE, executors, experts, Policies(), host_bytes=100, watch=events.append) as pool,
+                asyncio.TaskGroup() as tasks,
+            ):
+                for number in range(100):
+                    tasks.create_task(pool.ask(Request(str(number), (draw.choice("abcd"),))))
+                    await asyncio.sleep(0.01)
+
+        run(main)
+        return events
+
+    assert events_of_a_run() == events_of_a_run() != []
+
+
+def test_simulated_experts_of_one_processor_share_it_and_read_one_disk() -> None:
+    async def main() -> tuple[float, float]:
+        executors = [executor("gpu0"), executor("gpu1")]
+        experts, loop = SimulatedExperts(executors, {"gpu0": "gpu", "gpu1": "gpu"}), asyncio.get_running_loop()
+        await asyncio.gather(experts.load(CATALOGUE[0], "gpu0"), experts.load(CATALOGUE[1], "gpu1"))
+        loaded_s = loop.time()
+        await asyncio.gather(experts.run(CATALOGUE[0], "gpu0", [1]), experts.run(CATALOGUE[1], "gpu1", [1]))
+        return loaded_s, loop.time() - loaded_s
+
+    loaded_s, ran_s = run(main)
+    assert loaded_s == pytest.approx(2 * (COSTS.disk_load_s - COSTS.host_load_s) + COSTS.host_load_s)
+    assert ran_s == pytest.approx(2 * COSTS.batch_seconds(1))
