@@ -30,8 +30,8 @@ ShellRouterError
 │   └── EngineStalled        nothing came within the limit
 ├── ExpertError              an expert of a pool could not serve
 │   ├── ExpertTooLarge       it fits into no executor's memory
-│   └── ExpertFailed         it did not load, or failed on its batch
-├── MemoryBudgetExceeded     more was to be reserved than a budget has left
+│   ├── ExpertFailed         it did not load, or failed on its batch
+│   └── MemoryBudgetExceeded more was to be reserved than a budget has left
 ├── AgentFailed              an agent failed whose topology says `on_failure: fail`
 ├── PrecursorTimeout         a precursor's output did not come within the limit
 └── DeadlineExceeded         the request's own time limit passed
@@ -178,7 +178,7 @@ class ExpertFailed(ExpertError):
     """The expert did not load, or failed on the batch that the request was in; the cause is chained."""
 
 
-class MemoryBudgetExceeded(ShellRouterError):
+class MemoryBudgetExceeded(ExpertError):
     """More memory was to be reserved than its budget has left: nothing was allocated."""
 
 

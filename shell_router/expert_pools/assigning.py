@@ -6,10 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """What an executor's queue is predicted to take now, and how much longer with the request."""
+    """What an executor's queue is predicted to take now, and how much longer with the request.
+
+    Of that the disk, which all executors share, reads for `reads_s` for those who wait, and `added_reads_s` more.
+    """
 
     seconds: float
     added_s: float
+    reads_s: float = 0.0
+    added_reads_s: float = 0.0
 
 
 def added_seconds(*, sample_s: float, batch_s: float, load_s: float, joins: bool, here: bool) -> float:
@@ -35,6 +40,23 @@ def least_extension(queues: Sequence[QueueView], number: int) -> int:
     return min(range(len(queues)), key=cost)
 
 
+def least_extension_and_reading(queues: Sequence[QueueView], number: int) -> int:
+    """Ours: the disk is a queue too. Where what all executors want to read takes longest, it decides.
+
+    The paper adds up a queue's loads as if each executor had a disk of its own, and loads an expert again on another
+    executor as soon as its own has the longest queue; with one disk for all, that makes everybody wait.
+    """
+    reads_s = sum(queue.reads_s for queue in queues)
+    longest_s = max(reads_s, *(queue.seconds for queue in queues))
+
+    def cost(index: int) -> tuple[float, float, float]:
+        queue = queues[index]
+        longest_then_s = max(longest_s, queue.seconds + queue.added_s, reads_s + queue.added_reads_s)
+        return longest_then_s, queue.added_s, queue.seconds
+
+    return min(range(len(queues)), key=cost)
+
+
 def round_robin(queues: Sequence[QueueView], number: int) -> int:
     """One after the other, as Samba-CoE Parallel does (section 5.1): the request's `number` alone decides."""
     return number % len(queues)
@@ -42,6 +64,7 @@ def round_robin(queues: Sequence[QueueView], number: int) -> int:
 
 ASSIGNMENTS: Mapping[str, Callable[[Sequence[QueueView], int], int]] = {
     "least-extension": least_extension,
+    "least-extension-and-reading": least_extension_and_reading,
     "round-robin": round_robin,
 }
 """Each takes the queues of the executors that could serve the request, and how many requests came before it."""

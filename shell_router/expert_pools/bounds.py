@@ -16,15 +16,16 @@ def fewest_switches_in_this_order(
 ) -> int:
     """Loads of the best eviction for the experts of the batches `served` in turn, by Belady's rule.
 
-    The rule is exact where all experts are of one size. For mixed sizes all are taken for as small as the smallest that
-    is involved, so that this is a bound from below. Raises ConfigError where nothing fits.
+    The rule is exact where all experts are of one size. For mixed sizes each size gets the whole budget for itself, so
+    that this is a bound from below. Raises ConfigError where an expert does not fit.
     """
-    involved = {*served, *loaded_first}
-    smallest = min((memory_bytes[name] for name in involved), default=1)
-    room = budget_bytes // smallest
-    if room < 1:
-        raise ConfigError(f"{budget_bytes} bytes hold no expert.", remedy=f"Give {smallest} or more.")
-    return _belady(served, loaded_first, max(room, len(set(loaded_first))))
+    if too_large := [name for name in served if memory_bytes[name] > budget_bytes]:
+        raise ConfigError(f"{budget_bytes} bytes do not hold {too_large[0]}.", remedy="Give more.")
+    loads = 0
+    for size in {memory_bytes[name] for name in served}:
+        alike = [name for name in served if memory_bytes[name] == size]
+        loads += _belady(alike, [name for name in loaded_first if memory_bytes[name] == size], budget_bytes // size)
+    return loads
 
 
 def _belady(served: Sequence[str], loaded_first: Collection[str], room: int) -> int:

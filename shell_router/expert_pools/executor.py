@@ -60,21 +60,23 @@ class Executor:
     def view(self, expert: Expert, now_s: float) -> QueueView:
         """What its queue is predicted to take, and how much longer with a request for `expert`."""
         costs = self.settings.costs[expert.architecture]
+        tier, here = self._host.tier(expert.name), self._is_coming(expert.name)
         added_s = added_seconds(
             sample_s=costs.sample_s,
             batch_s=costs.batch_s,
-            load_s=costs.load_s(self._host.tier(expert.name)),
+            load_s=costs.load_s(tier),
             joins=self.line.joins(expert.name, now_s),
-            here=self._is_coming(expert.name),
+            here=here,
         )
-        return QueueView(self.line.seconds + max(0.0, self._busy_until_s - now_s), added_s)
+        seconds = self.line.seconds + max(0.0, self._busy_until_s - now_s)
+        return QueueView(seconds, added_s, self.line.read_seconds, 0.0 if here else costs.read_s(tier))
 
     def add(self, stage: Stage) -> None:
         """Into the queue."""
         expert = self._catalogue(stage.expert)
         costs = self.settings.costs[expert.architecture]
-        switch_s = 0.0 if self._is_coming(expert.name) else costs.load_s(self._host.tier(expert.name))
-        if self.line.add(stage, costs, switch_s):
+        tier, here = self._host.tier(expert.name), self._is_coming(expert.name)
+        if self.line.add(stage, costs, 0.0 if here else costs.load_s(tier), 0.0 if here else costs.read_s(tier)):
             self._look_ahead.set()
         self._came.set()
 

@@ -21,11 +21,11 @@ class Policies:
     when its turn has come.
     """
 
-    assign: str = "least-extension"
+    assign: str = "least-extension-and-reading"
     window_s: float = INSPECTION_S
     evict: str = "queue-aware"
     evict_host: str = "two-stage"
-    prefetch: int = 2
+    prefetch: int = 1
 
     def __post_init__(self) -> None:
         for field, known in (("assign", ASSIGNMENTS), ("evict", EVICTIONS), ("evict_host", EVICTIONS)):
@@ -38,7 +38,7 @@ class Policies:
 
 POLICIES: Mapping[str, Policies] = {
     "ours": Policies(),
-    "coserve": Policies(evict="two-stage", prefetch=0),
+    "coserve": Policies("least-extension", evict="two-stage", prefetch=0),
     "samba-coe": Policies("round-robin", 0.0, "lru", "lru", prefetch=0),
     "samba-coe-fifo": Policies("round-robin", 0.0, "fifo", "fifo", prefetch=0),
 }

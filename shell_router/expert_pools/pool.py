@@ -85,6 +85,7 @@ class ExpertPool:
             for settings in executors
         ]
         self._asked: dict[str, tuple[Stage, asyncio.Future[Any]]] = {}
+        self._able_for: dict[str, Sequence[Executor]] = {}
         self._number = 0
         self._running: asyncio.Task[None] | None = None
 
@@ -177,6 +178,8 @@ class ExpertPool:
 
     def _able(self, name: str) -> Sequence[Executor]:
         """The executors that it fits on."""
+        if able := self._able_for.get(name):
+            return able
         expert = self._catalogue.get(name)
         if expert is None:
             raise UnknownExpert(f"There is no expert {name!r}.", remedy="Name one of the pool's catalogue.")
@@ -186,6 +189,7 @@ class ExpertPool:
                 f"{name} of {expert.memory_bytes} bytes and one sample fit into no executor's memory.",
                 remedy="Raise an executor's memory_bytes or expert_share, or give it costs for this architecture.",
             )
+        self._able_for[name] = able
         return able
 
     def _answered(self, stage: Stage, output: Any) -> None:

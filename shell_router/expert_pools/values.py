@@ -63,12 +63,21 @@ class Costs:
         for field in ("sample_s", "batch_s", "activation_bytes", "host_load_s", "disk_load_s"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}.", remedy="Give 0 or more.")
+        if self.disk_load_s < self.host_load_s:
+            raise ConfigError(
+                f"disk_load_s is {self.disk_load_s}, less than host_load_s, {self.host_load_s}.",
+                remedy="Count what comes after the disk in both.",
+            )
         if self.largest_batch < 1:
             raise ConfigError(f"largest_batch is {self.largest_batch}.", remedy="Give 1 or more.")
 
     def load_s(self, tier: Tier) -> float:
         """How long an expert takes to load from there."""
         return self.host_load_s if tier is Tier.HOST else self.disk_load_s
+
+    def read_s(self, tier: Tier) -> float:
+        """How much of that the disk is occupied for."""
+        return 0.0 if tier is Tier.HOST else self.disk_load_s - self.host_load_s
 
     def batch_seconds(self, samples: int) -> float:
         """K * n + B."""

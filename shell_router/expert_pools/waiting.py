@@ -20,6 +20,7 @@ class Group:
     opened_s: float
     costs: Costs
     switch_s: float
+    read_s: float = 0.0
     stages: dict[str, Stage] = field(default_factory=dict)
     ahead: "Group | None" = None
     behind: "Group | None" = None
@@ -42,6 +43,7 @@ class WaitingLine:
         self._last: Group | None = None
         self._of: dict[str, Group] = {}
         self.seconds = 0.0
+        self.read_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._of)
@@ -71,16 +73,18 @@ class WaitingLine:
         """Whether anybody waits for `expert`."""
         return expert in self._open
 
-    def add(self, stage: Stage, costs: Costs, switch_s: float) -> bool:
+    def add(self, stage: Stage, costs: Costs, switch_s: float, read_s: float = 0.0) -> bool:
         """Behind those that wait for the same expert, within the window; or else at the end, which it tells by True.
 
-        `switch_s` is what loading the expert for it is predicted to take; whoever joins a group needs no switch.
+        `switch_s` is what loading the expert for it is predicted to take, `read_s` of it on the disk; whoever joins a
+        group needs no switch.
         """
         joins = self.joins(stage.expert, stage.arrived_s)
         if joins:
             group = self._open[stage.expert]
         else:
-            group = self._append(Group(stage.expert, stage.arrived_s, costs, switch_s))
+            group = self._append(Group(stage.expert, stage.arrived_s, costs, switch_s, read_s))
+            self.read_seconds += read_s
             self.seconds += switch_s + costs.batch_s
         group.stages[stage.request.id] = stage
         self._of[stage.request.id] = group
@@ -92,7 +96,8 @@ class WaitingLine:
         for group in {id(group): group for group in (self.first, self._open.get(expert)) if group}.values():
             if group.expert == expert:
                 self.seconds -= group.switch_s
-                group.switch_s = 0.0
+                self.read_seconds -= group.read_s
+                group.switch_s = group.read_s = 0.0
 
     def _append(self, group: Group) -> Group:
         group.ahead = self._last
@@ -123,6 +128,7 @@ class WaitingLine:
 
     def _drop(self, group: Group) -> None:
         self.seconds -= group.switch_s + group.costs.batch_s
+        self.read_seconds -= group.read_s
         del self._groups[id(group)]
         if self._open[group.expert] is group:
             del self._open[group.expert]
@@ -133,4 +139,4 @@ class WaitingLine:
         else:
             self._last = group.ahead
         if not self._groups:
-            self.seconds = 0.0  # or roundings would add up
+            self.seconds = self.read_seconds = 0.0  # or roundings would add up

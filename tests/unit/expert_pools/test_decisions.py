@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.errors import ConfigError, InvalidRequest, MemoryBudgetExceeded
-from shell_router.expert_pools.assigning import QueueView, added_seconds, least_extension, round_robin
+from shell_router.expert_pools.assigning import (
+    QueueView,
+    added_seconds,
+    least_extension,
+    least_extension_and_reading,
+    round_robin,
+)
 from shell_router.expert_pools.bounds import fewest_switches_in_any_order, fewest_switches_in_this_order
 from shell_router.expert_pools.evicting import EVICTIONS, Resident, is_idle, victims
 from shell_router.expert_pools.memory import Memory
@@ -28,6 +34,17 @@ def test_a_queue_that_would_become_the_longest_is_taken_only_if_it_becomes_so_by
 
 def test_of_equal_queues_the_shortest_is_taken() -> None:
     assert least_extension([QueueView(3, 1), QueueView(1, 1), QueueView(9, 1)], 0) == 1
+
+
+def test_where_the_one_disk_is_the_bottleneck_nobody_reads_an_expert_again_who_can_do_without() -> None:
+    loaded_on_the_longest = [QueueView(30, 1, 20), QueueView(5, 4, 20, 3)]
+    assert least_extension(loaded_on_the_longest, 0) == 1
+    assert least_extension_and_reading(loaded_on_the_longest, 0) == 0
+
+
+def test_where_the_disk_has_time_queues_alone_decide() -> None:
+    views = [QueueView(30, 1, 2), QueueView(5, 4, 2, 3)]
+    assert least_extension_and_reading(views, 0) == least_extension(views, 0) == 1
 
 
 def test_taking_turns_reads_nothing_but_the_number() -> None:
@@ -134,7 +151,7 @@ def _fewest(served: str, held: frozenset[str], room: int) -> int:
 
 
 def test_a_memory_for_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="hold no expert"):
+    with pytest.raises(ConfigError, match="do not hold a"):
         fewest_switches_in_this_order("a", (), {"a": 10}, 5)
 
 

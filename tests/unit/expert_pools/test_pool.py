@@ -77,7 +77,7 @@ def test_what_is_needed_next_is_loaded_while_something_runs() -> None:
             await all_of(pool, *"abaaaaac")
             return loop.time() - begun_s
 
-    ours = run(lambda: seconds(Policies(prefetch=2)))
+    ours = run(lambda: seconds(Policies(prefetch=1)))
     late = run(lambda: seconds(Policies(prefetch=0)))
     assert ours < late
 

@@ -1,0 +1,109 @@
+"""CoServe's circuit boards: hundreds of experts, memory for a few dozen, in virtual time.
+
+    python benchmarks/coserve.py [--table systems|ablations|deciding] [--images N] [--seeds N] [--json]
+
+The paper's tasks and devices (section 5.1); what it leaves open is assumed in `coserving/boards.py` and
+`coserving/devices.py`. Means over the seeds; each seed draws another stream of images.
+
+    systems     Samba-CoE and its variants, CoServe as published, and ours
+    ablations   CoServe's techniques added one after the other (section 5.3), then ours
+    deciding    what assigning, taking and evicting cost at 400 experts with 10,000 requests waiting
+
+    per_s       images a second; x: times Samba-CoE's; switches: loads after the start; from_disk: of these
+    fewer       switches, less than those of Samba-CoE Parallel, in percent, which has as many executors
+    over_any    switches over the fewest in any order; over_order: over the fewest for the batches as they were served
+    paper       what the paper measured, where it says so
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from report import Row, report
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.coserving.boards import IMAGE_EVERY_S, TASKS, Task
+from benchmarks.coserving.deciding import deciding
+from benchmarks.coserving.devices import DEVICES, Device
+from benchmarks.coserving.runs import Outcome, run
+from shell_router.expert_pools import POLICIES, Policies
+
+COSERVE, SAMBA, FIFO = POLICIES["coserve"], POLICIES["samba-coe"], POLICIES["samba-coe-fifo"]
+ONE = {"Samba-CoE": SAMBA, "Samba-CoE FIFO": FIFO}
+"""On one executor with the whole GPU."""
+SEVERAL = {"Samba-CoE Parallel": SAMBA, "CoServe": COSERVE, "ours": POLICIES["ours"]}
+NONE = replace(FIFO, evict_host="two-stage")
+ABLATIONS = {
+    "none": NONE,
+    "expert management": replace(NONE, evict="two-stage"),
+    "+ arranging": replace(NONE, evict="two-stage", window_s=COSERVE.window_s),
+    "+ assigning: CoServe": COSERVE,
+    "+ the disk is a queue": replace(COSERVE, assign="least-extension-and-reading"),
+    "+ eviction reads the queue": replace(POLICIES["ours"], prefetch=0),
+    "+ loading ahead: ours": POLICIES["ours"],
+}
+PAPER = {"Samba-CoE": "1", "CoServe": "4.5 to 12", "ours": "-"}
+
+
+def main() -> None:
+    """Run everything and print one table; with `--json` the last line is one object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", choices=("systems", "ablations", "deciding"), default="systems")
+    parser.add_argument("--images", type=int, help="of each task, instead of 2,500 and 3,500")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    options = parser.parse_args()
+    tasks = [replace(task, images=options.images or task.images) for task in TASKS]
+    if options.table == "systems":
+        rows = [row for device in DEVICES for task in tasks for row in systems(device, task, range(options.seeds))]
+    elif options.table == "ablations":
+        rows = [row for device in DEVICES for task in tasks[::3] for row in ablations(device, task, options.seeds)]
+    else:
+        rows = deciding(options.images or 10_000)
+    report(f"CoServe: {options.table}", rows, engine="expert pools", simulated=True, as_json=options.json)
+
+
+def systems(device: Device, task: Task, seeds: Sequence[int]) -> list[Row]:
+    """One row per system."""
+    found = {name: _runs(device, task, policies, seeds, several=False) for name, policies in ONE.items()}
+    found |= {name: _runs(device, task, policies, seeds, several=True) for name, policies in SEVERAL.items()}
+    return _rows(device, task, found, "Samba-CoE", "Samba-CoE Parallel")
+
+
+def ablations(device: Device, task: Task, seeds: int) -> list[Row]:
+    """One row per technique."""
+    found = {name: _runs(device, task, policies, range(seeds), several=True) for name, policies in ABLATIONS.items()}
+    return _rows(device, task, found, "none", "none")
+
+
+def _runs(device: Device, task: Task, policies: Policies, seeds: Sequence[int], *, several: bool) -> list[Outcome]:
+    executors = device.several(task) if several else device.one()
+    return [run(task, device, executors, policies, seed=seed, every_s=IMAGE_EVERY_S) for seed in seeds]
+
+
+def _rows(device: Device, task: Task, found: dict[str, list[Outcome]], slow: str, switching: str) -> list[Row]:
+    per_s = {name: fmean(one.throughput for one in runs) for name, runs in found.items()}
+    switches = {name: fmean(one.switches for one in runs) for name, runs in found.items()}
+    return [
+        {
+            "device": device.name,
+            "task": task.name,
+            "system": name,
+            "per_s": per_s[name],
+            "x": per_s[name] / per_s[slow],
+            "paper": PAPER.get(name),
+            "switches": round(switches[name]),
+            "from_disk": round(fmean(one.from_disk for one in runs)),
+            "fewer": 100 * (1 - switches[name] / switches[switching]),
+            "over_any": switches[name] / fmean(one.fewest for one in runs),
+            "over_order": switches[name] / fmean(one.fewest_so for one in runs),
+        }
+        for name, runs in found.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()
