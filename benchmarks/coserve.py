@@ -1,6 +1,6 @@
 """CoServe's circuit boards: hundreds of experts, memory for a few dozen, in virtual time.
 
-    python benchmarks/coserve.py [--table systems|ablations|deciding] [--images N] [--seeds N] [--json]
+    python benchmarks/coserve.py [--table systems|ablations|deciding|real] [--images N] [--seeds N] [--json]
 
 The paper's tasks and devices (section 5.1); what it leaves open is assumed in `coserving/boards.py` and
 `coserving/devices.py`. Means over the seeds; each seed draws another stream of images.
@@ -8,6 +8,7 @@ The paper's tasks and devices (section 5.1); what it leaves open is assumed in `
     systems     Samba-CoE and its variants, CoServe as published, and ours
     ablations   CoServe's techniques added one after the other (section 5.3), then ours
     deciding    what assigning, taking and evicting cost at 400 experts with 10,000 requests waiting
+    real        150 small torch modules on this machine's disk, memory for 20: nothing is simulated
 
     per_s       images a second; x: times Samba-CoE's; switches: loads after the start; from_disk: of these
     fewer       switches, less than those of Samba-CoE Parallel, in percent, which has as many executors
@@ -51,7 +52,7 @@ PAPER = {"Samba-CoE": "1", "CoServe": "4.5 to 12", "ours": "-"}
 def main() -> None:
     """Run everything and print one table; with `--json` the last line is one object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", choices=("systems", "ablations", "deciding"), default="systems")
+    parser.add_argument("--table", choices=("systems", "ablations", "deciding", "real"), default="systems")
     parser.add_argument("--images", type=int, help="of each task, instead of 2,500 and 3,500")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
@@ -61,9 +62,14 @@ def main() -> None:
         rows = [row for device in DEVICES for task in tasks for row in systems(device, task, range(options.seeds))]
     elif options.table == "ablations":
         rows = [row for device in DEVICES for task in tasks[::3] for row in ablations(device, task, options.seeds)]
-    else:
+    elif options.table == "deciding":
         rows = deciding(options.images or 10_000)
-    report(f"CoServe: {options.table}", rows, engine="expert pools", simulated=True, as_json=options.json)
+    else:
+        from benchmarks.coserving.real import real  # noqa: PLC0415 # the other tables need no torch
+
+        rows = real(options.images or 2000, options.seeds)
+    real_run = options.table == "real"
+    report(f"CoServe: {options.table}", rows, engine="expert pools", simulated=not real_run, as_json=options.json)
 
 
 def systems(device: Device, task: Task, seeds: Sequence[int]) -> list[Row]:

@@ -1,0 +1,97 @@
+"""Experts that are plain torch modules: one file of weights each, in a folder. Imports torch; the router does not."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as parse_safetensors
+
+from shell_router.errors import ConfigError
+from shell_router.expert_pools.values import Expert, Tier
+
+Weights = Mapping[str, torch.Tensor]
+SUFFIXES = (".safetensors", ".pt")
+
+
+def experts_in(
+    folder: Path, architecture_of: Callable[[str], str], usage_of: Callable[[str], float] = lambda _: 0.0
+) -> list[Expert]:
+    """One expert per file of weights, named as the file without its suffix.
+
+    It takes as much memory as its file is long, which is a little more than its weights. Raises ConfigError for a
+    folder without any, and for two files of one name.
+    """
+    files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES) if folder.is_dir() else []
+    if not files or len({file.stem for file in files}) < len(files):
+        raise ConfigError(
+            f"{folder} holds {len(files)} files of weights, or two of one name.",
+            remedy=f"Put one {' or '.join(SUFFIXES)} file per expert there.",
+        )
+    return [Expert(file.stem, architecture_of(file.stem), file.stat().st_size, usage_of(file.stem)) for file in files]
+
+
+class TorchExperts:
+    """Meets `expert_pools.Experts` with modules on torch devices; a sample is a tensor, and a batch their stack.
+
+    `architectures` makes a module without weights of its own for each architecture; `devices` names each executor's
+    device. Reading, copying and inference happen on threads, so that the event loop goes on. While an expert is read,
+    its file is in memory once more than the pool's budgets say.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        architectures: Mapping[str, Callable[[], torch.nn.Module]],
+        devices: Mapping[str, torch.device],
+    ) -> None:
+        self._folder = folder
+        self._architectures = architectures
+        self._devices = devices
+        self._in_host: dict[str, Weights] = {}
+        self._modules: dict[tuple[str, str], torch.nn.Module] = {}
+
+    async def load(self, expert: Expert, place: str) -> None:
+        """Raises what torch and safetensors raise for a file that is missing, cut off, or of another architecture."""
+        weights = self._in_host.get(expert.name)
+        if weights is None:
+            weights = await asyncio.to_thread(self._read, expert.name)
+        if place == Tier.HOST:
+            self._in_host[expert.name] = weights
+        else:
+            module = await asyncio.to_thread(self._made, expert, weights, self._devices[place])
+            self._modules[expert.name, place] = module
+
+    async def unload(self, expert: Expert, place: str) -> None:
+        """Nothing else holds the weights, so that their memory is free at once."""
+        if place == Tier.HOST:
+            del self._in_host[expert.name]
+        else:
+            del self._modules[expert.name, place]
+
+    async def run(self, expert: Expert, place: str, samples: Sequence[Any]) -> Sequence[Any]:
+        """One tensor per sample, on the CPU."""
+        module, device = self._modules[expert.name, place], self._devices[place]
+        return await asyncio.to_thread(_infer, module, samples, device)
+
+    def _read(self, name: str) -> Weights:
+        """Copied, not mapped: mapped weights would be read from disk again whenever the system wants their memory."""
+        file = self._folder / f"{name}.safetensors"
+        if file.exists():
+            return parse_safetensors(file.read_bytes())
+        weights: Weights = torch.load(self._folder / f"{name}.pt", map_location="cpu", weights_only=True)
+        return weights
+
+    def _made(self, expert: Expert, weights: Weights, device: torch.device) -> torch.nn.Module:
+        with torch.device("meta"):
+            module = self._architectures[expert.architecture]()
+        copies = {key: weight.to(device, copy=True) for key, weight in weights.items()}
+        module.load_state_dict(copies, assign=True)
+        return module.eval()
+
+
+@torch.inference_mode()
+def _infer(module: torch.nn.Module, samples: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    outputs: torch.Tensor = module(torch.stack(list(samples)).to(device))
+    return list(outputs.cpu().unbind())
