@@ -1,9 +1,9 @@
 """Small torch modules on this machine's disk, in memory for a few of them.
 
 Experts are three linear layers of random weights, 7 MB each; two thirds of the requests go on to one of ten shared
-experts. They come as fast as they can be asked, all within a small part of the run, as in the paper. Costs are measured before the runs. Files lie in
-the system's page cache, as they would not where there are too many of them: loads cost what reading, parsing and
-copying cost.
+experts. They come as fast as they can be asked, in a small part of the run, as in the paper. Costs are measured before
+the runs. Files lie in the system's page cache, as they would not where there are too many of them: loads cost what
+reading, parsing and copying cost.
 """
 
 import asyncio

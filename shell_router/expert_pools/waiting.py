@@ -39,7 +39,7 @@ class WaitingLine:
             raise ConfigError(f"window_s is {window_s}.", remedy="Give 0 or more seconds.")
         self._window_s = window_s
         self._groups: dict[int, Group] = {}
-        self._open: dict[str, Group] = {}
+        self._for: dict[str, list[Group]] = {}
         self._last: Group | None = None
         self._of: dict[str, Group] = {}
         self.seconds = 0.0
@@ -66,12 +66,12 @@ class WaitingLine:
 
         It overtakes every group behind theirs; the one right behind was opened first of them.
         """
-        group = self._open.get(expert)
+        group = self._newest(expert)
         return group is not None and (group.behind is None or now_s - group.behind.opened_s < self._window_s)
 
     def waits_for(self, expert: str) -> bool:
         """Whether anybody waits for `expert`."""
-        return expert in self._open
+        return expert in self._for
 
     def add(self, stage: Stage, costs: Costs, switch_s: float, read_s: float = 0.0) -> bool:
         """Behind those that wait for the same expert, within the window; or else at the end, which it tells by True.
@@ -79,10 +79,9 @@ class WaitingLine:
         `switch_s` is what loading the expert for it is predicted to take, `read_s` of it on the disk; whoever joins a
         group needs no switch.
         """
-        joins = self.joins(stage.expert, stage.arrived_s)
-        if joins:
-            group = self._open[stage.expert]
-        else:
+        group = self._newest(stage.expert)
+        joins = group is not None and self.joins(stage.expert, stage.arrived_s)
+        if group is None or not joins:
             group = self._append(Group(stage.expert, stage.arrived_s, costs, switch_s, read_s))
             self.read_seconds += read_s
             self.seconds += switch_s + costs.batch_s
@@ -93,11 +92,15 @@ class WaitingLine:
 
     def switched(self, expert: str) -> None:
         """`expert` is loaded now: nobody who waits for it needs a switch any longer."""
-        for group in {id(group): group for group in (self.first, self._open.get(expert)) if group}.values():
-            if group.expert == expert:
-                self.seconds -= group.switch_s
-                self.read_seconds -= group.read_s
-                group.switch_s = group.read_s = 0.0
+        for group in self._for.get(expert, ()):
+            self.seconds -= group.switch_s
+            self.read_seconds -= group.read_s
+            group.switch_s = group.read_s = 0.0
+
+    def _newest(self, expert: str) -> Group | None:
+        """The last of its groups: the only one that can still be joined."""
+        groups = self._for.get(expert)
+        return groups[-1] if groups else None
 
     def _append(self, group: Group) -> Group:
         group.ahead = self._last
@@ -105,7 +108,7 @@ class WaitingLine:
             self._last.behind = group
         self._last = group
         self._groups[id(group)] = group
-        self._open[group.expert] = group
+        self._for.setdefault(group.expert, []).append(group)
         return group
 
     def take(self, most: int) -> tuple[Stage, ...]:
@@ -130,8 +133,10 @@ class WaitingLine:
         self.seconds -= group.switch_s + group.costs.batch_s
         self.read_seconds -= group.read_s
         del self._groups[id(group)]
-        if self._open[group.expert] is group:
-            del self._open[group.expert]
+        alike = self._for[group.expert]
+        alike.remove(group)
+        if not alike:
+            del self._for[group.expert]
         if group.ahead is not None:
             group.ahead.behind = group.behind
         if group.behind is not None:

@@ -63,6 +63,14 @@ def test_who_leaves_the_line_is_not_served_and_costs_nothing() -> None:
     assert line.seconds == 0
 
 
+def test_an_expert_is_waited_for_until_the_last_who_waits_has_left() -> None:
+    line = line_of("aba", 0)
+    line.remove("r2")
+    assert line.waits_for("a")
+    assert taken(line, 9) == [[0], [1]]
+    assert not line.waits_for("a")
+
+
 def test_a_negative_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="window_s"):
         WaitingLine(-1)
