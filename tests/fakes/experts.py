@@ -14,9 +14,9 @@ def expert(name: str, usage: float = 0.1, after: tuple[str, ...] = (), memory_by
     return Expert(name, "net", memory_bytes, usage, frozenset(after))
 
 
-def executor(name: str = "gpu", room: int = 2, costs: Costs = COSTS) -> ExecutorSettings:
+def executor(name: str = "gpu", room: int = 2, costs: Costs = COSTS, share: float = 0.5) -> ExecutorSettings:
     """Memory for `room` experts of 100 bytes, and for as much again of samples."""
-    return ExecutorSettings(name, room * 200, {"net": costs}, expert_share=0.5)
+    return ExecutorSettings(name, room * 200, {"net": costs}, expert_share=share)
 
 
 class ScriptedExperts:
@@ -46,6 +46,7 @@ class ScriptedExperts:
         assert (expert.name, place) in self.loaded
         self.batches.append((expert.name, tuple(samples)))
         await asyncio.sleep(0.1)
+        assert (expert.name, place) in self.loaded
         if expert.name in self._broken:
             raise ValueError("weights of another shape")
         return [(expert.name, sample) for sample in samples]

@@ -37,7 +37,7 @@ def test_of_equal_queues_the_shortest_is_taken() -> None:
 
 
 def test_where_the_one_disk_is_the_bottleneck_nobody_reads_an_expert_again_who_can_do_without() -> None:
-    loaded_on_the_longest = [QueueView(30, 1, 20), QueueView(5, 4, 20, 3)]
+    loaded_on_the_longest = [QueueView(30, 5, 20), QueueView(5, 4, 20, 3)]
     assert least_extension(loaded_on_the_longest, 0) == 1
     assert least_extension_and_reading(loaded_on_the_longest, 0) == 0
 

@@ -82,6 +82,25 @@ def test_what_is_needed_next_is_loaded_while_something_runs() -> None:
     assert ours < late
 
 
+def test_what_runs_is_not_evicted_for_what_comes_next() -> None:
+    async def main() -> None:
+        async with pool_of(ScriptedExperts(), room=1) as pool:
+            assert await all_of(pool, *"abcab") == [("a",), ("b",), ("c",), ("a",), ("b",)]
+
+    run(main)
+
+
+def test_what_comes_next_waits_where_the_samples_at_hand_take_the_room() -> None:
+    async def main() -> None:
+        catalogue = [expert("a", 0.5, memory_bytes=80), expert("b", 0.4, memory_bytes=100)]
+        only = executor("gpu", 1, Costs(0.01, 0.02, 4, 40, 0.1, 0.5), share=1.0)
+        async with ExpertPool(catalogue, [only], ScriptedExperts(), Policies()) as pool:
+            assert await all_of(pool, *"aab") == [("a",), ("a",), ("b",)]
+            assert pool.executors[0].memory.peak_bytes <= 200
+
+    run(main)
+
+
 def test_a_route_that_ends_a_request_leaves_the_rest_of_its_chain_out() -> None:
     async def main() -> None:
         async with pool_of(ScriptedExperts(), route=lambda *_: None) as pool:
@@ -232,7 +251,7 @@ def test_without_host_memory_all_comes_from_disk() -> None:
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[list[Expert], list[tuple[tuple[str, ...], float, bool]]]:
     """Experts of mixed sizes, and requests with the pause before each and whether it is given up."""
-    sizes = draw(st.lists(st.integers(30, 200), min_size=5, max_size=5))
+    sizes = draw(st.lists(st.integers(30, 160), min_size=5, max_size=5))
     catalogue = [expert(name, 0.1, memory_bytes=size) for name, size in zip("abcd", sizes, strict=False)]
     catalogue.append(expert("z", 0.3, ("a", "b"), sizes[-1]))
     chain = st.sampled_from([("a",), ("b",), ("c",), ("d",), ("a", "z"), ("b", "z")])
@@ -240,13 +259,23 @@ def streams(draw: st.DrawFn) -> tuple[list[Expert], list[tuple[tuple[str, ...], 
 
 
 @settings(max_examples=60, deadline=None)
-@given(streams(), st.sampled_from(sorted(POLICIES)), st.integers(1, 3), st.sampled_from((0, 150, 500)))
+@given(
+    streams(),
+    st.sampled_from(sorted(POLICIES)),
+    st.integers(1, 3),
+    st.sampled_from((0, 150, 500)),
+    st.sampled_from((0.5, 1.0)),
+)
 def test_every_request_is_answered_once_and_no_budget_is_exceeded(
-    stream: tuple[list[Expert], list[tuple[tuple[str, ...], float, bool]]], policy: str, count: int, host_bytes: int
+    stream: tuple[list[Expert], list[tuple[tuple[str, ...], float, bool]]],
+    policy: str,
+    count: int,
+    host_bytes: int,
+    share: float,
 ) -> None:
     catalogue, requests = stream
     costs = Costs(0.01, 0.02, 4, 40, 0.1, 0.5)
-    executors = [executor(f"gpu{number}", 2, costs) for number in range(count)]
+    executors = [executor(f"gpu{number}", 1 if share == 1 else 2, costs, share) for number in range(count)]
 
     async def main() -> None:
         experts = SimulatedExperts(executors, dict.fromkeys((one.name for one in executors), "gpu"))
