@@ -19,7 +19,6 @@ SHORT = {
     "agent_cache_cost": ("--rounds", "1", "--chunks", "50"),
     "batch": ("--rounds", "1", "--questions", "8", "--sizes", "2,4"),
     "chimera": ("--tasks", "10", "--per-s", "8"),
-    "coserve": ("--images", "200"),
     "coserve": ("--images", "200", "--seeds", "1"),
     "early_exit_cost": ("--rounds", "1"),
     "expert_placement": ("--layers", "3", "--tokens", "400", "--gpus", "4", "--limit-s", "0.2"),

@@ -12,13 +12,14 @@ import pytest
 from shell_router.cli import parser
 from shell_router.config import Config, load_config
 from shell_router.config.pool import Pool, load_pool
+from shell_router.expert_pools import POLICIES as POOL_POLICIES
+from shell_router.expert_pools import Costs, Policies
+from shell_router.expert_pools.assigning import ASSIGNMENTS
+from shell_router.expert_pools.evicting import EVICTIONS
 from shell_router.scheduling.engine_selection import POLICIES
 from shell_router.scheduling.queue_order import ORDERS
 from shell_router.scheduling.scoring import SCORERS
 from shell_router.scheduling.settings import SchedulingSettings
-from shell_router.expert_pools import POLICIES, Costs, Policies
-from shell_router.expert_pools.assigning import ASSIGNMENTS
-from shell_router.expert_pools.evicting import EVICTIONS
 from shell_router.simulation.load import load
 from shell_router.simulation.settings import Length, Profiles, Simulation, load_profiles
 from shell_router.topology import parse_topology
@@ -148,10 +149,10 @@ def test_the_examples_of_profiles_are_right_ones(tmp_path: Path) -> None:
     assert len(blocks) == 2
 
 
-POOL_POLICIES = [*ASSIGNMENTS, *EVICTIONS, *POLICIES, *get_type_hints(Policies), *get_type_hints(Costs)]
+OF_POOLS = [*ASSIGNMENTS, *EVICTIONS, *POOL_POLICIES, *get_type_hints(Policies), *get_type_hints(Costs)]
 
 
-@pytest.mark.parametrize("name", POOL_POLICIES)
+@pytest.mark.parametrize("name", OF_POOLS)
 def test_every_policy_and_setting_of_an_expert_pool_is_documented(name: str) -> None:
     assert re.search(rf"\b{name}\b", PAGES["expert-pools.md"])
 
