@@ -316,7 +316,7 @@ async def test_the_servers_state_is_followed_while_it_is_asked_for() -> None:
             await anext(stream)
             async with asyncio.timeout(2):
                 while decode.reported is None or not decode.reported.running:  # noqa: ASYNC110 - it is polled
-                    await asyncio.sleep(0.005)
+                    await asyncio.sleep(0)
             assert decode.reported.tokens >= 400
             assert decode.reported.kv_usage > 0
 

@@ -45,13 +45,7 @@ class SimulatedExperts:
 
     async def run(self, expert: Expert, place: str, samples: Sequence[Any]) -> Sequence[Any]:
         """K * n + B of the processor's time."""
-        seconds = self._settings[place].costs[expert.architecture].batch_seconds(len(samples))
-        processor, ended = self._processor[place], asyncio.Event()
-        job = processor.start(seconds, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            processor.stop(job)
+        await self._processor[place].work(self._settings[place].costs[expert.architecture].batch_seconds(len(samples)))
         return [self._answer(expert.name, sample) for sample in samples]
 
     def _read_s(self, expert: Expert, place: str) -> float:

@@ -59,7 +59,8 @@ class SimulatedPair:
         await self.decoding.admit(writing)
         try:
             cached = await self.prefilling.prefill(request.input_ids)
-            await self._hand_over(self._transfer.seconds(prompt))
+            handed_s = self._transfer.seconds(prompt)
+            await (asyncio.sleep(handed_s) if self._beside is None else self._beside.work(handed_s))
             self.decoding.join(writing)
             told = 0
             while told < wanted:
@@ -70,17 +71,6 @@ class SimulatedPair:
             yield Finish("stop" if wanted == len(output.ids) else "length", prompt, wanted, cached)
         finally:
             self.decoding.leave(writing)
-
-    async def _hand_over(self, seconds: float) -> None:
-        if self._beside is None:
-            await asyncio.sleep(seconds)
-            return
-        over = asyncio.get_running_loop().create_future()
-        job = self._beside.start(seconds, lambda: over.set_result(None))
-        try:
-            await over
-        finally:
-            self._beside.stop(job)
 
 
 class _Heard:

@@ -53,6 +53,15 @@ class Processor:
             self._set_timer()
         return job.end - job.begin
 
+    async def work(self, seconds: float) -> None:
+        """Return when `seconds` of undivided work are done; abandoned, it is given up."""
+        ended = asyncio.Event()
+        job = self.start(seconds, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            self.stop(job)
+
     def hold(self) -> None:
         """All jobs stand still until `release`, called as often as this."""
         self._catch_up()
