@@ -7,9 +7,6 @@ from shell_router.scheduling.update_cost import UpdateCost
 
 ChunkTokens = int | Literal["adaptive"]
 
-_WORTH = 1 / 4
-"""An update's tokens take at least this part of the rest of its time. With 1 it waits so long for tokens that more than
-a tenth of short prompts is left at their end; with less hardly anything is saved, and engines are busier."""
 _MOST_TOKENS_PER_EVENT = 32  # about a second of decoding: silence must still tell a stalled engine
 _MOST_TOKENS_PER_EVENT_JUDGED = 4
 
@@ -54,7 +51,7 @@ def tokens_per_increment(
 
     While `n` tokens arrive, `n / arrival_tokens_per_s` seconds pass; an update of them keeps the engine busy for
     about its mean cost, and so does one of each other prompt. Their ratio is the busy share. And an update is worth
-    its cost when its tokens take a good part of its time: what fewer would save at the prompt's end is far less than
+    its cost when its tokens take no less time than the rest of it: what fewer would save at the prompt's end is less than
     what they cost, and where engines share cores that slows down the very decoding that is waited for. Until cost and
     rate are measured the smallest chunk is used, which is how they come to be measured.
     """
@@ -63,7 +60,7 @@ def tokens_per_increment(
     if cost is None or arrival_tokens_per_s is None:
         return settings.min_tokens
     bearable = prompts * cost.mean_s * arrival_tokens_per_s / settings.busy_share
-    wanted = max(bearable, _WORTH * (cost.fixed_tokens or 0.0))
+    wanted = max(bearable, cost.fixed_tokens or 0.0)
     return int(min(max(wanted, settings.min_tokens), settings.max_tokens))
 
 

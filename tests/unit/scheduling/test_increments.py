@@ -24,8 +24,8 @@ def test_prompts_that_grow_together_share_the_engines_time() -> None:
     assert tokens_per_increment(ADAPTIVE, cost=UpdateCost(0.020), arrival_tokens_per_s=1000.0, prompts=3) == 120
 
 
-def test_an_update_waits_for_tokens_that_take_a_quarter_of_the_rest_of_its_time() -> None:
-    cost = UpdateCost(0.020, fixed_tokens=280.0)
+def test_an_update_waits_for_as_many_tokens_as_take_as_long_as_the_rest_of_it() -> None:
+    cost = UpdateCost(0.020, fixed_tokens=70.0)
     assert tokens_per_increment(ADAPTIVE, cost=cost, arrival_tokens_per_s=1000.0) == 70
     assert tokens_per_increment(ADAPTIVE, cost=cost, arrival_tokens_per_s=1000.0, prompts=3) == 120
     assert tokens_per_increment(ADAPTIVE, cost=UpdateCost(0.020, 1e9), arrival_tokens_per_s=1000.0) == 512
