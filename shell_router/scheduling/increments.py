@@ -51,9 +51,9 @@ def tokens_per_increment(
 
     While `n` tokens arrive, `n / arrival_tokens_per_s` seconds pass; an update of them keeps the engine busy for
     about its mean cost, and so does one of each other prompt. Their ratio is the busy share. And an update is worth
-    its cost when its tokens take no less time than the rest of it: what fewer would save at the prompt's end is less than
-    what they cost, and where engines share cores that slows down the very decoding that is waited for. Until cost and
-    rate are measured the smallest chunk is used, which is how they come to be measured.
+    its cost when its tokens take no less time than the rest of it: what fewer would save at the prompt's end is less
+    than what they cost, and where engines share cores that slows down the very decoding that is waited for. Until
+    cost and rate are measured the smallest chunk is used, which is how they come to be measured.
     """
     if settings.chunk_tokens != "adaptive":
         return settings.chunk_tokens
