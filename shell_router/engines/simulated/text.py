@@ -10,6 +10,8 @@ from typing import Self
 FIRST, LAST = 0x4E00, 0x9FFF
 """Each of these characters is one token, whose id is its code point."""
 _PIECE = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]|[^{chr(FIRST)}-{chr(LAST)}]{{1,4}}", re.DOTALL)
+_CHARACTERS = {(character := chr(number)): (character, number) for number in range(FIRST, LAST + 1)}
+"""The same objects for all that is read and written: with thousands of programs it is hundreds of millions."""
 _FILLER = "".join(map(chr, Random(0).choices(range(FIRST, LAST + 1), k=1 << 16)))
 
 
@@ -26,14 +28,14 @@ class SimulatedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
-        return [_id(piece) for piece in _PIECE.findall(text)]
+        return [_token(piece)[1] for piece in _PIECE.findall(text)]
 
     def encode_stable(self, text: str) -> list[int]:
         """See `Tokenizer.encode_stable`: a piece at the end that is no filler may still grow."""
         pieces = _PIECE.findall(text)
         if pieces and len(pieces[-1]) < 4 and not FIRST <= ord(pieces[-1][0]) <= LAST:
             pieces.pop()
-        return [_id(piece) for piece in pieces]
+        return [_token(piece)[1] for piece in pieces]
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The layout of ChatML."""
@@ -41,10 +43,9 @@ class SimulatedTokenizer:
         return "".join(turns) + "<|im_start|>assistant\n"
 
 
-def _id(piece: str) -> int:
-    if len(piece) == 1 and FIRST <= (number := ord(piece)) <= LAST:
-        return number
-    return LAST + 1 + zlib.crc32(piece.encode())
+def _token(piece: str) -> tuple[str, int]:
+    """The piece and its id."""
+    return _CHARACTERS.get(piece) or (piece, LAST + 1 + zlib.crc32(piece.encode()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,5 +59,5 @@ class Written:
     @classmethod
     def of(cls, text: str, logprob: float) -> Self:
         """The output that says `text`, which must not be empty."""
-        pieces = _PIECE.findall(text)
-        return cls(pieces, [_id(piece) for piece in pieces], logprob)
+        pieces, ids = zip(*map(_token, _PIECE.findall(text)), strict=True)
+        return cls(pieces, ids, logprob)

@@ -238,6 +238,15 @@ def small(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.parametrize("file", sorted(SHIPPED.parent.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_shipped_simulation_answers_its_first_questions(file: Path) -> None:
+    loaded = load(file)
+    workload = replace(loaded.simulation.workload, requests=2)
+    for topology in loaded.topologies.values():
+        simulated = simulate(replace(loaded.simulation, workload=workload), topology, loaded.costs)
+        assert [run.error for run in simulated.runs] == ["", ""]
+
+
 def test_the_command_prints_and_writes_the_same_bytes_in_every_process(tmp_path: Path) -> None:
     first, second = printed(tmp_path, "1"), printed(tmp_path, "2")
     assert first == second
