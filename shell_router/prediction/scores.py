@@ -1,6 +1,6 @@
 """The semantic router: per text and model the chance of a right answer (Chimera, 3.3)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,14 +10,10 @@ from numpy.typing import NDArray
 from shell_router.core.prediction import Prospect
 from shell_router.errors import ConfigError
 from shell_router.prediction.files import read_arrays, read_description, write_arrays, write_description
+from shell_router.prediction.vectors import Encode, Vectors
 
 FORM = "shell-router scores 1"
 DESCRIPTION, ARRAYS, ENCODER = "router.json", "head.npz", "encoder"
-DEFAULT_ENCODER = "default"
-
-Vectors = NDArray[np.float32]
-Encode = Callable[[Sequence[str]], Vectors]
-"""Texts to vectors [texts, features]."""
 
 
 @dataclass(frozen=True, slots=True)

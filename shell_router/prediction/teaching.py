@@ -11,7 +11,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score
 
 from shell_router.errors import ConfigError
-from shell_router.prediction.scores import Head, Vectors
+from shell_router.prediction.scores import Head
+from shell_router.prediction.vectors import Vectors
 
 LEAST_QUESTIONS = 20
 

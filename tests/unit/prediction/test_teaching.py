@@ -6,7 +6,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from shell_router.core.prediction import Prospect
 from shell_router.errors import ConfigError
-from shell_router.prediction.scores import ENCODER, Head, ScoreModel, Vectors, load_scores, save_scores
+from shell_router.prediction.scores import ENCODER, Head, ScoreModel, load_scores, save_scores
 from shell_router.prediction.teaching import (
     Graded,
     Lessons,
@@ -17,6 +17,7 @@ from shell_router.prediction.teaching import (
     lessons_of,
 )
 from shell_router.prediction.training import RouterOptions, train_router
+from shell_router.prediction.vectors import Vectors
 
 RNG = np.random.default_rng(0)
 VECTORS: Vectors = RNG.normal(size=(400, 8)).astype(np.float32)
