@@ -27,6 +27,7 @@ from shell_router.engines.torch_experts import TorchExperts, experts_in
 from shell_router.expert_pools import (
     POLICIES,
     Costs,
+    Event,
     ExecutorSettings,
     Expert,
     ExpertPool,
@@ -115,14 +116,14 @@ async def _timed(work: Awaitable[Any]) -> float:
 
 
 async def _run(folder: Path, costs: Costs, count: int, policies: Policies, images: int, seed: int) -> Row:
-    catalogue, events = _catalogue(folder), list[Switched | Served]()
+    catalogue, events = _catalogue(folder), list[Event]()
     memory_bytes = int(ROOM * catalogue[0].memory_bytes * 1.1) // count
     executors = [ExecutorSettings(f"cpu-{one}", memory_bytes, {"net": costs}, 1 / 1.1) for one in range(count)]
     experts = _experts(folder, [executor.name for executor in executors])
     draw, upto = random.Random(seed), list(accumulate(shares(EXPERTS - SHARED)))
     peak_bytes, begun_bytes = 0, _resident_bytes()
 
-    def watch(event: Switched | Served) -> None:
+    def watch(event: Event) -> None:
         nonlocal peak_bytes
         peak_bytes = max(peak_bytes, _resident_bytes())
         events.append(event)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.coserving.boards import Task, experts, requests, route
 from benchmarks.coserving.devices import Device
 from shell_router.engines.simulated.experts import SimulatedExperts
-from shell_router.expert_pools import ExecutorSettings, ExpertPool, Policies, Served, Switched, Tier
+from shell_router.expert_pools import Event, ExecutorSettings, ExpertPool, Policies, Served, Switched, Tier
 from shell_router.expert_pools.bounds import fewest_switches_in_any_order, fewest_switches_in_this_order
 from shell_router.simulation.virtual_time import run_virtual
 
@@ -63,8 +63,8 @@ def run(
 
 async def _stream(
     task: Task, device: Device, executors: list[ExecutorSettings], policies: Policies, seed: int, every_s: float
-) -> tuple[list[Switched | Served], dict[str, tuple[str, ...]], float]:
-    loop, events = asyncio.get_running_loop(), list[Switched | Served]()
+) -> tuple[list[Event], dict[str, tuple[str, ...]], float]:
+    loop, events = asyncio.get_running_loop(), list[Event]()
     catalogue = experts(task.types)
     processors = {executor.name: executor.name.split("-")[0] for executor in executors}
     pool = ExpertPool(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shell_router.errors import ExpertError
 from shell_router.expert_pools.values import Tier
 
 
@@ -29,4 +30,16 @@ class Served:
     end_s: float
 
 
-Watch = Callable[[Switched | Served], None]
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """`executor` could not load `expert`, which `requests` waited for there and have failed for. Others try again."""
+
+    executor: str
+    expert: str
+    requests: int
+    at_s: float
+    error: ExpertError
+
+
+Event = Switched | Served | GaveUp
+Watch = Callable[[Event], None]

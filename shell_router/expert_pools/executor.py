@@ -8,7 +8,7 @@ from typing import Any
 
 from shell_router.errors import ExpertError, ExpertFailed
 from shell_router.expert_pools.assigning import QueueView, added_seconds
-from shell_router.expert_pools.events import Served, Switched, Watch
+from shell_router.expert_pools.events import GaveUp, Served, Switched, Watch
 from shell_router.expert_pools.evicting import is_idle
 from shell_router.expert_pools.experts import Experts
 from shell_router.expert_pools.foresight import next_to_load, turns
@@ -161,7 +161,10 @@ class Executor:
             return
         self._watch(Served(self.settings.name, expert.name, len(stages), begin_s, self._loop.time()))
         for stage, output in pairs:
-            self._answered(stage, output)
+            if isinstance(output, ExpertError):
+                self._failed(stage, output)
+            else:
+                self._answered(stage, output)
 
     async def _load_ahead(self) -> None:
         """While a batch runs, load what is needed next."""
@@ -193,8 +196,10 @@ class Executor:
     def _give_up(self, name: str, error: ExpertFailed) -> None:
         """Nobody waits for it any longer."""
         log.error("%s", error)
-        stages = [group.stages.values() for group in self.line.groups if group.expert == name]
-        for stage in list(chain.from_iterable(stages)):
+        groups = [group.stages.values() for group in self.line.groups if group.expert == name]
+        stages = list(chain.from_iterable(groups))
+        self._watch(GaveUp(self.settings.name, name, len(stages), self._loop.time(), error))
+        for stage in stages:
             self.line.remove(stage.request.id)
             self._failed(stage, error)
 

@@ -25,5 +25,5 @@ class Experts(Protocol):
         ...
 
     async def run(self, expert: Expert, place: str, samples: Sequence[Any]) -> Sequence[Any]:
-        """One output per sample, in their order."""
+        """One output per sample, in their order; an ExpertError in the place of one fails that request alone."""
         ...

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from shell_router.errors import ConfigError, ExpertError, ExpertFailed, ExpertTooLarge, InvalidRequest, UnknownExpert
 from shell_router.expert_pools.assigning import ASSIGNMENTS
-from shell_router.expert_pools.events import Served, Switched, Watch
+from shell_router.expert_pools.events import Event, Watch
 from shell_router.expert_pools.executor import Executor
 from shell_router.expert_pools.experts import Experts
 from shell_router.expert_pools.host import HostTier
@@ -42,7 +42,7 @@ class Answer:
         return self.outputs[-1][1]
 
 
-def tell_nobody(event: Switched | Served) -> None:
+def tell_nobody(event: Event) -> None:
     """The watch of who watches nothing."""
 
 

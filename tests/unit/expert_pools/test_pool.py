@@ -1,7 +1,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 
 from shell_router.engines.simulated.experts import SimulatedExperts
 from shell_router.errors import ExpertError, ExpertFailed, ExpertTooLarge, InvalidRequest, UnknownExpert
-from shell_router.expert_pools import POLICIES, Costs, Expert, ExpertPool, Policies, Request, Served, Switched, Tier
+from shell_router.expert_pools import (
+    POLICIES,
+    Costs,
+    Event,
+    Expert,
+    ExpertPool,
+    GaveUp,
+    Policies,
+    Request,
+    Switched,
+    Tier,
+)
 from shell_router.simulation.virtual_time import run_virtual
 from tests.fakes.experts import COSTS, ScriptedExperts, executor, expert
 
@@ -60,7 +71,7 @@ def test_the_most_probable_experts_are_there_before_the_first_request() -> None:
 
 def test_requests_for_one_expert_share_batches_and_one_switch() -> None:
     async def main() -> None:
-        experts, events = ScriptedExperts(), list[Switched | Served]()
+        experts, events = ScriptedExperts(), list[Event]()
         async with pool_of(experts, room=1, watch=events.append) as pool:
             await all_of(pool, *"abcabcabc")
         assert [(name, len(samples)) for name, samples in experts.batches] == [("a", 3), ("b", 3), ("c", 3)]
@@ -129,6 +140,33 @@ def test_a_corrupt_expert_costs_its_own_requests_and_nobody_else(caplog: pytest.
 
     run(main)
     assert "a could not be loaded on gpu0: the file is cut off." in caplog.text
+
+
+def test_an_expert_that_is_given_up_is_told_to_who_watches() -> None:
+    async def main() -> list[GaveUp]:
+        events = list[Event]()
+        async with pool_of(ScriptedExperts(corrupt="c"), watch=events.append) as pool:
+            await all_of(pool, "c", "b", "c", "a")
+        return [event for event in events if isinstance(event, GaveUp)]
+
+    (gave_up,) = run(main)
+    assert (gave_up.executor, gave_up.expert, gave_up.requests) == ("gpu0", "c", 2)
+    assert "cut off" in str(gave_up.error) and gave_up.at_s > 0
+
+
+def test_a_sample_that_an_expert_refuses_costs_that_request_alone() -> None:
+    class Refusing(ScriptedExperts):
+        async def run(self, expert: Expert, place: str, samples: Sequence[Any]) -> Sequence[Any]:
+            outputs = await super().run(expert, place, samples)
+            return [
+                ExpertError("odd") if sample % 2 else output for sample, output in zip(samples, outputs, strict=True)
+            ]
+
+    async def main() -> None:
+        async with pool_of(Refusing()) as pool:
+            assert await all_of(pool, *"aaa") == [("a",), ExpertError, ("a",)]
+
+    run(main)
 
 
 def test_an_expert_that_fails_on_its_batch_costs_that_batch() -> None:
@@ -227,7 +265,7 @@ def test_a_pool_that_is_not_open_says_so() -> None:
 
 def test_what_was_read_once_is_loaded_from_host_memory_afterwards() -> None:
     async def main() -> list[Tier]:
-        events = list[Switched | Served]()
+        events = list[Event]()
         async with pool_of(
             ScriptedExperts(), POLICIES["samba-coe"], room=1, host_bytes=200, watch=events.append
         ) as pool:
@@ -306,8 +344,8 @@ def test_every_request_is_answered_once_and_no_budget_is_exceeded(
 
 
 def test_two_runs_in_virtual_time_are_the_same() -> None:
-    def events_of_a_run() -> list[Switched | Served]:
-        draw, events = random.Random(7), list[Switched | Served]()
+    def events_of_a_run() -> list[Event]:
+        draw, events = random.Random(7), list[Event]()
         executors = [executor("gpu0"), executor("gpu1")]
 
         async def main() -> None:
