@@ -1,4 +1,4 @@
-"""`shell-router experts`: record, place, report, watch."""
+"""`shell-router experts`: record, place, report, watch; and profile."""
 
 # ruff: noqa: PLC0415 - see the package's docstring
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shell_router.cli.arguments import Commands, names, positive
+from shell_router.cli.pool_profile import add_profile
 from shell_router.cli.running import run
 from shell_router.errors import ConfigError
 
@@ -20,12 +21,13 @@ QUICK = ("contiguous", "eplb", "gimbal", "swap")
 
 def add_commands(commands: Commands) -> None:
     """What these commands take."""
-    experts = commands.add_parser("experts", help="put a mixture-of-experts model's experts on GPUs")
+    experts = commands.add_parser("experts", help="place a model's experts on GPUs; profile a pool of experts")
     parts = experts.add_subparsers(required=True, metavar="COMMAND")
     _add_record(parts.add_parser("record", help="have an engine record which experts its tokens choose"))
     _add_place(parts.add_parser("place", help="write the placement that SGLang loads with --init-expert-location"))
     _add_report(parts.add_parser("report", help="compare placements on a record"))
     _add_watch(parts.add_parser("watch", help="record, place and write the file again and again"))
+    add_profile(parts.add_parser("profile", help="measure what a pool's experts cost, and split its memory"))
 
 
 def _add_record(record: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """Experts that are plain torch modules: one file of weights each, in a folder. Imports torch; the router does not."""
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load as parse_safetensors
 
+from shell_router.engines.torch_memory import most_held
 from shell_router.errors import ConfigError
 from shell_router.expert_pools.values import Expert, Tier
 
@@ -75,12 +77,31 @@ class TorchExperts:
         module, device = self._modules[expert.name, place], self._devices[place]
         return await asyncio.to_thread(_infer, module, samples, device)
 
+    async def working_bytes(self, expert: Expert, place: str, samples: Sequence[Any]) -> int:
+        """Run a batch, and tell how many bytes it held at most beside the weights, samples and outputs included."""
+        module, device = self._modules[expert.name, place], self._devices[place]
+        return await asyncio.to_thread(most_held, device, lambda: _infer(module, samples, device))
+
+    def forget(self, expert: Expert) -> None:
+        """Have the system drop its copy of the expert's file, so that the next load is from the disk.
+
+        It is free to keep it, and does so for files that are mapped or not yet written. Nothing happens where systems
+        cannot be told (macOS).
+        """
+        if hasattr(os, "posix_fadvise"):
+            with self._file(expert.name).open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _file(self, name: str) -> Path:
+        file = self._folder / f"{name}.safetensors"
+        return file if file.exists() else self._folder / f"{name}.pt"
+
     def _read(self, name: str) -> Weights:
         """Copied, not mapped: mapped weights would be read from disk again whenever the system wants their memory."""
-        file = self._folder / f"{name}.safetensors"
-        if file.exists():
+        file = self._file(name)
+        if file.suffix == ".safetensors":
             return parse_safetensors(file.read_bytes())
-        weights: Weights = torch.load(self._folder / f"{name}.pt", map_location="cpu", weights_only=True)
+        weights: Weights = torch.load(file, map_location="cpu", weights_only=True)
         return weights
 
     def _made(self, expert: Expert, weights: Weights, device: torch.device) -> torch.nn.Module:

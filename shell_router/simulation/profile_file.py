@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from shell_router.config.yaml_entries import entry_text, with_entry
 from shell_router.engines.simulated import PairCosts
 from shell_router.errors import ConfigError
 from shell_router.simulation.profiling import Amount, ProfiledCosts
@@ -46,53 +45,12 @@ def write_profile(file: Path, model: str, measured: Measured) -> None:
 
 def profile_text(model: str, measured: Measured) -> str:
     """The lines of one model under `models:`, indented by two."""
-    name, *lines = yaml.safe_dump({model: _plain(measured.profiled.costs)}, sort_keys=False).splitlines()
-    return "".join(f"  {line}\n" for line in (name, *(f"  # {told}" for told in _told(measured)), *lines))
+    return entry_text(model, _plain(measured.profiled.costs), _told(measured))
 
 
 def with_profile(text: str, model: str, profile: str, file: Path) -> str:
-    """The file's `text` with the lines of `profile` in the place of those of `model`, or after all others.
-
-    Raises ConfigError where its models do not stand on lines of their own, indented by two.
-    """
-    lines = text.splitlines(keepends=True)
-    begin, end = _place(text, model, file)
-    if lines and begin == len(lines) and not lines[-1].endswith("\n"):
-        lines[-1] += "\n"
-    return "".join((*lines[:begin], profile, *lines[end:]))
-
-
-def _place(text: str, model: str, file: Path) -> tuple[int, int]:
-    """The lines of `model`, from the first to the one after the last; both equal where it is to be added."""
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    top = {key.value: value for key, value in root.value} if isinstance(root, yaml.MappingNode) else {}
-    models = top.get("models")
-    if models is not None and models.tag == "tag:yaml.org,2002:null":
-        return len(text.splitlines()), len(text.splitlines())
-    if not isinstance(models, yaml.MappingNode) or models.flow_style or models.start_mark.column != 2:
-        raise ConfigError(
-            f"{file}: a profile can only be added to models that stand on lines of their own, indented by two spaces.",
-            remedy="Write them so, or name another file.",
-        )
-    begins = [key.start_mark.line for key, _ in models.value]
-    lines = text.splitlines()
-    nexts = [*begins[1:], models.end_mark.line + (not text.endswith("\n"))]
-    ends = [_last(lines, begin, before) for begin, before in zip(begins, nexts, strict=True)]
-    for (key, _), begin, end in zip(models.value, begins, ends, strict=True):
-        if key.value == model:
-            return begin, end
-    return ends[-1], ends[-1]
-
-
-def _last(lines: Sequence[str], begin: int, before: int) -> int:
-    """The line after the last of those, up to `before`, that stand deeper than the key at line `begin`.
-
-    Blank lines and comments after that are of what follows.
-    """
-    deeper = [
-        at for at in range(begin + 1, min(before, len(lines))) if lines[at].startswith("   ") and lines[at].strip()
-    ]
-    return max(deeper, default=begin) + 1
+    """See `with_entry`."""
+    return with_entry(text, "models", model, profile, file)
 
 
 def _plain(costs: PairCosts) -> Mapping[str, Mapping[str, Any]]:

@@ -11,6 +11,7 @@ import pytest
 
 from shell_router.cli import parser
 from shell_router.config import Config, load_config
+from shell_router.config.expert_pool import ExpertPoolFile, read_expert_pool
 from shell_router.config.pool import Pool, load_pool
 from shell_router.expert_pools import POLICIES as POOL_POLICIES
 from shell_router.expert_pools import Costs, Policies
@@ -155,6 +156,22 @@ OF_POOLS = [*ASSIGNMENTS, *EVICTIONS, *POOL_POLICIES, *get_type_hints(Policies),
 @pytest.mark.parametrize("name", OF_POOLS)
 def test_every_policy_and_setting_of_an_expert_pool_is_documented(name: str) -> None:
     assert re.search(rf"\b{name}\b", PAGES["expert-pools.md"])
+
+
+EXPERT_POOL = sorted(set(_pool_settings(ExpertPoolFile, "", {Costs})))
+
+
+@pytest.mark.parametrize("setting", EXPERT_POOL)
+def test_every_setting_of_an_expert_pools_file_is_documented(setting: str) -> None:
+    section, _, name = setting.rpartition(".")
+    row = re.search(rf"^\| `{section or name}` \|.*", PAGES["expert-pools.md"], re.MULTILINE)
+    assert row and f"`{name}`" in row.group()
+
+
+def test_the_example_of_an_expert_pool_is_a_right_one(tmp_path: Path) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text(_yaml_block("expert-pools.md"), encoding="utf-8")
+    assert read_expert_pool(file).architecture_of("detector-3") == "detector"
 
 
 def _options(top: argparse.ArgumentParser) -> Iterator[str]:

@@ -1,0 +1,168 @@
+"""How much of an executor's memory holds experts, and how much batches (CoServe, section 4.4).
+
+More experts mean fewer switches, and smaller batches. Where even the largest useful batch takes little, it gets its
+room and experts the rest. Else the decay-window search tries shares on sample requests.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from shell_router.errors import ConfigError
+from shell_router.expert_pools.values import ExecutorSettings
+
+PERCENT = 100.0
+NARROWEST = 1.0
+"""A window of less than a hundredth of the memory tells nothing more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSettings:
+    """The paper's search: windows of `initial_window`, of which each is smaller than the one before by that percentage
+    (equation 1), until throughput misses the trend by more than `error_margin` (equation 3).
+
+    Windows count percent of the memory: by equation 1 their sizes sum to 100, whatever the first. (The paper counts
+    experts: 15, 27.75 and 38.6 are its windows' ends, and 28 to 39 experts its choice for task A.)
+
+    The search is for executors whose largest batch would take more than `substantial` of the memory, which the paper
+    does not say in figures. Within the last window it draws the share; here the best of `tries` is taken.
+    """
+
+    initial_window: float = 15.0
+    error_margin: float = 0.05
+    substantial: float = 0.5
+    tries: int = 4
+
+    def __post_init__(self) -> None:
+        for name, most in (("initial_window", PERCENT), ("error_margin", 1.0), ("substantial", 1.0)):
+            if not 0 <= getattr(self, name) < most or (name == "initial_window" and self.initial_window < NARROWEST):
+                raise ConfigError(f"{name} is {getattr(self, name)}.", remedy=f"Give a number below {most:g}.")
+        if self.tries < 0:
+            raise ConfigError(f"tries is {self.tries}.", remedy="Give 0 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where the search stopped, in percent, and all that was tried: what position gave how much throughput."""
+
+    lower: float
+    upper: float
+    tried: Mapping[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The share of a device's executors, and the `least` that holds its largest expert.
+
+    `window` is None where nothing had to be searched; `tried` is what percentages gave how much throughput.
+    """
+
+    device: str
+    share: float
+    least: float
+    window: Window | None = None
+    tried: Mapping[float, float] = field(default_factory=dict)
+
+    def is_substantial(self, settings: SplitSettings) -> bool:
+        """Whether the largest useful batch takes so much that the share is worth a search."""
+        return 1 - self.share > settings.substantial
+
+
+def decay_window(throughput: Callable[[float], float], settings: SplitSettings, *, least: float = 0.0) -> Window:
+    """Slide a window up from 0, ever smaller, until throughput at its upper end misses the trend of those before.
+
+    The trend is the line through all of them, by their number (equation 2), and no less than the best of them: so a
+    decline ends the search as well. Nothing below `least` is tried, where no expert would fit.
+    """
+    decay = 1 - settings.initial_window / PERCENT
+    lower, size, tried = 0.0, settings.initial_window, dict[float, float]()
+    while True:
+        upper = lower + size
+        if upper >= least:
+            expected = _trend(list(tried.values()))
+            tried[upper] = throughput(upper)
+            if expected > 0 and (expected - tried[upper]) / expected > settings.error_margin:
+                return Window(lower, upper, tried)
+        if size * decay < NARROWEST:
+            return Window(lower, min(PERCENT, upper), tried)
+        lower, size = upper, size * decay
+
+
+def _trend(values: Sequence[float]) -> float:
+    """What the next of `values` would be on the line through them; 0 where there are none."""
+    if not values:
+        return 0.0
+    if len(values) == 1:
+        return values[0]
+    middle, mean = (len(values) - 1) / 2, sum(values) / len(values)
+    spread = sum((place - middle) ** 2 for place in range(len(values)))
+    slope = sum((place - middle) * (value - mean) for place, value in enumerate(values)) / spread
+    return max(mean + slope * (len(values) - middle), *values)
+
+
+def best_within(
+    window: Window, throughput: Callable[[float], float], tries: int
+) -> tuple[float, Mapping[float, float]]:
+    """The position with the highest throughput among all that were tried and `tries` more in the window (ours).
+
+    Of equals the lowest.
+    """
+    step = (window.upper - window.lower) / (tries + 1)
+    inside = [window.lower + step * number for number in range(1, tries + 1)]
+    tried = {**window.tried, **{position: throughput(position) for position in inside}}
+    return min(tried, key=lambda position: (-tried[position], position)), tried
+
+
+def share_beside_largest_batch(executor: ExecutorSettings) -> float:
+    """What the largest useful batch of any architecture leaves for experts; 0 or less where it takes all."""
+    taken = max(costs.largest_batch * costs.activation_bytes for costs in executor.costs.values())
+    return 1 - taken / executor.memory_bytes
+
+
+def memory_split(
+    executors: Sequence[ExecutorSettings],
+    device_of: Mapping[str, str],
+    largest_bytes: Mapping[str, int],
+    throughput: Callable[[Sequence[ExecutorSettings]], float],
+    settings: SplitSettings,
+) -> tuple[list[ExecutorSettings], list[Split]]:
+    """The executors with their shares, and how each device's was found; executors of one device get the same.
+
+    `throughput` tries executors, whose shelves always hold the device's largest expert, of `largest_bytes`. Devices are
+    searched one after the other, with what is known of the others, those that need no search first.
+    """
+    found = list(executors)
+    splits: dict[str, Split] = {}
+    for device in dict.fromkeys(device_of[one.name] for one in executors):
+        alike = [one for one in executors if device_of[one.name] == device]
+        least = (largest_bytes[device] + 1) / min(one.memory_bytes for one in alike)
+        share = min(1.0, max(least, min(map(share_beside_largest_batch, alike))))
+        splits[device] = Split(device, share, least)
+        if not splits[device].is_substantial(settings):
+            found = _with_share(found, device_of, device, share)
+    for device, split in splits.items():
+        if split.is_substantial(settings):
+            splits[device] = _searched(found, device_of, split, throughput, settings)
+            found = _with_share(found, device_of, device, splits[device].share)
+    return found, list(splits.values())
+
+
+def _searched(
+    executors: Sequence[ExecutorSettings],
+    device_of: Mapping[str, str],
+    split: Split,
+    throughput: Callable[[Sequence[ExecutorSettings]], float],
+    settings: SplitSettings,
+) -> Split:
+    def at(position: float) -> float:
+        share = min(1.0, max(split.least, position / PERCENT))
+        return throughput(_with_share(executors, device_of, split.device, share))
+
+    window = decay_window(at, settings, least=PERCENT * split.least)
+    position, tried = best_within(window, at, settings.tries)
+    return replace(split, share=min(1.0, max(split.least, position / PERCENT)), window=window, tried=tried)
+
+
+def _with_share(
+    executors: Sequence[ExecutorSettings], device_of: Mapping[str, str], device: str, share: float
+) -> list[ExecutorSettings]:
+    return [replace(one, expert_share=share) if device_of[one.name] == device else one for one in executors]

@@ -1,0 +1,107 @@
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shell_router.errors import ConfigError
+from shell_router.expert_pools import Costs, ExecutorSettings
+from shell_router.expert_pools.splitting import (
+    SplitSettings,
+    best_within,
+    decay_window,
+    memory_split,
+    share_beside_largest_batch,
+)
+
+PAPERS = SplitSettings()
+
+
+def peak_at(best: float, up: float = 1.0, down: float = 3.0) -> Callable[[float], float]:
+    """Throughput that rises to 100 at `best` percent, and falls from there."""
+    return lambda position: 100 - (up * (best - position) if position < best else down * (position - best))
+
+
+def test_windows_are_the_papers_each_smaller_than_the_one_before() -> None:
+    window = decay_window(peak_at(30), PAPERS)
+    assert list(window.tried) == pytest.approx([15, 27.75, 38.5875])
+    assert (window.lower, window.upper) == pytest.approx((27.75, 38.5875))  # 28 to 39: the paper's for task A
+
+
+def test_a_window_that_misses_the_trend_ends_the_search_though_it_still_rises() -> None:
+    flat_from_40 = decay_window(lambda position: 10 * min(position, 40.0), PAPERS)
+    assert flat_from_40.lower < 40 < flat_from_40.upper + 1
+
+
+def test_throughput_that_only_falls_ends_the_search_at_once() -> None:
+    window = decay_window(lambda position: 100 - position, PAPERS)
+    assert (window.lower, window.upper) == pytest.approx((15, 27.75))
+
+
+def test_throughput_that_only_rises_ends_it_where_memory_ends() -> None:
+    window = decay_window(lambda position: 50 + position, SplitSettings(error_margin=0.2))
+    assert window.upper > 90 and len(window.tried) < 20
+
+
+def test_nothing_is_tried_where_no_expert_fits() -> None:
+    assert min(decay_window(peak_at(60), PAPERS, least=30).tried) >= 30
+
+
+@given(st.floats(5, 99), st.floats(0.1, 2), st.floats(0.1, 10))
+def test_what_is_chosen_is_the_best_of_what_was_tried(best: float, up: float, down: float) -> None:
+    throughput = peak_at(best, up, down)
+    window = decay_window(throughput, PAPERS)
+    position, tried = best_within(window, throughput, 4)
+    assert throughput(position) == max(tried.values())
+    assert len(tried) == len(window.tried) + 4
+
+
+def costs(largest_batch: int, activation_bytes: int) -> Costs:
+    return Costs(0.01, 0.02, largest_batch, activation_bytes, 0.1, 0.5)
+
+
+GPU, CPU = {"net": costs(8, 100)}, {"net": costs(5, 50), "small": costs(9, 10)}
+EXECUTORS = [
+    ExecutorSettings("gpu-0", 1000, GPU),
+    ExecutorSettings("gpu-1", 1000, GPU),
+    ExecutorSettings("cpu", 1000, CPU),
+]
+DEVICES = {"gpu-0": "cuda", "gpu-1": "cuda", "cpu": "cpu"}
+
+
+def test_where_the_largest_batch_takes_little_experts_get_the_rest_untried() -> None:
+    assert share_beside_largest_batch(EXECUTORS[2]) == 0.75
+    found, (split,) = memory_split([EXECUTORS[2]], DEVICES, {"cpu": 100}, pytest.fail, PAPERS)
+    assert (found[0].expert_share, split.share, split.window) == (0.75, 0.75, None)
+
+
+def test_where_it_takes_much_shares_are_tried_on_all_executors_of_the_device() -> None:
+    tried: list[tuple[float, ...]] = []
+
+    def throughput(executors: Sequence[ExecutorSettings]) -> float:
+        tried.append(tuple(one.expert_share for one in executors))
+        return peak_at(45)(100 * executors[0].expert_share)
+
+    found, splits = memory_split(EXECUTORS, DEVICES, {"cuda": 100, "cpu": 100}, throughput, PAPERS)
+    assert {(first == second, cpu) for first, second, cpu in tried} == {(True, 0.75)}
+    assert found[0].expert_share == found[1].expert_share == splits[0].share == pytest.approx(0.45, abs=0.05)
+    assert len(tried) == len(splits[0].tried) < 15
+
+
+def test_a_share_always_holds_the_largest_expert() -> None:
+    seen: list[int] = []
+
+    def throughput(executors: Sequence[ExecutorSettings]) -> float:
+        seen.extend(one.shelf_bytes for one in executors[:2])
+        return 1 / executors[0].expert_share
+
+    found, _ = memory_split(EXECUTORS, DEVICES, {"cuda": 333, "cpu": 100}, throughput, PAPERS)
+    assert min(seen) >= 333 and found[0].shelf_bytes >= 333
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"initial_window": 0.0}, {"initial_window": 100.0}, {"error_margin": -0.1}, {"tries": -1}]
+)
+def test_settings_that_end_no_search_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        SplitSettings(**wrong)  # type: ignore[arg-type] # as it comes from outside
