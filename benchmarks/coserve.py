@@ -1,12 +1,13 @@
 """CoServe's circuit boards: hundreds of experts, memory for a few dozen, in virtual time.
 
-    python benchmarks/coserve.py [--table systems|ablations|deciding|real] [--images N] [--seeds N] [--json]
+    python benchmarks/coserve.py [--table systems|ablations|splits|deciding|real] [--images N] [--seeds N] [--json]
 
 The paper's tasks and devices (section 5.1); what it leaves open is assumed in `coserving/boards.py` and
 `coserving/devices.py`. Means over the seeds; each seed draws another stream of images.
 
     systems     Samba-CoE and its variants, CoServe as published, and ours
     ablations   CoServe's techniques added one after the other (section 5.3), then ours
+    splits      how much of the GPU's memory holds experts: as searched for on 500 images, beside all shares
     deciding    what assigning, taking and evicting cost at 400 experts with 10,000 requests waiting
     real        150 small torch modules on this machine's disk, memory for 20: nothing is simulated
 
@@ -14,6 +15,10 @@ The paper's tasks and devices (section 5.1); what it leaves open is assumed in `
     fewer       switches, less than those of Samba-CoE Parallel, in percent, which has as many executors
     over_any    switches over the fewest in any order; over_order: over the fewest for the batches as they were served
     paper       what the paper measured, where it says so
+    best        percent of the memory, of every fifth the one with which the task is done soonest; best_per_s with it
+    window      where the paper's search ended; drawn: a share drawn from it, as in the paper, over best_per_s
+    ours        the best of all that was tried, steps around it halved; trials: how many were
+    whole_batch what the largest useful batch leaves; casual: 75 %
 """
 
 import argparse
@@ -30,6 +35,7 @@ from benchmarks.coserving.boards import IMAGE_EVERY_S, TASKS, Task
 from benchmarks.coserving.deciding import deciding
 from benchmarks.coserving.devices import DEVICES, Device
 from benchmarks.coserving.runs import Outcome, run
+from benchmarks.coserving.splits import splits
 from shell_router.expert_pools import POLICIES, Policies
 
 COSERVE, SAMBA, FIFO = POLICIES["coserve"], POLICIES["samba-coe"], POLICIES["samba-coe-fifo"]
@@ -52,7 +58,7 @@ PAPER = {"Samba-CoE": "1", "CoServe": "4.5 to 12", "ours": "-"}
 def main() -> None:
     """Run everything and print one table; with `--json` the last line is one object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", choices=("systems", "ablations", "deciding", "real"), default="systems")
+    parser.add_argument("--table", choices=("systems", "ablations", "splits", "deciding", "real"), default="systems")
     parser.add_argument("--images", type=int, help="of each task, instead of 2,500 and 3,500")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
@@ -62,6 +68,13 @@ def main() -> None:
         rows = [row for device in DEVICES for task in tasks for row in systems(device, task, range(options.seeds))]
     elif options.table == "ablations":
         rows = [row for device in DEVICES for task in tasks[::3] for row in ablations(device, task, options.seeds)]
+    elif options.table == "splits":
+        rows = [
+            row
+            for device in DEVICES
+            for name in ("coserve", "ours")
+            for row in splits(device, tasks[::3], name, seed=0)
+        ]
     elif options.table == "deciding":
         rows = deciding(options.images or 10_000)
     else:

@@ -9,14 +9,13 @@ from typing import Literal
 from shell_router.config.read import read_file
 from shell_router.config.refusal import require
 from shell_router.errors import ConfigError
+from shell_router.expert_pools.splitting import CASUAL_SHARE
 from shell_router.expert_pools.usage import Rule
 from shell_router.expert_pools.values import Costs, ExecutorSettings, Expert
 
 SEE = "docs/expert-pools.md explains expert pools."
 Dtype = Literal["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8"]
 PROFILE = "Run `shell-router experts profile` on this file."
-CASUAL_SHARE = 0.75
-"""The paper's "CoServe Casual" (section 5.2)."""
 Where = Callable[[tuple[str | int, ...]], str]
 
 

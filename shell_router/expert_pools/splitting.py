@@ -11,6 +11,8 @@ from shell_router.errors import ConfigError
 from shell_router.expert_pools.values import ExecutorSettings
 
 PERCENT = 100.0
+CASUAL_SHARE = 0.75
+"""The paper's "CoServe Casual" (section 5.2), and the default of executors."""
 NARROWEST = 1.0
 """A window of less than a hundredth of the memory tells nothing more."""
 
@@ -23,21 +25,23 @@ class SplitSettings:
     Windows count percent of the memory: by equation 1 their sizes sum to 100, whatever the first. (The paper counts
     experts: 15, 27.75 and 38.6 are its windows' ends, and 28 to 39 experts its choice for task A.)
 
-    The search is for executors whose largest batch would take more than `substantial` of the memory, which the paper
-    does not say in figures. Within the last window it draws the share; here the best of `tries` is taken.
+    The search is for executors whose largest batch would take more than `substantial` of the memory, for which the
+    paper has no figure; here it is what its casual choice leaves. Within the last window it draws the share. Ours takes
+    the best of all that was tried, the casual choice and what the largest batch leaves among it, after halving the
+    steps around the best so many times (`refinements`).
     """
 
     initial_window: float = 15.0
     error_margin: float = 0.05
-    substantial: float = 0.5
-    tries: int = 4
+    substantial: float = 1 - CASUAL_SHARE
+    refinements: int = 3
 
     def __post_init__(self) -> None:
         for name, most in (("initial_window", PERCENT), ("error_margin", 1.0), ("substantial", 1.0)):
             if not 0 <= getattr(self, name) < most or (name == "initial_window" and self.initial_window < NARROWEST):
                 raise ConfigError(f"{name} is {getattr(self, name)}.", remedy=f"Give a number below {most:g}.")
-        if self.tries < 0:
-            raise ConfigError(f"tries is {self.tries}.", remedy="Give 0 or more.")
+        if self.refinements < 0:
+            raise ConfigError(f"refinements is {self.refinements}.", remedy="Give 0 or more.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +103,26 @@ def _trend(values: Sequence[float]) -> float:
     return max(mean + slope * (len(values) - middle), *values)
 
 
-def best_within(
-    window: Window, throughput: Callable[[float], float], tries: int
+def refined(
+    tried: Mapping[float, float], throughput: Callable[[float], float], least: float, times: int
 ) -> tuple[float, Mapping[float, float]]:
-    """The position with the highest throughput among all that were tried and `tries` more in the window (ours).
+    """The position with the highest throughput, of equals the lowest, and all that was tried in the end (ours).
 
-    Of equals the lowest.
+    So many `times` the middles between the best and what was tried on either side of it are tried, too.
     """
-    step = (window.upper - window.lower) / (tries + 1)
-    inside = [window.lower + step * number for number in range(1, tries + 1)]
-    tried = {**window.tried, **{position: throughput(position) for position in inside}}
-    return min(tried, key=lambda position: (-tried[position], position)), tried
+    known = dict(tried)
+    for _ in range(times):
+        best, _ = _best(known)
+        below = max((one for one in known if one < best), default=min(least, best))
+        above = min((one for one in known if one > best), default=PERCENT)
+        for middle in ((below + best) / 2, (best + above) / 2):
+            if middle not in known:
+                known[middle] = throughput(middle)
+    return _best(known)[0], known
+
+
+def _best(known: Mapping[float, float]) -> tuple[float, float]:
+    return min(known.items(), key=lambda one: (-one[1], one[0]))
 
 
 def share_beside_largest_batch(executor: ExecutorSettings) -> float:
@@ -157,8 +170,10 @@ def _searched(
         share = min(1.0, max(split.least, position / PERCENT))
         return throughput(_with_share(executors, device_of, split.device, share))
 
-    window = decay_window(at, settings, least=PERCENT * split.least)
-    position, tried = best_within(window, at, settings.tries)
+    least = PERCENT * split.least
+    window = decay_window(at, settings, least=least)
+    others = {PERCENT * share: at(PERCENT * share) for share in (CASUAL_SHARE, split.share) if share >= split.least}
+    position, tried = refined({**window.tried, **others}, at, least, settings.refinements)
     return replace(split, share=min(1.0, max(split.least, position / PERCENT)), window=window, tried=tried)
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from shell_router.config.expert_pool import CASUAL_SHARE, ExpertPoolFile, read_expert_pool, read_profiled_pool
+from shell_router.config.expert_pool import ExpertPoolFile, read_expert_pool, read_profiled_pool
 from shell_router.expert_pools import POLICIES, ExecutorSettings
-from shell_router.expert_pools.splitting import Split, SplitSettings, memory_split
+from shell_router.expert_pools.splitting import CASUAL_SHARE, Split, SplitSettings, memory_split
 from shell_router.expert_pools.usage import Rule, Usage, rules_of, usage_of
 from shell_router.simulation.chains import drawn_chains, read_chains
 from shell_router.simulation.expert_profile_file import write_experts, write_shares

@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from shell_router.config.expert_pool import CASUAL_SHARE, read_expert_pool, read_profiled_pool
+from shell_router.config.expert_pool import read_expert_pool, read_profiled_pool
 from shell_router.errors import ConfigError
 from shell_router.expert_pools import Costs, Expert
+from shell_router.expert_pools.splitting import CASUAL_SHARE
 
 BY_HAND = """folder: weights
 architectures:

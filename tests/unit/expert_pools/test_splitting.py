@@ -8,9 +8,9 @@ from shell_router.errors import ConfigError
 from shell_router.expert_pools import Costs, ExecutorSettings
 from shell_router.expert_pools.splitting import (
     SplitSettings,
-    best_within,
     decay_window,
     memory_split,
+    refined,
     share_beside_largest_batch,
 )
 
@@ -51,9 +51,20 @@ def test_nothing_is_tried_where_no_expert_fits() -> None:
 def test_what_is_chosen_is_the_best_of_what_was_tried(best: float, up: float, down: float) -> None:
     throughput = peak_at(best, up, down)
     window = decay_window(throughput, PAPERS)
-    position, tried = best_within(window, throughput, 4)
-    assert throughput(position) == max(tried.values())
-    assert len(tried) == len(window.tried) + 4
+    position, tried = refined(window.tried, throughput, 0, 3)
+    assert throughput(position) == max(tried.values()) >= max(window.tried.values())
+    assert len(tried) <= len(window.tried) + 6
+
+
+def test_halving_the_steps_around_the_best_comes_near_the_peak() -> None:
+    known = {20.0: peak_at(46)(20), 40.0: peak_at(46)(40), 80.0: peak_at(46)(80)}
+    position, _ = refined(known, peak_at(46), 0, 5)
+    assert position == pytest.approx(46, abs=2)
+
+
+def test_nothing_below_the_least_share_is_tried_around_the_best() -> None:
+    _, tried = refined({30.0: 2.0, 60.0: 1.0}, lambda position: 1 / position, 28, 4)
+    assert min(tried) >= 28
 
 
 def costs(largest_batch: int, activation_bytes: int) -> Costs:
@@ -100,7 +111,7 @@ def test_a_share_always_holds_the_largest_expert() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"initial_window": 0.0}, {"initial_window": 100.0}, {"error_margin": -0.1}, {"tries": -1}]
+    "wrong", [{"initial_window": 0.0}, {"initial_window": 100.0}, {"error_margin": -0.1}, {"refinements": -1}]
 )
 def test_settings_that_end_no_search_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
