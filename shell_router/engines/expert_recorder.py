@@ -7,11 +7,10 @@ from typing import Any
 import aiohttp
 import orjson
 
-from shell_router.core.engine_errors import error_message
-from shell_router.engines.wire import rejected
-from shell_router.errors import ConfigError, EngineStalled, EngineUnreachable
+from shell_router.engines.control import ControlClient
+from shell_router.errors import ConfigError
 
-OK, NOT_FOUND = 200, 404
+NOT_FOUND = 404
 START = (
     "Start it with --expert-distribution-recorder-mode stat and SHELL_ROUTER_EXPERT_RECORD=FILE in its environment, "
     "where the router's plugin is installed."
@@ -27,17 +26,15 @@ class ExpertRecorder:
     def __init__(
         self, session: aiohttp.ClientSession, url: str, *, api_key: str | None = None, limit_s: float = 600.0
     ) -> None:
-        self._session = session
-        self._url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._limit = aiohttp.ClientTimeout(total=limit_s)
+        self._control = ControlClient(session, url, api_key=api_key, limit_s=limit_s)
+        self._url = self._control.url
 
     async def mode(self) -> str:
         """The server's disaggregation mode: prefill, decode or null. ConfigError where it records no experts."""
-        status, body = await self._asked("GET", "/shell_router/capabilities")
+        status, body = await self._control.asked("GET", "/shell_router/capabilities")
         if status == NOT_FOUND:
             raise ConfigError(f"{self._url} has no plugin of the router.", remedy=START)
-        found = orjson.loads(self._checked(status, body))
+        found = orjson.loads(self._control.checked(status, body))
         if not found.get("expert_record"):
             raise ConfigError(f"{self._url} does not record experts.", remedy=START)
         return str(found["disaggregation_mode"])
@@ -53,7 +50,7 @@ class ExpertRecorder:
         finally:
             await self._done("/stop_expert_distribution_record")
         await self._done("/dump_expert_distribution_record")
-        return self._checked(*await self._asked("GET", "/shell_router/expert_record"))
+        return await self._control.done("GET", "/shell_router/expert_record")
 
     async def asking(self, prompts: Sequence[str], *, new_tokens: int, at_once: int) -> Callable[[], Awaitable[None]]:
         """The work of having all `prompts` answered greedily, `at_once` at a time; a prefill server only prefills them.
@@ -75,7 +72,7 @@ class ExpertRecorder:
 
         async def ask(prompt: str) -> None:
             async with slots:
-                self._checked(*await self._asked("POST", path, {"text": prompt, "sampling_params": sampling}))
+                await self._control.done("POST", path, {"text": prompt, "sampling_params": sampling})
 
         try:
             async with asyncio.TaskGroup() as asked:
@@ -85,25 +82,4 @@ class ExpertRecorder:
             raise failed.exceptions[0] from failed
 
     async def _done(self, path: str) -> None:
-        self._checked(*await self._asked("POST", path))
-
-    async def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        try:
-            async with self._session.request(
-                method, self._url + path, json=body, headers=self._headers, timeout=self._limit
-            ) as response:
-                return response.status, await response.read()
-        except aiohttp.ClientError as error:
-            raise EngineUnreachable(
-                f"No answer from an engine at {self._url}: {error}.", remedy="Start it, or correct the URL."
-            ) from error
-        except TimeoutError:
-            raise EngineStalled(
-                f"The engine at {self._url} did not answer within {self._limit.total:g} s.",
-                remedy="Allow more with --timeout-s, or look at its log.",
-            ) from None
-
-    def _checked(self, status: int, body: bytes) -> bytes:
-        if status != OK:
-            raise rejected(f"engine {self._url}", status, error_message(body))
-        return body
+        await self._control.done("POST", path)

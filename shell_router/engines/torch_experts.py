@@ -78,9 +78,12 @@ class TorchExperts:
         return await asyncio.to_thread(_infer, module, samples, device)
 
     async def working_bytes(self, expert: Expert, place: str, samples: Sequence[Any]) -> int:
-        """Run a batch, and tell how many bytes it held at most beside the weights, samples and outputs included."""
+        """Run a batch, and tell how many bytes it held at most beside the weights, samples and outputs included.
+
+        On the event loop's own thread, where torch's profiler starts without complaint: it is for measuring.
+        """
         module, device = self._modules[expert.name, place], self._devices[place]
-        return await asyncio.to_thread(most_held, device, lambda: _infer(module, samples, device))
+        return most_held(device, lambda: _infer(module, samples, device))
 
     def forget(self, expert: Expert) -> None:
         """Have the system drop its copy of the expert's file, so that the next load is from the disk.

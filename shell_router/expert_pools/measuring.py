@@ -15,6 +15,7 @@ from shell_router.expert_pools.fitting import LEAST_TIMINGS, BatchTiming, Line, 
 from shell_router.expert_pools.values import Costs, Expert, Tier
 
 MORE = "Raise the executor's memory_bytes."
+FITTED = 4
 Weigh = Callable[[Expert, str, Sequence[Any]], Awaitable[int]]
 """Runs a batch at a place, and tells how many bytes it held at most beside the weights."""
 
@@ -96,9 +97,9 @@ async def measured(bench: Bench, amount: Amount) -> Measured:
 
 
 def _line(timings: Sequence[BatchTiming], largest: int) -> Line:
-    """Fitted to batches that will run; to the two smallest where only one will."""
-    running = [one for one in timings if one.samples <= largest]
-    return fit_line(running if len(running) >= LEAST_TIMINGS else timings[:LEAST_TIMINGS])
+    """Fitted to batches that will run, and to the `FITTED` smallest at least: of fewer, noise would decide."""
+    running = sum(one.samples <= largest for one in timings)
+    return fit_line(timings[: max(running, FITTED)])
 
 
 async def _fitting(bench: Bench, amount: Amount, room_bytes: int) -> tuple[list[int], int]:

@@ -1,25 +1,23 @@
 """An expert pool: many experts, memory for a few of them, and requests that need one after the other."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from shell_router.errors import ConfigError, ExpertError, ExpertFailed, ExpertTooLarge, InvalidRequest, UnknownExpert
+from shell_router.errors import ConfigError, ExpertError, ExpertTooLarge, InvalidRequest, UnknownExpert
 from shell_router.expert_pools.assigning import ASSIGNMENTS
 from shell_router.expert_pools.events import Event, Watch
 from shell_router.expert_pools.executor import Executor
 from shell_router.expert_pools.experts import Experts
+from shell_router.expert_pools.filling import empty, fill
 from shell_router.expert_pools.host import HostTier
 from shell_router.expert_pools.memory import Memory
-from shell_router.expert_pools.placing import host_placement, initial_placement
 from shell_router.expert_pools.policies import Policies
 from shell_router.expert_pools.shelf import Shelf
 from shell_router.expert_pools.values import ExecutorSettings, Expert, Request, Stage, Tier
 
-log = logging.getLogger(__name__)
 Route = Callable[[Request, str, Any], tuple[str, Any] | None]
 """From a request, one of its experts and what that gave: the next expert and its sample, or None at the end."""
 
@@ -104,9 +102,9 @@ class ExpertPool:
     async def __aenter__(self) -> Self:
         """Load the most probable experts; one that does not load is left out, with a warning."""
         try:
-            await self._load_first()
+            await fill(self._catalogue.values(), self.executors, self._host, self.host_memory.budget_bytes)
         except BaseException:
-            await self._unload_all()
+            await empty(self.executors, self._host)
             raise
         self._running = asyncio.create_task(self._run(), name="expert pool")
         self._running.add_done_callback(self._tell_who_waits)
@@ -121,7 +119,7 @@ class ExpertPool:
         try:
             await asyncio.wait({self._running})
         finally:
-            await self._unload_all()
+            await empty(self.executors, self._host)
         if not self._running.cancelled() and (defect := self._running.exception()):
             raise defect
 
@@ -216,32 +214,6 @@ class ExpertPool:
     def _turn(self, name: str) -> int | None:
         waits = any(executor.line.waits_for(name) and name not in executor.shelf for executor in self.executors)
         return 0 if waits else None
-
-    async def _load_first(self) -> None:
-        placed = initial_placement(self._catalogue.values(), [executor.settings for executor in self.executors])
-        await asyncio.gather(*(self._fill(executor, placed[executor.settings.name]) for executor in self.executors))
-        elsewhere = frozenset(expert.name for experts in placed.values() for expert in experts)
-        await self._fill_host(elsewhere)
-
-    async def _fill(self, executor: Executor, experts: Sequence[Expert]) -> None:
-        for expert in experts:
-            try:
-                await executor.bring(expert, told=False)
-            except ExpertFailed as error:
-                log.warning("%s The pool starts without it.", error)
-
-    async def _fill_host(self, elsewhere: frozenset[str]) -> None:
-        for expert in host_placement(self._catalogue.values(), self.host_memory.budget_bytes, elsewhere):
-            try:
-                async with self._host.through(expert):
-                    pass
-            except Exception as error:
-                log.warning("%s could not be read (%s). The pool starts without it.", expert.name, error)
-
-    async def _unload_all(self) -> None:
-        for shelf in (*(executor.shelf for executor in self.executors), self._host.shelf):
-            for name in tuple(shelf):
-                await shelf.drop(name)
 
 
 def _closed() -> ExpertError:

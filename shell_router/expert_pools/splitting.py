@@ -167,14 +167,13 @@ def _searched(
     settings: SplitSettings,
 ) -> Split:
     def at(position: float) -> float:
-        share = min(1.0, max(split.least, position / PERCENT))
-        return throughput(_with_share(executors, device_of, split.device, share))
+        return throughput(_with_share(executors, device_of, split.device, position / PERCENT))
 
     least = PERCENT * split.least
     window = decay_window(at, settings, least=least)
     others = {PERCENT * share: at(PERCENT * share) for share in (CASUAL_SHARE, split.share) if share >= split.least}
     position, tried = refined({**window.tried, **others}, at, least, settings.refinements)
-    return replace(split, share=min(1.0, max(split.least, position / PERCENT)), window=window, tried=tried)
+    return replace(split, share=position / PERCENT, window=window, tried=tried)
 
 
 def _with_share(

@@ -80,6 +80,7 @@ def test_the_file_says_what_was_found_and_keeps_what_was_there(pool: Path, sampl
 def test_measuring_again_keeps_what_was_edited_and_what_is_not_measured(pool: Path, sample: Path) -> None:
     main(["experts", "profile", str(pool), "--sample", str(sample), *QUICK])
     edited = pool.read_text(encoding="utf-8").replace("  type-3:", "  # new\n  type-3:")
+    edited = edited.replace("after: []}\n", "after: []}  # mine\n")
     pool.write_text(edited, encoding="utf-8")
     assert main(["experts", "profile", str(pool), "--keep-costs", "--sample", str(sample)]) == 0
     assert pool.read_text(encoding="utf-8") == edited

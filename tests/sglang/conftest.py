@@ -9,7 +9,9 @@ from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from shell_router.engines.pool import PairPool
 from tests.fakes.pairs_under_test import PairUnderTest
 
-LAUNCHES = tuple(Path(__file__).with_name(name) for name in ("test_launch.py", "test_batch_run.py", "test_experts.py"))
+LAUNCHES = tuple(
+    Path(__file__).with_name(f"test_{name}.py") for name in ("launch", "batch_run", "experts", "swap_experts")
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -38,6 +38,11 @@ def test_throughput_that_only_falls_ends_the_search_at_once() -> None:
     assert (window.lower, window.upper) == pytest.approx((15, 27.75))
 
 
+def test_throughput_that_falls_slowly_ends_it_once_it_is_below_the_best_by_the_margin() -> None:
+    window = decay_window(lambda position: 100 - position / 5, PAPERS)
+    assert list(window.tried) == pytest.approx([15, 27.75, 38.5875, 47.799375])
+
+
 def test_throughput_that_only_rises_ends_it_where_memory_ends() -> None:
     window = decay_window(lambda position: 50 + position, SplitSettings(error_margin=0.2))
     assert window.upper > 90 and len(window.tried) < 20
