@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from shell_router.engines.swap_experts import SwapExperts, SwapPlace, swap_execu
 from shell_router.engines.weight_swapping import WeightServer
 from shell_router.errors import ConfigError, ExpertError, ExpertFailed
 from shell_router.expert_pools import Costs, Event, ExpertPool, Policies, Request, Switched
+from shell_router.expert_pools.measuring import Amount, Bench, measured
 from tests.fakes.swapping_engine import SwappingEngine, served
 
 COSTS = {"tiny": Costs(0.01, 0.01, 8, 0, 0.1, 0.1)}
@@ -145,6 +147,23 @@ async def test_a_pool_that_wants_host_memory_for_weights_is_told_that_there_is_n
     async with asyncio.timeout(20), pool_on(folder, session, url, host_bytes=2) as pool:
         with pytest.raises(ExpertFailed, match="host_bytes=0"):
             await pool.ask(Request("r", ("b",), Prompt((1,))))
+
+
+async def test_what_swaps_and_prompts_cost_can_be_measured(
+    folder: Path, session: aiohttp.ClientSession, engine: tuple[SwappingEngine, str]
+) -> None:
+    async def no_bytes(*_: object) -> int:
+        return 0
+
+    _, url = engine
+    server = WeightServer(session, url)
+    experts = SwapExperts(lambda name: folder / name, {"one": SwapPlace((server,), server)})
+    some = [swapped_expert(name, "tiny") for name in NAMES]
+    bench = Bench(experts, some, "one", 2, Prompt((1, 2)), no_bytes, time.perf_counter, host_tier=False)
+    async with asyncio.timeout(20):
+        found = await measured(bench, Amount((1, 2, 4), rounds=2))
+    assert found.costs.disk_load_s > 0 and found.costs.activation_bytes == 0
+    assert swap_executor("one", {"tiny": found.costs}).takes(some[0])
 
 
 def test_costs_that_count_the_servers_own_memory_are_refused() -> None:
