@@ -1,6 +1,6 @@
 """CoServe's circuit boards: hundreds of experts, memory for a few dozen, in virtual time.
 
-    python benchmarks/coserve.py [--table systems|ablations|splits|deciding|real] [--images N] [--seeds N] [--json]
+    python benchmarks/coserve.py [--table NAME] [--images N] [--seeds N] [--json]
 
 The paper's tasks and devices (section 5.1); what it leaves open is assumed in `coserving/boards.py` and
 `coserving/devices.py`. Means over the seeds; each seed draws another stream of images.
@@ -10,6 +10,7 @@ The paper's tasks and devices (section 5.1); what it leaves open is assumed in `
     splits      how much of the GPU's memory holds experts: as searched for on 500 images, beside all shares
     deciding    what assigning, taking and evicting cost at 400 experts with 10,000 requests waiting
     real        150 small torch modules on this machine's disk, memory for 20: nothing is simulated
+    foretold    the same modules profiled, and their pools in virtual time, beside what they do for real
 
     per_s       images a second; x: times Samba-CoE's; switches: loads after the start; from_disk: of these
     fewer       switches, less than those of Samba-CoE Parallel, in percent, which has as many executors
@@ -22,6 +23,7 @@ The paper's tasks and devices (section 5.1); what it leaves open is assumed in `
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,7 +60,9 @@ PAPER = {"Samba-CoE": "1", "CoServe": "4.5 to 12", "ours": "-"}
 def main() -> None:
     """Run everything and print one table; with `--json` the last line is one object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", choices=("systems", "ablations", "splits", "deciding", "real"), default="systems")
+    parser.add_argument(
+        "--table", choices=("systems", "ablations", "splits", "deciding", "real", "foretold"), default="systems"
+    )
     parser.add_argument("--images", type=int, help="of each task, instead of 2,500 and 3,500")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
@@ -77,11 +81,16 @@ def main() -> None:
         ]
     elif options.table == "deciding":
         rows = deciding(options.images or 10_000)
+    elif options.table == "foretold":
+        os.environ["KINETO_LOG_LEVEL"] = "99"  # or torch's profiler writes lines of its own
+        from benchmarks.coserving.foretold import foretold  # noqa: PLC0415 # see below
+
+        rows = foretold(options.images or 2000, options.seeds)
     else:
         from benchmarks.coserving.real import real  # noqa: PLC0415 # the other tables need no torch
 
         rows = real(options.images or 2000, options.seeds)
-    real_run = options.table == "real"
+    real_run = options.table in ("real", "foretold")
     report(f"CoServe: {options.table}", rows, engine="expert pools", simulated=not real_run, as_json=options.json)
 
 

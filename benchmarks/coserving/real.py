@@ -57,12 +57,12 @@ def real(images: int, seeds: int) -> list[Row]:
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1_000_000)
     with tempfile.TemporaryDirectory() as folder:
-        _write(Path(folder))
+        write_experts(Path(folder))
         costs = asyncio.run(_costs(Path(folder)))
         rows: dict[str, list[Row]] = {name: [] for name in ARRANGEMENTS}
         for seed in range(seeds):
             for name, (count, policies) in ARRANGEMENTS.items():
-                rows[name].append(asyncio.run(_run(Path(folder), costs, count, policies, images, seed)))
+                rows[name].append(asyncio.run(run_real(Path(folder), costs, count, policies, images, seed)))
     slow = fmean(row["per_s"] for row in rows["Samba-CoE"])
     means = {name: {key: fmean(row[key] for row in found) for key in found[0]} for name, found in rows.items()}
     return [{"system": name, "x": mean["per_s"] / slow, **mean} for name, mean in means.items()]
@@ -72,12 +72,14 @@ def _module() -> torch.nn.Module:
     return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
 
-def _write(folder: Path) -> None:
+def write_experts(folder: Path) -> None:
+    """The experts' files."""
     for number in range(EXPERTS):
         save_file(_module().state_dict(), folder / f"e{number}.safetensors")
 
 
-def _catalogue(folder: Path) -> list[Expert]:
+def catalogue_of(folder: Path) -> list[Expert]:
+    """With usage and predecessors as the stream has them."""
     usage = dict(enumerate(shares(EXPERTS - SHARED)))
     after: dict[int, set[str]] = {number: set() for number in range(EXPERTS - SHARED, EXPERTS)}
     for number, share in list(usage.items()):
@@ -89,13 +91,14 @@ def _catalogue(folder: Path) -> list[Expert]:
     return [replace(expert, after=frozenset(after.get(int(expert.name[1:]), ()))) for expert in found]
 
 
-def _experts(folder: Path, names: list[str]) -> TorchExperts:
+def experts_of(folder: Path, names: list[str]) -> TorchExperts:
+    """On executors of these names."""
     return TorchExperts(folder, {"net": _module}, dict.fromkeys(names, torch.device("cpu")))
 
 
 async def _costs(folder: Path) -> Costs:
     """Measured: the best of several of each, so that what else the machine does counts little."""
-    experts, expert = _experts(folder, ["cpu"]), _catalogue(folder)[0]
+    experts, expert = experts_of(folder, ["cpu"]), catalogue_of(folder)[0]
     disk_s, host_s, one_s, many_s = [], [], [], []
     for _ in range(20):
         disk_s.append(await _timed(experts.load(expert, "host")))
@@ -115,12 +118,24 @@ async def _timed(work: Awaitable[Any]) -> float:
     return time.perf_counter() - begun_s
 
 
-async def _run(folder: Path, costs: Costs, count: int, policies: Policies, images: int, seed: int) -> Row:
-    catalogue, events = _catalogue(folder), list[Event]()
+def executors_of(catalogue: list[Expert], costs: Costs, count: int) -> list[ExecutorSettings]:
+    """So many with equal shares of the memory."""
     memory_bytes = int(ROOM * catalogue[0].memory_bytes * 1.1) // count
-    executors = [ExecutorSettings(f"cpu-{one}", memory_bytes, {"net": costs}, 1 / 1.1) for one in range(count)]
-    experts = _experts(folder, [executor.name for executor in executors])
+    return [ExecutorSettings(f"cpu-{one}", memory_bytes, {"net": costs}, 1 / 1.1) for one in range(count)]
+
+
+def chains_of(images: int, seed: int) -> list[tuple[str, ...]]:
+    """The requests of a run, in order."""
     draw, upto = random.Random(seed), list(accumulate(shares(EXPERTS - SHARED)))
+    drawn = draw.choices(range(EXPERTS - SHARED), cum_weights=upto, k=images)
+    return [(f"e{one}", f"e{EXPERTS - SHARED + one % SHARED}") if one % 3 else (f"e{one}",) for one in drawn]
+
+
+async def run_real(folder: Path, costs: Costs, count: int, policies: Policies, images: int, seed: int) -> Row:
+    """What an arrangement does on one stream."""
+    catalogue, events = catalogue_of(folder), list[Event]()
+    executors = executors_of(catalogue, costs, count)
+    experts = experts_of(folder, [executor.name for executor in executors])
     peak_bytes, begun_bytes = 0, _resident_bytes()
 
     def watch(event: Event) -> None:
@@ -131,8 +146,7 @@ async def _run(folder: Path, costs: Costs, count: int, policies: Policies, image
     async with ExpertPool(catalogue, executors, experts, policies, watch=watch) as pool:
         loaded, begun_s = set(sum((pool.loaded()[executor.name] for executor in executors), ())), time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
-            for number, one in enumerate(draw.choices(range(EXPERTS - SHARED), cum_weights=upto, k=images)):
-                chain = (f"e{one}", f"e{EXPERTS - SHARED + one % SHARED}") if one % 3 else (f"e{one}",)
+            for number, chain in enumerate(chains_of(images, seed)):
                 tasks.create_task(pool.ask(Request(str(number), chain, torch.zeros(WIDTH))))
                 await asyncio.sleep(EVERY_S)
         seconds = time.perf_counter() - begun_s
@@ -142,7 +156,7 @@ async def _run(folder: Path, costs: Costs, count: int, policies: Policies, image
         "per_s": images / seconds,
         "switches": switches,
         "over_any": switches / fewest,
-        "budget_mb": count * memory_bytes / 1e6,
+        "budget_mb": sum(executor.memory_bytes for executor in executors) / 1e6,
         "reserved_mb": sum(executor.memory.peak_bytes for executor in pool.executors) / 1e6,
         "grown_mb": (peak_bytes - begun_bytes) / 1e6,
     }
