@@ -41,7 +41,7 @@ def _profile(chosen: argparse.Namespace) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler tells on stderr when it starts and stops
     from shell_router.errors import ConfigError
     from shell_router.expert_pools.measuring import Amount
-    from shell_router.simulation.expert_profile import ProfileOptions, know_experts, measure_costs
+    from shell_router.simulation.expert_profile import ProfileOptions, know_experts, measure_costs, require_devices
     from shell_router.simulation.expert_profile_file import require_writable
     from shell_router.simulation.expert_split import SplitOptions, find_split, know_usage
 
@@ -50,6 +50,7 @@ def _profile(chosen: argparse.Namespace) -> int:
     date = datetime.now(UTC).date().isoformat()
     amount = Amount(chosen.batches, chosen.rounds)
     require_writable(chosen.pool)
+    require_devices(chosen.pool, chosen.devices)
     know_experts(chosen.pool, _tell)
     splitting = SplitOptions(
         chosen.pool, date, chosen.sample, chosen.requests, chosen.every_s, policies=chosen.policies

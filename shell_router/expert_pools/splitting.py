@@ -19,11 +19,12 @@ NARROWEST = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SplitSettings:
-    """The paper's search: windows of `initial_window`, of which each is smaller than the one before by that percentage
-    (equation 1), until throughput misses the trend by more than `error_margin` (equation 3).
+    """The paper's search, and what is added to it.
 
-    Windows count percent of the memory: by equation 1 their sizes sum to 100, whatever the first. (The paper counts
-    experts: 15, 27.75 and 38.6 are its windows' ends, and 28 to 39 experts its choice for task A.)
+    The first window is `initial_window` wide, and each is smaller than the one before by that percentage (equation 1),
+    until throughput misses the trend by more than `error_margin` (equation 3). Windows count percent of the memory: by
+    equation 1 their sizes sum to 100, whatever the first. (The paper counts experts: 15, 27.75 and 38.6 are its
+    windows' ends, and 28 to 39 experts its choice for task A.)
 
     The search is for executors whose largest batch would take more than `substantial` of the memory, for which the
     paper has no figure; here it is what its casual choice leaves. Within the last window it draws the share. Ours takes

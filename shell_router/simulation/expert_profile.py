@@ -30,6 +30,13 @@ class ProfileOptions:
     cold: bool = True
 
 
+def require_devices(file: Path, devices: tuple[str, ...]) -> None:
+    """Raise ConfigError for a device that no executor of the pool is on."""
+    known = read_expert_pool(file).devices
+    if unknown := sorted(set(devices) - set(known)):
+        raise ConfigError(f"{file}: no executor is on {unknown[0]}.", remedy=f"Name one of {', '.join(known)}.")
+
+
 def know_experts(file: Path, tell: Tell) -> None:
     """Write which experts the folder holds; what is known of their usage stays. Raises ConfigError."""
     found = read_expert_pool(file)
@@ -55,10 +62,6 @@ async def measure_costs(options: ProfileOptions, tell: Tell) -> None:
     An architecture that does not fit on a device is left out there. Raises ConfigError.
     """
     found = read_expert_pool(options.file)
-    if unknown := sorted(set(options.devices) - set(found.devices)):
-        raise ConfigError(
-            f"{options.file}: no executor is on {unknown[0]}.", remedy=f"Name one of {', '.join(found.devices)}."
-        )
     experts, kinds = torch_experts(found, options.file), _by_architecture(found)
     for device in options.devices or found.devices:
         known = {}

@@ -134,6 +134,14 @@ def test_an_architecture_that_does_not_fit_on_a_device_is_left_out_there(
     assert set(read_profiled_pool(pool).costs["cpu"]) == {"linear"}
 
 
+def test_a_device_that_no_executor_is_on_is_told_before_anything_is_written(
+    pool: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["experts", "profile", str(pool), "--devices", "cuda:7", *QUICK]) == 2
+    assert "no executor is on cuda:7. Name one of cpu." in capsys.readouterr().err
+    assert pool.read_text(encoding="utf-8") == POOL
+
+
 def test_a_bad_sample_is_told_before_anything_is_measured(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = pool.with_name("bad.jsonl")
     bad.write_text('{"chain": ["type-9"]}\n', encoding="utf-8")
