@@ -7,7 +7,7 @@ The paper's tasks and devices (section 5.1); what it leaves open is assumed in `
 
     systems     Samba-CoE and its variants, CoServe as published, and ours
     ablations   CoServe's techniques added one after the other (section 5.3), then ours
-    splits      how much of the GPU's memory holds experts: as searched for on 500 images, beside all shares
+    splits      how much of the GPU's memory holds experts: as searched for on 1,000 images, beside all shares
     deciding    what assigning, taking and evicting cost at 400 experts with 10,000 requests waiting
     real        150 small torch modules on this machine's disk, memory for 20: nothing is simulated
     foretold    the same modules profiled, and their pools in virtual time, beside what they do for real
@@ -17,7 +17,8 @@ The paper's tasks and devices (section 5.1); what it leaves open is assumed in `
     over_any    switches over the fewest in any order; over_order: over the fewest for the batches as they were served
     paper       what the paper measured, where it says so
     best        percent of the memory, of every fifth the one with which the task is done soonest; best_per_s with it
-    window      where the paper's search ended; drawn: a share drawn from it, as in the paper, over best_per_s
+    experts     the last window of the paper's search, which counts experts on the GPU; window: of ours, in percent of
+                the memory; of_experts, of_window: shares drawn from it, as in the paper, over best_per_s
     ours        the best of all that was tried, steps around it halved; trials: how many were
     whole_batch what the largest useful batch leaves; casual: 75 %
 """

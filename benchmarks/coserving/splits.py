@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from statistics import fmean
 
-from benchmarks.coserving.boards import IMAGE_EVERY_S, Task, experts, requests
+from benchmarks.coserving.boards import BYTES, IMAGE_EVERY_S, Task, experts, requests
 from benchmarks.coserving.devices import Device
 from benchmarks.report import Row
 from shell_router.expert_pools import POLICIES, ExecutorSettings
@@ -13,14 +13,13 @@ from shell_router.expert_pools.splitting import (
     CASUAL_SHARE,
     PERCENT,
     SplitSettings,
-    Window,
     decay_window,
     refined,
     share_beside_largest_batch,
 )
 from shell_router.simulation.expert_trials import ExpertTrials
 
-SAMPLE_IMAGES = 500
+SAMPLE_IMAGES = 1000
 """What splits are tried on, drawn apart from the task that they are judged on."""
 CASUAL = PERCENT * CASUAL_SHARE
 STEP = 5
@@ -42,6 +41,8 @@ def _row(device: Device, task: Task, policies: str, seed: int) -> Row:
     gpu, largest_bytes = device.several(task)[0], max(one.memory_bytes for one in experts(task.types))
     least = PERCENT * (largest_bytes + 1) / gpu.memory_bytes
     window = decay_window(tried, SplitSettings(), least=least)
+    one = PERCENT * BYTES["ResNet101"] / device.gpu_bytes
+    counted = decay_window(lambda held: tried(min(PERCENT, held * one)), SplitSettings(), least=least / one)
     whole = max(least, PERCENT * share_beside_largest_batch(gpu))
     others = {share: tried(share) for share in (CASUAL, whole)}
     ours, known = refined({**window.tried, **others}, tried, least, SplitSettings().refinements)
@@ -52,8 +53,10 @@ def _row(device: Device, task: Task, policies: str, seed: int) -> Row:
         "policies": policies,
         "best": best,
         "best_per_s": per_s(best),
+        "experts": f"{counted.lower:.0f} to {counted.upper:.0f}",
+        "of_experts": _drawn(per_s, counted.lower * one, counted.upper * one, least) / per_s(best),
         "window": f"{window.lower:.0f} to {window.upper:.0f}",
-        "drawn": fmean(per_s(share) for share in _spread(window, least)) / per_s(best),
+        "of_window": _drawn(per_s, window.lower, window.upper, least) / per_s(best),
         "ours": ours,
         "ours_of_best": per_s(ours) / per_s(best),
         "trials": len(known),
@@ -63,9 +66,10 @@ def _row(device: Device, task: Task, policies: str, seed: int) -> Row:
     }
 
 
-def _spread(window: Window, least: float) -> list[float]:
-    each = (window.upper - window.lower) / DRAWS
-    return [max(least, window.lower + each * (number + 0.5)) for number in range(DRAWS)]
+def _drawn(per_s: Throughput, lower: float, upper: float, least: float) -> float:
+    """The mean of shares that are spread over a window, as far as experts fit into them and they into the memory."""
+    shares = [lower + (upper - lower) * (number + 0.5) / DRAWS for number in range(DRAWS)]
+    return fmean(per_s(min(PERCENT, max(least, share))) for share in shares)
 
 
 def _throughput(device: Device, task: Task, policies: str, seed: int) -> Throughput:
