@@ -6,6 +6,8 @@
     scaled       the same at higher rates: the highest is where round robin's 99th percentile of TTFT is 4.9 s, as the
                  paper's is at 1.4 a second, the others 1.0 / 1.4 and 1.2 / 1.4 of it
     lengths      the highest of these by distribution, beside the paper's figures at 1.4 a second
+    room         the highest rate, before engines that let requests in by their prompts and take KV back where it runs
+                 out, as vLLM does (all other tables), and before such that claim all that will be written
     prefixes     users who talk: prompts found in prefix caches
     decisions    what a decision costs, by this machine's clock, which is not simulated
     fairness     ten users, one of whom asks five times as often: tokens each was served, by Jain's index
@@ -18,18 +20,19 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from balancing.conversations import conversations
 from balancing.decisions import decision_rows
-from balancing.engines import costs
+from balancing.engines import VLLM_RESERVES, costs
 from balancing.lengths import PROMPTS, Request, from_burstgpt, requests
 from balancing.serving import Served, served
 from balancing.settings import Setting, scheduling, settings
 from report import Row, report
 
+from shell_router.engines.simulated import PairCosts
 from shell_router.scheduling.queue_order import ORDERS
 
 PAPER_RATES = (1.0, 1.2, 1.4)
@@ -39,6 +42,7 @@ SATURATED_S = 4.9
 """The paper's 99th percentile of TTFT at its highest rate (section V-A.2)."""
 ENGINES = "two A100s by roofline, each with all of Qwen3-30B-A3B"
 SLOWEST, FASTEST, HALVINGS = 1.0, 16.0, 8
+LATENCIES = ("TTFT", "p99 TTFT", "TPOT", "p99 TPOT")
 WARM_S, USERS, HEAVY = 120.0, 10, 5
 
 
@@ -50,17 +54,27 @@ class Bench:
     seeds: int
     decisions: int
     pool: Sequence[tuple[int, int]]
-    room: int = costs(cached=False).decode.cache_tokens
+    reserved_tokens: int | None = VLLM_RESERVES
     found: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def costs(self) -> PairCosts:
+        """Of an engine that keeps no prefixes."""
+        return costs(cached=False, reserved_tokens=self.reserved_tokens)
+
+    @property
+    def room(self) -> int:
+        """Tokens of an engine's KV."""
+        return self.costs.decode.cache_tokens
 
     def asked(self, distribution: str, per_s: float, seed: int) -> list[Request]:
         """The requests of a run."""
         return requests(distribution, self.count, per_s, seed, self.pool)
 
     def figures(self, setting: Setting, distribution: str, per_s: float) -> np.ndarray:
-        """Mean and 99th percentile of TTFT, of TPOT, and the rate of answers, over the seeds."""
+        """See `_figures`; means over the seeds."""
         runs = [
-            served(self.asked(distribution, per_s, seed), costs(cached=False), setting.scheduling, known=setting.known)
+            served(self.asked(distribution, per_s, seed), self.costs, setting.scheduling, known=setting.known)
             for seed in range(self.seeds)
         ]
         return np.mean([_figures(run) for run in runs], axis=0)
@@ -78,12 +92,14 @@ class Bench:
 
 
 def _figures(run: Served) -> list[float]:
+    """Mean and 99th percentile of TTFT, of TPOT, the rate of answers, and how often KV was taken from a request."""
     return [
         float(np.mean(run.ttft_s)),
         float(np.percentile(run.ttft_s, 99)),
         float(1e3 * np.mean(run.tpot_s)),
         float(1e3 * np.percentile(run.tpot_s, 99)),
         len(run.ttft_s) / run.elapsed_s,
+        run.taken_back / len(run.ttft_s),
     ]
 
 
@@ -116,17 +132,21 @@ def _over_distributions(bench: Bench, rate_of: Callable[[str, float], float]) ->
             for setting, how in settings(bench.room).items()
         }
         for setting, by_name in done.items():
-            change = np.mean([by_name[name] / done["round robin"][name] - 1 for name in PROMPTS], axis=0)
+            change = np.mean([_change(by_name[name], done["round robin"][name]) for name in PROMPTS], axis=0)
             mean = np.mean(list(by_name.values()), axis=0)
             per_s = f"{min(rates.values()):.2g} to {max(rates.values()):.2g}" if len(set(rates.values())) > 1 else rate
             rows.append({"requests/s": str(per_s), "setting": setting, **_columns(mean, change), "answers/s": mean[4]})
     return rows
 
 
+def _change(figures: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Of the latencies, which stand first in what `_figures` tells."""
+    return figures[..., : len(LATENCIES)] / first[..., : len(LATENCIES)] - 1
+
+
 def _columns(figures: np.ndarray, change: np.ndarray) -> Row:
-    names = ("TTFT", "p99 TTFT", "TPOT", "p99 TPOT")
     found: Row = {}
-    for at, name in enumerate(names):
+    for at, name in enumerate(LATENCIES):
         found[name] = float(figures[at])
         found[f"{name} change"] = f"{change[at]:+.1%}"
     return found
@@ -155,9 +175,33 @@ def lengths(bench: Bench) -> list[Row]:
                     "lengths": name,
                     "requests/s": per_s,
                     "setting": setting,
-                    **_columns(found, found / done["round robin"] - 1),
+                    **_columns(found, _change(found, done["round robin"])),
                     "paper TTFT": f"{PAPER_TTFT[name]:+.1f}%" if told else "",
                     "paper TPOT": f"{PAPER_TPOT[name]:+.1f}%" if told else "",
+                }
+            )
+    return rows
+
+
+def room(bench: Bench) -> list[Row]:
+    """By what engines do where KV runs out: means over the distributions, and of the changes on each of them."""
+    kinds = {"take KV back": bench, "claim all of it": replace(bench, reserved_tokens=None, found={})}
+    rows = []
+    for kind, engines in kinds.items():
+        rates = {name: engines.saturating(name) for name in PROMPTS}
+        done = {
+            setting: np.array([engines.figures(how, name, rates[name]) for name in PROMPTS])
+            for setting, how in settings(engines.room).items()
+        }
+        for setting, found in done.items():
+            change = _change(found, done["round robin"])
+            rows.append(
+                {
+                    "engines": kind,
+                    "setting": setting,
+                    **_columns(found.mean(axis=0), change.mean(axis=0)),
+                    "TPOT changes": f"{change[:, 2].min():+.1%} to {change[:, 2].max():+.1%}",
+                    "taken back": float(found[:, 5].mean()),
                 }
             )
     return rows
@@ -200,7 +244,7 @@ def fairness(bench: Bench) -> list[Row]:
     asked = _unevenly(bench)
     rows = []
     for order in ORDERS:
-        run = served(asked, costs(cached=False), scheduling("scored", order, room=bench.room, share=0.95, age_s=600.0))
+        run = served(asked, bench.costs, scheduling("scored", order, room=bench.room, share=0.95, age_s=600.0))
         tokens = _tokens_by(run, WARM_S)
         shares = np.array([tokens.get(f"user-{user}", 0) for user in range(USERS)])
         jain = float(shares.sum() ** 2 / (len(shares) * (shares**2).sum())) if shares.any() else 0.0
@@ -242,6 +286,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Bench], list[Row]]]] = {
     "rates": ("Gimbal's setup at its own rates", rates),
     "scaled": ("Gimbal's setup at rates that load these engines as much", scaled),
     "lengths": ("Five distributions of lengths at the highest rate", lengths),
+    "room": ("What becomes of TPOT where engines run out of KV", room),
     "prefixes": ("Users who talk: prompts found in prefix caches", prefixes),
     "decisions": ("What a decision costs", decisions),
     "fairness": ("Ten users, one of whom asks five times as often", fairness),

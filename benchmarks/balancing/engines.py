@@ -13,10 +13,12 @@ BYTES = 2
 # 2048 tokens of a pass are vLLM's default on an A100
 COMPUTE_SHARE, MEMORY_SHARE, USABLE, CHUNK, PASS_S, REQUEST_S = 0.5, 0.7, 0.9, 2048, 0.0005, 0.004
 FEW, MANY = 8, 64
+VLLM_RESERVES = 0
+"""vLLM lets a request in where its prompt fits (v1/core/sched/scheduler.py), and preempts where it then runs out."""
 
 
-def costs(*, cached: bool) -> PairCosts:
-    """Of an engine with all weights on its own GPU; with `cached` it keeps prefixes.
+def costs(*, cached: bool, reserved_tokens: int | None = VLLM_RESERVES) -> PairCosts:
+    """Of an engine with all weights on its own GPU; with `cached` it keeps prefixes. See DecodeCosts for the other.
 
     A pass reads every expert that one of its tokens takes. For prefill these are all; a step of n sequences touches
     1 - (1 - 8/128)^n of them, here a straight line through 8 and 64 sequences.
@@ -34,7 +36,13 @@ def costs(*, cached: bool) -> PairCosts:
         CHUNK,
         cache_tokens=room if cached else 1,
     )
-    decode = DecodeCosts(PASS_S + few_s - FEW * per_sequence_s, token_s + per_sequence_s, kv_bytes / bandwidth, room)
+    decode = DecodeCosts(
+        PASS_S + few_s - FEW * per_sequence_s,
+        token_s + per_sequence_s,
+        kv_bytes / bandwidth,
+        room,
+        reserved_tokens=reserved_tokens,
+    )
     return PairCosts(prefill, decode, TransferCosts(REQUEST_S))
 
 

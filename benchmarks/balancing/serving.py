@@ -20,7 +20,8 @@ _FILLER = tuple(range(1 << 14))
 class Served:
     """Per request, in the order of their ends: seconds to the first token, per token after it, and in all.
 
-    `ended` has when it was, whose, and its tokens, outputs counted twice.
+    `ended` has when it was, whose, and its tokens, outputs counted twice; `taken_back` counts how often engines ran out
+    of KV and took some of a request that was being written.
     """
 
     ttft_s: list[float] = field(default_factory=list)
@@ -31,6 +32,7 @@ class Served:
     ended: list[tuple[float, str, int]] = field(default_factory=list)
     elapsed_s: float = 0.0
     busy: float = 0.0
+    taken_back: int = 0
 
 
 def served(
@@ -82,13 +84,14 @@ async def _served(
                 group.create_task(ask(number, one))
         done.elapsed_s = loop.time()
     done.busy = sum(pair.prefilling.busy_s + pair.decoding.busy_s for pair in pairs) / engines / done.elapsed_s
+    done.taken_back = sum(pair.decoding.taken_back for pair in pairs)
     return done
 
 
 def _engine(costs: PairCosts, write: Callable[[Generation], Written]) -> SimulatedPair:
     """One GPU that prefills and decodes, chunk by chunk."""
     gpu = Processor()
-    return SimulatedPair(costs, write, prefill_processor=gpu, decode_processor=gpu)
+    return SimulatedPair(costs, write, prefill_processor=gpu, decode_processor=gpu, one_engine=True)
 
 
 def _ids(number: int, one: Request) -> list[int]:

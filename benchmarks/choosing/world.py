@@ -97,7 +97,7 @@ def _auto(policy: Policy, costs: Mapping[str, PairCosts]) -> Auto:
 def _engine(costs: PairCosts, write: Callable[[Generation], Written]) -> SimulatedPair:
     """Prefill and decode on one GPU, which they share, as chunked prefill has it."""
     gpu, stays = Processor(), replace(costs, transfer=replace(costs.transfer, token_s=0.0))
-    return SimulatedPair(stays, write, prefill_processor=gpu, decode_processor=gpu)
+    return SimulatedPair(stays, write, prefill_processor=gpu, decode_processor=gpu, one_engine=True)
 
 
 def _writes(tasks: Sequence[Task], model: str) -> Callable[[Generation], Written]:

@@ -54,7 +54,10 @@ def with_profile(text: str, model: str, profile: str, file: Path) -> str:
 
 
 def _plain(costs: PairCosts) -> Mapping[str, Mapping[str, Any]]:
-    return {part: {name: _rounded(one) for name, one in terms.items()} for part, terms in asdict(costs).items()}
+    return {
+        part: {name: _rounded(one) for name, one in terms.items() if one is not None}
+        for part, terms in asdict(costs).items()
+    }
 
 
 def _rounded(value: float) -> float:

@@ -37,7 +37,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A dense transformer on `gpus` GPUs per engine, by tensor parallelism without loss."""
+    """A dense transformer on `gpus` GPUs per engine, by tensor parallelism without loss.
+
+    `reserved_tokens` are those of `DecodeCosts`, by default SGLang's.
+    """
 
     gpu: str
     parameters: float
@@ -48,6 +51,7 @@ class Roofline:
     bytes: int = 2
     gpus: int = 1
     chunk_tokens: int = 8192
+    reserved_tokens: int | None = 512
 
     def __post_init__(self) -> None:
         for name in ("parameters", "layers", "heads", "kv_heads", "head_dim", "bytes", "gpus", "chunk_tokens"):
@@ -71,6 +75,6 @@ def costs_of(model: Roofline, gpu: Gpu) -> PairCosts:
     attention_s = 4 * model.heads * model.head_dim * model.layers / flops
     return PairCosts(
         PrefillCosts(pass_s, token_s, attention_s, model.chunk_tokens, cache_tokens=room),
-        DecodeCosts(pass_s, token_s, kv_bytes / bandwidth, room),
+        DecodeCosts(pass_s, token_s, kv_bytes / bandwidth, room, reserved_tokens=model.reserved_tokens),
         TransferCosts(gpu.request_s, kv_bytes / (gpu.link * model.gpus)),
     )

@@ -42,7 +42,8 @@ class Run:
 class EngineUse:
     """One engine pair over a whole simulation of `elapsed_s`.
 
-    Busy shares count the time that its work takes undivided; `batch` is the mean number of sequences while it decoded.
+    Busy shares count the time that its work takes undivided; `batch` is the mean number of sequences while it decoded,
+    `taken_back` how often one of them lost its room to others.
     """
 
     model: str
@@ -51,6 +52,7 @@ class EngineUse:
     batch: float
     prefilled_tokens: int
     decoded_tokens: int
+    taken_back: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,9 @@ def _pairs(
         first = model.engines == "data_parallel"
         prefills = None if first else gpu
         engines.append(
-            SimulatedPair(stays, write, prefill_processor=prefills, decode_processor=gpu, prefill_first=first)
+            SimulatedPair(
+                stays, write, prefill_processor=prefills, decode_processor=gpu, prefill_first=first, one_engine=True
+            )
         )
     return engines
 
@@ -141,6 +145,7 @@ def _uses(fleet: Fleet, elapsed_s: float) -> list[EngineUse]:
             pair.decoding.batch_s / pair.decoding.busy_s if pair.decoding.busy_s else 0.0,
             pair.prefilling.computed,
             pair.decoding.written,
+            pair.decoding.taken_back,
         )
         for pair in fleet.pairs
     ]

@@ -81,7 +81,8 @@ def _paths(summaries: Mapping[str, Summary]) -> Table:
 def _engines(summaries: Mapping[str, Summary]) -> Table:
     table = _table(
         "Engine pairs",
-        *("simulation", "pair", "prefill busy", "decode busy", "mean batch", "prefilled tokens", "decoded tokens"),
+        *("simulation", "pair", "prefill busy", "decode busy", "mean batch"),
+        *("prefilled tokens", "decoded tokens", "taken back"),
     )
     for name, one in summaries.items():
         for pair in one.engines:
@@ -93,6 +94,7 @@ def _engines(summaries: Mapping[str, Summary]) -> Table:
                 f"{pair.batch:.1f}",
                 str(pair.prefilled_tokens),
                 str(pair.decoded_tokens),
+                str(pair.taken_back),
             )
     return table
 

@@ -78,6 +78,11 @@ class DecodeCosts:
     where c is the sum of the sequences' lengths. `cache_tokens` is the room for all of them, `at_once` the most
     sequences of a step. `beside_s` is what each token costs beside the engine, on its way through the server's event
     loop and the router: it delays nobody but where all share the cores of one machine.
+
+    Without `reserved_tokens` a sequence claims room for all that it will write, which an engine would have to know.
+    With it a sequence is let in where there is room for what it has and so many tokens more of every sequence, its own
+    and the others': 512 on SGLang's decode servers (`--num-reserved-decode-tokens`), 0 in vLLM. Room that runs out is
+    taken back from whoever has written least.
     """
 
     step_s: float
@@ -86,10 +91,13 @@ class DecodeCosts:
     cache_tokens: int = UNLIMITED
     at_once: int = 4096
     beside_s: float = 0.0
+    reserved_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _require_times(self.step_s, self.sequence_s, self.context_s, self.beside_s)
         _require_counts(cache_tokens=self.cache_tokens, at_once=self.at_once)
+        if self.reserved_tokens is not None and self.reserved_tokens < 0:
+            raise ConfigError(f"reserved_tokens must be at least 0, not {self.reserved_tokens}")
 
     def steps_s(self, steps: int, sequences: int, context: int) -> float:
         """Seconds of so many steps from a context of so many tokens; it grows by one per sequence and step."""

@@ -6,65 +6,36 @@ pieces its output is sent in, not on its tokens.
 
 import asyncio
 import heapq
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 
 from shell_router.engines.simulated.costs import DecodeCosts
 from shell_router.engines.simulated.processor import Job, Processor
-
-Heard = Callable[[int], None]
-"""Told how many tokens a writing has written so far."""
-
-
-@dataclass(slots=True, eq=False)
-class Writing:
-    """A prompt that writes `wanted` tokens, and is heard of at the first and then every `interval`.
-
-    The first comes with the prompt's KV: it joined when `joined` + 1 steps were done.
-    """
-
-    prompt_tokens: int
-    wanted: int
-    interval: int
-    heard: Heard
-    joined: int = 0
-    running: bool = False
-    left: bool = False
-
-    @property
-    def room(self) -> int:
-        """The tokens it will hold in the end."""
-        return self.prompt_tokens + self.wanted
-
-    def next_heard(self, written: int) -> int:
-        """The number of written tokens at which it is next heard of: 1, 1 + interval, ..., wanted."""
-        return min(written + self.interval - (written - 1) % self.interval, self.wanted)
+from shell_router.engines.simulated.room import Room, Writing
 
 
 class DecodeEngine:
     """Sequences have their room from `admit` to `leave`; between them they `join` the batch.
 
+    Where sequences do not claim all their room at the start (`reserved_tokens`), the engine takes some back when a step
+    does not fit: first of who has written least, as SGLang does. It lets nobody in before that step is done.
+
     `beside` does what tokens cost beside the engine; without it that is free.
 
-    `busy_s` is the time of its steps, had it the processor alone, `batch_s` that time times the sequences in them, and
-    `written` counts tokens.
+    `busy_s` is the time of its steps, had it the processor alone, `batch_s` that time times the sequences in them,
+    `written` counts tokens, and `taken_back` how often a sequence lost its room.
     """
 
     def __init__(self, costs: DecodeCosts, processor: Processor, beside: Processor | None = None) -> None:
         self._costs = costs
         self._processor = processor
         self._beside = beside
-        self._loop = asyncio.get_running_loop()
-        self._free_tokens = costs.cache_tokens
-        self._free_places = costs.at_once
-        self._waiting: deque[tuple[Writing, asyncio.Future[None]]] = deque()
-        self._joining: list[Writing] = []
+        self._room = Room(costs)
+        self._joining: list[tuple[Writing, int]] = []
+        self._running: dict[Writing, None] = {}
         self._due: list[tuple[int, int, Writing]] = []
         self._order = count()
         self._steps = 0
-        self._sequences = 0
+        self._taken_at = -1  # the step at which room was last taken
         self._context = 0
         self._job: Job | None = None
         self._job_steps = 0
@@ -73,67 +44,72 @@ class DecodeEngine:
         self.busy_s = 0.0
         self.batch_s = 0.0
         self.written = 0
+        self.taken_back = 0
 
     @property
     def taken_tokens(self) -> int:
-        """Room that is taken, by what is written and by what will be."""
-        return self._costs.cache_tokens - self._free_tokens
+        """Room that is taken: by what is there, and where sequences claim it, by what will be written."""
+        return self._costs.cache_tokens - max(0, self._room.free_tokens)
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of those who wait for room."""
-        return sum(writing.prompt_tokens for writing, turn in self._waiting if not turn.cancelled())
+        """Tokens, mostly of prompts, of those who wait for room."""
+        return self._room.waiting_tokens
 
     @property
     def requests(self) -> tuple[int, int]:
         """How many have room, and how many wait for it."""
-        return self._costs.at_once - self._free_places, len(self._waiting)
+        return self._room.holders, self._room.waiting
 
     # --- room
 
     async def admit(self, writing: Writing) -> None:
-        """Wait for the room that the writing will need in the end, in the order of asking."""
-        turn = self._loop.create_future()
-        self._waiting.append((writing, turn))
+        """Wait for room, in the order of asking; whoever lost it is before all others."""
+        self._room.ask(writing)
         self._let_in()
         try:
-            await turn
+            await writing.turn
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._let_in()
-            else:
-                self.leave(writing)
+            self.leave(writing)
             raise
 
     def leave(self, writing: Writing) -> None:
-        """Give the room back, and end what it still writes."""
+        """Give the room back, or the place in the queue, and end what it still writes."""
         if writing.left:
             return
         writing.left = True
         if writing.running:
             self._stop(writing)
             self._interrupt()
-        self._free_tokens += min(writing.room, self._costs.cache_tokens)
-        self._free_places += 1
+        self._room.give_back(writing)
         self._let_in()
 
     def _let_in(self) -> None:
-        while self._waiting:
-            writing, turn = self._waiting[0]
-            needed = min(writing.room, self._costs.cache_tokens)  # one that would never fit goes alone
-            if not turn.cancelled():
-                if needed > self._free_tokens or self._free_places < 1:
-                    return
-                self._free_tokens -= needed
-                self._free_places -= 1
-                turn.set_result(None)
-            self._waiting.popleft()
+        """Where sequences grow, what is free is known between two steps only."""
+        if not self._room.grows:
+            self._room.let_in()
+        elif self._room.waiting:
+            self._interrupt()
+
+    def _take_back(self) -> bool:
+        """Until the next step fits, or one sequence is left; whether that took anybody's room."""
+        taken = 0
+        while self._room.grows and len(self._running) > 1 and self._room.free_tokens < len(self._running):
+            writing = max(reversed(self._running), key=lambda one: (one.joined, one.prompt_tokens))
+            self._stop(writing)
+            self._room.take_back(writing)
+            writing.taken_back()
+            taken += 1
+        if taken:
+            self.taken_back += taken
+            self._taken_at = self._steps
+        return taken > 0
 
     # --- steps
 
-    def join(self, writing: Writing) -> None:
-        """Write from the next step on."""
-        self._joining.append(writing)
+    def join(self, writing: Writing, tokens: int = 1) -> None:
+        """Write from the next step on; so many tokens come with its KV: one where it was prefilled."""
+        self._joining.append((writing, tokens))
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -148,42 +124,62 @@ class DecodeEngine:
         self._job = self._processor.start(left_s, self._end_steps)
 
     def _go_on(self) -> None:
-        """Let in who waits, and take all steps up to the next at which somebody is heard of."""
-        for writing in self._joining:
+        """Let in who waits, and take all steps up to the next at which somebody is heard of, or room runs out."""
+        for writing, tokens in self._joining:
             if not writing.left:
-                self._start(writing)
+                self._start(writing, tokens)
         self._joining.clear()
-        while self._due and self._due[0][2].left:
+        if not self._take_back() and self._steps > self._taken_at:
+            self._room.let_in(len(self._running) if self._room.grows else 0)
+        while self._due and self._due[0][1] != self._due[0][2].due:
             heapq.heappop(self._due)
         if not self._due:
             self._job = None
             return
-        self._job_steps = 1 if self._beside is not None else self._due[0][0] - self._steps
-        self._job_size = (self._sequences, self._context)
+        self._job_steps = self._next_steps()
+        self._job_size = (len(self._running), self._context)
         self._worked_s = 0.0
         self._job = self._processor.start(self._costs.steps_s(self._job_steps, *self._job_size), self._end_steps)
 
-    def _start(self, writing: Writing) -> None:
+    def _next_steps(self) -> int:
+        if self._beside is not None:
+            return 1
+        due = self._due[0][0] - self._steps
+        return max(1, min(due, self._room.free_tokens // len(self._running))) if self._room.grows else due
+
+    def _start(self, writing: Writing, tokens: int) -> None:
         writing.running = True
-        writing.joined = self._steps - 1
-        self._sequences += 1
-        self._context += writing.prompt_tokens + 1
-        self.written += 1
-        self._hear(writing)
+        writing.written += tokens
+        writing.joined = self._steps - writing.written
+        self._running[writing] = None
+        self._context += writing.tokens
+        self._room.grow(tokens)
+        self.written += tokens
+        if tokens:
+            self._hear(writing)
+        else:
+            self._appoint(writing)
 
     def _stop(self, writing: Writing) -> None:
         writing.running = False
-        self._sequences -= 1
-        self._context -= writing.prompt_tokens + self._steps - writing.joined
+        writing.due = -1
+        writing.written = self._steps - writing.joined
+        del self._running[writing]
+        self._context -= writing.tokens
 
     def _hear(self, writing: Writing) -> None:
         written = self._steps - writing.joined
         if written < writing.wanted:
-            at_step = writing.joined + writing.next_heard(written)
-            heapq.heappush(self._due, (at_step, next(self._order), writing))
+            self._appoint(writing)
         else:
             self._stop(writing)
+            self._room.give_back(writing)
         writing.heard(written)
+
+    def _appoint(self, writing: Writing) -> None:
+        writing.due = next(self._order)
+        at_step = writing.joined + writing.next_heard(self._steps - writing.joined)
+        heapq.heappush(self._due, (at_step, writing.due, writing))
 
     def _end_steps(self) -> None:
         sequences = self._job_size[0]  # whoever left meanwhile was in every step that had begun
@@ -194,9 +190,10 @@ class DecodeEngine:
         if self._beside is not None:
             self._beside.start(self._job_steps * sequences * self._costs.beside_s, lambda: None)
         self._steps += self._job_steps
-        self._context += self._job_steps * self._sequences
+        self._context += self._job_steps * len(self._running)
+        self._room.grow(self._job_steps * len(self._running))
         while self._due and self._due[0][0] <= self._steps:
-            _, _, writing = heapq.heappop(self._due)
-            if not writing.left:
+            _, number, writing = heapq.heappop(self._due)
+            if writing.due == number:
                 self._hear(writing)
         self._go_on()

@@ -5,18 +5,24 @@ from collections.abc import Sequence
 import pytest
 
 from shell_router.engines.simulated.costs import DecodeCosts
-from shell_router.engines.simulated.decode import DecodeEngine, Writing
+from shell_router.engines.simulated.decode import DecodeEngine
 from shell_router.engines.simulated.processor import Processor
+from shell_router.engines.simulated.room import Writing
+from shell_router.errors import ConfigError
 from shell_router.simulation.virtual_time import run_virtual
 
 Told = list[tuple[float, int]]
 
 
 class Batch:
-    """A decode engine, and what is heard of each sequence: when, and how many tokens it had written."""
+    """A decode engine, and what is heard of each sequence: when, and how many tokens it had written.
 
-    def __init__(self, costs: DecodeCosts) -> None:
+    Sequences that lose their room join again as soon as they have some, with so many tokens more.
+    """
+
+    def __init__(self, costs: DecodeCosts, again_tokens: int = 1) -> None:
         self.engine = DecodeEngine(costs, Processor())
+        self._again_tokens = again_tokens
         self.loop = asyncio.get_running_loop()
         self.told: list[Told] = []
         self._open: list[asyncio.Task[None]] = []
@@ -30,19 +36,23 @@ class Batch:
         self, at_s: float, prompt: int, wanted: int, interval: int, gives_up_s: float | None, told: Told
     ) -> None:
         await asyncio.sleep(at_s)
-        ended = asyncio.Event()
+        news = asyncio.Event()
 
         def heard(written: int) -> None:
             told.append((round(self.loop.time(), 9), written))
             if written == wanted:
-                ended.set()
+                news.set()
 
-        writing = Writing(prompt, wanted, interval, heard)
+        writing = Writing(prompt, wanted, interval, heard, news.set)
+        tokens = 1
         try:
             async with asyncio.timeout(None if gives_up_s is None else gives_up_s - at_s):
-                await self.engine.admit(writing)
-                self.engine.join(writing)
-                await ended.wait()
+                while writing.written < wanted:
+                    await self.engine.admit(writing)
+                    self.engine.join(writing, tokens)
+                    await news.wait()
+                    news.clear()
+                    tokens = self._again_tokens
         except TimeoutError:
             pass
         finally:
@@ -53,9 +63,9 @@ class Batch:
         return self.told
 
 
-def told(costs: DecodeCosts, *asked: Sequence[float]) -> list[Told]:
+def told(costs: DecodeCosts, *asked: Sequence[float], again_tokens: int = 1) -> list[Told]:
     async def run() -> list[Told]:
-        batch = Batch(costs)
+        batch = Batch(costs, again_tokens)
         for one in asked:
             batch.ask(*one)  # type: ignore[arg-type]
         return await batch.ended()
@@ -94,10 +104,14 @@ def test_a_sequence_is_heard_of_at_its_first_token_then_as_often_as_asked_and_at
     assert told(DecodeCosts(step_s=1.0), (0, 1, 1, 4)) == [[(0, 1)]]
 
 
+@pytest.mark.parametrize("reserved_tokens", [None, 0, 3])
 @pytest.mark.parametrize("seed", range(20))
-def test_how_often_sequences_are_heard_of_changes_nothing_of_when_they_end(seed: int) -> None:
+def test_how_often_sequences_are_heard_of_changes_nothing_of_when_they_end(
+    seed: int, reserved_tokens: int | None
+) -> None:
     draws = random.Random(seed)
-    costs = DecodeCosts(step_s=1.0, sequence_s=0.1, context_s=0.01, cache_tokens=200, at_once=4)
+    room = 200 if reserved_tokens is None else 80
+    costs = DecodeCosts(1.0, 0.1, 0.01, cache_tokens=room, at_once=4, reserved_tokens=reserved_tokens)
     asked = [
         (draws.uniform(0, 60), draws.randint(1, 50), draws.randint(1, 40), draws.choice((None, 90.0)))
         for _ in range(12)
@@ -116,8 +130,8 @@ def test_how_often_sequences_are_heard_of_changes_nothing_of_when_they_end(seed:
     (one_by_one, written), (together, written_together) = run(1), run(1000)
     assert written_together == written
     for every, few, (_, _, wanted, _) in zip(one_by_one, together, asked, strict=True):
-        ends = [(at_s, tokens) for at_s, tokens in every if tokens in (1, wanted)]
-        assert few == [(pytest.approx(at_s), tokens) for at_s, tokens in ends]
+        ends = {tokens: at_s for at_s, tokens in every if tokens in (1, wanted)}
+        assert {tokens: at_s for at_s, tokens in few if tokens in (1, wanted)} == pytest.approx(ends)
 
 
 def test_a_sequence_waits_for_room_for_all_that_it_will_write() -> None:
@@ -157,3 +171,59 @@ def test_tokens_and_times_are_counted() -> None:
         return batch.engine.written, batch.engine.busy_s, batch.engine.batch_s
 
     assert run_virtual(run()) == (10, pytest.approx(5), pytest.approx(2 * 2 + 2 + 1))
+
+
+def test_sequences_that_are_let_in_by_their_prompts_lose_room_where_it_runs_out() -> None:
+    costs = DecodeCosts(step_s=1.0, cache_tokens=20, reserved_tokens=0)
+    first, second = told(costs, (0, 8, 6), (0, 8, 6))
+    assert first == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
+    assert second == [(0, 1), (1, 2), (5, 3), (6, 4), (7, 5), (8, 6)], "its prompt and two tokens are prefilled at 5 s"
+    _, reloaded = told(costs, (0, 8, 6), (0, 8, 6), again_tokens=0)
+    assert reloaded == [(0, 1), (1, 2), (6, 3), (7, 4), (8, 5), (9, 6)]
+
+
+def test_whoever_has_written_least_loses_its_room_and_is_the_first_to_get_some_again() -> None:
+    costs = DecodeCosts(step_s=1.0, cache_tokens=24, reserved_tokens=0)
+    old, young, later = told(costs, (0, 6, 10), (2, 8, 8), (4, 1, 2))
+    assert old == [(at_s, at_s + 1) for at_s in range(10)]
+    assert young[:5] == [(2, 1), (3, 2), (4, 3), (5, 4), (9, 5)], "its room is taken at 5 s"
+    assert later[0] == (9, 1), "it does not overtake, though its prompt would fit"
+
+
+def test_room_that_is_reserved_for_all_keeps_others_out() -> None:
+    costs = DecodeCosts(step_s=1.0, cache_tokens=20, reserved_tokens=5)
+    first, second = told(costs, (0, 8, 6), (0, 8, 6))
+    assert first[-1] == (5, 6)
+    assert second[0] == (5, 1)
+
+
+def test_the_last_sequence_keeps_its_room_however_long_it_gets() -> None:
+    costs = DecodeCosts(step_s=1.0, cache_tokens=10, reserved_tokens=0)
+    (only,) = told(costs, (0, 8, 6))
+    assert only[-1] == (5, 6)
+
+
+@pytest.mark.parametrize("reserved_tokens", [None, 0, 5])
+@pytest.mark.parametrize("seed", range(10))
+def test_all_room_is_free_when_all_have_ended_or_given_up(seed: int, reserved_tokens: int | None) -> None:
+    draws = random.Random(seed)
+    costs = DecodeCosts(1.0, cache_tokens=60, at_once=5, reserved_tokens=reserved_tokens)
+
+    async def run() -> tuple[int, tuple[int, int], int]:
+        batch = Batch(costs)
+        for _ in range(20):
+            at_s = draws.uniform(0, 40)
+            until_s = draws.choice((None, at_s + draws.uniform(1, 30)))
+            batch.ask(at_s, draws.randint(1, 30), draws.randint(1, 30), draws.choice((1, 7)), until_s)
+        for written in await batch.ended():
+            assert [tokens for _, tokens in written] == sorted({tokens for _, tokens in written})
+        return batch.engine.taken_tokens, batch.engine.requests, batch.engine.taken_back
+
+    taken_tokens, requests, taken_back = run_virtual(run())
+    assert (taken_tokens, requests) == (0, (0, 0))
+    assert reserved_tokens is not None or not taken_back
+
+
+def test_a_negative_reserve_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reserved_tokens"):
+        DecodeCosts(1.0, reserved_tokens=-1)

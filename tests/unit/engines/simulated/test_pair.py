@@ -161,3 +161,61 @@ def test_a_request_that_is_abandoned_while_its_kv_goes_over_leaves_the_cores() -
         return loop.time()
 
     assert run_virtual(run()) == pytest.approx(2.1)
+
+
+TIGHT = PairCosts(
+    PrefillCosts(0.0, 0.001), DecodeCosts(0.1, cache_tokens=26, reserved_tokens=0), TransferCosts(0.5, 0.01)
+)
+"""Room for two prompts of ten tokens and for six that are written, where each writes six."""
+
+
+async def ends_s(engine: SimulatedPair, *prompts: int) -> list[float]:
+    """When requests end that come at once, with prompts of so many tokens."""
+    loop = asyncio.get_running_loop()
+
+    async def one(number: int, tokens: int) -> float:
+        ids = range(1000 * number, 1000 * number + tokens)
+        heard, finish = await answer(engine, Generation(str(number), ids, {"stream_interval": 4}))
+        assert "".join(one.text for _, one in heard) == "一二三四 word"
+        assert finish == Finish("stop", tokens, 6, 0)
+        return loop.time()
+
+    return await asyncio.gather(*(one(number, tokens) for number, tokens in enumerate(prompts)))
+
+
+def test_what_decode_takes_back_comes_back_as_fast_as_kv_goes_over() -> None:
+    async def run() -> list[float]:
+        return await ends_s(pair(TIGHT), 10, 10)
+
+    first, second = run_virtual(run())
+    # the second joins a step after the first; with 13 and 12 tokens the next step does not fit
+    assert first == pytest.approx(0.01 + 0.6 + 0.5)
+    assert second == pytest.approx(first + 12 * 0.01 + 4 * 0.1)
+
+
+def test_what_an_engine_that_does_both_takes_back_is_prefilled_anew_with_what_was_written() -> None:
+    async def run() -> tuple[list[float], int, int]:
+        gpu = Processor()
+        engine = SimulatedPair(
+            TIGHT, lambda _request: OUTPUT, prefill_processor=gpu, decode_processor=gpu, one_engine=True
+        )
+        return await ends_s(engine, 10, 10), engine.prefilling.computed, engine.decoding.taken_back
+
+    (first, second), computed, taken_back = run_virtual(run())
+    assert taken_back == 1
+    assert computed == 20 + 2, "the prompt was still in the prefix cache"
+    assert second == pytest.approx(first + 2 * 0.001 + 3 * 0.1), "its third token comes with the KV"
+
+
+def test_a_request_that_is_abandoned_while_its_room_is_taken_leaves_nothing() -> None:
+    async def run() -> tuple[int, tuple[int, int]]:
+        engine = pair(TIGHT)
+        stays = asyncio.create_task(answer(engine, Generation("stays", range(10))))
+        leaves = asyncio.create_task(answer(engine, Generation("leaves", range(100, 110))))
+        await asyncio.sleep(0.95)
+        assert engine.decoding.requests == (1, 1)
+        leaves.cancel()
+        await asyncio.wait([leaves, stays])
+        return engine.decoding.taken_tokens, engine.decoding.requests
+
+    assert run_virtual(run()) == (0, (0, 0))
