@@ -47,7 +47,7 @@ async def plan_agent(
     if chooser.predicts and models.keys() >= set(candidates):
         known = known_of_request(request)
         tokens = known.tokens(models[candidates[0]].tokenizer)
-        scored = auto and chooser.reads_scores and chosen_before() is None
+        scored = auto and chosen_before() is None and chooser.scores_decide(candidates)
         prospect = Prospect(
             AGENT_REQUEST, request.agent, known.user, tokens.system, tokens.user, tokens.known, candidates, scored
         )

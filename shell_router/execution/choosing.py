@@ -10,7 +10,13 @@ from shell_router.core.prediction import Forecast, Predictor, Prospect
 from shell_router.errors import UnknownModel
 from shell_router.execution.activity import Activity
 from shell_router.execution.pace import Pace
-from shell_router.scheduling.model_choice import Candidate, ModelChoice, ModelChoiceSettings, choose_model
+from shell_router.scheduling.model_choice import (
+    Candidate,
+    ModelChoice,
+    ModelChoiceSettings,
+    choose_model,
+    scores_decide,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +64,6 @@ class ModelChooser:
         """Whether anybody is asked what to expect."""
         return self._predictor is not None
 
-    @property
-    def reads_scores(self) -> bool:
-        """Whether scores matter to the choice."""
-        return self._auto.settings.reads_scores
-
     def now_s(self) -> float:
         """The runs' clock."""
         return self._clock()
@@ -76,6 +77,10 @@ class ModelChooser:
                 remedy=f"Configure them, or use some of: {', '.join(sorted(self._models))}.",
             )
         return candidates
+
+    def scores_decide(self, candidates: Sequence[str]) -> bool:
+        """Whether scores could change the choice among them, by what is in flight now."""
+        return scores_decide([self._candidate(model, Forecast()) for model in candidates], self._auto.settings)
 
     async def forecasts(self, prospects: Sequence[Prospect], emit: Emit) -> Sequence[Forecast]:
         """What to expect of each; empty ones without a predictor. What cannot be told is logged and emitted."""

@@ -1,7 +1,7 @@
 """A topology whose agents name several models, made one whose agents have one each."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shell_router.core.events import Event
@@ -93,9 +93,10 @@ async def _forecasts(
     if not chooser.predicts:
         return {}
     asked = [agent for agent in topology.agents.values() if set(open_to.get(agent.id, (agent.model,))) <= models.keys()]
+    scored = {candidates for candidates in open_to.values() if chooser.scores_decide(candidates)}
 
     def prospects() -> list[Prospect]:
-        return _prospects(asked, topology, known, open_to, models, scored=chooser.reads_scores)
+        return _prospects(asked, topology, known, open_to, models, scored)
 
     long = sum(known[agent.id].characters for agent in asked) > LONG_TEXT
     found = await chooser.forecasts(await asyncio.to_thread(prospects) if long else prospects(), emit)
@@ -108,17 +109,16 @@ def _prospects(
     known: Mapping[str, KnownPrompt],
     open_to: Candidates,
     models: Mapping[str, ServedModel],
-    *,
-    scored: bool,
+    scored: Collection[tuple[str, ...]],
 ) -> list[Prospect]:
-    """Those with the same candidates share one choice, so the first of them is scored alone."""
+    """Of those with the same candidates the first is scored, since they share one choice; if theirs are `scored`."""
     stages = stages_of(topology)
     told: set[tuple[str, ...]] = set()
     found = []
     for agent in asked:
         candidates = open_to.get(agent.id, (agent.model,))
         tokens = known[agent.id].tokens(models[candidates[0]].tokenizer)
-        wants_score = scored and agent.id in open_to and candidates not in told
+        wants_score = agent.id in open_to and candidates in scored and candidates not in told
         told.add(candidates)
         found.append(
             Prospect(

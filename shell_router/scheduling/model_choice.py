@@ -28,7 +28,7 @@ class ModelChoiceSettings:
     @property
     def reads_scores(self) -> bool:
         """Whether the policy looks at scores: where it does not, nobody need tell them."""
-        return self.policy not in ("least_loaded", "round_robin")
+        return self.policy in CONTENDERS
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -72,12 +72,24 @@ class ModelChoice:
 
 def choose_model(candidates: Sequence[Candidate], settings: ModelChoiceSettings, turn: int = 0) -> ModelChoice:
     """One of `candidates`, which are not empty. `turn` counts choices, for the policy that takes turns."""
-    unmeasured = tuple(one.model for one in candidates if one.decode_s_per_token is None)
-    waits = {one.model: _wait(one, measured=not unmeasured) for one in candidates}
+    waits, unmeasured = _waits(candidates)
     if len(candidates) == 1:
         return ModelChoice(candidates[0].model, "only", waits, unmeasured)
     chosen, why = POLICIES[settings.policy](candidates, waits, settings, turn)
     return ModelChoice(chosen.model, why, waits, unmeasured)
+
+
+def scores_decide(candidates: Sequence[Candidate], settings: ModelChoiceSettings) -> bool:
+    """Whether there are scores that would change who of `candidates` is chosen, busy as they are. Reads none."""
+    if len(candidates) == 1 or not settings.reads_scores:
+        return False
+    return len(CONTENDERS[settings.policy](candidates, _waits(candidates)[0], settings)) > 1
+
+
+def _waits(candidates: Sequence[Candidate]) -> tuple[Mapping[str, float], tuple[str, ...]]:
+    """L[m] by model, and those whose cost is not known: see ModelChoice."""
+    unmeasured = tuple(one.model for one in candidates if one.decode_s_per_token is None)
+    return {one.model: _wait(one, measured=not unmeasured) for one in candidates}, unmeasured
 
 
 def _wait(candidate: Candidate, *, measured: bool) -> float:
@@ -96,16 +108,23 @@ def chimera(
     """The highest score within the latency slack and above the score margin (lines 12 to 22); without scores, the load.
 
     The paper's loop ends at the first model within the slack, whether its score suffices or not: those after it have
-    lower ones.
+    lower ones. Where only the fastest is within the slack, scores do not matter.
     """
-    fastest = _fastest(candidates, waits)
+    fastest, within = _fastest(candidates, waits), _within_slack(candidates, waits, settings)
+    if len(within) == 1:
+        return fastest, "fastest"
     if any(one.score is None for one in candidates):
         return fastest, "no_scores"
-    limit = (1 + settings.latency_slack) * waits[fastest.model] + settings.slack_s
-    best = next(one for one in _by_score(candidates) if waits[one.model] <= limit)
+    best = _by_score(within)[0]
     if best is not fastest and _score(best) >= _score(fastest) + settings.score_margin:
         return best, "better"
     return fastest, "fastest"
+
+
+def _within_slack(candidates: Sequence[Candidate], waits: Waits, settings: ModelChoiceSettings) -> Sequence[Candidate]:
+    """Line 18; the fastest is among them."""
+    limit = (1 + settings.latency_slack) * min(waits.values()) + settings.slack_s
+    return [one for one in candidates if waits[one.model] <= limit]
 
 
 def worth(
@@ -159,6 +178,19 @@ POLICIES: Mapping[str, Policy] = {
     "round_robin": round_robin,
     "best_score": best_score,
 }
+
+
+Contenders = Callable[[Sequence[Candidate], Waits, ModelChoiceSettings], Sequence[Candidate]]
+
+
+def _all(candidates: Sequence[Candidate], _waits: Waits, _settings: ModelChoiceSettings) -> Sequence[Candidate]:
+    return candidates
+
+
+CONTENDERS: Mapping[str, Contenders] = {"chimera": _within_slack, "worth": _all, "best_score": _all}
+"""Of the policies that read scores: those of the candidates that some scores would make the choice. Whoever is not
+here is told none.
+"""
 
 
 def _fastest(candidates: Sequence[Candidate], waits: Waits) -> Candidate:

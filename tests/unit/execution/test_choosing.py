@@ -57,7 +57,7 @@ async def test_agents_with_the_same_candidates_share_one_choice_and_one_score() 
         "check": "medium",
     }
     assert [event.agents for event in events.of(ModelChosen)] == [("plan", "solve"), ("check",)]
-    assert [(one.stage, one.scored) for one in predictor.asked] == [("1", True), ("2", False), ("3", True)]
+    assert [(one.stage, one.scored) for one in predictor.asked] == [("1", True), ("2", False), ("3", False)]
 
 
 async def test_without_a_predictor_requests_spread_over_the_models_by_what_is_in_flight() -> None:
@@ -95,6 +95,19 @@ async def test_policies_that_do_not_read_scores_ask_for_none() -> None:
     moa = ChoosingMoa(predictor, Auto(("small", "large"), ModelChoiceSettings("round_robin")))
     await moa.executor.run(PLAIN, ask(), lambda _: None)
     assert [one.scored for one in predictor.asked] == [False]
+
+
+async def test_scores_are_asked_for_only_while_another_model_is_within_the_slack() -> None:
+    gates, predictor = Gates(AUTO), ToldPredictor(scores=LARGE.scores, own_tokens={"small": 7.0, "large": 9.0})
+    moa, events = ChoosingMoa(predictor, Auto(("small", "large")), pace=gates.pace), Recorder()
+    running = []
+    for run_id in ("first", "second"):
+        running.append(asyncio.create_task(moa.executor.run(PLAIN, ask(run_id=run_id), events.emit)))
+        await gates.until_waiting(len(running))
+    assert [one.scored for one in predictor.asked] == [True, False], "large is busy, small is idle: nothing is slack"
+    assert [(one.model, one.why) for one in events.of(ModelChosen)] == [("large", "better"), ("small", "fastest")]
+    gates.open(AUTO)
+    await asyncio.gather(*running)
 
 
 async def test_learned_lengths_reach_the_engines_hints() -> None:

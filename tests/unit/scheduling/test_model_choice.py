@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.scheduling import model_choice
-from shell_router.scheduling.model_choice import Candidate, ModelChoiceSettings, choose_model
+from shell_router.scheduling.model_choice import Candidate, ModelChoiceSettings, choose_model, scores_decide
 
 
 def small(tokens: float = 0.0, score: float | None = 0.5, cost: float | None = 0.01) -> Candidate:
@@ -51,7 +51,7 @@ def test_the_first_model_within_the_slack_ends_the_search() -> None:
 
 def test_without_all_scores_the_load_alone_decides() -> None:
     for policy in ("chimera", "worth", "best_score"):
-        choice = choose_model([small(1000), large(score=None)], ModelChoiceSettings(policy=policy))
+        choice = choose_model([small(1000), large(240, score=None)], ModelChoiceSettings(policy=policy))
         assert (choice.model, choice.why) == ("large", "no_scores")
 
 
@@ -113,6 +113,39 @@ def test_chimera_is_the_papers_algorithm(seed: int, slack: float, margin: float)
     ]
     settings = ModelChoiceSettings("chimera", slack, margin)
     assert choose_model(candidates, settings).model == algorithm_1(candidates, slack, margin)
+
+
+@pytest.mark.parametrize(
+    ("settings", "decide"),
+    [
+        (ModelChoiceSettings(latency_slack=0.9), False),
+        (ModelChoiceSettings(latency_slack=1.0), True),
+        (ModelChoiceSettings(latency_slack=0.0, slack_s=1.0), True),
+        (ModelChoiceSettings("worth", answer_worth_s=0.001), True),
+        (ModelChoiceSettings("best_score"), True),
+        (ModelChoiceSettings("least_loaded"), False),
+        (ModelChoiceSettings("round_robin"), False),
+    ],
+)
+def test_scores_decide_where_another_model_may_be_waited_for(settings: ModelChoiceSettings, decide: bool) -> None:
+    assert scores_decide([small(1000, score=None), large(500, score=None)], settings) == decide
+    assert not scores_decide([small(score=None)], settings)
+
+
+@given(st.integers(), st.floats(0, 3), st.floats(0, 2))
+def test_where_scores_do_not_decide_all_scores_give_the_choice_that_none_gives(
+    seed: int, slack: float, slack_s: float
+) -> None:
+    rng = random.Random(seed)
+    candidates = [
+        Candidate(str(number), None, rng.uniform(0, 100), rng.choice((None, 0.01, 0.1)), 1)
+        for number in range(rng.randint(1, 4))
+    ]
+    settings = ModelChoiceSettings("chimera", slack, 0.0, slack_s)
+    chosen = {choose_model(candidates, settings).model}
+    for _ in range(20):
+        chosen.add(choose_model([replace(one, score=rng.random()) for one in candidates], settings).model)
+    assert scores_decide(candidates, settings) or len(chosen) == 1
 
 
 IMPOSSIBLE: tuple[dict[str, float], ...] = (
