@@ -1,6 +1,6 @@
 """`auto` under load on real engines: more accurate than the small model alone, and faster than the large one alone?
 
-    python benchmarks/auto.py [--questions N] [--clients N] [--slacks S ...] [--shared] [--json]
+    python benchmarks/auto.py [--questions N] [--clients N] [--slacks S ...] [--all-scored] [--shared] [--json]
 
 The three tiny models, each on an embedded pair of this machine, and the predictors in models/routing answer test
 questions that neither models nor predictors were trained on. So many clients each ask the next question when they have
@@ -16,8 +16,10 @@ with --shared all run on all cores.
     auto, slack S          Chimera's Algorithm 1 with the latency slack S
     worth S s              our own: score less wait, where S seconds make up for a right answer
 
-Latency is what a client waited, with the choice and its predictions in it; `choice_ms` is that part. Intervals are of
-95 %: Wilson's for shares, and for the mean latency that of a normal distribution over blocks of questions.
+Latency is what a client waited, with the choice and its predictions in it; `choice_ms` is that part, `scored_pct` the
+share of choices for which scores were asked. With --all-scored every slack runs again with scores asked for all, though
+they cannot change the choice. Intervals are of 95 %: Wilson's for shares, and for the mean latency that of a normal
+distribution over blocks of questions.
 """
 
 import argparse
@@ -31,7 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from report import Row, report
@@ -42,7 +44,7 @@ from shell_router.core.events import Degraded, Event, ModelChosen
 from shell_router.core.grading import grader_of, is_right
 from shell_router.core.intervals import Z95, paired_difference, quantile, wilson
 from shell_router.core.model import ServedModel
-from shell_router.core.prediction import Predictor
+from shell_router.core.prediction import Forecasts, Predictor, Prospect
 from shell_router.execution import Auto, Executor, MoaRequest, ModelChooser, ModelFigures
 from shell_router.scheduling.model_choice import ModelChoiceSettings
 from shell_router.topology import AUTO, Agent, Topology
@@ -79,6 +81,7 @@ class Setting:
     right: dict[int, bool] = field(default_factory=dict)
     chosen: Counter[str] = field(default_factory=Counter)
     choice_s: list[float] = field(default_factory=list)
+    scored: int = 0
     unpredicted: int = 0
     took_s: float = 0.0
 
@@ -86,7 +89,19 @@ class Setting:
         """Count what a run tells."""
         if isinstance(event, ModelChosen):
             self.choice_s.append(event.at_s - event.started_s)
+            self.scored += bool(event.scores)
         self.unpredicted += isinstance(event, Degraded)
+
+
+@dataclass(frozen=True, slots=True)
+class AlwaysScored:
+    """See `core.prediction.Predictor`: tells scores, whether they are wanted or not."""
+
+    predictor: Predictor
+
+    async def forecast(self, prospects: Sequence[Prospect]) -> Forecasts:
+        """As the predictor does."""
+        return await self.predictor.forecast([replace(one, scored=True) for one in prospects])
 
 
 async def main() -> None:
@@ -97,13 +112,16 @@ async def main() -> None:
     parser.add_argument("--clients", type=int, default=64, help="questions under way (default 64)")
     parser.add_argument("--slacks", type=float, nargs="+", default=[0.0, 1.0, 4.0], metavar="S")
     parser.add_argument("--worths", type=float, nargs="+", default=[1.0, 2.0, 4.0], metavar="S")
+    parser.add_argument("--all-scored", action="store_true", help="the slacks also with scores for every choice")
     parser.add_argument("--shared", action="store_true", help="all engines on all cores")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
     questions = read_questions(options.questions)
     async with AsyncExitStack() as stack:
         served, predictor = await started(stack, shared=options.shared)
-        settings = await settings_of(served, predictor, options.slacks, options.worths, options.clients)
+        settings = await settings_of(
+            served, predictor, options.slacks, options.worths, options.clients, all_scored=options.all_scored
+        )
         for block, first in enumerate(range(0, len(questions), options.block)):
             part = dict(enumerate(questions[first : first + options.block], start=first))
             for setting in rotated(settings, block):
@@ -151,6 +169,8 @@ async def settings_of(
     slacks: Sequence[float],
     worths: Sequence[float],
     clients: int,
+    *,
+    all_scored: bool,
 ) -> list[Setting]:
     """All settings. What a token costs is measured first, each model alone under the same load, and then fixed."""
     figures = {}
@@ -160,15 +180,19 @@ async def settings_of(
         await ask_all(alone, dict(enumerate(read_questions(WARM_UP))), clients)
         figures[name] = ModelFigures(32, chooser.pace.token_s(name))
 
-    def choosing(name: str, settings: ModelChoiceSettings) -> Setting:
+    def choosing(name: str, settings: ModelChoiceSettings, asked: Predictor = predictor) -> Setting:
         auto = Auto(MODELS, settings, figures)
-        return setting_of(name, plain(AUTO), served, ModelChooser(served, auto, predictor, clock=time.monotonic))
+        return setting_of(name, plain(AUTO), served, ModelChooser(served, auto, asked, clock=time.monotonic))
+
+    slack = {one: ModelChoiceSettings("chimera", one) for one in slacks}
+    told = AlwaysScored(predictor)
 
     return [
         *(setting_of(name, plain(name), served, ModelChooser(served, clock=time.monotonic)) for name in MODELS),
         choosing("round robin", ModelChoiceSettings("round_robin")),
         choosing("least loaded", ModelChoiceSettings("least_loaded")),
-        *(choosing(f"auto, slack {slack:g}", ModelChoiceSettings("chimera", slack)) for slack in slacks),
+        *(choosing(f"auto, slack {one:g}", choice) for one, choice in slack.items()),
+        *(choosing(f"slack {one:g}, all scored", choice, told) for one, choice in slack.items() if all_scored),
         *(choosing(f"worth {worth:g} s", ModelChoiceSettings("worth", answer_worth_s=worth)) for worth in worths),
         choosing("best score", ModelChoiceSettings("best_score")),
     ]
@@ -237,6 +261,7 @@ def row_of(setting: Setting, settings: Sequence[Setting]) -> Row:
         "answers_per_s": len(latencies_s) / setting.took_s,
         "small/medium/large": "/".join(f"{100 * setting.chosen[name] / len(latencies_s):.0f}" for name in MODELS),
         "choice_ms": 1000 * statistics.fmean(setting.choice_s) if setting.choice_s else None,
+        "scored_pct": 100 * setting.scored / len(setting.choice_s) if setting.choice_s else None,
         "unpredicted": setting.unpredicted,
     }
 

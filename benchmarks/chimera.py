@@ -1,14 +1,15 @@
 """Chimera's main result in virtual time: latency and score of workflows on models of several sizes, one A6000 each.
 
-    python benchmarks/chimera.py [--table NAME ...] [--tasks N] [--per-s R ...] [--seed N] [--picture FILE] [--json]
+    python benchmarks/chimera.py [--table NAME ...] [--data NAME ...] [--tasks N] [--seeds N] [--per-s R ...] [--json]
 
     latency   end-to-end latency per token and score, by policy, beside vLLM's and the paper's figures
     oracle    the same with the true lengths, with the true outcomes, and with both
     decision  what one choice costs this machine, real time, with requests in flight
 
 Engines cost what a roofline of the A6000 says (configs/engines/a6000.yaml). Workflows have one, two or four stages, as
-users choose; lengths are those of MATH in section 4.1, scores those of Qwen2.5's report; how both hang together is
-assumed (choosing/tasks.py). Predictors are blurred until they are as good as the paper's (its tables 2 and 3, shown).
+users choose; lengths are those of MATH and APPS in section 4.1, scores those of Qwen2.5's report for MATH, and assumed
+for APPS; how lengths and scores hang together is assumed (choosing/tasks.py). Predictors are blurred until they are as
+good as the paper's (its tables 2 and 3, shown). Figures are means over the seeds, and their least and greatest.
 
     vLLM              fewest unfinished stages, first come, first served
     MLFQ              the same, the program that was served least first (nothing that runs is interrupted)
@@ -26,12 +27,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from choosing.picture import Point, draw
 from choosing.predicting import Blur, Foreseen
-from choosing.tasks import MATH, Task, tasks
+from choosing.settings import DATA, FLEETS, oracles, policies
+from choosing.tasks import tasks
 from choosing.world import Outcome, Policy, run
 from report import Row, report
 
@@ -43,53 +45,16 @@ from shell_router.simulation.settings import load_profiles
 
 ROOT = Path(__file__).parents[1]
 PROFILES = ROOT / "configs/engines/a6000.yaml"
-FLEETS = {
-    "Qwen1.5+7B": ("qwen2.5-1.5b", "qwen2.5-7b"),
-    "Qwen1.5+14B": ("qwen2.5-1.5b", "qwen2.5-14b"),
-    "Qwen1.5+3+14B": ("qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-14b"),
-}
-PAPER = {
-    "Qwen1.5+7B": "2.5x, +2.2",
-    "Qwen1.5+14B": "2.1x, +5.0",
-    "Qwen1.5+3+14B": "2.1x, +1.6",
-}
-"""Chimera over vLLM on MATH, section 4.3: speed-up, and points of score."""
-PREDICTED = Blur(scores=2.0, lengths=0.6, cost_s=0.02)
-"""As good as the paper's predictors, and as slow as this router's on a busy CPU."""
-COUNTED = Blur(scores=None, flat=True)
-SLACKS = (0.0, 1.0, 2.0, 4.0)
-WORTHS = (10.0, 40.0, 160.0)
-
-POLICIES = {
-    "vLLM": Policy(ModelChoiceSettings("least_loaded"), "fcfs", COUNTED),
-    "MLFQ": Policy(ModelChoiceSettings("least_loaded"), "least_attained", COUNTED, by_program=True),
-    "LTR": Policy(ModelChoiceSettings("least_loaded"), "shortest_total", replace(PREDICTED, scores=None, whole=False)),
-    "vLLM (STJF)": Policy(ModelChoiceSettings("least_loaded"), "shortest_total", Blur(scores=None)),
-    **{f"Chimera, slack {s:g}": Policy(ModelChoiceSettings("chimera", s), "shortest_total", PREDICTED) for s in SLACKS},
-    **{
-        f"worth, {s:g} s": Policy(ModelChoiceSettings("worth", answer_worth_s=s), "shortest_total", PREDICTED)
-        for s in WORTHS
-    },
-    "best score": Policy(ModelChoiceSettings("best_score"), "shortest_total", PREDICTED),
-}
-ORACLES = {
-    "Chimera, slack 1": POLICIES["Chimera, slack 1"],
-    "oracle lengths": Policy(ModelChoiceSettings("chimera"), "shortest_total", replace(PREDICTED, lengths=0.0)),
-    "oracle router": Policy(ModelChoiceSettings("chimera"), "shortest_total", replace(PREDICTED, oracle_scores=True)),
-    "oracle both": Policy(
-        ModelChoiceSettings("chimera"), "shortest_total", replace(PREDICTED, lengths=0.0, oracle_scores=True)
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What is run, and how much of it."""
+    """What is run, and how much of it; `points` are for the picture."""
 
+    data: Sequence[str]
     tasks: int
     per_s: Sequence[float]
-    seed: int
-    picture: Path | None
+    seeds: int
     points: dict[str, dict[str, list[Point]]]
 
 
@@ -97,13 +62,14 @@ def main() -> None:
     """Print the tables that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", choices=TABLES, nargs="+", default=list(TABLES), metavar="NAME")
-    parser.add_argument("--tasks", type=int, default=500, help="workflows per row (default 500)")
-    parser.add_argument("--per-s", type=float, nargs="+", default=[8.0, 16.0, 32.0], metavar="R", help="arrivals")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tasks", type=int, default=400, help="workflows per run (default 400)")
+    parser.add_argument("--per-s", type=float, nargs="+", default=[16.0, 32.0], metavar="R", help="arrivals")
+    parser.add_argument("--data", choices=DATA, nargs="+", default=list(DATA), metavar="NAME", help="MATH, APPS")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="score against latency, as SVG")
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
     options = parser.parse_args()
-    bench = Bench(options.tasks, options.per_s, options.seed, options.picture, {})
+    bench = Bench(options.data, options.tasks, options.per_s, options.seeds, {})
     for name in options.table:
         title, rows, simulated = TABLES[name]
         engine = "an A6000 per model by roofline, Qwen2.5" if simulated else "no engine"
@@ -113,26 +79,48 @@ def main() -> None:
 
 
 def latency_rows(bench: Bench) -> list[Row]:
-    """All fleets, rates and policies."""
-    return [row for fleet in FLEETS for per_s in bench.per_s for row in _rows(bench, fleet, per_s, POLICIES)]
+    """All data sets, fleets, rates and policies."""
+    return _tables(bench, list(FLEETS), policies)
 
 
 def oracle_rows(bench: Bench) -> list[Row]:
     """The two fleets of the paper's figure 7."""
-    fleets = list(FLEETS)[:2]
-    return [row for fleet in fleets for per_s in bench.per_s for row in _rows(bench, fleet, per_s, ORACLES)]
+    return _tables(bench, list(FLEETS)[:2], oracles)
 
 
-def _rows(bench: Bench, fleet: str, per_s: float, policies: Mapping[str, Policy]) -> list[Row]:
-    asked = tasks(bench.tasks, FLEETS[fleet], bench.seed)
-    outcomes = {name: run(one, asked, costs_of(fleet), per_s, bench.seed) for name, one in policies.items()}
-    if policies is POLICIES:
-        panel = bench.points.setdefault(f"{fleet}, {per_s:g} a second", {})
-        for name, one in outcomes.items():
-            family = name.split(",")[0]
-            panel.setdefault(family, []).append((100 * statistics.fmean(one.right), one.ms_per_token))
+def _tables(bench: Bench, fleets: Sequence[str], compared: Callable[[Blur], Mapping[str, Policy]]) -> list[Row]:
+    return [
+        row
+        for data in bench.data
+        for fleet in fleets
+        for per_s in bench.per_s
+        for row in _rows(bench, data, fleet, per_s, compared(DATA[data].blur))
+    ]
+
+
+def _rows(bench: Bench, data: str, fleet: str, per_s: float, compared: Mapping[str, Policy]) -> list[Row]:
+    costs = costs_of(fleet)
+    abilities = {name: DATA[data].abilities[name] for name in FLEETS[fleet]}
+    asked = [tasks(bench.tasks, abilities, seed) for seed in range(bench.seeds)]
+    outcomes = {
+        name: [run(one, asked[seed], costs, per_s, seed) for seed in range(bench.seeds)]
+        for name, one in compared.items()
+    }
+    if "vLLM" in compared:
+        panel = bench.points.setdefault(f"{data}, {fleet}, {per_s:g} a second", {})
+        for name, runs in outcomes.items():
+            point = (statistics.fmean(map(right_pct, runs)), statistics.fmean(one.ms_per_token for one in runs))
+            panel.setdefault(name.split(",")[0], []).append(point)
     first = next(iter(outcomes.values()))
-    return [_row(fleet, per_s, name, one, first, asked) for name, one in outcomes.items()]
+    place = {"data": data, "models": fleet, "per_s": per_s}
+    return [
+        {**place, "policy": name, **_figures(runs, first, FLEETS[fleet][0]), "paper": _paper(data, fleet, name)}
+        for name, runs in outcomes.items()
+    ]
+
+
+def _paper(data: str, fleet: str, policy: str) -> str:
+    return DATA[data].paper[fleet] if policy == "Chimera, slack 1" else ""
 
 
 def costs_of(fleet: str) -> dict[str, PairCosts]:
@@ -141,22 +129,30 @@ def costs_of(fleet: str) -> dict[str, PairCosts]:
     return {name: profiles.models[name].costs(profiles.gpus) for name in FLEETS[fleet]}
 
 
-def _row(fleet: str, per_s: float, name: str, one: Outcome, first: Outcome, asked: Sequence[Task]) -> Row:
-    right = wilson(statistics.fmean(one.right), len(one.right))
+def right_pct(run: Outcome) -> float:
+    """Right answers in percent."""
+    return 100 * statistics.fmean(run.right)
+
+
+def _figures(runs: Sequence[Outcome], first: Sequence[Outcome], smallest: str) -> Row:
+    """Means over the runs; ratios and differences are to the first policy's run of the same seed."""
+    faster = [other.ms_per_token / one.ms_per_token for one, other in zip(runs, first, strict=True)]
+    points = [right_pct(one) - right_pct(other) for one, other in zip(runs, first, strict=True)]
+    answers = [answer for one in runs for answer in one.right]
+    seconds = [took_s for one in runs for took_s in one.seconds]
+    right = wilson(statistics.fmean(answers), len(answers))
     return {
-        "models": fleet,
-        "per_s": per_s,
-        "policy": name,
-        "ms_per_token": one.ms_per_token,
-        "speedup": first.ms_per_token / one.ms_per_token,
+        "ms_per_token": statistics.fmean(one.ms_per_token for one in runs),
+        "speedup": statistics.fmean(faster),
+        "speedups": f"{min(faster):.2f} to {max(faster):.2f}",
         "right_pct": 100 * right.value,
         "interval": f"{100 * right.low:.0f}-{100 * right.high:.0f}",
-        "points": 100 * (right.value - statistics.fmean(first.right)),
-        "mean_s": statistics.fmean(one.seconds),
-        "p95_s": quantile(one.seconds, 0.95),
-        "smallest_pct": 100 * one.models[FLEETS[fleet][0]] / len(asked),
-        "choice_pct": 100 * statistics.fmean(one.choice_s) / statistics.fmean(one.seconds),
-        "paper": PAPER[fleet] if name.startswith("Chimera, slack 1") else "",
+        "points": round(statistics.fmean(points), 3),
+        "all points": f"{min(points):+.1f} to {max(points):+.1f}",
+        "mean_s": statistics.fmean(seconds),
+        "p95_s": quantile(seconds, 0.95),
+        "smallest_pct": 100 * sum(one.models[smallest] for one in runs) / len(answers),
+        "choice_pct": 100 * statistics.fmean(took for one in runs for took in one.choice_s) / statistics.fmean(seconds),
     }
 
 
@@ -164,7 +160,7 @@ def decision_rows(bench: Bench) -> list[Row]:
     """Real time of one choice among so many models."""
     rows = []
     for models in (2, 3, 64):
-        draws = random.Random(bench.seed)
+        draws = random.Random(0)
         took_us = []
         for _ in range(max(200, bench.tasks)):
             found = [
@@ -180,31 +176,31 @@ def decision_rows(bench: Bench) -> list[Row]:
 
 def predictor_rows(bench: Bench) -> list[Row]:
     """How good the blurred predictors are, beside the paper's."""
-    names = tuple(MATH)
-    asked = tasks(max(500, bench.tasks), names, bench.seed)
-    foreseen = Foreseen(asked, PREDICTED, bench.seed)
-    rows = []
-    for name in names:
+    return [row for data in bench.data for row in _predictors(data, max(500, bench.tasks))]
+
+
+def _predictors(data: str, count: int) -> list[Row]:
+    found, rows = DATA[data], []
+    asked = tasks(count, found.abilities, 0)
+    foreseen = Foreseen(asked, found.blur, 0)
+    for name in found.abilities:
         told = [foreseen.lengths(number, task, name, 1)[1] for number, task in enumerate(asked)]
         true = [float(sum(task.tokens[name])) for task in asked]
         scores = [foreseen.scores(number, task, (name,))[name] for number, task in enumerate(asked)]
         rows.append(
             {
+                "data": data,
                 "model": name,
                 "right_pct": 100 * statistics.fmean(task.right[name] for task in asked),
                 "tokens_mean": statistics.fmean(true),
                 "tokens_deviation": statistics.stdev(true),
                 "kendall_distance": kendall_distance(told, true),
-                "paper_distance": PAPER_DISTANCE[name],
+                "paper_distance": found.distance[name],
                 "average_precision": average_precision(scores, [task.right[name] for task in asked]),
-                "paper_macro_precision": 0.740,
+                "paper_macro_precision": found.precision,
             }
         )
     return rows
-
-
-PAPER_DISTANCE = {"qwen2.5-1.5b": 0.146, "qwen2.5-3b": 0.195, "qwen2.5-7b": 0.185, "qwen2.5-14b": 0.222}
-"""Table 3, MATH."""
 
 
 def average_precision(scores: Sequence[float], right: Sequence[bool]) -> float:
@@ -221,7 +217,7 @@ def average_precision(scores: Sequence[float], right: Sequence[bool]) -> float:
 Rows = Callable[[Bench], list[Row]]
 TABLES: Mapping[str, tuple[str, Rows, bool]] = {
     "predictors": ("Chimera: how good the predictors are that were assumed", predictor_rows, True),
-    "latency": ("Chimera: latency and score of workflows, MATH", latency_rows, True),
+    "latency": ("Chimera: latency and score of workflows", latency_rows, True),
     "oracle": ("Chimera: with oracles", oracle_rows, True),
     "decision": ("Chimera: one choice, microseconds", decision_rows, False),
 }

@@ -6,8 +6,9 @@
     scaled       the same at higher rates: the highest is where round robin's 99th percentile of TTFT is 4.9 s, as the
                  paper's is at 1.4 a second, the others 1.0 / 1.4 and 1.2 / 1.4 of it
     lengths      the highest of these by distribution, beside the paper's figures at 1.4 a second
-    room         the highest rate, before engines that let requests in by their prompts and take KV back where it runs
-                 out, as vLLM does (all other tables), and before such that claim all that will be written
+    room         the highest rate, by what engines do where KV runs out: claim all that will be written, or let requests
+                 in by their prompts and take some back, as vLLM does (all other tables); then vLLM's scheduler step by
+                 step, and that of engines that make their steps together, as with expert parallelism
     prefixes     users who talk: prompts found in prefix caches
     decisions    what a decision costs, by this machine's clock, which is not simulated
     fairness     ten users, one of whom asks five times as often: tokens each was served, by Jain's index
@@ -28,7 +29,7 @@ from balancing.conversations import conversations
 from balancing.decisions import decision_rows
 from balancing.engines import VLLM_RESERVES, costs
 from balancing.lengths import PROMPTS, Request, from_burstgpt, requests
-from balancing.serving import Served, served
+from balancing.serving import Kind, Served, served
 from balancing.settings import Setting, scheduling, settings
 from report import Row, report
 
@@ -55,6 +56,7 @@ class Bench:
     decisions: int
     pool: Sequence[tuple[int, int]]
     reserved_tokens: int | None = VLLM_RESERVES
+    kind: Kind = "shared"
     found: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -74,7 +76,13 @@ class Bench:
     def figures(self, setting: Setting, distribution: str, per_s: float) -> np.ndarray:
         """See `_figures`; means over the seeds."""
         runs = [
-            served(self.asked(distribution, per_s, seed), self.costs, setting.scheduling, known=setting.known)
+            served(
+                self.asked(distribution, per_s, seed),
+                self.costs,
+                setting.scheduling,
+                kind=self.kind,
+                known=setting.known,
+            )
             for seed in range(self.seeds)
         ]
         return np.mean([_figures(run) for run in runs], axis=0)
@@ -185,7 +193,12 @@ def lengths(bench: Bench) -> list[Row]:
 
 def room(bench: Bench) -> list[Row]:
     """By what engines do where KV runs out: means over the distributions, and of the changes on each of them."""
-    kinds = {"take KV back": bench, "claim all of it": replace(bench, reserved_tokens=None, found={})}
+    kinds = {
+        "claim KV": replace(bench, reserved_tokens=None, found={}),
+        "take it back": bench,
+        "step by step": replace(bench, kind="stepped", found={}),
+        "all in step": replace(bench, kind="in step", found={}),
+    }
     rows = []
     for kind, engines in kinds.items():
         rates = {name: engines.saturating(name) for name in PROMPTS}

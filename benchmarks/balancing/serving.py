@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from balancing.lengths import Request
+from balancing.stepped import Together
 from shell_router.core.generation import Finish, Generation
 from shell_router.core.hints import Hints
 from shell_router.engines.simulated import PairCosts, Processor, SimulatedPair, Written
@@ -12,7 +14,10 @@ from shell_router.scheduling.settings import SchedulingSettings
 from shell_router.simulation.fleet import Fleet
 from shell_router.simulation.virtual_time import run_virtual
 
+ENGINES = 2
 EVENT_TOKENS = 16
+Kind = Literal["shared", "stepped", "in step"]
+"""How an engine prefills beside decoding: on a GPU that both share evenly, or step by step, alone or all together."""
 _FILLER = tuple(range(1 << 14))
 
 
@@ -31,7 +36,6 @@ class Served:
     cached_tokens: int = 0
     ended: list[tuple[float, str, int]] = field(default_factory=list)
     elapsed_s: float = 0.0
-    busy: float = 0.0
     taken_back: int = 0
 
 
@@ -40,15 +44,15 @@ def served(
     costs: PairCosts,
     scheduling: SchedulingSettings,
     *,
-    engines: int = 2,
+    kind: Kind = "shared",
     known: bool = False,
 ) -> Served:
-    """Serve them all. With `known` the length of every output is known beforehand."""
-    return run_virtual(_served(requests, costs, scheduling, engines, known))
+    """Serve them all on two engines. With `known` the length of every output is known beforehand."""
+    return run_virtual(_served(requests, costs, scheduling, kind, known))
 
 
 async def _served(
-    requests: Sequence[Request], costs: PairCosts, scheduling: SchedulingSettings, engines: int, known: bool
+    requests: Sequence[Request], costs: PairCosts, scheduling: SchedulingSettings, kind: Kind, known: bool
 ) -> Served:
     loop, done = asyncio.get_running_loop(), Served()
     outputs = {f"r{number}": one.output for number, one in enumerate(requests)}
@@ -57,7 +61,8 @@ async def _served(
         ids = _FILLER[: outputs[request.rid]]
         return Written(("",) * len(ids), ids, 0.0)
 
-    pairs = [_engine(costs, write) for _ in range(engines)]
+    stepped = None if kind == "shared" else Together(costs, write, ENGINES, in_step=kind == "in step")
+    pairs = stepped.engines if stepped else [_engine(costs, write) for _ in range(ENGINES)]
     fleet = Fleet("qwen3-30b-a3b", pairs, scheduling)
 
     async def ask(number: int, one: Request) -> None:
@@ -78,13 +83,15 @@ async def _served(
                 done.prompt_tokens += item.prompt_tokens
                 done.cached_tokens += item.cached_tokens
 
-    async with fleet.followed():
+    async with fleet.followed(), asyncio.TaskGroup() as running:
+        steps = running.create_task(stepped.run()) if stepped else None
         async with asyncio.TaskGroup() as group:
             for number, one in enumerate(requests):
                 group.create_task(ask(number, one))
         done.elapsed_s = loop.time()
-    done.busy = sum(pair.prefilling.busy_s + pair.decoding.busy_s for pair in pairs) / engines / done.elapsed_s
-    done.taken_back = sum(pair.decoding.taken_back for pair in pairs)
+        if steps:
+            steps.cancel()
+    done.taken_back = sum(pair.taken_back if stepped else pair.decoding.taken_back for pair in pairs)
     return done
 
 

@@ -18,7 +18,7 @@ SHORT = {
     "auto": ("--questions", "8", "--block", "4", "--clients", "2", "--slacks", "1", "--worths", "1"),
     "agent_cache_cost": ("--rounds", "1", "--chunks", "50"),
     "batch": ("--rounds", "1", "--questions", "8", "--sizes", "2,4"),
-    "chimera": ("--tasks", "10", "--per-s", "8"),
+    "chimera": ("--tasks", "10", "--per-s", "8", "--seeds", "2"),
     "coserve": ("--images", "200", "--seeds", "1"),
     "early_exit_cost": ("--rounds", "1"),
     "expert_placement": ("--layers", "3", "--tokens", "400", "--gpus", "4", "--limit-s", "0.2"),
@@ -27,6 +27,7 @@ SHORT = {
     "mosaic": ("--rounds", "1", "--limit-s", "0.5"),
     "overlap": ("--rounds", "1", "--new-tokens", "8", "--question-tokens", "20"),
     "router_overhead": ("--quick",),
+    "under_load": ("--rounds", "1", "--requests", "12", "--policies", "scored", "--orders", "no queue"),
     "simulation_error": ("--rounds", "1", "--turns", "1", "--clients", "1", "--new-tokens", "16"),
 }
 LIMIT_S = 240.0

@@ -1,0 +1,124 @@
+"""Which engine and whose turn, on real engines near saturation: policies and orders on the same stream of requests.
+
+    python benchmarks/under_load.py [--rounds N] [--requests N] [--load SHARE] [--json]
+    python benchmarks/under_load.py --engine sglang
+
+Two embedded pairs of each of the tiny models, or two pairs of SGLang on the CPU that serve one tiny model. Ten users
+ask questions, go on with long chats, or have documents read, one of them four times as often as any other; requests
+come as a Poisson process at `--load` of what the engines answer when they are never idle. That is measured first. In
+every round all settings get the same stream, one after the other, another one first each time; no round finds another's
+prompts cached.
+
+    TTFT, TPOT     to the first token, and per token after it
+    latency        to the last token
+    fairness       Jain's index of how much slower than on idle engines each user's requests are: 1 is alike
+    errors         requests that were not answered
+
+Ratios are to `least_running` without a queue in the same round: the median, and the least and greatest of all rounds.
+With a queue an engine gets at most 8 requests at once.
+"""
+# ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loading.measure import Round
+    from report import Row
+
+TITLE = "Under load: which engine, and whose turn"
+AMOUNTS = {"embedded": (200, 3, 1.0), "sglang": (60, 2, 0.4)}
+"""Requests of a run, rounds, and what lengths are multiplied by; on a CPU, SGLang takes 20 ms per token."""
+CLIENTS = 32
+WRONG_INPUT = 2
+
+
+def main() -> int:
+    """Measure and print; 2 for an error that says what to do."""
+    options = parser().parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # `launch` is of this repository, not of the package
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the router's command does
+    import uvloop
+    from report import report
+
+    from shell_router.errors import ShellRouterError
+
+    try:
+        engine, rows = uvloop.run(measured(options))
+    except ShellRouterError as error:
+        print(f"under_load.py: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    report(TITLE, rows, engine=engine, simulated=False, as_json=options.json)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--engine", choices=AMOUNTS, default="embedded")
+    found.add_argument("--rounds", type=int, help="default 3, with --engine sglang 2")
+    found.add_argument("--requests", type=int, help="of a run (default 200, with --engine sglang 60)")
+    found.add_argument("--load", type=float, default=0.85, help="share of what the engines can do (default 0.85)")
+    found.add_argument("--policies", nargs="+", metavar="NAME", help="default all four")
+    found.add_argument("--orders", nargs="+", metavar="NAME", help="default: no queue, and three orders")
+    found.add_argument("--json", action="store_true", help="end with one JSON object")
+    return found
+
+
+async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
+    """What ran, in words, and one row per setting. SIGTERM stops all that was started."""
+    from loading.engines import EMBEDDED, SGLANG, embedded, sglang
+    from loading.measure import alone_s, capacity_per_s, run
+    from loading.settings import DEFAULT, ORDERS, POLICIES, settings
+    from loading.stream import alone, stream
+
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    count, rounds, scale = AMOUNTS[options.engine]
+    count, rounds = options.requests or count, options.rounds or rounds
+    models = EMBEDDED if options.engine == "embedded" else SGLANG
+    compared = settings(options.policies or POLICIES, options.orders or ORDERS)
+    found: dict[str, list[Round]] = {name: [] for name in compared}
+    async with (embedded if options.engine == "embedded" else sglang)() as engines:
+        async with engines.scheduled(compared[DEFAULT]) as pools:
+            unloaded = await alone_s(pools, alone(list(models), scale))
+            per_s = options.load * await capacity_per_s(pools, stream(count, models, scale, -1), CLIENTS, "capacity")
+        for turn in range(rounds):
+            asked, names = stream(count, models, scale, turn), list(compared)
+            first = turn * len(names) // rounds
+            for name in names[first:] + names[:first]:
+                async with engines.scheduled(compared[name]) as pools:
+                    found[name].append(await run(pools, asked, per_s, f"{turn} {name}", unloaded))
+    words = f"{engines.words}; {per_s:.3g} requests a second, {options.load:.0%} of what they answer"
+    return words, [row(name, runs, found[DEFAULT]) for name, runs in found.items()]
+
+
+def row(name: str, runs: "Sequence[Round]", default: "Sequence[Round]") -> "Row":
+    """Means over the rounds in milliseconds, and ratios to the default."""
+    figures, others = [one.figures for one in runs], [one.figures for one in default]
+    found: Row = {"setting": name}
+    for figure in figures[0]:
+        found[f"{figure} ms"] = 1e3 * statistics.fmean(one[figure] for one in figures)
+        found[f"{figure} ratio"] = spread(
+            [one[figure] / other[figure] for one, other in zip(figures, others, strict=True)]
+        )
+    found["fairness"] = statistics.fmean(one.fairness for one in runs)
+    found["errors"] = sum(len(one.errors) for one in runs)
+    return found
+
+
+def spread(ratios: "Sequence[float]") -> str:
+    """The median, and the least and greatest."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
