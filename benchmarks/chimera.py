@@ -62,7 +62,7 @@ def main() -> None:
     """Print the tables that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", choices=TABLES, nargs="+", default=list(TABLES), metavar="NAME")
-    parser.add_argument("--tasks", type=int, default=400, help="workflows per run (default 400)")
+    parser.add_argument("--tasks", type=int, default=300, help="workflows per run (default 300)")
     parser.add_argument("--per-s", type=float, nargs="+", default=[16.0, 32.0], metavar="R", help="arrivals")
     parser.add_argument("--data", choices=DATA, nargs="+", default=list(DATA), metavar="NAME", help="MATH, APPS")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")

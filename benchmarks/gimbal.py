@@ -7,8 +7,9 @@
                  paper's is at 1.4 a second, the others 1.0 / 1.4 and 1.2 / 1.4 of it
     lengths      the highest of these by distribution, beside the paper's figures at 1.4 a second
     room         the highest rate, by what engines do where KV runs out: claim all that will be written, or let requests
-                 in by their prompts and take some back, as vLLM does (all other tables); then vLLM's scheduler step by
-                 step, and that of engines that make their steps together, as with expert parallelism
+                 in by their prompts and take some back, with prefill and decode beside each other; then vLLM's
+                 scheduler step by step (all other tables but the next); and the same in step, as expert parallelism has
+                 it
     prefixes     users who talk: prompts found in prefix caches
     decisions    what a decision costs, by this machine's clock, which is not simulated
     fairness     ten users, one of whom asks five times as often: tokens each was served, by Jain's index
@@ -56,7 +57,7 @@ class Bench:
     decisions: int
     pool: Sequence[tuple[int, int]]
     reserved_tokens: int | None = VLLM_RESERVES
-    kind: Kind = "shared"
+    kind: Kind = "stepped"
     found: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -194,9 +195,9 @@ def lengths(bench: Bench) -> list[Row]:
 def room(bench: Bench) -> list[Row]:
     """By what engines do where KV runs out: means over the distributions, and of the changes on each of them."""
     kinds = {
-        "claim KV": replace(bench, reserved_tokens=None, found={}),
-        "take it back": bench,
-        "step by step": replace(bench, kind="stepped", found={}),
+        "claim KV": replace(bench, kind="shared", reserved_tokens=None, found={}),
+        "take it back": replace(bench, kind="shared", found={}),
+        "step by step": bench,
         "all in step": replace(bench, kind="in step", found={}),
     }
     rows = []
@@ -211,8 +212,10 @@ def room(bench: Bench) -> list[Row]:
             rows.append(
                 {
                     "engines": kind,
+                    "requests/s": f"{min(rates.values()):.2g} to {max(rates.values()):.2g}",
                     "setting": setting,
                     **_columns(found.mean(axis=0), change.mean(axis=0)),
+                    "TTFT changes": f"{change[:, 0].min():+.1%} to {change[:, 0].max():+.1%}",
                     "TPOT changes": f"{change[:, 2].min():+.1%} to {change[:, 2].max():+.1%}",
                     "taken back": float(found[:, 5].mean()),
                 }
@@ -257,7 +260,8 @@ def fairness(bench: Bench) -> list[Row]:
     asked = _unevenly(bench)
     rows = []
     for order in ORDERS:
-        run = served(asked, bench.costs, scheduling("scored", order, room=bench.room, share=0.95, age_s=600.0))
+        order_alone = scheduling("scored", order, room=bench.room, age_s=600.0)
+        run = served(asked, bench.costs, order_alone, kind=bench.kind)
         tokens = _tokens_by(run, WARM_S)
         shares = np.array([tokens.get(f"user-{user}", 0) for user in range(USERS)])
         jain = float(shares.sum() ** 2 / (len(shares) * (shares**2).sum())) if shares.any() else 0.0

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from report import Row
 
 TITLE = "Under load: which engine, and whose turn"
-AMOUNTS = {"embedded": (200, 3, 1.0), "sglang": (60, 2, 0.4)}
+AMOUNTS = {"embedded": (150, 3, 1.0), "sglang": (100, 3, 0.4)}
 """Requests of a run, rounds, and what lengths are multiplied by; on a CPU, SGLang takes 20 ms per token."""
 CLIENTS = 32
 WRONG_INPUT = 2
@@ -63,8 +63,8 @@ def parser() -> argparse.ArgumentParser:
     """All options."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--engine", choices=AMOUNTS, default="embedded")
-    found.add_argument("--rounds", type=int, help="default 3, with --engine sglang 2")
-    found.add_argument("--requests", type=int, help="of a run (default 200, with --engine sglang 60)")
+    found.add_argument("--rounds", type=int, help="default 3")
+    found.add_argument("--requests", type=int, help="of a run (default 150, with --engine sglang 100)")
     found.add_argument("--load", type=float, default=0.85, help="share of what the engines can do (default 0.85)")
     found.add_argument("--policies", nargs="+", metavar="NAME", help="default all four")
     found.add_argument("--orders", nargs="+", metavar="NAME", help="default: no queue, and three orders")

@@ -40,6 +40,6 @@ def settings(room: int) -> Mapping[str, Setting]:
         "SJFS": Setting(scheduling("round_robin", sjf, room=room, bind="arrival")),
         "DPLB+SJFS": Setting(scheduling("gimbal", sjf, room=room, bind="arrival")),
         "fewest requests": Setting(scheduling("least_running")),
-        "ours": Setting(scheduling("scored", sjf, room=room, share=0.95, age_s=10.0)),
-        "ours, lengths known": Setting(scheduling("scored", "shortest_total", room=room, age_s=10.0), known=True),
+        "ours": Setting(scheduling("scored", sjf, room=room)),
+        "ours, lengths known": Setting(scheduling("scored", "shortest_total", room=room, share=1.1), known=True),
     }
