@@ -6,16 +6,16 @@
 Two embedded pairs of each of the tiny models, or two pairs of SGLang on the CPU that serve one tiny model. Ten users
 ask questions, go on with long chats, or have documents read, one of them four times as often as any other; requests
 come as a Poisson process at `--load` of what the engines answer when they are never idle. That is measured first. In
-every round all settings get the same stream, one after the other, another one first each time; no round finds another's
-prompts cached.
+every round all settings get the same short stream, one after the other, another one first each time, since a machine's
+speed drifts; no round finds another's prompts cached.
 
     TTFT, TPOT     to the first token, and per token after it
     latency        to the last token
     fairness       Jain's index of how much slower than on idle engines each user's requests are: 1 is alike
     errors         requests that were not answered
 
-Ratios are to `least_running` without a queue in the same round: the median, and the least and greatest of all rounds.
-With a queue an engine gets at most 8 requests at once.
+Figures are of all rounds' requests. Ratios are to `least_running` without a queue in the same round: the median, and in
+brackets the middle half of the rounds. With a queue an engine gets at most 8 requests at once.
 """
 # ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
 
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from report import Row
 
 TITLE = "Under load: which engine, and whose turn"
-AMOUNTS = {"embedded": (150, 3, 1.0), "sglang": (100, 3, 0.4)}
+AMOUNTS = {"embedded": (40, 8, 1.0), "sglang": (40, 8, 0.4)}
 """Requests of a run, rounds, and what lengths are multiplied by; on a CPU, SGLang takes 20 ms per token."""
-CLIENTS = 32
+CLIENTS, TIMES = 32, 4
+"""Requests that are under way, and how many times those of a run are asked, to measure what the engines can do."""
 WRONG_INPUT = 2
 
 
@@ -63,11 +64,11 @@ def parser() -> argparse.ArgumentParser:
     """All options."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--engine", choices=AMOUNTS, default="embedded")
-    found.add_argument("--rounds", type=int, help="default 3")
-    found.add_argument("--requests", type=int, help="of a run (default 150, with --engine sglang 100)")
+    found.add_argument("--rounds", type=int, help="default 8")
+    found.add_argument("--requests", type=int, help="of a run (default 40)")
     found.add_argument("--load", type=float, default=0.85, help="share of what the engines can do (default 0.85)")
     found.add_argument("--policies", nargs="+", metavar="NAME", help="default all four")
-    found.add_argument("--orders", nargs="+", metavar="NAME", help="default: no queue, and three orders")
+    found.add_argument("--orders", nargs="+", metavar="NAME", help="default: no queue and shortest_prefill")
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     return found
 
@@ -90,7 +91,9 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     async with (embedded if options.engine == "embedded" else sglang)() as engines:
         async with engines.scheduled(compared[DEFAULT]) as pools:
             unloaded = await alone_s(pools, alone(list(models), scale))
-            per_s = options.load * await capacity_per_s(pools, stream(count, models, scale, -1), CLIENTS, "capacity")
+            per_s = options.load * await capacity_per_s(
+                pools, stream(TIMES * count, models, scale, -1), CLIENTS, "capacity"
+            )
         for turn in range(rounds):
             asked, names = stream(count, models, scale, turn), list(compared)
             first = turn * len(names) // rounds
@@ -102,22 +105,26 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
 
 
 def row(name: str, runs: "Sequence[Round]", default: "Sequence[Round]") -> "Row":
-    """Means over the rounds in milliseconds, and ratios to the default."""
-    figures, others = [one.figures for one in runs], [one.figures for one in default]
+    """Milliseconds of all the setting's requests, and ratios to the default: by round, but for 99th percentiles."""
+    from loading.measure import merged
+
+    pooled, usual = merged(runs), merged(default)
     found: Row = {"setting": name}
-    for figure in figures[0]:
-        found[f"{figure} ms"] = 1e3 * statistics.fmean(one[figure] for one in figures)
-        found[f"{figure} ratio"] = spread(
-            [one[figure] / other[figure] for one, other in zip(figures, others, strict=True)]
-        )
-    found["fairness"] = statistics.fmean(one.fairness for one in runs)
-    found["errors"] = sum(len(one.errors) for one in runs)
+    for figure, value in pooled.figures.items():
+        ratios = [one.figures[figure] / other.figures[figure] for one, other in zip(runs, default, strict=True)]
+        found[f"{figure} ms"] = 1e3 * value
+        found[f"{figure} ratio"] = f"{value / usual.figures[figure]:.2f}" if "p99" in figure else spread(ratios)
+    found["fairness"] = pooled.fairness
+    found["errors"] = len(pooled.errors)
     return found
 
 
 def spread(ratios: "Sequence[float]") -> str:
-    """The median, and the least and greatest."""
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    """The median, and the middle half."""
+    from shell_router.core.intervals import quantile
+
+    low, high = (quantile(ratios, share) for share in (0.25, 0.75))
+    return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ class Round:
             "TTFT p99": quantile(self.ttft_s, 0.99),
             "TPOT": statistics.fmean(self.tpot_s),
             "latency": statistics.fmean(self.total_s),
-            "latency p99": quantile(self.total_s, 0.99),
         }
 
     @property
@@ -44,6 +43,19 @@ class Round:
         """Jain's index of how much slower than alone each user's requests are, in the mean: 1 where all alike."""
         means = [statistics.fmean(found) for found in self.slowdowns.values()]
         return sum(means) ** 2 / (len(means) * sum(mean**2 for mean in means))
+
+
+def merged(rounds: Sequence[Round]) -> Round:
+    """All their requests as one round's."""
+    found = Round()
+    for one in rounds:
+        found.ttft_s += one.ttft_s
+        found.tpot_s += one.tpot_s
+        found.total_s += one.total_s
+        found.errors += one.errors
+        for user, slower in one.slowdowns.items():
+            found.slowdowns.setdefault(user, []).extend(slower)
+    return found
 
 
 async def alone_s(pools: Pools, asked: Sequence[Asked], rounds: int = 3) -> Alone:

@@ -8,7 +8,7 @@ from shell_router.scheduling.settings import SchedulingSettings
 
 DEFAULT = "least_running, no queue"
 POLICIES = ("least_running", "round_robin", "gimbal", "scored")
-ORDERS = ("no queue", "shortest_prefill", "shortest_total", "least_attained")
+ORDERS = ("no queue", "shortest_prefill")
 AT_ONCE = 8
 """Requests that an engine gets at once where the others wait in the router: about what it needs to be busy."""
 PATIENT_S = 600.0
