@@ -47,7 +47,7 @@ class AgentRequestRun:
     def __init__(self, request: web.Request, asked: AgentRequest) -> None:
         self._request = request
         self._asked = asked
-        self._seen = Observed(request.app[SERVICES], request[TENANT], TARGET, asked.agent, {})
+        self._seen = Observed(request.app[SERVICES], request[TENANT], TARGET, {asked.agent}, {})
         self._seen.recorded(run_of_agent(TARGET, asked))
         request[TRACE] = self._seen.trace
 

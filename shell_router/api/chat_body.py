@@ -11,7 +11,6 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 INERT = frozenset(
     {
-        "metadata",
         "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
@@ -46,7 +45,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatBody:
-    """A chat completion as asked. Without a `seed` the caller chooses one. Of several `models` one is to be chosen."""
+    """A chat completion as asked. Without a `seed` the caller chooses one. Of several `models` one is to be chosen.
+
+    `labels` are the body's `metadata`, which rules between steps may read.
+    """
 
     models: tuple[str, ...]
     messages: tuple[Mapping[str, str], ...]
@@ -55,6 +57,7 @@ class ChatBody:
     stream: bool
     include_usage: bool
     include_agents: bool
+    labels: Mapping[str, str]
 
 
 def read_chat(body: Fields) -> ChatBody:
@@ -69,6 +72,7 @@ def read_chat(body: Fields) -> ChatBody:
         stream=body.flag("stream"),
         include_usage=options.flag("include_usage") if options else False,
         include_agents=body.flag("include_agents"),
+        labels=_labels(body),
     )
 
 
@@ -82,6 +86,13 @@ def _refuse_unserved(body: Fields) -> None:
         value = body.raw(name)
         if value is not None and value not in harmless:
             raise body.refuse(name, "is not served as asked", f"Leave {name} out.")
+
+
+def _labels(body: Fields) -> Mapping[str, str]:
+    metadata = body.object("metadata")
+    if metadata is None:
+        return {}
+    return {name: text for name in metadata.unread if (text := metadata.text(name)) is not None}
 
 
 def _messages(body: Fields) -> tuple[Mapping[str, str], ...]:

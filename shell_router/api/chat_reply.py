@@ -1,6 +1,6 @@
 """Chat completions as OpenAI's clients expect them, whole and in chunks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import orjson
 
 from shell_router.api.facts import KINDS, coalesced, facts
 from shell_router.api.sse import DONE, data_frame
-from shell_router.core.events import AgentTokens, Event
+from shell_router.core.events import AgentTokens, Event, StepChosen
 from shell_router.execution import Answer
 from shell_router.telemetry import Trace
 
@@ -53,7 +53,7 @@ def completion(run_id: str, created: int, model: str, answer: Answer) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What a streamed completion shall hold beside the root's text."""
+    """What a streamed completion shall hold beside the answer."""
 
     include_usage: bool
     include_agents: bool
@@ -62,16 +62,24 @@ class StreamOptions:
 class ChatFrames:
     """Writes the frames of one streamed completion (streaming.Frames).
 
+    The tokens of `answering` agents are the answer. What was held back, since another step could have followed, comes
+    in one piece when it is chosen.
+
     Agents' events are chunks without choices, as the usage chunk of OpenAI is, so that its clients step over them;
     the SSE event name and the field `agent_event` are for those who look.
     """
 
     def __init__(
-        self, base: Mapping[str, Any], root: str, origin_s: float, trace: Trace, options: StreamOptions
+        self,
+        base: Mapping[str, Any],
+        answering: Collection[str],
+        origin_s: float,
+        trace: Trace,
+        options: StreamOptions,
     ) -> None:
         self._base = base
         self._open = orjson.dumps(base)[:-1]
-        self._root = root
+        self._answering = answering
         self._origin_s = origin_s
         self._trace = trace
         self._options = options
@@ -79,7 +87,7 @@ class ChatFrames:
 
     def wants(self, event: Event) -> bool:
         """Whether the event would be written."""
-        return self._options.include_agents or (isinstance(event, AgentTokens) and event.agent == self._root)
+        return self._options.include_agents or bool(self._answer_in(event))
 
     def events(self, events: Sequence[Event]) -> bytes:
         """The chunks that `events` call for."""
@@ -100,10 +108,18 @@ class ChatFrames:
         """OpenAI's clients raise an APIError on it."""
         return data_frame(envelope)
 
+    def _answer_in(self, event: Event) -> str:
+        """The part of the answer that comes with the event."""
+        if isinstance(event, AgentTokens):
+            return event.text if event.agent in self._answering else ""
+        return event.text if isinstance(event, StepChosen) else ""
+
     def _frame(self, event: Event) -> bytes:
-        if isinstance(event, AgentTokens) and event.agent == self._root:
-            return self._text(event.text) if event.text else b""
-        return self._agent_event(event)
+        text = self._answer_in(event)
+        written = self._text(text) if text else b""
+        if isinstance(event, AgentTokens) and event.agent in self._answering:
+            return written
+        return written + self._agent_event(event) if self._options.include_agents else written
 
     def _text(self, text: str) -> bytes:
         """Put together from bytes, as this is the one frame there are many of."""
@@ -119,6 +135,8 @@ class ChatFrames:
         told = {"type": name, **facts(event, self._origin_s)}
         if "ids" in told:
             told["tokens"] = len(told.pop("ids"))
+        if isinstance(event, StepChosen):
+            del told["text"]  # it is in the answer
         chunk = data_frame({**self._base, "choices": [], "agent_event": told})
         return b"event: %s\n%s" % (name.encode(), chunk)
 

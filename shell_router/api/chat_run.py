@@ -14,7 +14,7 @@ from shell_router.api.services import Emit, Services
 from shell_router.api.settings import ApiSettings
 from shell_router.api.targets import Targets
 from shell_router.execution import Answer, MoaRequest
-from shell_router.topology import Topology
+from shell_router.topology import Graph
 
 UNSEEN_TOKENS = 32
 """Tokens per event of an answer that is not streamed on: each event costs, and nobody sees any of them."""
@@ -38,12 +38,11 @@ class Chats:
 class ChatRun:
     """One completion under way. `id` is its trace's; `streams` says whether it was asked for in chunks."""
 
-    def __init__(self, chats: Chats, chat: ChatBody, topology: Topology, tenant: str) -> None:
-        precursors = {agent.id: agent.precursors for agent in topology.agents.values()}
+    def __init__(self, chats: Chats, chat: ChatBody, topology: Graph, tenant: str) -> None:
         self._chats = chats
         self._chat = chat
         self._topology = topology
-        self._seen = Observed(chats.services, tenant, topology.name, topology.root.id, precursors)
+        self._seen = Observed(chats.services, tenant, topology.name, topology.answering, topology.waits_for)
         self.id = self._seen.id
         self.trace = self._seen.trace
         self.streams = chat.stream
@@ -54,6 +53,7 @@ class ChatRun:
             sampling=chat.sampling if chat.stream else {"stream_interval": UNSEEN_TOKENS, **chat.sampling},
             seed=zlib.crc32(self.id.encode()) if chat.seed is None else chat.seed,
             timeout_s=chats.settings.request_timeout_s,
+            labels=chat.labels,
         )
         self._seen.recorded(run_of_topology(topology, self._asked))
 
@@ -69,7 +69,7 @@ class ChatRun:
         """What writes the completion in chunks."""
         return ChatFrames(
             chunk_base(self.id, self._seen.created, self._topology.name),
-            self._topology.root.id,
+            self._topology.answering,
             self._seen.started_s,
             self._seen.trace,
             StreamOptions(self._chat.include_usage, self._chat.include_agents),

@@ -17,10 +17,12 @@ from shell_router.core.events import (
     ModelChosen,
     PrefillIncrement,
     PromptReady,
+    StepChosen,
 )
 
 KINDS: dict[type, str] = {
     ModelChosen: "chosen",
+    StepChosen: "step",
     AgentStarted: "started",
     PrefillIncrement: "prefill",
     PromptReady: "ready",

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shell_router.api.recorded import Recording, Run
 from shell_router.api.services import Emit, Services
@@ -11,21 +11,29 @@ from shell_router.telemetry import RunMetrics, Trace
 
 
 class Observed:
-    """What is seen of one run: its id is the trace's id and fresh for every run."""
+    """What is seen of one run: its id is the trace's id and fresh for every run.
+
+    The tokens of `answering` agents are the answer, of whom at least one is named; `precursors` is the graph, by agent.
+    """
 
     def __init__(
-        self, services: Services, tenant: str, target: str, root: str, precursors: Mapping[str, Sequence[str]]
+        self,
+        services: Services,
+        tenant: str,
+        target: str,
+        answering: Collection[str],
+        precursors: Mapping[str, Sequence[str]],
     ) -> None:
         self.id = services.new_id()
         self.started_s = services.clock()
         self.created = int(services.wall())
         self._clock = services.clock
-        self._metrics = RunMetrics(services.metrics, target, root, self.started_s)
+        self._metrics = RunMetrics(services.metrics, target, answering, self.started_s)
         self.trace = Trace(
             self.id,
             tenant=tenant,
             target=target,
-            root=root,
+            root=min(answering),
             started_s=self.started_s,
             wall_s=services.wall(),
             precursors=precursors,

@@ -17,13 +17,14 @@ from shell_router.execution import (
 )
 from shell_router.telemetry import Recorder, Trace
 from shell_router.telemetry.agent_trace import AgentTrace, since
-from shell_router.topology import Topology
+from shell_router.topology import Graph, Topology
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """An agent's place in its program, and what was known of its prompt."""
 
+    workflow: str
     stage: str
     reads: tuple[str, ...]
     known: KnownPrompt
@@ -34,31 +35,35 @@ class Run:
     """What a run's lines say beside its trace."""
 
     program: str
-    workflow: str
     tenant: str
     places: Callable[[], Mapping[str, Place]]
 
 
-def run_of_topology(topology: Topology, request: MoaRequest) -> Run:
-    """A topology's run."""
+def run_of_topology(topology: Graph, request: MoaRequest) -> Run:
+    """A topology's run; each step of one with steps is a workflow of its own."""
 
     def places() -> dict[str, Place]:
-        stages = stages_of(topology)
-        return {
-            agent.id: Place(stages[agent.id], agent.precursors, known_of_agent(agent, request.messages))
-            for agent in topology.agents.values()
-        }
+        return {agent: place for part in topology.parts for agent, place in _places(part, topology, request).items()}
 
-    return Run(request.id, workflow_of(topology), request.tenant, places)
+    return Run(request.id, request.tenant, places)
+
+
+def _places(part: Topology, topology: Graph, request: MoaRequest) -> dict[str, Place]:
+    workflow, stages = workflow_of(part), stages_of(part)
+    return {
+        agent.id: Place(
+            workflow, stages[agent.id], topology.waits_for[agent.id], known_of_agent(agent, request.messages)
+        )
+        for agent in part.agents.values()
+    }
 
 
 def run_of_agent(workflow: str, request: AgentRequest) -> Run:
     """An agent of somebody else's program."""
     return Run(
         request.program,
-        workflow,
         request.tenant,
-        lambda: {request.agent: Place(request.agent, request.reads, known_of_request(request))},
+        lambda: {request.agent: Place(workflow, request.agent, request.reads, known_of_request(request))},
     )
 
 
@@ -92,7 +97,7 @@ class Recording:
         origin_s = self._trace.started_s
         line = {
             "program": f"{self._run.tenant}/{self._run.program}",
-            "topology": self._run.workflow,
+            "topology": place.workflow,
             "agent": agent,
             "stage": place.stage,
             "reads": list(place.reads),

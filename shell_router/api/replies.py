@@ -8,7 +8,7 @@ import orjson
 from aiohttp import web
 
 from shell_router.api.services import IGNORED, PLACED, REQUEST_ID, TRACE
-from shell_router.core.events import ModelChosen
+from shell_router.core.events import ModelChosen, StepChosen
 
 UNFIT_FOR_HEADER = re.compile(r"[^\w.-]", re.ASCII)
 NAMED_IGNORED = 16
@@ -17,7 +17,7 @@ NAMED_CHOICES = 16
 
 def common_headers(request: web.Request) -> dict[str, str]:
     """x-request-id on every answer; x-trace-id where a run began; x-model-choice where a model was chosen for it;
-    x-ignored-fields where some were ignored.
+    x-steps where steps were; x-ignored-fields where some were ignored.
 
     x-shell-router-engine where it is known by then which engines answer, and why.
     """
@@ -29,6 +29,8 @@ def common_headers(request: web.Request) -> dict[str, str]:
         placed = trace.placed()
         if trace.choices:
             headers["x-model-choice"] = "; ".join(map(_told, trace.choices[:NAMED_CHOICES]))
+        if trace.steps:
+            headers["x-steps"] = "; ".join(map(_step, trace.steps[:NAMED_CHOICES]))
     if placed:
         headers["x-shell-router-engine"] = "; ".join(map(str, placed))
     if IGNORED in request:
@@ -53,6 +55,11 @@ def json_reply(
         content_type="application/json",
         headers={**common_headers(request), **(headers or {})},
     )
+
+
+def _step(chosen: StepChosen) -> str:
+    """As in `quick: start 1`: rule 1 of the start led to it. The trace says why."""
+    return f"{chosen.step}: {chosen.after} {chosen.rule}"
 
 
 def _told(choice: ModelChosen) -> str:

@@ -17,16 +17,16 @@ from shell_router.core.placement import Placed
 from shell_router.core.relay import Relay
 from shell_router.execution import AgentRequest, Answer, MoaRequest, ProgramState
 from shell_router.telemetry import Metrics, Recorder, Trace, TraceStore
-from shell_router.topology import Topology
+from shell_router.topology import Graph
 
 Emit = Callable[[Event], None]
 ReadinessCheck = Callable[[], Awaitable[bool]]
 
 
 class Runs(Protocol):
-    """Runs requests through topologies: execution.Executor."""
+    """Runs requests through topologies of both kinds: execution.StepExecutor."""
 
-    async def run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer: ...
+    async def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Answer: ...
 
 
 class AgentPrograms(Protocol):
@@ -52,7 +52,7 @@ class Services:
 
     executor: Runs
     programs: AgentPrograms
-    topologies: Mapping[str, Topology]
+    topologies: Mapping[str, Graph]
     models: Mapping[str, ServedModel]
     relays: Mapping[str, Relay]
     engines: Mapping[str, str] = field(default_factory=dict)

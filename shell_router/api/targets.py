@@ -7,7 +7,7 @@ from aiohttp import web
 
 from shell_router.api.services import Services
 from shell_router.errors import ConfigError, UnknownModel
-from shell_router.topology import AUTO, Agent, Topology
+from shell_router.topology import AUTO, Agent, Conditional, Graph, Topology
 
 
 class Targets:
@@ -21,13 +21,13 @@ class Targets:
                 remedy="Requests choose by name: rename one of them.",
             )
         self._services = services
-        self._by_name: Mapping[str, Topology] = {
+        self._by_name: Mapping[str, Graph] = {
             **{alias: straight_through(alias) for alias in services.models},
             AUTO: straight_through(AUTO),
             **services.topologies,
         }
 
-    def find(self, name: str) -> Topology:
+    def find(self, name: str) -> Graph:
         """Raises UnknownModel."""
         topology = self._by_name.get(name)
         if topology is None:
@@ -35,7 +35,7 @@ class Targets:
             raise UnknownModel(f"No topology or model is named {name!r}.", remedy=f"Known: {known}.")
         return topology
 
-    def choice(self, names: Sequence[str]) -> Topology:
+    def choice(self, names: Sequence[str]) -> Graph:
         """The one that is named, or one agent whose model is to be chosen among those. Raises UnknownModel."""
         if len(names) == 1:
             return self.find(names[0])
@@ -59,11 +59,13 @@ class Targets:
         if topology is None:
             engine = {"engine": self._services.engines[name]} if name in self._services.engines else {}
             return {**facts, "kind": "model", "max_model_len": self._services.models[name].context_length, **engine}
+        steps = {"steps": list(topology.steps)} if isinstance(topology, Conditional) else {}
         return {
             **facts,
             "kind": "topology",
             "description": topology.description,
             "agents": len(topology.agents),
+            **steps,
         }
 
 

@@ -31,6 +31,25 @@ class ModelChosen:
 
 
 @dataclass(frozen=True, slots=True)
+class StepChosen:
+    """A rule of a topology with steps chose what is next: `step`, or "end", after the step that has ended, or "start".
+
+    `root` is the agent whose output is the step's; at the end the one that has answered. `rule` counts from 1 among the
+    rules of `after`, and `why` says what made it hold. `text` is, at the end, the answer where it was held back, since
+    another step could have followed.
+    """
+
+    at_s: float
+    started_s: float
+    after: str
+    step: str
+    root: str
+    rule: int
+    why: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class AgentStarted:
     """The agent's task began: a leaf goes to its engine, another starts on its prefix."""
 
@@ -139,12 +158,13 @@ class Degraded:
 
     at_s: float
     agent: str
-    what: Literal["increment", "early_exit", "scores", "lengths"]
+    what: Literal["increment", "early_exit", "scores", "lengths", "classifier"]
     error: str
 
 
 Event = (
     ModelChosen
+    | StepChosen
     | AgentStarted
     | PrefillIncrement
     | PromptReady

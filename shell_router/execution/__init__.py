@@ -2,6 +2,7 @@
 
 from shell_router.execution.agent_planning import AGENT_REQUEST
 from shell_router.execution.choosing import Auto, ModelChooser, ModelFigures
+from shell_router.execution.classifying import Classes
 from shell_router.execution.executor import Executor
 from shell_router.execution.planning import stages_of, workflow_of
 from shell_router.execution.programs import Programs
@@ -15,6 +16,7 @@ from shell_router.execution.requests import (
     ProgramState,
     Segment,
 )
+from shell_router.execution.step_executor import StepExecutor
 
 __all__ = [
     "AGENT_REQUEST",
@@ -22,6 +24,7 @@ __all__ = [
     "AgentUsage",
     "Answer",
     "Auto",
+    "Classes",
     "Executor",
     "KnownPrompt",
     "MoaRequest",
@@ -31,6 +34,7 @@ __all__ = [
     "ProgramState",
     "Programs",
     "Segment",
+    "StepExecutor",
     "known_of_agent",
     "known_of_request",
     "stages_of",

@@ -146,7 +146,8 @@ class _Run:
             first = failed.exceptions[0]
             raise first from first.__cause__
         root = self._outputs[self._topology.root.id]
-        return Answer(root.text, root.finish.reason, {agent: self._usage(agent) for agent in self._prepared})
+        usage = {agent: self._usage(agent) for agent in self._prepared}
+        return Answer(root.text, root.finish.reason, usage, root.confidence)
 
     async def _agent(self, agent: Agent) -> None:
         try:

@@ -15,7 +15,7 @@ from shell_router.execution.pace import Pace
 from shell_router.execution.prompt import Part
 from shell_router.execution.requests import MoaRequest
 from shell_router.scheduling import order_slots, tokens_per_event
-from shell_router.topology import Agent, Prompt, Topology
+from shell_router.topology import Agent, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Preparation:
         self._models = models
         self._finish_s = pace.expected_finish_s(topology)
         self._hints = hints_of(topology, request.tenant, request.id, pace, learned)
-        self._parts: dict[tuple[str, Prompt, tuple[str, ...]], tuple[Part, ...]] = {}
+        self._parts: dict[tuple[object, ...], tuple[Part, ...]] = {}
 
     def agents(self) -> dict[str, PreparedAgent]:
         """Every agent by id, in topological order. Raises UnknownModel and PromptTooLong."""
@@ -62,6 +62,7 @@ class Preparation:
     def _prepared(self, agent: Agent) -> PreparedAgent:
         cluster = self._topology.cluster_of.get(agent.id)
         judged = cluster is not None and cluster.early_exit is not None
+        judged |= agent.id == self._topology.root.id and self._request.confidence
         decoding = Decoding(self._sampling(agent), logprobs=judged, timeout_s=agent.timeout_s)
         filling = self._filling(agent)
         check_parts(agent.id, filling.model, filling.parts, decoding.sampling)
@@ -100,7 +101,7 @@ class Preparation:
 
     def _agent_parts(self, agent: Agent, order: Sequence[str], model: ServedModel) -> tuple[Part, ...]:
         """Put together once for agents that differ in their names alone, as a tree's leaves do."""
-        same = (model.alias, agent.prompt, tuple(order))
+        same = (model.alias, agent.prompt, agent.given, tuple(order))
         if same not in self._parts:
             self._parts[same] = agent_parts(agent, order, model, self._request.messages)
         return self._parts[same]

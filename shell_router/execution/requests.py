@@ -14,7 +14,8 @@ class MoaRequest:
 
     `messages` are chat messages (role, content), the last one the user's. `sampling` overrides the root's sampling
     parameters; a `sampling_seed` in it seeds the other agents too, each in its own way. `seed` fixes the early-exit
-    gate's draws. `id` is unique; it names the run in the cache and in traces.
+    gate's draws. `id` is unique; it names the run in the cache and in traces. `labels` are the client's own, which
+    rules between steps may read. With `confidence` the root's is measured.
     """
 
     id: str
@@ -23,6 +24,13 @@ class MoaRequest:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     timeout_s: float = 600.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    confidence: bool = False
+
+    @property
+    def question(self) -> str:
+        """The text of the last user message."""
+        return self.messages[-1]["content"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +88,15 @@ class AgentUsage:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The root's output, and what every agent cost, in topological order."""
+    """The root's output, and what every agent cost, in topological order.
+
+    `confidence` is the geometric mean of the output's token probabilities, None where it was not measured.
+    """
 
     text: str
     reason: FinishReason
     agents: Mapping[str, AgentUsage]
+    confidence: float | None = None
 
     @property
     def prompt_tokens(self) -> int:

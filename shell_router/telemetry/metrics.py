@@ -57,6 +57,9 @@ class Metrics:
     def _choices(self) -> None:
         self.model_choices = self._counter("model_choices", "Models chosen for `auto`", "model", "policy", "why")
         self.model_choice_seconds = self._seconds("model_choice_seconds", "Time of one choice, predictions included")
+        self.steps_chosen = self._counter(
+            "steps_chosen", "Steps chosen by rules, ends included", "target", "after", "rule", "step"
+        )
         self.recorded_lines = self._counter("recorded_lines", "Lines of trace files, by what became of them", "outcome")
 
     def _agents(self) -> None:

@@ -1,6 +1,6 @@
 """Counts one run's events into the metrics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from shell_router.core.events import (
@@ -16,26 +16,28 @@ from shell_router.core.events import (
     ModelChosen,
     PrefillIncrement,
     PromptReady,
+    StepChosen,
 )
 from shell_router.telemetry.metrics import Metrics
 
 
 class RunMetrics:
-    """Observes one run of `target` (a topology's name or a model's alias) answered by agent `root`.
+    """Observes one run of `target` (a topology's name or a model's alias); tokens of `answering` agents are its answer.
 
     Events name only the agent; which model it runs and how much it has decoded is remembered here.
     """
 
-    def __init__(self, metrics: Metrics, target: str, root: str, started_s: float) -> None:
+    def __init__(self, metrics: Metrics, target: str, answering: Collection[str], started_s: float) -> None:
         self._metrics = metrics
         self._target = target
-        self._root = root
+        self._answering = answering
         self._started_s = started_s
-        self._answering = False
+        self._answered = False
         self._models: dict[str, str] = {}
         self._decoded: dict[str, int] = {}
         self._counted_by: dict[type, Callable[[Any], None]] = {
             ModelChosen: self._chosen,
+            StepChosen: self._step,
             AgentStarted: self._agent_started,
             AgentTokens: self._tokens,
             AgentFinished: self._finished,
@@ -69,9 +71,18 @@ class RunMetrics:
 
     def _tokens(self, event: AgentTokens) -> None:
         self._decoded[event.agent] = self._decoded.get(event.agent, 0) + len(event.ids)
-        if event.agent == self._root and not self._answering:
-            self._answering = True
-            self._metrics.first_token_seconds.labels(self._target).observe(event.at_s - self._started_s)
+        if event.agent in self._answering:
+            self._first_tokens(event.at_s)
+
+    def _step(self, event: StepChosen) -> None:
+        self._metrics.steps_chosen.labels(self._target, event.after, str(event.rule), event.step).inc()
+        if event.text:
+            self._first_tokens(event.at_s)
+
+    def _first_tokens(self, at_s: float) -> None:
+        if not self._answered:
+            self._answered = True
+            self._metrics.first_token_seconds.labels(self._target).observe(at_s - self._started_s)
 
     def _finished(self, event: AgentFinished) -> None:
         model = self._model(event.agent)

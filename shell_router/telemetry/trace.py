@@ -17,6 +17,7 @@ from shell_router.core.events import (
     ModelChosen,
     PrefillIncrement,
     PromptReady,
+    StepChosen,
 )
 from shell_router.core.placement import Placed
 from shell_router.telemetry.agent_trace import AgentTrace, since
@@ -27,7 +28,8 @@ class Trace:
     """Spans and figures of one run; readable while it runs.
 
     `precursors` is the graph, by agent; where it is not known (agent requests) an agent's inputs count as done
-    when its prompt is ready. `started_s` is the run's clock, `wall_s` the same moment in Unix time.
+    when its prompt is ready. `root` answers, where steps do not choose another. `started_s` is the run's clock,
+    `wall_s` the same moment in Unix time.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Trace:
         self.wall_s = wall_s
         self._precursors = precursors
         self.choices: list[ModelChosen] = []
+        self.steps: list[StepChosen] = []
         self._exits: list[ExitScored] = []
         self._degraded: list[Degraded] = []
         self._outcome = "running"
@@ -73,6 +76,9 @@ class Trace:
                 self._of(event.agent, event.at_s).end = event
             case ModelChosen():
                 self.choices.append(event)
+            case StepChosen():
+                self.steps.append(event)
+                self._root = event.root
             case ExitScored():
                 self._exits.append(event)
             case Degraded():
@@ -97,9 +103,10 @@ class Trace:
             "started_at": self.wall_s,
             "duration_s": None if self._ended_s is None else since(self._ended_s, self.started_s),
             **({"error": self._error} if self._error else {}),
-            "choices": [self._choice_json(choice) for choice in self.choices],
+            "choices": [self._timed_json(choice) for choice in self.choices],
+            "steps": [self._step_json(step) for step in self.steps],
             "agents": {agent: self._agent_json(agent) for agent in self.agents},
-            "exits": [self._exit_json(scored) for scored in self._exits],
+            "exits": [self._timed_json(scored) for scored in self._exits],
             "degraded": [self._degraded_json(event) for event in self._degraded],
             "overlap": self._overlap_json(),
         }
@@ -112,13 +119,13 @@ class Trace:
         facts = self.agents[agent].as_json(self.started_s)
         return facts | {"precursors": list(self._precursors.get(agent, ())), **times_json(self._times(agent))}
 
-    def _choice_json(self, choice: ModelChosen) -> dict[str, Any]:
-        facts = asdict(choice)
-        times = {"start_s": facts.pop("started_s"), "end_s": facts.pop("at_s")}
-        return {name: since(at, self.started_s) for name, at in times.items()} | facts
+    def _step_json(self, step: StepChosen) -> dict[str, Any]:
+        facts = self._timed_json(step)
+        del facts["text"]  # traces hold no texts
+        return facts
 
-    def _exit_json(self, scored: ExitScored) -> dict[str, Any]:
-        facts = asdict(scored)
+    def _timed_json(self, event: ModelChosen | StepChosen | ExitScored) -> dict[str, Any]:
+        facts = asdict(event)
         times = {"start_s": facts.pop("started_s"), "end_s": facts.pop("at_s")}
         return {name: since(at, self.started_s) for name, at in times.items()} | facts
 

@@ -27,7 +27,7 @@ def assemble(file: Values, *, name: str) -> Topology:
     """Build the topology that a checked file describes; `name` is used when the file gives none."""
     said = agents_in(file)
     order = list(TopologicalSorter({agent: said[agent].get("precursors", ()) for agent in said}).static_order())
-    agents = {agent: _agent(agent, said[agent], file) for agent in order}
+    agents = {agent: agent_of(agent, said[agent], file) for agent in order}
     agents[order[-1]] = replace(agents[order[-1]], on_failure="fail")  # without the root there is no answer
     bare = Topology(name=file.get("name", name), agents=agents)
     return replace(
@@ -55,7 +55,8 @@ def early_exit_in(said: Any, base: Any = False) -> EarlyExit | None:
     return EarlyExit(**{**inherited, **own})
 
 
-def _agent(agent_id: str, own: Values, file: Values) -> Agent:
+def agent_of(agent_id: str, own: Values, file: Values) -> Agent:
+    """One agent of a checked file, what it does not say itself taken from the rest of the file."""
     topology_wide = {"on_failure": file["on_failure"]} if "on_failure" in file else {}
     said = merged(merged(topology_wide, file.get("defaults", {})), own)
     precursors = tuple(said.pop("precursors", ()))

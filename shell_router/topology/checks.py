@@ -36,7 +36,7 @@ def form_problems(file: Values) -> Iterator[Problem]:
 def name_problems(file: Values, models: Collection[str] | None) -> Iterator[Problem]:
     """Models, precursors and cluster members that do not exist or may not stand where they do."""
     agents = agents_in(file)
-    yield from _model_problems(file, models)
+    yield from model_problems(file, models)
     for agent, said in file.get("agents", {}).items():
         yield from _precursor_problems(agent, said.get("precursors", ()), agents)
         if "slot" in said.get("prompt", {}) and not said.get("precursors"):
@@ -81,7 +81,8 @@ def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:
             )
 
 
-def _model_problems(file: Values, models: Collection[str] | None) -> Iterator[Problem]:
+def model_problems(file: Values, models: Collection[str] | None) -> Iterator[Problem]:
+    """Agents without a model, models that do not exist, and choices that make none."""
     yield from _choice_problems(file)
     default = file.get("defaults", {}).get("model")
     for agent, said in file.get("agents", {}).items():
@@ -96,9 +97,7 @@ def _model_problems(file: Values, models: Collection[str] | None) -> Iterator[Pr
 
 def _choice_problems(file: Values) -> Iterator[Problem]:
     """Lists of models to choose from that hold `auto`, which stands for a list itself, or a model twice."""
-    blocks: dict[Path, Values] = {("defaults",): file.get("defaults", {})}
-    blocks |= {("agents", agent): said for agent, said in file.get("agents", {}).items()}
-    for at, said in blocks.items():
+    for at, said in _blocks(file).items():
         named = said.get("model", ())
         for position, model in enumerate(named if isinstance(named, list) else ()):
             if model == AUTO:
@@ -108,10 +107,16 @@ def _choice_problems(file: Values) -> Iterator[Problem]:
                 yield Problem((*at, "model", position), f"Model '{model}' stands twice.", "Name it once.")
 
 
+def _blocks(file: Values) -> Mapping[Path, Values]:
+    """Where agents' models may stand in the full forms."""
+    named: dict[Path, Values] = {
+        (form, one): said for form in ("agents", "steps") for one, said in file.get(form, {}).items()
+    }
+    return {("defaults",): file.get("defaults", {}), **named}
+
+
 def _models_named(file: Values) -> Iterator[tuple[Path, str]]:
-    blocks: dict[Path, Values] = {("defaults",): file.get("defaults", {})}
-    blocks |= {("agents", agent): said for agent, said in file.get("agents", {}).items()}
-    for at, said in blocks.items():
+    for at, said in _blocks(file).items():
         named = said.get("model", [])
         if isinstance(named, str):
             yield (*at, "model"), named

@@ -14,7 +14,7 @@ def draw_terminal(topology: Topology) -> str:
     An agent that several successors read is drawn out once and elsewhere marked as standing above. So is a whole
     set of precursors that an agent shares with one drawn before.
     """
-    sizes = f"{_count(len(topology.agents), 'agent')} in {_count(len(topology.layers), 'layer')}"
+    sizes = f"{count(len(topology.agents), 'agent')} in {count(len(topology.layers), 'layer')}"
     head = [f"{topology.name}: {sizes}"]
     head += [topology.description] if topology.description else []
     return "\n".join([*head, "", *_tree(topology), "", *_cluster_lines(topology), _prefill_line(topology)]) + "\n"
@@ -24,12 +24,12 @@ def draw_mermaid(topology: Topology) -> str:
     """The graph as a Mermaid flowchart, leaves on the left, clusters as subgraphs."""
     names = {agent: f"a{number}" for number, agent in enumerate(topology.agents)}
     nodes = {
-        agent.id: f'{names[agent.id]}["{_escaped(agent.id)}<br/>{_escaped(agent.model_name)}"]'
+        agent.id: f'{names[agent.id]}["{escaped(agent.id)}<br/>{escaped(agent.model_name)}"]'
         for agent in topology.agents.values()
     }
     lines = ["flowchart LR"]
     for number, cluster in enumerate(topology.clusters):
-        lines.append(f'    subgraph c{number}["{_escaped(cluster.id)}: {_escaped(_exit_text(cluster.early_exit))}"]')
+        lines.append(f'    subgraph c{number}["{escaped(cluster.id)}: {escaped(_exit_text(cluster.early_exit))}"]')
         lines += [f"        {nodes[agent]}" for agent in cluster.agents]
         lines.append("    end")
     lines += [f"    {node}" for agent, node in nodes.items() if agent not in topology.cluster_of]
@@ -88,10 +88,10 @@ def _exit_text(early_exit: EarlyExit | None) -> str:
     if early_exit is None:
         return "no early exit"
     if early_exit.policy == "in_flight":
-        agreed = _count(early_exit.min_completed, "equal answer")
+        agreed = count(early_exit.min_completed, "equal answer")
         return f"early exit in flight at support >= {early_exit.threshold:g}, from {agreed} on"
     policy = early_exit.policy if early_exit.policy == "stochastic" else f"at Q >= {early_exit.threshold:g}"
-    start = f"from {_count(early_exit.min_completed, 'output')} on"
+    start = f"from {count(early_exit.min_completed, 'output')} on"
     return f"early exit {policy}, tau {early_exit.tau:g}, {start}"
 
 
@@ -99,16 +99,17 @@ def _prefill_line(topology: Topology) -> str:
     prefill, chunk = topology.prefill, topology.prefill.increments.chunk_tokens
     if not prefill.incremental:
         return "Prefill: when all precursors have ended"
-    size = "adaptive chunks" if chunk == "adaptive" else f"chunks of {_count(chunk, 'token')}"
+    size = "adaptive chunks" if chunk == "adaptive" else f"chunks of {count(chunk, 'token')}"
     order = "as declared" if prefill.slot_order == "declared" else "by expected finish"
     return f"Prefill: incremental, {size}, slots {order}"
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """`1 agent`, `2 agents`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text for a quoted Mermaid label, which knows `#name;` for what would end or break it."""
     for character, code in (("#", "#35;"), ("&", "#38;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
         text = text.replace(character, code)

@@ -1,6 +1,6 @@
 """The agent graph as a value: agents, their precursors, clusters, and what follows from them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -10,6 +10,11 @@ from shell_router.scheduling import IncrementSettings, SlotOrder
 
 AUTO = "auto"
 """The model of an agent whose model is chosen when it is asked."""
+
+
+def own_name(agent: str) -> str:
+    """The agent's id as its own file has it, whatever step it runs in."""
+    return agent.rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,8 @@ class Agent:
     """One node. `precursors` stand in slot order; `sampling` holds SGLang's `sampling_params`.
 
     Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
+    `given` are outputs that are there before it is asked, each with the name of who wrote it; they fill slots before
+    those of precursors.
     """
 
     id: str
@@ -42,6 +49,7 @@ class Agent:
     on_failure: Literal["fail", "drop"] = "fail"
     timeout_s: float = 600.0
     candidates: tuple[str, ...] = ()
+    given: tuple[tuple[str, str], ...] = ()
 
     @property
     def model_name(self) -> str:
@@ -85,6 +93,26 @@ class Topology:
         """The one agent without successors; its output is the answer."""
         return list(self.agents.values())[-1]
 
+    @property
+    def answering(self) -> frozenset[str]:
+        """The agent whose tokens are the answer, as they come."""
+        return frozenset({self.root.id})
+
+    @cached_property
+    def waits_for(self) -> Mapping[str, tuple[str, ...]]:
+        """Per agent those that end before its prompt is complete."""
+        return {agent.id: agent.precursors for agent in self.agents.values()}
+
+    @cached_property
+    def beginning(self) -> frozenset[str]:
+        """Agents that wait for nobody."""
+        return frozenset(agent.id for agent in self.agents.values() if not agent.precursors)
+
+    @property
+    def parts(self) -> "tuple[Topology, ...]":
+        """The graphs that are run as a whole: itself."""
+        return (self,)
+
     @cached_property
     def successors(self) -> Mapping[str, tuple[str, ...]]:
         """Per agent, the agents whose prompts hold its output."""
@@ -121,6 +149,19 @@ class Topology:
             return self
         decided = {agent: replace(self.agents[agent], model=model, candidates=()) for agent, model in chosen.items()}
         return replace(self, agents={**self.agents, **decided})
+
+    def inside(self, step: str) -> "Topology":
+        """The same graph, its agents and clusters named `step/...`, so that several may take part in one request."""
+
+        def named(ids: Iterable[str]) -> tuple[str, ...]:
+            return tuple(f"{step}/{one}" for one in ids)
+
+        moved = [
+            replace(agent, id=f"{step}/{agent.id}", precursors=named(agent.precursors))
+            for agent in self.agents.values()
+        ]
+        clusters = tuple(replace(one, id=f"{step}/{one.id}", agents=named(one.agents)) for one in self.clusters)
+        return replace(self, agents={agent.id: agent for agent in moved}, clusters=clusters)
 
     def needed(self, gone: Collection[str]) -> frozenset[str]:
         """Agents whose output can still reach the root when those in `gone` have been cut off."""

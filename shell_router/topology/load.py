@@ -1,57 +1,56 @@
-"""Topology files to checked topologies."""
+"""A topology file to a checked topology."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from shell_router.errors import TopologyError
 from shell_router.topology.assemble import assemble
-from shell_router.topology.checks import form_problems, graph_problems, name_problems
+from shell_router.topology.assemble_steps import assemble_steps
+from shell_router.topology.checks import form_problems, graph_problems, model_problems, name_problems
+from shell_router.topology.conditional import Conditional
 from shell_router.topology.document import Document, Problem, read_document
 from shell_router.topology.grammar import check
 from shell_router.topology.graph import Topology
+from shell_router.topology.step_checks import step_form_problems, step_graph_problems, step_name_problems
 from shell_router.topology.syntax import TOPOLOGY
 
+Models = Collection[str] | None
+"""Aliases that topologies may name; None where they are not known."""
 
-def load_topology(path: Path, *, models: Collection[str] | None = None) -> Topology:
+
+def load_topology(path: Path, *, models: Models = None) -> Topology:
     """Read the topology in the file at `path`. Raises TopologyError; see `parse_topology`."""
-    return parse_topology(_read(path), source=str(path), models=models)
+    return parse_topology(read_text(path), source=str(path), models=models)
 
 
-def parse_topology(text: str, *, source: str, models: Collection[str] | None = None) -> Topology:
+def parse_topology(text: str, *, source: str, models: Models = None) -> Topology:
     """Read the topology that `text` describes; `source` names it in errors and, where it has no name, gives it one.
 
-    With `models` every model alias must be one of them, and the topology's name none. Raises TopologyError, whose
-    message holds one `source:line: problem` per line.
+    With `models` every model alias must be one of them, and the topology's name none. One with steps is refused, for
+    callers that run agents alone. Raises TopologyError, whose message holds one `source:line: problem` per line.
     """
-    return _checked(read_document(text, source=source), models)
+    document = formed(text, source)
+    if has_steps(document):
+        remedy = "Name one of agents, such as one that a step asks."
+        document.refuse([Problem(("steps",), "A topology with steps cannot be used here.", remedy)])
+    return topology_in(document, models)
 
 
-def load_folder(path: Path, *, models: Collection[str] | None = None) -> dict[str, Topology]:
-    """Read every .yaml and .yml file of a folder, by topology name. Raises TopologyError naming every problem."""
-    if not path.is_dir():
-        raise TopologyError(f"{path}:1: This is not a folder.", remedy="Name a folder of topology files.")
-    files = sorted(file for ending in ("*.yaml", "*.yml") for file in path.glob(ending))
-    topologies: dict[str, Topology] = {}
-    home: dict[str, Path] = {}
-    errors: list[TopologyError] = []
-    for file in files:
-        try:
-            document = read_document(_read(file), source=str(file))
-            topology = _checked(document, models)
-            document.refuse(_taken(topology.name, home))
-        except TopologyError as error:
-            errors.append(error)
-        else:
-            topologies[topology.name] = topology
-            home[topology.name] = file
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise TopologyError("\n".join(map(str, errors)))
-    return topologies
+def parse_steps(
+    text: str, *, source: str, topologies: Mapping[str, Topology] | None = None, models: Models = None
+) -> Conditional:
+    """Read the topology with steps that `text` describes, which may name some of `topologies`.
+
+    Otherwise as `parse_topology`.
+    """
+    document = formed(text, source)
+    if not has_steps(document):
+        document.refuse([Problem((), "No steps are described.", "Add 'steps'.")])
+    return conditional_in(document, models, topologies or {}, with_steps=())
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The file's text. Raises TopologyError."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -66,33 +65,56 @@ def _read(path: Path) -> str:
         raise TopologyError(f"{path}:{line}: This is not UTF-8 text.", remedy="Save the file as UTF-8.") from error
 
 
-def _checked(document: Document, models: Collection[str] | None) -> Topology:
+def formed(text: str, source: str) -> Document:
+    """The document in `text`, its form checked. Raises TopologyError."""
+    document = read_document(text, source=source)
+    document.refuse(check(TOPOLOGY, document.value, ()))
+    document.refuse([*form_problems(document.value), *step_form_problems(document.value)])
+    if "name" not in document.value:
+        document.refuse(_unnamed(Path(source).stem))
+    return document
+
+
+def has_steps(document: Document) -> bool:
+    """Which of the two kinds a formed document describes."""
+    return "steps" in document.value
+
+
+def name_of(document: Document) -> str:
+    """The name of what a formed document describes."""
+    return str(document.value.get("name", Path(document.source).stem))
+
+
+def topology_in(document: Document, models: Models) -> Topology:
+    """The topology that a formed document without steps describes. Raises TopologyError."""
+    document.refuse(name_problems(document.value, models))
+    document.refuse(graph_problems(document.value))
+    _refuse_a_models_name(document, models)
+    return assemble(document.value, name=name_of(document))
+
+
+def conditional_in(
+    document: Document, models: Models, topologies: Mapping[str, Topology], with_steps: Collection[str]
+) -> Conditional:
+    """What a formed document with steps describes; they may name `topologies`, not those `with_steps`.
+
+    Raises TopologyError.
+    """
     file = document.value
-    document.refuse(check(TOPOLOGY, file, ()))
-    stem = Path(document.source).stem
-    document.refuse(form_problems(file))
-    if "name" not in file:
-        document.refuse(_unnamed(stem))
-    document.refuse(name_problems(file, models))
-    document.refuse(graph_problems(file))
-    topology = assemble(file, name=stem)
-    if models is not None and topology.name in models:
-        document.refuse([_named_as_a_model(topology.name)])
-    return topology
+    document.refuse([*model_problems(file, models), *step_name_problems(file, topologies, with_steps)])
+    document.refuse(step_graph_problems(file))
+    _refuse_a_models_name(document, models)
+    return assemble_steps(file, name=name_of(document), topologies=topologies)
 
 
-def _named_as_a_model(name: str) -> Problem:
-    message = f"The topology's name, '{name}', is a model's too, and requests choose by name."
-    return Problem(("name",), message, "Rename one of them.")
+def _refuse_a_models_name(document: Document, models: Models) -> None:
+    name = name_of(document)
+    if models is not None and name in models:
+        message = f"The topology's name, '{name}', is a model's too, and requests choose by name."
+        document.refuse([Problem(("name",), message, "Rename one of them.")])
 
 
 def _unnamed(stem: str) -> list[Problem]:
     if not list(check(TOPOLOGY.fields["name"], stem, ())):
         return []
     return [Problem((), f"The file's name, {stem!r}, cannot be the topology's name.", "Add 'name'.")]
-
-
-def _taken(name: str, home: dict[str, Path]) -> list[Problem]:
-    if name not in home:
-        return []
-    return [Problem(("name",), f"The name '{name}' is already that of {home[name]}.", "Rename one of them.")]

@@ -3,16 +3,11 @@
 from shell_router.early_exit import POLICIES
 from shell_router.topology.blocks import Block, Either, Json, ListOf, MappingOf
 from shell_router.topology.grammar import Choice, Form, Number, Switch, Template, Text
+from shell_router.topology.names import name_form
+from shell_router.topology.step_syntax import CLASSIFIER, RULE, START_RULES, STEP_FIELDS, WHEN
 
 MAX_AGENTS = 1024
 MAX_LAYERS = 32
-
-_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
-_NAME_NOUN = "a name of letters, digits, '.', '_' and '-'"
-
-
-def _name(about: str) -> Text:
-    return Text(about, _NAME_PATTERN, _NAME_NOUN)
 
 
 def _alias(about: str) -> Text:
@@ -117,23 +112,25 @@ ON_FAILURE = Choice(
     ("fail", "drop"),
 )
 
-_SHARED: dict[str, Form] = {
+_ASKED: dict[str, Form] = {
     "prompt": PROMPT,
     "sampling": SAMPLING,
-    "on_failure": ON_FAILURE,
     "timeout_s": Number("Seconds the agent may take from its start to its end.", above=0, at_most=86_400),
 }
+_SHARED: dict[str, Form] = {**_ASKED, "on_failure": ON_FAILURE}
 
 DEFAULTS = Block("What agents are given unless they say otherwise.", {"model": _models("As an agent's."), **_SHARED})
+
+_ONE_MODEL = _models(
+    "Model alias, from the deployment's configuration; a list of them, or `auto` for the deployment's, to have one "
+    "chosen for each request."
+)
 
 AGENT = Block(
     "One agent.",
     {
-        "model": _models(
-            "Model alias, from the deployment's configuration; a list of them, or `auto` for the deployment's, to have "
-            "one chosen for each request."
-        ),
-        "precursors": ListOf("Agents whose outputs it reads, in slot order.", _name("Agent id.")),
+        "model": _ONE_MODEL,
+        "precursors": ListOf("Agents whose outputs it reads, in slot order.", name_form("Agent id.")),
         **_SHARED,
     },
     name="agent",
@@ -165,27 +162,41 @@ def _layered(about: str) -> Block:
 CLUSTER = Block(
     "Agents that are judged together.",
     {
-        "agents": ListOf("Members.", _name("Agent id."), at_least=1),
+        "agents": ListOf("Members.", name_form("Agent id."), at_least=1),
         "early_exit": EARLY_EXIT,
     },
     required=("agents",),
     name="cluster",
 )
 
-GRAPH_FORMS = ("tree", "all_to_all", "agents")
+STEP = Block(
+    "One step: an agent, or with `topology` a whole topology.",
+    {
+        "model": _ONE_MODEL,
+        "precursors": ListOf("Earlier steps whose outputs it reads, in slot order.", name_form("Step id.")),
+        **_ASKED,
+        **STEP_FIELDS,
+    },
+    name="step",
+)
+
+GRAPH_FORMS = ("tree", "all_to_all", "agents", "steps")
 """Exactly one of these keys describes the graph."""
 
 TOPOLOGY = Block(
     "A graph of agents that answers a question.",
     {
-        "name": _name("The name requests ask for; by default the file's name without its ending."),
+        "name": name_form("The name requests ask for; by default the file's name without its ending."),
         "description": Text("One line for people."),
         "tree": _layered("Every agent is read by one successor; layer sizes divide one another."),
         "all_to_all": _layered("Every agent reads all agents of the layer before."),
-        "agents": MappingOf("The graph, agent by agent.", _name("Agent id."), AGENT),
+        "agents": MappingOf("The graph, agent by agent.", name_form("Agent id."), AGENT),
+        "steps": MappingOf("Steps that run one after the other, chosen by rules.", name_form("Step id."), STEP),
+        "start": START_RULES,
+        "classifiers": MappingOf("What tells the class of a text, by name.", name_form("Classifier id."), CLASSIFIER),
         "clusters": MappingOf(
             "Which agents are judged together; by default those with the same successors.",
-            _name("Cluster id."),
+            name_form("Cluster id."),
             CLUSTER,
         ),
         "early_exit": EARLY_EXIT,
@@ -195,5 +206,5 @@ TOPOLOGY = Block(
     },
 )
 
-DEFINITIONS = (PROMPT, SAMPLING, _EARLY_EXIT_FIELDS, AGENT, ROLE, CLUSTER)
+DEFINITIONS = (PROMPT, SAMPLING, _EARLY_EXIT_FIELDS, AGENT, ROLE, CLUSTER, STEP, RULE, WHEN, CLASSIFIER)
 """The blocks that the JSON Schema refers to by name."""

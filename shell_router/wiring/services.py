@@ -11,9 +11,9 @@ from shell_router.config import Config
 from shell_router.engines.place import Candidate
 from shell_router.engines.server_client import ServerClient
 from shell_router.errors import ConfigError
-from shell_router.execution import Executor, Programs
+from shell_router.execution import Classes, Executor, Programs, StepExecutor
 from shell_router.telemetry import EngineReports, Metrics, QueueState, ServerState, TraceStore
-from shell_router.topology import Topology, load_folder, load_topology
+from shell_router.topology import Conditional, Graph, files_in, load_files
 from shell_router.wiring.cache import running_cache
 from shell_router.wiring.choosing import chooser_of, running_predictor, running_recorder
 from shell_router.wiring.embedding import running_embedder
@@ -45,9 +45,10 @@ async def running_services(
     ):
         served = {alias: model.served for alias, model in models.items()}
         chooser = chooser_of(config, served, prediction.predictor, clock)
+        agents = Executor(served, cache.logs, embedding.embedder, clock=clock, chooser=chooser)
         metrics = Metrics(cache_degraded=cache.degraded, engines=_reports(models, engine_restarts, clock))
         yield Services(
-            executor=Executor(served, cache.logs, embedding.embedder, clock=clock, chooser=chooser),
+            executor=StepExecutor(agents, Classes(embedding.embedder), clock=clock),
             programs=Programs(served, cache.logs, clock=clock, chooser=chooser),
             topologies=topologies,
             models=served,
@@ -110,34 +111,31 @@ def _state(alias: str, at: Candidate[ServerClient], now_s: float) -> ServerState
     )
 
 
-def load_topologies(config: Config) -> Mapping[str, Topology]:
+def load_topologies(config: Config) -> Mapping[str, Graph]:
     """Every topology that the deployment names, checked against its models. Raises ConfigError."""
-    found: dict[str, Topology] = {}
-    for path in config.topologies:
-        for name, topology in _load(path, config).items():
-            if name in found:
-                raise ConfigError(f"{path}: the topology name {name!r} is taken.", remedy="Rename one of them.")
-            found[name] = topology
+    files = [file for path in config.topologies for file in _files(path)]
+    found = load_files(files, models=config.models)
     _require_embedder(found, config)
     return found
 
 
-def _load(path: Path, config: Config) -> Mapping[str, Topology]:
+def _files(path: Path) -> list[Path]:
     if not path.exists():
         raise ConfigError(
             f"topologies: there is no file or folder {path}.",
             remedy="Correct it; a relative path counts from the configuration's folder.",
         )
-    if path.is_dir():
-        return load_folder(path, models=config.models)
-    topology = load_topology(path, models=config.models)
-    return {topology.name: topology}
+    return files_in(path) if path.is_dir() else [path]
 
 
-def _require_embedder(topologies: Mapping[str, Topology], config: Config) -> None:
-    judged = [one.name for one in topologies.values() if one.embeds]
-    if judged and config.embedder.model == "none":
-        raise ConfigError(
-            f"embedder.model is none, and the topology {judged[0]!r} exits early.",
-            remedy="Set embedder.model: default, or early_exit: off or its policy in_flight in the topology.",
-        )
+def _require_embedder(topologies: Mapping[str, Graph], config: Config) -> None:
+    if config.embedder.model != "none":
+        return
+    for one in topologies.values():
+        if one.embeds:
+            what = "has classifiers" if isinstance(one, Conditional) and one.classifiers else "exits early"
+            raise ConfigError(
+                f"embedder.model is none, and the topology {one.name!r} {what}.",
+                remedy="Set embedder.model: default, or take out of the topology what has to embed:"
+                " classifiers, and early_exit with another policy than in_flight.",
+            )

@@ -27,7 +27,7 @@ from tests.fakes.recorder import Recorder
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-TOPOLOGIES = load_folder(Path("topologies"))
+TOPOLOGIES = {name: one for name, one in load_folder(Path("topologies")).items() if isinstance(one, Topology)}
 PROMPTS = 50
 AT_ONCE = 8
 SEEDS = random.Random(11)

@@ -8,7 +8,7 @@ from shell_router.core.generation import Generation
 from shell_router.core.model import ServedModel
 from shell_router.engines.embedder import HashEmbedder
 from shell_router.engines.scripted import Script, ScriptedEngine, at_once
-from shell_router.execution import Executor, MoaRequest, Programs
+from shell_router.execution import Classes, Executor, MoaRequest, Programs, StepExecutor
 from tests.fakes.words import WordTokenizer
 
 
@@ -55,7 +55,8 @@ class ScriptedMoa:
         }
         self.cache = MemoryAgentPromptCache(clock=monotonic)
         self.embedder = HashEmbedder()
-        self.executor = Executor(self.models, self.cache, self.embedder, clock=monotonic)
+        agents = Executor(self.models, self.cache, self.embedder, clock=monotonic)
+        self.executor = StepExecutor(agents, Classes(self.embedder), clock=monotonic)
         self.programs = Programs(self.models, self.cache, clock=monotonic)
 
     @property

@@ -18,6 +18,7 @@ from shell_router.cli import main
 from tests.fakes.batches import ENDPOINT, jsonl, line
 from tests.fakes.command import RunningCommand, running_command, survivors
 
+ROOT = Path(__file__).parents[2]
 TREE = "tree: {shape: [2, 1], models: [small]}\nearly_exit: off\n"
 CONFIG = """
 listen: {{port: {port}}}
@@ -110,6 +111,79 @@ def test_a_command_line_cannot_open_a_deployment_without_keys(
 ) -> None:
     assert main(["serve", "--config", str(deployment), "--host", "0.0.0.0"]) == 2
     assert "api_keys" in capsys.readouterr().err
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    (tmp_path / "pair.yaml").write_text("tree: {shape: [2, 1], models: [small, large]}", encoding="utf-8")
+    file = tmp_path / "triage.yaml"
+    file.write_text(
+        "start: [{when: {label: {effort: high}}, go: whole}, {go: quick}]\n"
+        "steps:\n"
+        "  quick: {model: small, then: [{when: {matches: unsure}, go: checked}]}\n"
+        "  checked: {model: checker, precursors: [quick]}\n"
+        "  whole: {topology: pair}\n",
+        encoding="utf-8",
+    )
+    return file
+
+
+def test_check_and_show_read_steps_and_what_they_name_beside_them(
+    steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["topology", "check", str(steps), "--models", "small,large,checker"]) == 0
+    assert capsys.readouterr().out == f"{steps}: triage is right: 3 steps, 5 agents\n"
+    assert main(["topology", "show", str(steps)]) == 0
+    assert "└─ otherwise -> quick" in capsys.readouterr().out
+    assert main(["topology", "show", str(steps), "--mermaid"]) == 0
+    assert capsys.readouterr().out.startswith("flowchart LR\n    start((start))")
+
+
+def test_check_names_the_line_of_a_topology_that_is_nowhere(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps.with_name("pair.yaml").unlink()
+    assert main(["topology", "check", str(steps)]) == 2
+    assert f"{steps}:5: Unknown topology 'pair'. Known: none." in capsys.readouterr().err
+
+
+def test_experts_tells_usage_and_dependencies_by_a_sample_and_chances(
+    steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = tmp_path / "requests.jsonl"
+    lines = ['{"model": "triage"}'] * 3 + ['{"model": "triage", "metadata": {"effort": "high"}}']
+    sample.write_text("\n".join(lines), encoding="utf-8")
+    asked = ["topology", "experts", str(steps), "--sample", str(sample)]
+    assert main(asked) == 2
+    assert "Give the chances of what follows on triage/quick" in capsys.readouterr().err
+    assert main([*asked, "--chances", "triage/quick=checked:0.4,end:0.6"]) == 0
+    assert capsys.readouterr().out == (
+        "expert   usage  after\nsmall    1.000  -\nchecker  0.300  small\nlarge    0.250  -\n"
+    )
+
+
+@pytest.mark.parametrize("chances", ["triage=end:1", "triage/quick", "triage/quick=end:often"])
+def test_experts_refuses_chances_that_it_cannot_read(
+    steps: Path, chances: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["topology", "experts", str(steps), "--chances", chances])
+    assert "must be TOPOLOGY/STEP=NEXT:SHARE" in capsys.readouterr().err
+
+
+def test_commands_that_run_agents_alone_refuse_steps_by_file_and_line(
+    steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulation = tmp_path / "simulation.yaml"
+    simulation.write_text(
+        f"topologies: [triage.yaml]\nprofiles: {ROOT}/configs/engines/h200.yaml\n"
+        "models: {small: {profile: qwen3-vl-4b}}\n"
+        "workload: {requests: 1, outputs: {small: {tokens: 5}}}\n",
+        encoding="utf-8",
+    )
+    questions = ROOT / "models" / "data" / "test.jsonl"
+    calibrate = ["calibrate", str(steps), "--config", str(ROOT / "configs/evaluation.yaml"), "--data", str(questions)]
+    for arguments in (["simulate", str(simulation)], calibrate):
+        assert main(arguments) == 2
+        assert f"{steps}:2: A topology with steps cannot be used here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["serve"], ["topology"], ["demo", "--rounds", "0"], ["nonsense"]])

@@ -9,7 +9,16 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from shell_router.errors import TopologyError
-from shell_router.topology import Topology, json_schema, load_folder, load_topology, parse_topology
+from shell_router.topology import (
+    Conditional,
+    Graph,
+    json_schema,
+    load_files,
+    load_folder,
+    load_topology,
+    parse_steps,
+    parse_topology,
+)
 from shell_router.topology.prompting import fill_text, slot_parts
 
 ROOT = Path(__file__).parents[2]
@@ -18,29 +27,32 @@ MODELS = ("small", "medium", "large")
 
 
 @pytest.fixture(scope="module")
-def shipped() -> dict[str, Topology]:
+def shipped() -> dict[str, Graph]:
     return load_folder(ROOT / "topologies", models=MODELS)
 
 
-def test_the_shipped_topologies_are_there(shipped: dict[str, Topology]) -> None:
-    assert set(shipped) == {"tree-9-3-1", "all-to-all-9-9-1", "self-consistency", "plan-solve-verify", "tiny"}
+def test_the_shipped_topologies_are_there(shipped: dict[str, Graph]) -> None:
+    agents = {"tree-9-3-1", "all-to-all-9-9-1", "self-consistency", "plan-solve-verify", "tiny"}
+    steps = {"small-first", "by-request"}
+    assert set(shipped) == agents | steps
+    assert {name for name, one in shipped.items() if isinstance(one, Conditional)} == steps
 
 
-def test_the_tree_and_its_baseline_have_the_papers_shapes(shipped: dict[str, Topology]) -> None:
+def test_the_tree_and_its_baseline_have_the_papers_shapes(shipped: dict[str, Graph]) -> None:
     shapes = {name: [len(layer) for layer in shipped[name].layers] for name in ("tree-9-3-1", "all-to-all-9-9-1")}
     assert shapes == {"tree-9-3-1": [9, 3, 1], "all-to-all-9-9-1": [9, 9, 1]}
 
 
-def test_only_the_tree_exits_early(shipped: dict[str, Topology]) -> None:
+def test_only_the_tree_exits_early(shipped: dict[str, Graph]) -> None:
     assert all(cluster.early_exit for cluster in shipped["tree-9-3-1"].clusters)
     assert not any(cluster.early_exit for cluster in shipped["all-to-all-9-9-1"].clusters)
 
 
-def test_the_verifier_reads_plan_and_solution(shipped: dict[str, Topology]) -> None:
+def test_the_verifier_reads_plan_and_solution(shipped: dict[str, Graph]) -> None:
     assert shipped["plan-solve-verify"].root.precursors == ("planner", "solver")
 
 
-def test_every_shipped_prompt_can_be_filled_and_asks_the_question(shipped: dict[str, Topology]) -> None:
+def test_every_shipped_prompt_can_be_filled_and_asks_the_question(shipped: dict[str, Graph]) -> None:
     for agent in (agent for topology in shipped.values() for agent in topology.agents.values()):
         assert "1+1?" in fill_text(agent.prompt.prefix, "1+1?")
         assert len(fill_text(agent.prompt.suffix, "").split()) <= 5
@@ -102,6 +114,35 @@ def test_the_schema_refuses_what_the_loader_refuses(change: str, validator: Draf
         parse_topology(yaml.safe_dump(content), source="f.yaml")
 
 
+CHANGES_OF_STEPS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "an unknown key": (("steps", "quick", "next"), "careful"),
+    "a rule without a target": (("start",), [{"when": {"label": {"a": "b"}}}]),
+    "no rule": (("start",), []),
+    "a number for a label": (("start", 0, "when", "label", "effort"), 3),
+    "no examples": (("classifiers", "subject"), {"examples": {}}),
+    "an unknown subject": (("start", 0, "when", "of"), "answer"),
+    "a step that may be dropped": (("steps", "quick", "on_failure"), "drop"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_STEPS)
+def test_the_schema_refuses_what_the_loader_refuses_of_steps(change: str, validator: Draft202012Validator) -> None:
+    guide = (ROOT / "docs" / "topologies.md").read_text(encoding="utf-8")
+    content = next(
+        yaml.safe_load(block.split("```")[0]) for block in guide.split("```yaml\n") if "name: triage" in block
+    )
+    assert validator.is_valid(content)
+    (*path, key), value = CHANGES_OF_STEPS[change]
+    place = content
+    for step in path:
+        place = place[step]
+    place[key] = value
+    assert not validator.is_valid(content)
+    tree = load_topology(ROOT / "topologies" / "tree-9-3-1.yaml")
+    with pytest.raises(TopologyError):
+        parse_steps(yaml.safe_dump(content), source="f.yaml", topologies={tree.name: tree})
+
+
 def test_the_guide_names_every_key_and_choice() -> None:
     guide = (ROOT / "docs" / "topologies.md").read_text(encoding="utf-8")
     assert [word for word in sorted(_words(json_schema())) if word not in guide] == []
@@ -123,4 +164,4 @@ def test_the_guides_examples_load(tmp_path: Path) -> None:
     for number, example in enumerate(examples):
         file = tmp_path / f"example-{number}.yaml"
         file.write_text(example, encoding="utf-8")
-        load_topology(file, models=MODELS)
+        load_files([file, *(one for one in FILES if one.stem == "tree-9-3-1")], models=MODELS)

@@ -12,13 +12,13 @@ from shell_router.engines.embedder import HashEmbedder
 from shell_router.engines.pool import PairPool
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.execution import Executor
-from shell_router.topology import Prefill, load_folder
+from shell_router.topology import Prefill, Topology, load_folder
 from tests.e2e.test_incremental_prefill import assert_cache_is_hit, greedy, run_all
 from tests.fakes.pairs_under_test import PairUnderTest
 
 pytestmark = pytest.mark.sglang
 
-TOPOLOGIES = load_folder(Path("topologies"))
+TOPOLOGIES = {name: one for name, one in load_folder(Path("topologies")).items() if isinstance(one, Topology)}
 PROMPTS = 4
 
 

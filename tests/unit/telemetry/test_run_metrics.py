@@ -18,11 +18,13 @@ from shell_router.core.events import (
     ModelChosen,
     PrefillIncrement,
     PromptReady,
+    StepChosen,
 )
 from shell_router.core.placement import Placed
 from shell_router.telemetry import EngineReports, Metrics, QueueState, RunMetrics, ServerState
 
 EVENTS = (
+    StepChosen(0.8, 0.7, "start", "first", "root", 2, "otherwise"),
     ModelChosen(1.0, 0.9, ("a", "b"), "small", "chimera", "better", {"small": 0.9}, {"small": 0.1}, ()),
     AgentStarted(1.0, "a", "small"),
     AgentStarted(1.0, "b", "small"),
@@ -44,7 +46,7 @@ EVENTS = (
 
 def observed() -> Metrics:
     metrics = Metrics(cache_degraded=lambda: True)
-    run = RunMetrics(metrics, "duo", "root", 1.0)
+    run = RunMetrics(metrics, "duo", {"root"}, 1.0)
     for event in EVENTS:
         run.observe(event)
     run.ended(2.0, "failed")
@@ -61,6 +63,18 @@ def test_what_a_run_went_without_is_counted() -> None:
 
 def test_every_kind_of_event_is_counted_and_told() -> None:
     assert {type(event) for event in EVENTS} == set(get_args(Event)) == set(KINDS)
+
+
+def test_a_step_is_counted_by_the_rule_that_chose_it() -> None:
+    assert value(observed(), "steps_chosen_total", target="duo", after="start", rule="2", step="first") == 1
+
+
+def test_an_answer_that_was_held_back_begins_when_it_is_told() -> None:
+    metrics = Metrics()
+    run = RunMetrics(metrics, "steps", {"last"}, 1.0)
+    run.observe(AgentTokens(1.5, "first", (1,), "x"))
+    run.observe(StepChosen(3.0, 2.9, "first", "end", "first", 1, "always", "x"))
+    assert value(metrics, "first_token_seconds_sum", target="steps") == 2.0
 
 
 def test_a_choice_is_counted_by_model_policy_and_reason() -> None:

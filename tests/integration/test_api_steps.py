@@ -1,0 +1,170 @@
+"""Topologies with steps over HTTP: who answers, what is streamed when, and what is told of the choice."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import openai
+
+from shell_router.engines.scripted import Script
+from shell_router.errors import EngineStalled
+from shell_router.topology import parse_steps, parse_topology
+from tests.fakes.api_server import Api, api, chat, until
+from tests.fakes.gates import Gates, Hold
+from tests.fakes.moa import ScriptedMoa
+
+TREE = parse_topology("name: tree\ntree: {shape: [2, 1], models: [small, large]}", source="tree.yaml")
+TRIAGE = parse_steps(
+    """name: triage
+description: the small one first
+start: [{when: {label: {effort: high}}, go: together}, {go: quick}]
+steps:
+  quick: {model: small, then: [{when: {matches: unsure}, go: careful}, {go: end}]}
+  careful: {model: large, precursors: [quick]}
+  together: {topology: tree}
+""",
+    source="triage.yaml",
+    topologies={"tree": TREE},
+)
+UNSURE = {"quick": "i am unsure of that", "careful": "it is one and two and three and four"}
+
+
+@asynccontextmanager
+async def served(
+    scripts: dict[str, Script | str] | None = None, gates: Gates | Hold | None = None
+) -> AsyncIterator[Api]:
+    moa = ScriptedMoa(scripts, pace=gates.pace) if gates else ScriptedMoa(scripts)
+    async with api(moa, topologies=(TRIAGE, TREE)) as running:  # type: ignore[arg-type] # topologies of both kinds
+        yield running
+
+
+@asynccontextmanager
+async def client(running: Api) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as connected:
+        yield connected
+
+
+def question(**fields: object) -> dict[str, object]:
+    return chat("How much?", model="triage", **fields)
+
+
+async def test_the_openai_client_gets_the_first_steps_answer_where_it_is_sure() -> None:
+    async with served({"quick": "it is 2"}) as running, client(running) as ai:
+        raw = await ai.chat.completions.with_raw_response.create(**question())
+        assert raw.parse().choices[0].message.content == "it is 2"
+        assert raw.headers["x-steps"] == "quick: start 2; end: quick 2"
+        assert not running.moa.engines["large"].generated
+
+
+async def test_it_gets_the_next_steps_answer_where_the_first_says_so_and_pays_for_both() -> None:
+    async with served(UNSURE) as running, client(running) as ai:
+        answer = await ai.chat.completions.create(**question(), extra_body={"include_agents": True})
+        agents = answer.model_extra["agents"]
+        assert answer.choices[0].message.content == UNSURE["careful"]
+        assert list(agents) == ["quick", "careful"]
+        assert answer.usage.completion_tokens == sum(spent["completion_tokens"] for spent in agents.values())
+        assert "i am unsure of that" in running.moa.prompt_of("careful")
+
+
+async def test_metadata_chooses_the_tree_instead() -> None:
+    async with served({"together/root": "all of us"}) as running, client(running) as ai:
+        answer = await ai.chat.completions.create(**question(metadata={"effort": "high"}))
+        assert answer.choices[0].message.content == "all of us"
+        stream = await ai.chat.completions.create(stream=True, **question(metadata={"effort": "high"}))
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "all of us"
+
+
+async def test_a_step_that_is_surely_the_last_streams_as_it_writes() -> None:
+    hold = Hold(first=1)  # at the second piece of the large model's answer
+    async with served({**UNSURE, "quick": "unsure"}, hold) as running, client(running) as ai:
+        stream = await ai.chat.completions.create(stream=True, **question())
+        texts = (chunk.choices[0].delta.content async for chunk in stream if chunk.choices[0].delta.content)
+        first = await anext(texts)
+        hold.release()
+        assert UNSURE["careful"].startswith(first) and first != UNSURE["careful"]
+        assert first + "".join([text async for text in texts]) == UNSURE["careful"]
+
+
+async def test_an_answer_that_could_have_been_followed_comes_when_it_is_decided() -> None:
+    async with served({"quick": "it is one and two and three"}) as running, client(running) as ai:
+        stream = await ai.chat.completions.create(stream=True, extra_body={"include_agents": True}, **question())
+        chunks = [chunk async for chunk in stream]
+        told = [
+            chunk.model_extra["agent_event"]["type"] if not chunk.choices else chunk.choices[0].delta.content
+            for chunk in chunks
+        ]
+        assert [one for one in told if one and not one.startswith("agent.")] == ["it is one and two and three"]
+        assert told.index("agent.finished") < told.index("it is one and two and three")
+        steps = [
+            chunk.model_extra["agent_event"]
+            for chunk in chunks
+            if not chunk.choices and chunk.model_extra["agent_event"]["type"] == "agent.step"
+        ]
+        assert [(step["after"], step["step"], step["rule"]) for step in steps] == [
+            ("start", "quick", 2),
+            ("quick", "end", 2),
+        ]
+
+
+async def test_the_trace_tells_which_rule_chose_what_and_why() -> None:
+    async with served(UNSURE) as running:
+        async with running.client.post(f"{running.url}/v1/chat/completions", json=question()) as response:
+            trace_id = response.headers["x-trace-id"]
+        _, trace = await running.get(f"/v1/traces/{trace_id}")
+        assert [(one["after"], one["rule"], one["step"], one["why"]) for one in trace["steps"]] == [
+            ("start", 2, "quick", "otherwise"),
+            ("quick", 1, "careful", "output matches 'unsure'"),
+            ("careful", 1, "end", "always"),
+        ]
+        assert trace["agents"]["careful"]["precursors"] == ["quick"]
+        assert trace["overlap"]["critical_path"] == ["quick", "careful"]
+        async with running.client.get(f"{running.url}/metrics") as response:
+            metrics = await response.text()
+        assert 'shell_router_steps_chosen_total{after="quick",rule="1",step="careful",target="triage"} 1.0' in metrics
+
+
+async def test_models_lists_it_as_a_topology_with_its_steps() -> None:
+    async with served() as running, client(running) as ai:
+        listed = {model.id: model.model_extra async for model in ai.models.list()}
+        assert listed["triage"]["kind"] == listed["tree"]["kind"] == "topology"
+        assert sorted(listed["triage"]["steps"]) == ["careful", "quick", "together"]
+        assert listed["triage"]["agents"] == 5 and "steps" not in listed["tree"]
+
+
+async def test_metadata_that_is_no_object_of_texts_is_refused_by_field() -> None:
+    async with served() as running:
+        for metadata, field in (({"effort": 3}, "metadata.effort"), ("high", "metadata")):
+            status, body = await running.post("/v1/chat/completions", question(metadata=metadata))
+            assert (status, body["error"]["param"]) == (400, field)
+
+
+async def test_a_prompt_that_is_too_long_for_the_first_step_is_refused_with_its_status_in_a_stream_too() -> None:
+    async with api(ScriptedMoa(context_length=200), topologies=(TRIAGE, TREE)) as running:  # type: ignore[arg-type]
+        status, body = await running.post(
+            "/v1/chat/completions", {**question(stream=True), **chat("a " * 200, model="triage", stream=True)}
+        )
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_later_step_that_fails_is_told_in_the_stream() -> None:
+    broken = Script("x y z", error=EngineStalled("nothing came for 60 s."))
+    async with served({"quick": "unsure", "careful": broken}) as running, client(running) as ai:
+        stream = await ai.chat.completions.create(stream=True, **question())
+        try:
+            async for _ in stream:
+                pass
+        except openai.APIError as error:
+            assert "nothing came" in str(error)
+        else:
+            raise AssertionError("the stream ended well")
+
+
+async def test_a_client_that_leaves_between_steps_leaves_nothing_running() -> None:
+    gates = Gates("careful")
+    async with served(UNSURE, gates) as running:
+        request = asyncio.create_task(running.post("/v1/chat/completions", question()))
+        await gates.until_waiting(1)
+        request.cancel()
+        await asyncio.wait([request])
+        await until(lambda: not running.moa.running and len(running.moa.cache) == 0)
+        assert running.moa.aborted == {"careful"}
