@@ -3,6 +3,7 @@
 from shell_router.execution.agent_planning import AGENT_REQUEST
 from shell_router.execution.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.execution.classifying import Classes
+from shell_router.execution.deciding import Judges
 from shell_router.execution.executor import Executor
 from shell_router.execution.planning import stages_of, workflow_of
 from shell_router.execution.programs import Programs
@@ -16,6 +17,7 @@ from shell_router.execution.requests import (
     ProgramState,
     Segment,
 )
+from shell_router.execution.scoring import Scores
 from shell_router.execution.step_executor import StepExecutor
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Auto",
     "Classes",
     "Executor",
+    "Judges",
     "KnownPrompt",
     "MoaRequest",
     "ModelChooser",
@@ -33,6 +36,7 @@ __all__ = [
     "OutputOf",
     "ProgramState",
     "Programs",
+    "Scores",
     "Segment",
     "StepExecutor",
     "known_of_agent",

@@ -1,23 +1,18 @@
 """Runs one request through a topology's steps, one after the other, as its rules choose (CoServe, section 2.1)."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from shell_router.core.events import Degraded, Event, StepChosen
-from shell_router.errors import DeadlineExceeded, EngineError
-from shell_router.execution.classifying import Classes
+from shell_router.core.events import Event, StepChosen
+from shell_router.errors import DeadlineExceeded
+from shell_router.execution.deciding import Deciding, Judges
 from shell_router.execution.requests import Answer, MoaRequest
 from shell_router.topology import Conditional, Graph, Step, Topology
-from shell_router.topology.rules import END, START, Choice, Classed, Facts, Rule, Unclassified, choose
-
-log = logging.getLogger(__name__)
+from shell_router.topology.rules import END, START, Rule
 
 Emit = Callable[[Event], None]
-LONG_TEXT = 16_384
-"""Characters; looking through more for all patterns may take milliseconds, which the event loop must not lose."""
 
 
 class RunsAgents(Protocol):
@@ -29,9 +24,9 @@ class RunsAgents(Protocol):
 class StepExecutor:
     """Answers requests by topologies of both kinds: graphs of agents, which `agents` runs, and steps."""
 
-    def __init__(self, agents: RunsAgents, classes: Classes, *, clock: Callable[[], float]) -> None:
+    def __init__(self, agents: RunsAgents, judges: Judges, *, clock: Callable[[], float]) -> None:
         self._agents = agents
-        self._classes = classes
+        self._judges = judges
         self._clock = clock
 
     async def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Answer:
@@ -44,7 +39,7 @@ class StepExecutor:
             return await self._agents.run(topology, request, emit)
         try:
             async with asyncio.timeout(request.timeout_s):
-                return await _Walk(topology, request, self._agents, self._classes, _Held(emit), self._clock).answer()
+                return await _Walk(topology, request, self._agents, self._judges, _Held(emit), self._clock).answer()
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"{topology.name!r} gave no answer within {request.timeout_s:g} s.",
@@ -85,17 +80,16 @@ class _Walk:
         topology: Conditional,
         request: MoaRequest,
         agents: RunsAgents,
-        classes: Classes,
+        judges: Judges,
         told: _Held,
         clock: Callable[[], float],
     ) -> None:
         self._topology = topology
         self._request = request
         self._agents = agents
-        self._classes = classes
         self._told = told
         self._clock = clock
-        self._facts = Facts(request.labels, request.question)
+        self._deciding = Deciding(topology, request, judges, told.hold, clock=clock)
         self._answers: dict[str, Answer] = {}
 
     async def answer(self) -> Answer:
@@ -105,7 +99,7 @@ class _Walk:
         while True:
             answer = await self._asked(step)
             self._answers[step.id] = answer
-            self._facts = _after(self._facts, answer)
+            self._deciding.ended(answer)
             following = await self._next(step.id, step.then)
             if following is None:
                 usage = {agent: spent for one in self._answers.values() for agent, spent in one.agents.items()}
@@ -114,38 +108,16 @@ class _Walk:
 
     async def _next(self, after: str, rules: Sequence[Rule]) -> Step | None:
         started_s = self._clock()
-        choice = await self._chosen(rules)
+        choice = await self._deciding.choice(rules)
         step = None if choice.go == END else self._topology.steps[choice.go]
-        before = self._topology.steps.get(after)
-        root, text = "", ""
-        if step is not None:
-            root = step.root
-        elif before is not None:
-            root, text = before.root, "" if before.is_last else self._facts.output
+        root, text = (step.root, "") if step is not None else self._answer_of(after)
         self._told.hold(StepChosen(self._clock(), started_s, after, choice.go, root, choice.rule, choice.why, text))
         return step
 
-    async def _chosen(self, rules: Sequence[Rule]) -> Choice:
-        """Asks classifiers as rules come to need them."""
-        while isinstance(found := await self._decided(rules), Unclassified):
-            said = {**self._facts.classes, (found.classifier, found.of): await self._classed(found)}
-            self._facts = replace(self._facts, classes=said)
-        return found
-
-    async def _decided(self, rules: Sequence[Rule]) -> Choice | Unclassified:
-        if self._facts.characters > LONG_TEXT:
-            return await asyncio.to_thread(choose, rules, self._facts)
-        return choose(rules, self._facts)
-
-    async def _classed(self, asked: Unclassified) -> Classed | None:
-        """None where the embedder fails: its rules do not hold then, which is told."""
-        classifier = self._topology.classifiers[asked.classifier]
-        try:
-            return await self._classes.of(self._topology.name, classifier, self._facts.text(asked.of))
-        except (EngineError, ValueError) as error:  # ValueError: what it said is no embedding
-            log.warning("%s: the %s is not classified: %s", self._topology.name, asked.of, error)
-            self._told.hold(Degraded(self._clock(), "", "classifier", str(error)))
-            return None
+    def _answer_of(self, last: str) -> tuple[str, str]:
+        """Who has answered, and what, if that was held back."""
+        step = self._topology.steps[last]
+        return step.root, "" if step.is_last else self._answers[last].text
 
     async def _asked(self, step: Step) -> Answer:
         given = tuple((one, self._answers[one].text) for one in step.reads if one in self._answers)
@@ -165,12 +137,6 @@ class _Walk:
         return replace(
             asked, id=f"{asked.id}.{len(self._answers)}", sampling=sampling, confidence=step.reads_confidence
         )
-
-
-def _after(facts: Facts, answer: Answer) -> Facts:
-    """What is known once a step has ended: what was said of the output before is void."""
-    classes = {asked: said for asked, said in facts.classes.items() if asked[1] == "request"}
-    return replace(facts, output=answer.text, confidence=answer.confidence, classes=classes)
 
 
 def _seed(sampling: Mapping[str, object]) -> Mapping[str, object]:

@@ -53,6 +53,7 @@ def _when(said: Values, at_start: bool) -> When:
         classifier=said.get("classifier", ""),
         classes=_several(said.get("is", [])),
         confidence_below=said.get("confidence_below"),
+        scores_below=said.get("score_below", {}),
         of=of,
     )
 

@@ -12,6 +12,7 @@ from shell_router.topology.document import Path, Problem
 from shell_router.topology.grammar import shown, suggestion
 from shell_router.topology.graph import AUTO
 from shell_router.topology.layered import Values
+from shell_router.topology.rule_checks import rules_of
 from shell_router.topology.syntax import GRAPH_FORMS, MAX_AGENTS
 
 
@@ -90,6 +91,9 @@ def model_problems(file: Values, models: Collection[str] | None) -> Iterator[Pro
             yield Problem(("agents", agent), f"Agent '{agent}' has no model.", "Give it, or 'defaults', a 'model'.")
     if models is None:
         return
+    for at, model in _scored(file):
+        if model not in models:
+            yield Problem(at, f"Unknown model {shown(model)}.", suggestion(model, sorted(models)))
     for at, model in _models_named(file):
         if model not in models and model != AUTO:
             yield Problem(at, f"Unknown model {shown(model)}.", suggestion(model, sorted(models)))
@@ -105,6 +109,13 @@ def _choice_problems(file: Values) -> Iterator[Problem]:
                 yield Problem((*at, "model", position), wrong, "Write it alone, or name the models.")
             elif model in named[:position]:
                 yield Problem((*at, "model", position), f"Model '{model}' stands twice.", "Name it once.")
+
+
+def _scored(file: Values) -> Iterator[tuple[Path, str]]:
+    """Models that rules between steps ask the chances of."""
+    for _, at, rule in rules_of(file) if "steps" in file else ():
+        for model in rule.get("when", {}).get("score_below", {}):
+            yield (*at, "when", "score_below", model), model
 
 
 def _blocks(file: Values) -> Mapping[Path, Values]:

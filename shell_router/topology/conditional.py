@@ -98,6 +98,12 @@ class Conditional:
             for agent in step.topology.agents.values()
         }
 
+    @cached_property
+    def scored_models(self) -> tuple[str, ...]:
+        """Models whose chances of being right some rule asks for."""
+        rules = [*self.start, *(rule for step in self.steps.values() for rule in step.then)]
+        return tuple(dict.fromkeys(model for rule in rules if rule.when for model in rule.when.scores_below))
+
     @property
     def embeds(self) -> bool:
         """Whether a classifier or an early exit has to embed texts."""

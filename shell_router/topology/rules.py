@@ -39,7 +39,8 @@ class When:
 
     `labels` are the values that the request's labels may have. `matches` is a pattern that the text named by `of` holds
     somewhere. `classifier` tells the class of that text, which has to be one of `classes`. `confidence_below` is
-    compared with the geometric mean token probability of the output.
+    compared with the geometric mean token probability of the output, `scores_below` per model with the predicted chance
+    that it would answer the request rightly.
     """
 
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class When:
     classifier: str = ""
     classes: tuple[str, ...] = ()
     confidence_below: float | None = None
+    scores_below: Mapping[str, float] = field(default_factory=dict)
     of: Subject = "request"
 
     def __str__(self) -> str:
@@ -54,6 +56,7 @@ class When:
         said += [f"{self.of} matches '{self.matches}'"] if self.matches else []
         said += [f"{self.classifier} of the {self.of} is {_either(self.classes)}"] if self.classifier else []
         said += [] if self.confidence_below is None else [f"confidence below {self.confidence_below:g}"]
+        said += [f"score of {model} below {limit:g}" for model, limit in self.scores_below.items()]
         return " and ".join(said)
 
 
@@ -70,7 +73,7 @@ class Facts:
     """What rules read: the request, and the output of the step that has just ended.
 
     `confidence` is None where nothing was decoded. `classes` holds what classifiers said of which text, None where one
-    could not be asked.
+    could not be asked. `scores` are predicted chances by model, None before anybody was asked; a model may be missing.
     """
 
     labels: Mapping[str, str]
@@ -78,6 +81,7 @@ class Facts:
     output: str = ""
     confidence: float | None = None
     classes: Mapping[tuple[str, Subject], Classed | None] = field(default_factory=dict)
+    scores: Mapping[str, float] | None = None
 
     def text(self, of: Subject) -> str:
         """The text that a rule speaks of."""
@@ -106,43 +110,85 @@ class Unclassified:
     of: Subject
 
 
-def choose(rules: Sequence[Rule], facts: Facts) -> Choice | Unclassified:
+@dataclass(frozen=True, slots=True)
+class Unscored:
+    """Nothing can be chosen before somebody has predicted scores."""
+
+
+Missing = Unclassified | Unscored
+
+
+def choose(rules: Sequence[Rule], facts: Facts) -> Choice | Unclassified | Unscored:
     """The first of `rules` that holds. The last has no condition, so that one always does."""
     for number, rule in enumerate(rules, start=1):
         if rule.when is None:
             return Choice(rule.go, number, "otherwise" if len(rules) > 1 else "always")
         why = _why(rule.when, facts)
-        if isinstance(why, Unclassified):
+        if isinstance(why, Missing):
             return why
-        if why:
+        if why is not None:
             return Choice(rule.go, number, why)
     raise ValueError("no rule holds: the last one has a condition")
 
 
-def _why(when: When, facts: Facts) -> str | Unclassified:
-    """What makes `when` hold, empty where it does not. A classifier is asked only when all else holds."""
+def _why(when: When, facts: Facts) -> str | Missing | None:
+    """What makes `when` hold; None where it does not. Nobody is asked anything unless all else holds."""
+    said: list[str] = []
+    for part in (_labels, _pattern, _confidence, _scores, _class):
+        found = part(when, facts)
+        if not isinstance(found, str):
+            return found
+        said.append(found)
+    return " and ".join(filter(None, said))
+
+
+# Each says what makes its part of a condition hold, nothing where there is no such part, None where it does not hold.
+
+
+def _labels(when: When, facts: Facts) -> str | None:
+    if any(facts.labels.get(key) not in values for key, values in when.labels.items()):
+        return None
+    return " and ".join(f"label {key} is {facts.labels[key]!r}" for key in when.labels)
+
+
+def _pattern(when: When, facts: Facts) -> str | None:
+    if not when.matches:
+        return ""
+    return f"{when.of} matches '{when.matches}'" if found_in(when.matches, facts.text(when.of)) else None
+
+
+def _confidence(when: When, facts: Facts) -> str | None:
+    if when.confidence_below is None:
+        return ""
+    confidence = facts.confidence or 0.0  # of no tokens nobody can be sure
+    if confidence >= when.confidence_below:
+        return None
+    return f"confidence {confidence:.3f} is below {when.confidence_below:g}"
+
+
+def _scores(when: When, facts: Facts) -> str | Unscored | None:
+    if not when.scores_below:
+        return ""
+    if facts.scores is None:
+        return Unscored()
     said = []
-    for key, values in when.labels.items():
-        if facts.labels.get(key) not in values:
-            return ""
-        said.append(f"label {key} is {facts.labels[key]!r}")
-    if when.matches:
-        if not found_in(when.matches, facts.text(when.of)):
-            return ""
-        said.append(f"{when.of} matches '{when.matches}'")
-    if when.confidence_below is not None:
-        confidence = facts.confidence or 0.0  # of no tokens nobody can be sure
-        if confidence >= when.confidence_below:
-            return ""
-        said.append(f"confidence {confidence:.3f} is below {when.confidence_below:g}")
-    if when.classifier:
-        if (when.classifier, when.of) not in facts.classes:
-            return Unclassified(when.classifier, when.of)
-        classed = facts.classes[when.classifier, when.of]
-        if classed is None or classed.name not in when.classes:
-            return ""
-        said.append(f"{when.classifier} of the {when.of} is {classed.name!r} ({classed.similarity:.2f})")
+    for model, limit in when.scores_below.items():
+        score = facts.scores.get(model)
+        if score is None or score >= limit:
+            return None
+        said.append(f"score of {model}, {score:.3f}, is below {limit:g}")
     return " and ".join(said)
+
+
+def _class(when: When, facts: Facts) -> str | Unclassified | None:
+    if not when.classifier:
+        return ""
+    if (when.classifier, when.of) not in facts.classes:
+        return Unclassified(when.classifier, when.of)
+    classed = facts.classes[when.classifier, when.of]
+    if classed is None or classed.name not in when.classes:
+        return None
+    return f"{when.classifier} of the {when.of} is {classed.name!r} ({classed.similarity:.2f})"
 
 
 def _either(values: Sequence[str]) -> str:

@@ -27,6 +27,11 @@ WHEN = Block(
         "confidence_below": Number(
             "Holds when the step's output has a lower geometric mean token probability.", above=0, at_most=1
         ),
+        "score_below": MappingOf(
+            "Holds when the deployment's trained router gives each of these models a lower chance of being right.",
+            Text("Model alias.", r".*\S.*", "a model alias"),
+            Number("The chance.", above=0, at_most=1),
+        ),
         "of": Choice("Which text is meant; the request at the start, else the step's output.", SUBJECTS),
     },
     name="when",

@@ -11,7 +11,7 @@ from shell_router.config import Config
 from shell_router.engines.place import Candidate
 from shell_router.engines.server_client import ServerClient
 from shell_router.errors import ConfigError
-from shell_router.execution import Classes, Executor, Programs, StepExecutor
+from shell_router.execution import Classes, Executor, Judges, Programs, Scores, StepExecutor
 from shell_router.telemetry import EngineReports, Metrics, QueueState, ServerState, TraceStore
 from shell_router.topology import Conditional, Graph, files_in, load_files
 from shell_router.wiring.cache import running_cache
@@ -48,7 +48,7 @@ async def running_services(
         agents = Executor(served, cache.logs, embedding.embedder, clock=clock, chooser=chooser)
         metrics = Metrics(cache_degraded=cache.degraded, engines=_reports(models, engine_restarts, clock))
         yield Services(
-            executor=StepExecutor(agents, Classes(embedding.embedder), clock=clock),
+            executor=StepExecutor(agents, Judges(Classes(embedding.embedder), Scores(chooser, served)), clock=clock),
             programs=Programs(served, cache.logs, clock=clock, chooser=chooser),
             topologies=topologies,
             models=served,
@@ -116,6 +116,7 @@ def load_topologies(config: Config) -> Mapping[str, Graph]:
     files = [file for path in config.topologies for file in _files(path)]
     found = load_files(files, models=config.models)
     _require_embedder(found, config)
+    _require_scores(found, config)
     return found
 
 
@@ -139,3 +140,12 @@ def _require_embedder(topologies: Mapping[str, Graph], config: Config) -> None:
                 remedy="Set embedder.model: default, or take out of the topology what has to embed:"
                 " classifiers, and early_exit with another policy than in_flight.",
             )
+
+
+def _require_scores(topologies: Mapping[str, Graph], config: Config) -> None:
+    asking = [one.name for one in topologies.values() if isinstance(one, Conditional) and one.scored_models]
+    if asking and config.prediction.scores is None:
+        raise ConfigError(
+            f"prediction.scores is not set, and a rule of the topology {asking[0]!r} asks for score_below.",
+            remedy="Name a folder that `shell-router train router` wrote, or remove the rule.",
+        )

@@ -6,9 +6,19 @@ from time import monotonic
 from agent_cache.memory import MemoryAgentPromptCache
 from shell_router.core.generation import Generation
 from shell_router.core.model import ServedModel
+from shell_router.core.prediction import Predictor
 from shell_router.engines.embedder import HashEmbedder
 from shell_router.engines.scripted import Script, ScriptedEngine, at_once
-from shell_router.execution import Classes, Executor, MoaRequest, Programs, StepExecutor
+from shell_router.execution import (
+    Classes,
+    Executor,
+    Judges,
+    MoaRequest,
+    ModelChooser,
+    Programs,
+    Scores,
+    StepExecutor,
+)
 from tests.fakes.words import WordTokenizer
 
 
@@ -39,6 +49,7 @@ class ScriptedMoa:
         context_length: int = 4096,
         kept_requests: int = 10_000,
         cached_tokens: int = 1_000_000,
+        predictor: Predictor | None = None,
     ) -> None:
         self.tokenizers = {"other": WordTokenizer("other")} | dict.fromkeys(
             ("small", "medium", "large"), WordTokenizer()
@@ -55,8 +66,10 @@ class ScriptedMoa:
         }
         self.cache = MemoryAgentPromptCache(clock=monotonic)
         self.embedder = HashEmbedder()
-        agents = Executor(self.models, self.cache, self.embedder, clock=monotonic)
-        self.executor = StepExecutor(agents, Classes(self.embedder), clock=monotonic)
+        chooser = ModelChooser(self.models, predictor=predictor, clock=monotonic)
+        agents = Executor(self.models, self.cache, self.embedder, clock=monotonic, chooser=chooser)
+        judges = Judges(Classes(self.embedder), Scores(chooser, self.models))
+        self.executor = StepExecutor(agents, judges, clock=monotonic)
         self.programs = Programs(self.models, self.cache, clock=monotonic)
 
     @property

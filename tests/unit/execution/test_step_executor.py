@@ -7,10 +7,11 @@ import pytest
 from shell_router.core.events import Degraded, ModelChosen, StepChosen
 from shell_router.engines.scripted import Script
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable, PromptTooLong
-from shell_router.execution import Classes, StepExecutor
+from shell_router.execution import Classes, Judges, ModelChooser, Scores, StepExecutor
 from shell_router.topology import Conditional, parse_steps, parse_topology
 from tests.fakes.gates import Gates
 from tests.fakes.moa import ScriptedMoa, ask
+from tests.fakes.predictor import ToldPredictor
 from tests.fakes.recorder import Recorder
 
 TREE = parse_topology("name: tree\ntree: {shape: [2, 1], models: [small, large]}", source="tree.yaml")
@@ -196,7 +197,8 @@ class CountingEmbedder:
 
 
 def with_embedder(moa: ScriptedMoa, embedder: CountingEmbedder | None) -> StepExecutor:
-    return StepExecutor(moa.executor, Classes(embedder), clock=lambda: 0.0)
+    scores = Scores(ModelChooser(moa.models, clock=lambda: 0.0), moa.models)
+    return StepExecutor(moa.executor, Judges(Classes(embedder), scores), clock=lambda: 0.0)
 
 
 async def test_examples_are_embedded_once_and_a_text_once_per_request() -> None:
@@ -219,6 +221,46 @@ async def test_an_embedder_that_fails_lets_its_rules_not_hold_and_is_told() -> N
 async def test_a_classifier_without_an_embedder_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match="asks the classifier 'subject'"):
         await with_embedder(ScriptedMoa(), None).run(steps(CLASSES), ask(), print)
+
+
+# --- predicted scores
+
+SCORED = """start: [{when: {score_below: {small: 0.5}}, go: b}, {go: a}]
+steps: {a: {model: small, then: [{when: {score_below: {small: 0.9, medium: 0.6}}, go: b}]}, b: {model: large}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("small", "medium", "ran"), [(0.4, 0.9, ["b"]), (0.6, 0.5, ["a", "b"]), (0.6, 0.7, ["a"]), (0.95, 0.1, ["a"])]
+)
+async def test_predicted_chances_of_being_right_decide(small: float, medium: float, ran: list[str]) -> None:
+    predictor = ToldPredictor({"small": small, "medium": medium})
+    moa, events = ScriptedMoa(predictor=predictor), Recorder()
+    answer = await moa.executor.run(steps(SCORED), ask("Why not?"), events.emit)
+    assert list(answer.agents) == ran
+    assert [(one.user, one.models) for one in predictor.asked if one.scored] == [("Why not?", ("small", "medium"))]
+    assert not events.of(Degraded)
+
+
+async def test_a_predictor_that_fails_lets_its_rules_not_hold_and_is_told() -> None:
+    predictor = ToldPredictor(trouble={"scores": "too slow"})
+    moa, events = ScriptedMoa(predictor=predictor), Recorder()
+    answer = await moa.executor.run(steps(SCORED), ask(), events.emit)
+    assert list(answer.agents) == ["a"]
+    assert {(event.what, event.error) for event in events.of(Degraded)} == {("scores", "too slow")}
+    assert sum(one.scored for one in predictor.asked) == 1
+
+
+async def test_a_model_that_the_predictor_does_not_know_is_told() -> None:
+    moa, events = ScriptedMoa(predictor=ToldPredictor({"small": 0.1})), Recorder()
+    answer = await moa.executor.run(steps(SCORED.replace("small: 0.5", "other: 0.5")), ask(), events.emit)
+    assert list(answer.agents) == ["a"]
+    assert events.of(Degraded)[0].error == "the router does not know other, medium"
+
+
+async def test_scores_without_a_predictor_are_refused_by_their_setting() -> None:
+    with pytest.raises(ConfigError, match=r"asks how probably small or medium would be right.*prediction\.scores"):
+        await ScriptedMoa().executor.run(steps(SCORED), ask(), print)
 
 
 # --- failures, limits, and being left

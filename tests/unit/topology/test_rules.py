@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.topology.patterns import found_in, pattern_error
-from shell_router.topology.rules import END, Choice, Classed, Facts, Rule, Unclassified, When, choose
+from shell_router.topology.rules import END, Choice, Classed, Facts, Rule, Unclassified, Unscored, When, choose
 
 FACTS = Facts({"kind": "sum"}, "What is 1 + 1?", "It is 2.", 0.8)
 OTHERWISE = Rule(END)
@@ -53,6 +53,23 @@ def test_a_classifier_is_asked_only_when_all_else_holds() -> None:
     asks = When(labels={"kind": ("sum",)}, classifier="subject", classes=("maths",))
     assert choose((Rule("a", asks), OTHERWISE), FACTS) == Unclassified("subject", "request")
     assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, labels={})) == Choice(END, 2, "otherwise")
+
+
+def test_scores_are_asked_for_only_when_all_else_holds_and_before_a_classifier() -> None:
+    asks = When(matches="What", scores_below={"small": 0.5}, classifier="subject", classes=("maths",))
+    assert choose((Rule("a", asks), OTHERWISE), FACTS) == Unscored()
+    assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, request="?")) == Choice(END, 2, "otherwise")
+    assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, scores={"small": 0.4})) == (
+        Unclassified("subject", "request")
+    )
+
+
+@pytest.mark.parametrize(
+    ("scores", "holds"),
+    [({"a": 0.4, "b": 0.6}, True), ({"a": 0.5, "b": 0.6}, False), ({"a": 0.4}, False), ({}, False)],
+)
+def test_every_score_that_is_named_has_to_be_lower(scores: dict[str, float], holds: bool) -> None:
+    assert taken(When(scores_below={"a": 0.5, "b": 0.7}), replace(FACTS, scores=scores)) is holds
 
 
 @pytest.mark.parametrize(

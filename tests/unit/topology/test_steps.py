@@ -152,6 +152,11 @@ WRONG = {
         3,
         "confidence_below must be a number above 0 and at most 1",
     ),
+    "an unknown model to score": (
+        "start:\n  - when:\n      score_below:\n        q: 0.5\n    go: a\n  - {go: a}\nsteps:\n  a: {model: m}\n",
+        4,
+        "Unknown model 'q'",
+    ),
     "a pattern that does not close": (
         "start: [{when: {matches: '(x'}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n",
         1,

@@ -40,6 +40,32 @@ def test_an_early_exit_without_an_embedder_is_refused_by_setting(tmp_path: Path)
         load_topologies(Config(MODELS, topologies=(file,), embedder=EmbedderSettings("none")))
 
 
+def test_steps_that_need_an_embedder_or_a_predictor_are_refused_without_it(tmp_path: Path) -> None:
+    file = tmp_path / "steps.yaml"
+    rules = {
+        "has classifiers": "classifier: c, is: x",
+        "asks for score_below": "score_below: {small: 0.5}",
+    }
+    for what, rule in rules.items():
+        classifiers = "classifiers: {c: {examples: {x: [y]}}}\n" if "classifier" in rule else ""
+        text = f"start: [{{when: {{{rule}}}, go: a}}, {{go: a}}]\nsteps: {{a: {{model: small}}}}\n{classifiers}"
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=what):
+            load_topologies(Config(MODELS, topologies=(file,), embedder=EmbedderSettings("none")))
+
+
+def test_topologies_of_all_paths_are_known_to_steps_and_share_no_name(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    tree = topology_file(tmp_path / "sub", "tree")
+    file = tmp_path / "steps.yaml"
+    file.write_text("start: a\nsteps: {a: {topology: tree}}\n", encoding="utf-8")
+    found = load_topologies(Config(MODELS, topologies=(file, tmp_path / "sub")))
+    assert list(found) == ["steps", "tree"]
+    file.write_text("name: tree\nstart: a\nsteps: {a: {model: small}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"The name 'tree' is already that of {tree}"):
+        load_topologies(Config(MODELS, topologies=(tmp_path / "sub", file)))
+
+
 def test_a_model_folder_that_does_not_exist_is_named_with_its_setting(tmp_path: Path) -> None:
     pair = PairSettings("http://127.0.0.1:1", "http://127.0.0.1:2")
     with pytest.raises(ConfigError, match=r"models\.small\.path: there is no folder .*/absent\. Name the folder"):
