@@ -123,6 +123,15 @@ async def test_the_trace_tells_which_rule_chose_what_and_why() -> None:
         assert 'shell_router_steps_chosen_total{after="quick",rule="1",step="careful",target="triage"} 1.0' in metrics
 
 
+async def test_the_critical_path_ends_with_whoever_answered() -> None:
+    async with served({"quick": "it is 2"}) as running:
+        async with running.client.post(f"{running.url}/v1/chat/completions", json=question()) as response:
+            trace_id = response.headers["x-trace-id"]
+            assert response.headers["x-shell-router-engine"].startswith("engine-0")
+        _, trace = await running.get(f"/v1/traces/{trace_id}")
+        assert trace["overlap"]["critical_path"] == ["quick"]
+
+
 async def test_models_lists_it_as_a_topology_with_its_steps() -> None:
     async with served() as running, client(running) as ai:
         listed = {model.id: model.model_extra async for model in ai.models.list()}

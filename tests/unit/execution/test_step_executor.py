@@ -8,7 +8,7 @@ from shell_router.core.events import Degraded, ModelChosen, StepChosen
 from shell_router.engines.scripted import Script
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable, PromptTooLong
 from shell_router.execution import Classes, Judges, ModelChooser, Scores, StepExecutor
-from shell_router.topology import Conditional, parse_steps, parse_topology
+from shell_router.topology import Agent, Conditional, Prompt, Topology, parse_steps, parse_topology
 from tests.fakes.gates import Gates
 from tests.fakes.moa import ScriptedMoa, ask
 from tests.fakes.predictor import ToldPredictor
@@ -179,6 +179,28 @@ classifiers:
 async def test_the_example_most_like_the_question_decides(question: str, step: str) -> None:
     answer = await ScriptedMoa().executor.run(steps(CLASSES), ask(question), print)
     assert list(answer.agents) == [step]
+
+
+async def test_each_steps_output_has_a_class_of_its_own() -> None:
+    text = """start: a
+steps:
+  a: {model: small, then: [{when: {classifier: mood, is: glad}, go: b}]}
+  b: {model: medium, then: [{when: {classifier: mood, is: glad}, go: c}]}
+  c: {model: large}
+classifiers: {mood: {examples: {glad: [so glad of it], sad: [so sad of it]}}}
+"""
+    moa = ScriptedMoa({"a": "glad", "b": "sad"})
+    assert list((await moa.executor.run(steps(text), ask(), print)).agents) == ["a", "b"]
+
+
+async def test_agents_that_are_given_other_outputs_are_asked_other_things() -> None:
+    same = Prompt(slot=" <{agent}: {output}>")
+    given = {name: Agent(name, "small", prompt=same, given=((name, f"said {name}"),)) for name in ("a", "b")}
+    moa = ScriptedMoa()
+    graph = Topology("t", {**given, "root": Agent("root", "large", ("a", "b"))})
+    await moa.executor.run(graph, ask("q"), print)
+    assert moa.prompt_of("a") == "<user>q <a: said a><assistant>"
+    assert moa.prompt_of("b") == "<user>q <b: said b><assistant>"
 
 
 class CountingEmbedder:

@@ -148,6 +148,7 @@ def test_a_choice_needs_each_of_its_models_in_an_equal_share() -> None:
     ("asked", "chances", "message"),
     [
         ([Asked("boards", {"type": "chip"})], {}, "how often 'chip' leads to 'end' is not known: output matches 'dam"),
+        ([Asked("boards", {"type": "chip"}, "damaged?")], {}, "how often 'chip' leads to 'end' is not known"),
         ([Asked("bords")], {}, "names the topology 'bords'. Known: boards"),
         ([], {}, "Give a sample"),
         (SAMPLE, {("boards", "capacitor"): {"end": 0.5}}, "sum up to 1"),
