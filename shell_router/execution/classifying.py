@@ -11,6 +11,8 @@ from shell_router.errors import ConfigError
 from shell_router.topology.rules import Classed, Classifier
 
 Vectors = NDArray[np.float32]
+READ_CHARACTERS = 2048
+"""A text is classified by its beginning: the request waits while a CPU takes 0.05 to 0.2 s for 1,000."""
 
 
 class Classes:
@@ -22,7 +24,7 @@ class Classes:
         self._turn = asyncio.Lock()
 
     async def of(self, topology: str, classifier: Classifier, text: str) -> Classed:
-        """The class of `text` by a classifier of this topology.
+        """The class of `text`, as its first READ_CHARACTERS tell it, by a classifier of this topology.
 
         Raises EngineError where the embedder fails, ConfigError where there is none.
         """
@@ -37,7 +39,7 @@ class Classes:
             if known is None:
                 known = {name: await _embedded(embedder, texts) for name, texts in classifier.examples.items()}
                 self._examples[topology, classifier.id] = known
-        return nearest(direction(await embedder.embed(text)), known, classifier.min_similarity)
+        return nearest(direction(await embedder.embed(text[:READ_CHARACTERS])), known, classifier.min_similarity)
 
 
 def direction(states: TokenStates) -> Vectors:

@@ -232,6 +232,14 @@ async def test_examples_are_embedded_once_and_a_text_once_per_request() -> None:
     assert sorted(embedder.asked) == ["how much is one and two", "sing of the sea", "tell me a tale", *["xyz"] * 3]
 
 
+async def test_a_long_text_is_classified_by_its_beginning() -> None:
+    moa = ScriptedMoa(context_length=100_000)
+    embedder = CountingEmbedder(moa)
+    question = "how much is one " * 4000
+    await with_embedder(moa, embedder).run(steps(CLASSES), ask(question), print)
+    assert question[:2048] in embedder.asked and question not in embedder.asked
+
+
 async def test_an_embedder_that_fails_lets_its_rules_not_hold_and_is_told() -> None:
     moa, events = ScriptedMoa(), Recorder()
     executor = with_embedder(moa, CountingEmbedder(moa, EngineUnreachable("the embedder is gone")))
