@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shell_router.errors import TopologyError
-from shell_router.topology import draw_mermaid, draw_terminal, parse_topology
+from shell_router.topology import draw_mermaid, draw_steps_terminal, draw_terminal, parse_steps, parse_topology
 
 TREE = """name: t
 tree: {shape: [4, 2, 1], models: [small, large], proposer: {sampling: {temperature: 0.7}}}
@@ -52,13 +52,30 @@ def test_any_graph_with_one_root_is_read_as_it_was_written(precursors: dict[str,
     assert draw_mermaid(topology).count("-->") == sum(map(len, precursors.values()))
 
 
+STEPS = """name: s
+start:
+  - {when: {label: {kind: [a, b]}, matches: "^W"}, go: whole}
+  - {when: {classifier: c, is: x, score_below: {small: 0.5}}, go: quick}
+  - {go: quick}
+steps:
+  quick:
+    model: small
+    then: [{when: {confidence_below: 0.5}, go: careful}, {when: {matches: "(un)?sure", of: output}, go: end}]
+  careful: {model: [large, medium], precursors: [quick], prompt: {slot: "{index} {output}"}, then: whole}
+  whole: {topology: t}
+classifiers: {c: {examples: {x: [y], z: [w]}, min_similarity: 0.1}}
+"""
+WHOLE = parse_topology(TREE, source="t.yaml")
+
+
 def loads_or_is_refused(text: str) -> None:
     try:
-        topology = parse_topology(text, source="f.yaml")
+        if "steps" in text:
+            assert draw_steps_terminal(parse_steps(text, source="f.yaml", topologies={"t": WHOLE}))
+        else:
+            assert draw_terminal(parse_topology(text, source="f.yaml"))
     except TopologyError as error:
         assert re.match(r"f\.yaml:\d+: \S", str(error))
-    else:
-        assert draw_terminal(topology)
 
 
 @given(st.text())
@@ -68,12 +85,12 @@ def test_no_text_raises_anything_but_a_topology_error(text: str) -> None:
 
 
 @given(
-    st.sampled_from([TREE, GRAPH]),
-    st.integers(0, 400),
+    st.sampled_from([TREE, GRAPH, STEPS]),
+    st.integers(0, 700),
     st.integers(0, 40),
     st.one_of(st.text(max_size=8), st.sampled_from(["*a", "&a ", "<<: ", "!!int ", "{", "]", "\n  ", "'", ": ", "- "])),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_no_edit_of_a_file_raises_anything_but_a_topology_error(text: str, start: int, cut: int, put: str) -> None:
     loads_or_is_refused(text[:start] + put + text[start + cut :])
 
@@ -87,8 +104,8 @@ values = st.recursive(
 )
 
 
-@given(st.sampled_from([TREE, GRAPH]), st.integers(0, 60), values)
-@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([TREE, GRAPH, STEPS]), st.integers(0, 60), values)
+@settings(max_examples=400, deadline=None)
 def test_no_value_in_any_place_raises_anything_but_a_topology_error(text: str, place: int, value: Any) -> None:
     content = yaml.safe_load(text)
     places = list(_places(content))
