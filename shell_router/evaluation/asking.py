@@ -35,6 +35,7 @@ def bodies(setting: Setting, item: Item, seed: int, sampling: Sampling) -> list[
             "model": member,
             "messages": [{"role": "user", "content": item.question}],
             "seed": request_seed(seed, item.index, place),
+            **({"metadata": dict(item.labels)} if item.labels else {}),
             **_sampling(setting, sampling),
         }
         for place, member in enumerate(setting.members)

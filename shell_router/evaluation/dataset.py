@@ -1,7 +1,7 @@
 """Questions and right answers from a JSONL file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,13 +16,17 @@ FORM = 'Write one object per line: {"question": "…", "answer": "…"}.'
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question. `index` counts the file's questions from 0; `facts` are the line's further keys."""
+    """One question. `index` counts the file's questions from 0; `facts` are the line's further keys.
+
+    `labels` are sent along, for rules that read them.
+    """
 
     index: int
     question: str
     answer: str
     grader: Grader
     facts: Mapping[str, Any]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_items(
@@ -52,7 +56,7 @@ def _item(where: str, index: int, line: bytes, grader: Grader | Literal["auto"])
             f"{where}: the answer {answer!r} is nothing that the grader {chosen} can compare.",
             remedy="Correct the answer, or let another grader judge it.",
         )
-    return Item(index, question, answer, chosen, found)
+    return Item(index, question, answer, chosen, found, _labels(where, found.get("metadata", {})))
 
 
 def _object(where: str, line: bytes) -> dict[str, Any]:
@@ -71,6 +75,15 @@ def _text(where: str, found: dict[str, Any], name: str) -> str:
         return value
     wrong = "is missing" if value is None else f"must be a string that is not empty, not {value!r}"
     raise DataError(f"{where}: {name} {wrong}.", remedy=FORM)
+
+
+def _labels(where: str, metadata: object) -> Mapping[str, str]:
+    if isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values()):
+        return metadata
+    raise DataError(
+        f"{where}: metadata, which is sent as a request's labels, is not an object of texts.",
+        remedy="Write labels and their values, or give the key another name.",
+    )
 
 
 def _own_grader(where: str, named: object) -> Grader | None:

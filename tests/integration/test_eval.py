@@ -19,13 +19,23 @@ from shell_router.errors import ConfigError, EngineError, EngineRejected, ShellR
 from shell_router.evaluation import EvaluationOptions, run_evaluation
 from shell_router.evaluation.options import Reports, Sampling
 from shell_router.evaluation.rounds import request_seed
-from shell_router.topology import parse_topology
+from shell_router.topology import parse_steps, parse_topology
 from tests.fakes.api_server import Api, api, until
 from tests.fakes.command import running_command, survivors
 from tests.fakes.moa import ScriptedMoa, agent_of
 from tests.fakes.sums import adding_moa, asked_sum, write_sums
 
 LIMITS = {"small": 5, "medium": 5, "large": 15}
+FIRST = parse_steps(
+    """
+name: first
+start: [{when: {label: {effort: high}}, go: careful}, {go: quick}]
+steps:
+  quick: {model: small, then: [{when: {matches: "Answer: 0"}, go: careful}]}
+  careful: {model: large}
+""",
+    source="first.yaml",
+)
 VOTE = "vote:small*2,large"
 JUDGED = parse_topology(
     """
@@ -59,6 +69,24 @@ async def test_right_answers_are_counted_for_models_votes_and_topologies(tmp_pat
     assert rows["duo"]["difference"] is None
     assert rows["duo"]["latency_ratio"] == 1.0
     assert all(row["answers"] == 4 and row["failed"] == 0 and row["latency_p50_s"] > 0 for row in rows.values())
+
+
+async def test_steps_are_compared_as_any_topology_and_questions_may_bring_labels(tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    lines = [
+        {"question": "What is 3 + 1?", "answer": "4"},
+        {"question": "What is 9 + 1?", "answer": "10"},
+        {"question": "What is 8 + 1?", "answer": "9", "metadata": {"effort": "high"}},
+    ]
+    data.write_bytes(b"\n".join(map(orjson.dumps, lines)))
+    async with api(adding_moa(LIMITS), topologies=(FIRST,)) as served:  # type: ignore[arg-type] # a topology with steps
+        rows = await _evaluated(served, data, "first", "small", "large")
+    first = rows["first"]
+    assert [rows[name]["accuracy"]["value"] for name in ("first", "large")] == [1.0, 1.0]
+    assert rows["small"]["accuracy"]["value"] == pytest.approx(1 / 3)
+    assert {model: use["completed"] for model, use in first["models"].items()} == pytest.approx(
+        {"small": 2 / 3, "large": 2 / 3}
+    )
 
 
 async def test_the_tables_say_what_was_evaluated_and_that_it_is_simulated(
