@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from shell_router.core.events import Event, StepChosen
 from shell_router.errors import DeadlineExceeded
@@ -13,6 +13,8 @@ from shell_router.topology import Conditional, Graph, Step, Topology
 from shell_router.topology.rules import END, START, Rule
 
 Emit = Callable[[Event], None]
+HELD_TOKENS = 32
+"""Tokens per event of an output that is held back: each event costs, and only who looks at agents sees any of them."""
 
 
 class RunsAgents(Protocol):
@@ -132,12 +134,14 @@ class _Walk:
 
         Its id is numbered, as engines abort every request whose id begins with the given one.
         """
-        asked = self._request
-        sampling = asked.sampling if step.may_be_last else _seed(asked.sampling)
-        return replace(
-            asked, id=f"{asked.id}.{len(self._answers)}", sampling=sampling, confidence=step.reads_confidence
-        )
+        asked, number = self._request, len(self._answers)
+        sampling = _sampling(step, asked.sampling)
+        return replace(asked, id=f"{asked.id}.{number}", sampling=sampling, confidence=step.reads_confidence)
 
 
-def _seed(sampling: Mapping[str, object]) -> Mapping[str, object]:
-    return {name: value for name, value in sampling.items() if name == "sampling_seed"}
+def _sampling(step: Step, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the step's root is asked with beside its own parameters."""
+    if step.is_last:
+        return asked
+    wanted = asked if step.may_be_last else {name: value for name, value in asked.items() if name == "sampling_seed"}
+    return {"stream_interval": step.topology.root.sampling.get("stream_interval", HELD_TOKENS), **wanted}

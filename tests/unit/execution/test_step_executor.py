@@ -140,8 +140,18 @@ steps:
     request = ask(sampling={"sampling_seed": 3, "max_new_tokens": 7})
     await moa.executor.run(steps(text), request, print)
     (first,), (second,) = moa.engines["small"].generated, moa.engines["medium"].generated
-    assert first.sampling == {"sampling_seed": 3}
-    assert second.sampling == {"sampling_seed": 3, "max_new_tokens": 7}
+    assert first.sampling == {"sampling_seed": 3, "stream_interval": 32}
+    assert second.sampling == {"sampling_seed": 3, "max_new_tokens": 7, "stream_interval": 32}
+
+
+async def test_what_is_held_back_comes_in_large_pieces_and_the_last_step_as_its_client_asks() -> None:
+    moa = ScriptedMoa({"quick": "unsure"})
+    text = FIRST.replace("quick: {model: small,", "quick: {model: small, sampling: {stream_interval: 2},")
+    await moa.executor.run(steps(), ask(), print)
+    await moa.executor.run(steps(text), ask(run_id="other"), print)
+    asked = [request.sampling.get("stream_interval") for request in moa.engines["small"].generated]
+    assert asked == [32, 2]
+    assert all("stream_interval" not in request.sampling for request in moa.engines["large"].generated)
 
 
 async def test_each_step_has_request_ids_of_which_none_begins_another() -> None:
