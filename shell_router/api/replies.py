@@ -10,7 +10,7 @@ from aiohttp import web
 from shell_router.api.services import IGNORED, PLACED, REQUEST_ID, TRACE
 from shell_router.core.events import ModelChosen, StepChosen
 
-UNFIT_FOR_HEADER = re.compile(r"[^\w.-]", re.ASCII)
+UNFIT_FOR_HEADER = re.compile(r"[^\w./-]", re.ASCII)
 NAMED_IGNORED = 16
 NAMED_CHOICES = 16
 

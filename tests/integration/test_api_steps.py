@@ -132,6 +132,15 @@ async def test_the_critical_path_ends_with_whoever_answered() -> None:
         assert trace["overlap"]["critical_path"] == ["quick"]
 
 
+async def test_a_choice_of_model_inside_a_step_is_told_with_the_steps_name() -> None:
+    tree = parse_topology("name: tree\ntree: {shape: [2, 1], models: [small], root_model: auto}", source="tree.yaml")
+    whole = parse_steps("name: s\nstart: w\nsteps: {w: {topology: tree}}", source="s.yaml", topologies={"tree": tree})
+    async with api(topologies=(whole,)) as running:  # type: ignore[arg-type]
+        body = chat("How much?", model="s")
+        async with running.client.post(f"{running.url}/v1/chat/completions", json=body) as response:
+            assert response.headers["x-model-choice"].startswith("w/root=")
+
+
 async def test_models_lists_it_as_a_topology_with_its_steps() -> None:
     async with served() as running, client(running) as ai:
         listed = {model.id: model.model_extra async for model in ai.models.list()}
