@@ -10,6 +10,7 @@ from shell_router.config.batches_settings import BatchesSettings
 from shell_router.config.choice_settings import AutoSettings, PredictionSettings, RecordSettings
 from shell_router.config.launch_settings import LaunchSettings, PairLaunch
 from shell_router.config.refusal import require as _require
+from shell_router.engines.embedded.settings import LoraSettings
 from shell_router.scheduling.settings import SchedulingSettings
 from shell_router.topology import AUTO
 
@@ -104,6 +105,7 @@ class EmbeddedSection:
     cores: tuple[int, ...] = ()
     max_total_tokens: int = 65_536
     max_running_requests: int = 32
+    lora: LoraSettings | None = None
 
     def __post_init__(self) -> None:
         for name in ("threads", "max_total_tokens", "max_running_requests"):

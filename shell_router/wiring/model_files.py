@@ -106,6 +106,7 @@ def embedded_settings(model: ModelSettings, files: ModelFiles, host: str) -> Emb
         max_running_requests=wanted.max_running_requests,
         incremental_streaming_output=True,
         host=host,
+        lora=wanted.lora,
     )
 
 

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from shell_router.config import Config, EmbeddedSection, PairSettings, RandomWeights, load_config
+from shell_router.engines.embedded.settings import LoraSettings
 from shell_router.errors import ConfigError
+from shell_router.wiring.model_files import embedded_settings, read_files
 
+ROOT = Path(__file__).parents[2]
 MODELS = "models: {small: {random: {}}}\n"
 PAIR = "pairs: [{prefill: 'http://a', decode: 'http://b'}]"
 
@@ -46,6 +49,25 @@ limits: {drain_s: 3}
     assert config.models["a"].context_length == 4096
     assert config.models["b"].pairs == (PairSettings("http://p:1", "http://d:2", 9, "h"),)
     assert config.limits.drain_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("{}", None),
+        ("{lora: {}}", LoraSettings(room=8, max_rank=64)),
+        ("{lora: {room: 3, max_rank: 16}}", LoraSettings(room=3, max_rank=16)),
+    ],
+)
+def test_room_for_adapters_reaches_the_pair(tmp_path: Path, written: str, read: LoraSettings | None) -> None:
+    model = _load(tmp_path, f"models: {{a: {{path: {ROOT / 'models/small'}, embedded: {written}}}}}\n").models["a"]
+    files = read_files({"a": model}, tmp_path)["a"]
+    assert embedded_settings(model, files, "127.0.0.1").lora == read
+
+
+def test_bad_room_for_adapters_is_refused_with_its_line(tmp_path: Path) -> None:
+    error = _error(tmp_path, "models:\n  a:\n    path: x\n    embedded:\n      lora: {room: 0}\n")
+    assert str(error).startswith(f"{tmp_path / 'router.yaml'}:5: room is 0")
 
 
 def test_how_requests_are_scheduled_is_read_with_the_scorers_weights(tmp_path: Path) -> None:
@@ -174,9 +196,7 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         load_config(tmp_path / "absent.yaml", {})
 
 
-@pytest.mark.parametrize(
-    "file", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda file: file.name
-)
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name)
 def test_the_shipped_deployments_are_valid(file: Path) -> None:
     assert load_config(file, {"SHELL_ROUTER_KEY": "k"}).models
 

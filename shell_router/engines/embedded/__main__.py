@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from shell_router.engines.embedded.settings import DTYPES, MODES, EmbeddedSettings, ServerSettings
+from shell_router.engines.embedded.settings import DTYPES, MODES, EmbeddedSettings, LoraSettings, ServerSettings
 from shell_router.errors import ShellRouterError
 
 
@@ -28,6 +28,9 @@ def parse_arguments(arguments: Sequence[str]) -> ServerSettings:
     parser.add_argument(
         "--kv-wait-s", type=float, default=300.0, help="how long prefill and decode wait for each other"
     )
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--max-loaded-loras", type=int, default=LoraSettings().room, help="with --enable-lora")
+    parser.add_argument("--max-lora-rank", type=int, default=LoraSettings().max_rank, help="with --enable-lora")
     given = parser.parse_args(arguments)
     return ServerSettings(
         pair=EmbeddedSettings(
@@ -42,6 +45,7 @@ def parse_arguments(arguments: Sequence[str]) -> ServerSettings:
             incremental_streaming_output=given.incremental_streaming_output,
             kv_wait_s=given.kv_wait_s,
             host=given.host,
+            lora=LoraSettings(given.max_loaded_loras, given.max_lora_rank) if given.enable_lora else None,
         ),
         mode=given.disaggregation_mode,
         port=given.port,

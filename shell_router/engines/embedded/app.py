@@ -1,8 +1,8 @@
 """The HTTP routes of an embedded server, the same on both sides."""
 
 import time
-from collections.abc import Mapping
-from contextlib import aclosing, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -10,9 +10,11 @@ from typing import Any
 from aiohttp import ClientConnectionResetError, web
 
 from shell_router.engines.embedded import answers, status
+from shell_router.engines.embedded.adapter_routes import AdapterRoutes
 from shell_router.engines.embedded.answers import Answer, json_response
 from shell_router.engines.embedded.causal_lm import CausalLm
 from shell_router.engines.embedded.inflight import Inflight, InflightRequests
+from shell_router.engines.embedded.loaded_adapters import LoadedAdapters
 from shell_router.engines.embedded.service import Service, output_of
 from shell_router.engines.embedded.settings import ServerSettings
 from shell_router.engines.embedded.wire import (
@@ -43,6 +45,7 @@ class EngineApp:
     lm: CausalLm
     service: Service
     inflight: InflightRequests
+    adapters: LoadedAdapters
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=BODY_LIMIT_BYTES)
@@ -58,6 +61,7 @@ class EngineApp:
         app.router.add_post("/generate", self._generate)
         if self.settings.mode == "prefill":
             app.router.add_post("/prefill_only", self._prefill_only)
+        AdapterRoutes(self.adapters, self.settings.pair.model_path, self.lm.context_length).add_to(app)
         return app
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -83,12 +87,18 @@ class EngineApp:
     def _read(self, body: Any) -> GenerateRequest:
         pair = self.settings.pair
         limits = RequestLimits(self.lm.context_length, pair.max_total_tokens, self.lm.vocab_size)
-        request = read_request(body, self.lm.tokenizer, limits)
-        self.service.check(request)
-        return request
+        return read_request(body, self.lm.tokenizer, limits)
+
+    @contextmanager
+    def _in_work(self, request: GenerateRequest) -> Iterator[Inflight]:
+        """The request among those in work, its adapter kept, for the length of the block. Raises `InvalidRequest`."""
+        with self.adapters.used(request.lora_path) as adapter:
+            self.service.check(request)
+            with self.inflight.add(request, adapter) as inflight:
+                yield inflight
 
     async def _whole(self, request: GenerateRequest) -> web.Response:
-        with self.inflight.add(request) as inflight:
+        with self._in_work(request) as inflight:
             answer = self._answer(request)
             began = time.perf_counter()
             async with aclosing(output_of(self.service, inflight)) as output:
@@ -105,8 +115,7 @@ class EngineApp:
 
     async def _write_stream(self, request: web.Request, body: Any, response: web.StreamResponse) -> None:
         try:
-            checked = self._read(body)
-            with self.inflight.add(checked) as inflight:
+            with self._in_work(self._read(body)) as inflight:
                 await response.prepare(request)
                 await self._write_events(response, inflight)
         except ContractViolation:
@@ -153,7 +162,7 @@ class EngineApp:
         return json_response(status.loads_report(self.settings, self.service.loads(), datetime.now(UTC)))
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=status.metrics_text(self.settings, self.service.loads()))
+        return web.Response(text=status.metrics_text(self.settings, self.service.loads(), len(self.adapters.paths)))
 
 
 def finished_response(answer: Answer, inflight: Inflight, latency_s: float) -> web.Response:

@@ -1,6 +1,7 @@
 """A Hugging Face causal LM folder, loaded: the two forward passes that serving needs, and the tokenizer."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from shell_router.engines.embedded.adapted_linears import AdaptedLinears, AdaptedRows, Adapter
 from shell_router.engines.embedded.kv_layers import KvShape, PromptKv, SlotKv
 from shell_router.engines.embedded.settings import EmbeddedSettings
 from shell_router.errors import ConfigError
@@ -17,7 +19,10 @@ from shell_router.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class CausalLm:
-    """A model ready to serve. `eos_ids` end an answer unless the request ignores them."""
+    """A model ready to serve. `eos_ids` end an answer unless the request ignores them.
+
+    `adapted` is None where no adapter may be loaded.
+    """
 
     network: Any
     tokenizer: Tokenizer
@@ -27,34 +32,52 @@ class CausalLm:
     eos_ids: frozenset[int]
     model_type: str
     architectures: tuple[str, ...]
+    adapted: AdaptedLinears | None = None
 
-    def prefill(self, prompt: PromptKv, input_ids: Tensor, start: int, kept: int = 1) -> Tensor:
+    def prefill(
+        self, prompt: PromptKv, input_ids: Tensor, start: int, kept: int = 1, adapter: Adapter | None = None
+    ) -> Tensor:
         """Compute `input_ids` `[n]` at positions from `start`; returns the last tokens' logits `[kept, vocab]`."""
         stop = start + input_ids.shape[0]
         prompt.window.start, prompt.window.stop = start, stop
         positions = torch.arange(start, stop, device=input_ids.device)
         mask = torch.arange(stop, device=input_ids.device) <= positions[:, None]
-        return self._forward(input_ids[None], positions[None], mask[None, None], prompt.cache, kept)[0]
+        adapted = () if adapter is None else (AdaptedRows(adapter),)
+        return self._forward(input_ids[None], positions[None], mask[None, None], prompt.cache, adapted, kept)[0]
 
-    def decode(self, slots: SlotKv, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """One step for rows 0 to n-1: `input_ids` `[n]` at `positions` `[n]`; returns logits `[n, vocab]`."""
+    def decode(
+        self, slots: SlotKv, input_ids: Tensor, positions: Tensor, adapted: tuple[AdaptedRows, ...] = ()
+    ) -> Tensor:
+        """One step for rows 0 to n-1: `input_ids` `[n]` at `positions` `[n]`; returns logits `[n, vocab]`.
+
+        `adapted` says which of the rows have which adapter.
+        """
         rows = slots.rows
         rows.count, rows.positions = input_ids.shape[0], positions
         if rows.index.shape[0] != rows.count:
             rows.index = torch.arange(rows.count, device=input_ids.device)
         rows.longest = int(positions.max()) + 1
         mask = torch.arange(rows.longest, device=input_ids.device) <= positions[:, None]
-        return self._forward(input_ids[:, None], positions[:, None], mask[:, None, None], slots.cache)[:, -1]
+        return self._forward(input_ids[:, None], positions[:, None], mask[:, None, None], slots.cache, adapted)[:, -1]
 
-    def _forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, kept: int = 1) -> Tensor:
-        output = self.network(
-            input_ids=input_ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=kept,
-        )
+    def _forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        cache: Any,
+        adapted: tuple[AdaptedRows, ...],
+        kept: int = 1,
+    ) -> Tensor:
+        with nullcontext() if self.adapted is None else self.adapted.adding(adapted):
+            output = self.network(
+                input_ids=input_ids,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=kept,
+            )
         logits: Tensor = output.logits
         return logits
 
@@ -79,6 +102,7 @@ def load_causal_lm(settings: EmbeddedSettings) -> CausalLm:
         eos_ids=_eos_ids(folder, config),
         model_type=config.model_type,
         architectures=tuple(config.architectures or ()),
+        adapted=None if settings.lora is None else AdaptedLinears(network),
     )
 
 

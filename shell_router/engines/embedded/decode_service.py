@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+from shell_router.engines.embedded.adapted_linears import Adapter
 from shell_router.engines.embedded.admission import Admission
 from shell_router.engines.embedded.causal_lm import CausalLm
 from shell_router.engines.embedded.decode_worker import DecodeJob, DecodeWorker
@@ -67,6 +68,10 @@ class DecodeService:
             if not taken:
                 await self._give_up(request)
 
+    async def forget(self, adapter: Adapter) -> None:
+        """Its rows end with their requests: nothing is left once the thread has obeyed."""
+        await self._thread.between_steps(lambda: None)
+
     def loads(self) -> Loads:
         transferring = self._inflight.transferring
         return Loads(
@@ -87,6 +92,8 @@ class DecodeService:
         inflight.cached_tokens = parcel.cached_tokens
         if parcel.prompt_tokens != len(request.input_ids):
             raise KvTransferError(f"the room holds {parcel.prompt_tokens} tokens, not {len(request.input_ids)}")
+        if parcel.adapter != ("" if inflight.adapter is None else inflight.adapter.fingerprint):
+            raise KvTransferError(f"prefill holds other weights as LoRA adapter {request.lora_path}")
         return DecodeJob(
             kv=from_bytes(payload, parcel, self._lm.kv_shape),
             prompt_tokens=parcel.prompt_tokens,
@@ -96,6 +103,7 @@ class DecodeService:
             output=new_output(request, self._lm),
             with_logprobs=request.return_logprob,
             mailbox=inflight.mailbox,
+            adapter=inflight.adapter,
         )
 
     async def _decode(self, job: DecodeJob) -> None:

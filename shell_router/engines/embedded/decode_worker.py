@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shell_router.engines.embedded.adapted_linears import AdaptedRows, Adapter, rows_by_adapter
 from shell_router.engines.embedded.causal_lm import CausalLm
 from shell_router.engines.embedded.kv_layers import SlotKv
 from shell_router.engines.embedded.mailbox import Mailbox
@@ -29,6 +30,7 @@ class DecodeJob:
     output: Output
     with_logprobs: bool
     mailbox: Mailbox
+    adapter: Adapter | None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +44,7 @@ class DecodeWorker:
     _active: list[DecodeJob] = field(default_factory=list)
     _news: list[tuple[DecodeJob, Piece]] = field(default_factory=list)
     _sampler: BatchSampler | None = None
+    _adapted: tuple[AdaptedRows, ...] = ()
 
     @property
     def busy(self) -> bool:
@@ -83,6 +86,7 @@ class DecodeWorker:
         failed = [(job, Piece(finish_reason=abort_reason(message, 500))) for job in self._active]
         news, self._news = self._news, []
         self._active.clear()
+        self._sampler, self._adapted = None, ()
         return [*news, *failed]
 
     def _decode(self) -> None:
@@ -91,7 +95,10 @@ class DecodeWorker:
         positions = torch.tensor(
             [job.prompt_tokens + job.output.draw.position - 1 for job in self._active], device=device
         )
-        tokens, logprobs = self._sample(self.lm.decode(self.slots, last, positions))
+        if self._sampler is None:
+            self._prepare()
+        assert self._sampler is not None
+        tokens, logprobs = self._sampler(self.lm.decode(self.slots, last, positions, self._adapted))
         ended = [
             row
             for row, job in enumerate(self._active)
@@ -100,14 +107,14 @@ class DecodeWorker:
         for row in reversed(ended):
             self._vacate(row)
 
-    def _sample(self, logits: Tensor) -> tuple[list[int], list[float] | None]:
-        if self._sampler is None:
-            self._sampler = BatchSampler(
-                [job.output.draw for job in self._active],
-                with_logprobs=any(job.with_logprobs for job in self._active),
-                rng=self.rng,
-            )
-        return self._sampler(logits)
+    def _prepare(self) -> None:
+        """What stays the same until the batch changes."""
+        self._sampler = BatchSampler(
+            [job.output.draw for job in self._active],
+            with_logprobs=any(job.with_logprobs for job in self._active),
+            rng=self.rng,
+        )
+        self._adapted = rows_by_adapter([job.adapter for job in self._active], self.lm.kv_shape.device)
 
     def _accept(self, job: DecodeJob, token_id: int, logprob: float | None) -> Piece:
         piece = job.output.accept(token_id, logprob)
@@ -123,4 +130,4 @@ class DecodeWorker:
             self.slots.move(last, row, moved.prompt_tokens + moved.output.draw.position)
             self._active[row] = moved
         self._active.pop()
-        self._sampler = None
+        self._sampler, self._adapted = None, ()

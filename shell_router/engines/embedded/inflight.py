@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from shell_router.engines.embedded.adapted_linears import Adapter
 from shell_router.engines.embedded.mailbox import Mailbox
 from shell_router.engines.embedded.output import Piece, abort_reason
 from shell_router.engines.embedded.wire import GenerateRequest
@@ -15,6 +16,7 @@ class Inflight:
     """One request in work: its output comes through `mailbox`. `cached_tokens` is set before the first piece."""
 
     request: GenerateRequest
+    adapter: Adapter | None = None
     mailbox: Mailbox = field(init=False)
     cached_tokens: int = 0
     transferring: bool = False
@@ -44,13 +46,13 @@ class InflightRequests:
         return len(self._by_rid)
 
     @contextmanager
-    def add(self, request: GenerateRequest) -> Iterator[Inflight]:
-        """Register a request for the length of the block. Raises `InvalidRequest` on an id in use."""
+    def add(self, request: GenerateRequest, adapter: Adapter | None = None) -> Iterator[Inflight]:
+        """Register a request for the length of the block, with its adapter. Raises `InvalidRequest` on an id in use."""
         if request.rid in self._by_rid:
             raise InvalidRequest(
                 f"Duplicate request ID detected: {request.rid}", remedy="Use a new id for every attempt."
             )
-        inflight = Inflight(request)
+        inflight = Inflight(request, adapter)
         self._by_rid[request.rid] = inflight
         try:
             yield inflight

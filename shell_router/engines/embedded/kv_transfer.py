@@ -24,13 +24,14 @@ class KvTransferError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What travels beside the bytes: the prompt's size and its first output token."""
+    """What travels beside the bytes: the prompt's size, its first output token, and its adapter's fingerprint."""
 
     prompt_tokens: int
     cached_tokens: int
     token_id: int
     logprob: float | None
     dtype: str
+    adapter: str = ""
 
     def headers(self) -> dict[str, str]:
         return {HEADER: json.dumps(asdict(self))}

@@ -5,6 +5,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -50,7 +51,8 @@ class ModelThread(Generic[Job, Result]):
         self._worker = worker
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
-        self._commands: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        # None ends the thread
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
     @property
@@ -61,14 +63,25 @@ class ModelThread(Generic[Job, Result]):
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        self._commands.put(("admit", job))
+        self._commands.put(partial(self._worker.admit, job))
 
     def drop(self, job: Job) -> None:
-        self._commands.put(("drop", job))
+        self._commands.put(partial(self._worker.drop, job))
+
+    async def between_steps(self, action: Callable[[], None]) -> None:
+        """Run `action` in the thread, after what was submitted and dropped before it. It must not raise."""
+        ran: asyncio.Future[None] = self._loop.create_future()
+
+        def run() -> None:
+            action()
+            self._loop.call_soon_threadsafe(_settle, ran)
+
+        self._commands.put(run)
+        await ran
 
     async def stop(self) -> None:
         """End after the current step."""
-        self._commands.put(("stop", None))
+        self._commands.put(None)
         await asyncio.to_thread(self._thread.join, STOP_LIMIT_S)
 
     def _run(self) -> None:
@@ -82,20 +95,12 @@ class ModelThread(Generic[Job, Result]):
         """Carry out waiting commands, waiting for one when idle; False ends the thread."""
         try:
             command = self._commands.get(block=not self._worker.busy)
-            while self._carry_out(*command):
+            while command is not None:
+                command()
                 command = self._commands.get_nowait()
         except queue.Empty:
             return True
         return False
-
-    def _carry_out(self, command: str, job: Job | None) -> bool:
-        if job is None:
-            return False
-        if command == "admit":
-            self._worker.admit(job)
-        else:
-            self._worker.drop(job)
-        return True
 
     def _step(self) -> Sequence[tuple[Job, Result]]:
         try:
@@ -108,3 +113,8 @@ class ModelThread(Generic[Job, Result]):
     def _deliver_all(self, results: Sequence[tuple[Job, Result]]) -> None:
         for job, result in results:
             self._deliver(job, result)
+
+
+def _settle(ran: asyncio.Future[None]) -> None:
+    if not ran.done():  # else whoever waited was cancelled
+        ran.set_result(None)

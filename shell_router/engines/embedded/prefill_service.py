@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+from shell_router.engines.embedded.adapted_linears import Adapter
 from shell_router.engines.embedded.admission import Admission
 from shell_router.engines.embedded.causal_lm import CausalLm
 from shell_router.engines.embedded.inflight import Inflight
@@ -65,6 +66,9 @@ class PrefillService:
         finally:
             room.fail("Aborted by AbortReq.")
 
+    async def forget(self, adapter: Adapter) -> None:
+        await self._thread.between_steps(lambda: self._worker.cache.forget(adapter.number))
+
     def loads(self) -> Loads:
         counts = self._worker.counts
         return Loads(
@@ -87,7 +91,14 @@ class PrefillService:
         async with self._admission.hold(len(request.input_ids)):
             output = new_output(request, self._lm)
             outcome: asyncio.Future[Prefilled | Failed] = asyncio.get_running_loop().create_future()
-            job = PrefillJob(request.input_ids, output.draw, request.return_logprob, request.scored_from, outcome)
+            job = PrefillJob(
+                request.input_ids,
+                output.draw,
+                request.return_logprob,
+                request.scored_from,
+                outcome,
+                inflight.adapter,
+            )
             prefilled = await self._run(job, room)
             inflight.cached_tokens = prefilled.cached_tokens
             if room is not None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shell_router.engines.embedded.adapted_linears import Adapter
 from shell_router.engines.embedded.causal_lm import CausalLm
 from shell_router.engines.embedded.kv_layers import PromptKv
-from shell_router.engines.embedded.radix import Match, RadixCache
+from shell_router.engines.embedded.radix import NO_ADAPTER, Match, RadixCache
 from shell_router.engines.embedded.sampler import BatchSampler, Draw, token_logprobs
 
 
@@ -20,6 +21,7 @@ class Prefilled:
     """A computed prompt: its KV `[layers, 2, kv_heads, tokens, head_dim]` and the first output token.
 
     `input_logprobs` are those of the prompt's tokens from where they were asked for; the first of them has none.
+    `adapter` is the fingerprint of the one that computed it.
     """
 
     kv: Tensor
@@ -27,6 +29,7 @@ class Prefilled:
     token_id: int
     logprob: float | None
     input_logprobs: tuple[float | None, ...] = ()
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,12 @@ class PrefillJob:
     with_logprobs: bool
     scored_from: int | None
     outcome: "asyncio.Future[Prefilled | Failed]"
+    adapter: Adapter | None = None
+
+    @property
+    def owner(self) -> int:
+        """Whose KV it is in the cache."""
+        return NO_ADAPTER if self.adapter is None else self.adapter.number
 
     @property
     def reusable_tokens(self) -> int:
@@ -127,7 +136,7 @@ class PrefillWorker:
         return ((job, Failed(message)),)
 
     def _begin(self, job: PrefillJob) -> _Running:
-        match = self.cache.match(job.input_ids[: job.reusable_tokens])
+        match = self.cache.match(job.input_ids[: job.reusable_tokens], job.owner)
         self.cache.pin(match.node)
         prompt = PromptKv(self.lm.kv_shape.empty(len(job.input_ids)))
         match.copy_into(prompt.kv)
@@ -141,8 +150,8 @@ class PrefillWorker:
         job, start = running.job, running.done
         stop = min(start + self.chunk_tokens, len(job.input_ids))
         first = stop if job.scored_from is None else max(start, job.scored_from)
-        logits = self.lm.prefill(running.prompt, running.ids[start:stop], start, max(1, stop - first))
-        self.cache.insert(job.input_ids[:stop], running.prompt.kv)
+        logits = self.lm.prefill(running.prompt, running.ids[start:stop], start, max(1, stop - first), job.adapter)
+        self.cache.insert(job.input_ids[:stop], running.prompt.kv, job.owner)
         if first < stop:
             scored = running.ids[first + 1 : stop + 1]
             running.input_logprobs += token_logprobs(logits[: len(scored)], scored)
@@ -155,8 +164,9 @@ class PrefillWorker:
         tokens, logprobs = sampler(logits)
         self._leave(running)
         logprob = None if logprobs is None else logprobs[0]
+        fingerprint = "" if job.adapter is None else job.adapter.fingerprint
         return job, Prefilled(
-            running.prompt.kv, running.match.length, tokens[0], logprob, tuple(running.input_logprobs)
+            running.prompt.kv, running.match.length, tokens[0], logprob, tuple(running.input_logprobs), fingerprint
         )
 
     def _leave(self, running: _Running) -> None:

@@ -1,8 +1,11 @@
-"""The prefix cache: a radix tree over token ids whose nodes hold the KV itself.
+"""The prefix cache: radix trees over token ids whose nodes hold the KV itself.
 
 SGLang keeps indices into a paged pool instead; here a node owns its tensor, because on a CPU gathering a prefix is one
 cheap concatenation and no attention kernel reads pages. Kept: longest-prefix match, splitting, pins against eviction,
 and least-recently-used eviction by leaves under a token budget.
+
+What one adapter computed is of no use to another, nor to the model alone: each `owner` of KV has a tree of its own
+(SGLang's extra key), and all share the budget.
 """
 
 import heapq
@@ -16,6 +19,8 @@ import torch
 from torch import Tensor
 
 SHORT_LEAF_TOKENS = 128
+NO_ADAPTER = 0
+"""The owner of what the model computes without an adapter; others are adapters' numbers."""
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -60,14 +65,15 @@ class RadixCache:
         self.short_leaf_tokens = short_leaf_tokens
         self.tokens = 0
         self.evicted_tokens = 0
-        self._root = Node(np.empty(0, np.int64), torch.empty(0), None)
+        self._roots: dict[int, Node] = {}
         self._tick = itertools.count(1)
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """The longest cached prefix of `tokens`, which counts as its use."""
+    def match(self, tokens: Sequence[int], owner: int = NO_ADAPTER) -> Match:
+        """The longest prefix of `tokens` that `owner` has cached, which counts as its use."""
         wanted = np.asarray(tokens, np.int64)
-        node, length, pieces, now = self._root, 0, [], next(self._tick)
-        for child, shared in self._walk(wanted):
+        root = self._root(owner)
+        node, length, pieces, now = root, 0, [], next(self._tick)
+        for child, shared in _walk(root, wanted):
             child.last_used = now
             pieces.append(child.kv[:, :, :, :shared])
             node, length = child, length + shared
@@ -83,13 +89,13 @@ class RadixCache:
         for each in _upwards(node):
             each.pins -= 1
 
-    def insert(self, tokens: Sequence[int], kv: Tensor) -> int:
-        """Keep a copy of `kv` (`[layers, 2, kv_heads, >= len(tokens), head_dim]`) for what is not cached yet.
+    def insert(self, tokens: Sequence[int], kv: Tensor, owner: int = NO_ADAPTER) -> int:
+        """Keep a copy of `owner`'s `kv` (`[layers, 2, kv_heads, >= len(tokens), head_dim]`) for what is not cached yet.
 
         Evicts to make room; where pins leave too little, only a leading part is kept. Returns tokens newly kept.
         """
         wanted = np.asarray(tokens, np.int64)
-        node, start = self._attach_point(wanted)
+        node, start = self._attach_point(self._root(owner), wanted)
         self.pin(node)
         self._evict(self.tokens + len(wanted) - start - self.capacity_tokens)
         self.unpin(node)
@@ -102,27 +108,24 @@ class RadixCache:
         """Forget everything that is not pinned."""
         self._evict(self.tokens)
 
-    def sequences(self) -> Iterator[tuple[int, ...]]:
-        """Every cached root-to-leaf sequence; for inspection."""
-        yield from _sequences(self._root, ())
+    def forget(self, owner: int) -> None:
+        """Forget all that `owner` computed. It must pin nothing any more, and compute nothing ever again."""
+        root = self._roots.pop(owner, None)
+        if root is not None:
+            self.tokens -= sum(len(node.tokens) for node in _nodes(root))
 
-    def _walk(self, wanted: TokenIds) -> Iterator[tuple[Node, int]]:
-        """The nodes along `wanted` with the tokens shared with each; only the last may share less than all."""
-        node, start = self._root, 0
-        while start < len(wanted):
-            child = node.children.get(int(wanted[start]))
-            if child is None:
-                return
-            shared = _common_prefix(child.tokens, wanted[start:])
-            partial = shared < len(child.tokens)
-            yield child, shared
-            if partial:  # asked before the yield: whoever walks may split the child
-                return
-            node, start = child, start + shared
+    def sequences(self, owner: int = NO_ADAPTER) -> Iterator[tuple[int, ...]]:
+        """Every cached root-to-leaf sequence of `owner`; for inspection."""
+        yield from _sequences(self._root(owner), ())
 
-    def _attach_point(self, wanted: TokenIds) -> tuple[Node, int]:
-        node, start = self._root, 0
-        for child, shared in self._walk(wanted):
+    def _root(self, owner: int) -> Node:
+        if owner not in self._roots:
+            self._roots[owner] = Node(np.empty(0, np.int64), torch.empty(0), None)
+        return self._roots[owner]
+
+    def _attach_point(self, root: Node, wanted: TokenIds) -> tuple[Node, int]:
+        node, start = root, 0
+        for child, shared in _walk(root, wanted):
             node = child if shared == len(child.tokens) else self._split(child, shared)
             start += shared
         return node, start
@@ -148,7 +151,8 @@ class RadixCache:
     def _evict(self, wanted_tokens: int) -> None:
         if wanted_tokens <= 0:
             return
-        leaves = [(leaf.last_used, id(leaf), leaf) for leaf in _leaves(self._root) if leaf is not self._root]
+        nodes = itertools.chain.from_iterable(map(_nodes, self._roots.values()))
+        leaves = [(node.last_used, id(node), node) for node in nodes if node.parent is not None and not node.children]
         heapq.heapify(leaves)
         while leaves and wanted_tokens > 0:
             leaf = heapq.heappop(leaves)[2]
@@ -156,7 +160,7 @@ class RadixCache:
                 continue
             wanted_tokens -= len(leaf.tokens)
             parent = self._remove(leaf)
-            if parent is not self._root and not parent.children:
+            if parent.parent is not None and not parent.children:
                 heapq.heappush(leaves, (parent.last_used, id(parent), parent))
 
     def _remove(self, leaf: Node) -> Node:
@@ -165,6 +169,21 @@ class RadixCache:
         self.tokens -= len(leaf.tokens)
         self.evicted_tokens += len(leaf.tokens)
         return leaf.parent
+
+
+def _walk(root: Node, wanted: TokenIds) -> Iterator[tuple[Node, int]]:
+    """The nodes along `wanted` with the tokens shared with each; only the last may share less than all."""
+    node, start = root, 0
+    while start < len(wanted):
+        child = node.children.get(int(wanted[start]))
+        if child is None:
+            return
+        shared = _common_prefix(child.tokens, wanted[start:])
+        partial = shared < len(child.tokens)
+        yield child, shared
+        if partial:  # asked before the yield: whoever walks may split the child
+            return
+        node, start = child, start + shared
 
 
 def _common_prefix(left: TokenIds, right: TokenIds) -> int:
@@ -179,14 +198,13 @@ def _upwards(node: Node | None) -> Iterator[Node]:
         node = node.parent
 
 
-def _leaves(root: Node) -> Iterator[Node]:
+def _nodes(root: Node) -> Iterator[Node]:
     """Without recursion: a prompt that grew token by token is a tree as deep as it is long."""
     pending = [root]
     while pending:
         node = pending.pop()
         pending.extend(node.children.values())
-        if not node.children:
-            yield node
+        yield node
 
 
 def _sequences(root: Node, prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -120,4 +120,5 @@ def _parcel(prefilled: Prefilled) -> Parcel:
         token_id=prefilled.token_id,
         logprob=prefilled.logprob,
         dtype=str(prefilled.kv.dtype),
+        adapter=prefilled.adapter,
     )

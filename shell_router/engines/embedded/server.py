@@ -15,15 +15,17 @@ import torch
 import uvloop
 from aiohttp import web
 
+from shell_router.engines.embedded.adapter_reader import AdapterReader
 from shell_router.engines.embedded.app import EngineApp
 from shell_router.engines.embedded.causal_lm import CausalLm, load_causal_lm
 from shell_router.engines.embedded.decode_service import DecodeService
 from shell_router.engines.embedded.inflight import InflightRequests
 from shell_router.engines.embedded.kv_transfer import KvClient
+from shell_router.engines.embedded.loaded_adapters import LoadedAdapters
 from shell_router.engines.embedded.prefill_service import PrefillService
 from shell_router.engines.embedded.rooms import Rooms
 from shell_router.engines.embedded.service import Service
-from shell_router.engines.embedded.settings import ServerSettings
+from shell_router.engines.embedded.settings import LoraSettings, ServerSettings
 from shell_router.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -67,9 +69,13 @@ async def _serve(settings: ServerSettings, lm: CausalLm, on_listening: Callable[
     rooms = Rooms(wait_s=settings.pair.kv_wait_s)
     async with _bootstrap(settings, rooms) as bootstrap_port:
         inflight = InflightRequests()
-        async with _service(settings, lm, rooms, inflight) as service, _listen(settings) as (listener, port):
+        async with (
+            _service(settings, lm, rooms, inflight) as service,
+            _adapters(settings.pair.lora, lm, service) as adapters,
+            _listen(settings) as (listener, port),
+        ):
             taken = replace(settings, port=port, bootstrap_port=bootstrap_port)
-            async with _site(EngineApp(taken, lm, service, inflight).application(), listener):
+            async with _site(EngineApp(taken, lm, service, inflight, adapters).application(), listener):
                 on_listening(Listening(port, bootstrap_port))
                 await stopped.wait()
                 inflight.abort_all()
@@ -93,6 +99,18 @@ async def _service(
             yield service
         finally:
             await service.stop()
+
+
+@asynccontextmanager
+async def _adapters(lora: LoraSettings | None, lm: CausalLm, service: Service) -> AsyncIterator[LoadedAdapters]:
+    shapes = {} if lm.adapted is None else lm.adapted.shapes
+    max_rank, room = (0, 0) if lora is None else (lora.max_rank, lora.room)
+    read = AdapterReader(shapes, max_rank=max_rank, dtype=lm.kv_shape.dtype, device=lm.kv_shape.device)
+    adapters = LoadedAdapters(room, read, service.forget)
+    try:
+        yield adapters
+    finally:
+        await adapters.stop()
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shell_router.engines.embedded.adapted_linears import Adapter
 from shell_router.engines.embedded.causal_lm import CausalLm
 from shell_router.engines.embedded.inflight import Inflight
 from shell_router.engines.embedded.output import Output, Piece
@@ -43,6 +44,10 @@ class Service(Protocol):
 
     async def work(self, inflight: Inflight) -> None:
         """Put the request's output into its mailbox. Cancelling it frees everything within one step."""
+        ...
+
+    async def forget(self, adapter: Adapter) -> None:
+        """Let go of all that was computed with an adapter that no request uses any more."""
         ...
 
     def loads(self) -> Loads: ...

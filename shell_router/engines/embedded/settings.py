@@ -13,6 +13,18 @@ MODES: tuple[str, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """LoRA adapters on a pair: each server holds `room` of them at a time at most, of rank `max_rank` at most."""
+
+    room: int = 8
+    max_rank: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("room", "max_rank"):
+            _require_positive(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddedSettings:
     """One pair: a model folder and its limits.
 
@@ -21,6 +33,7 @@ class EmbeddedSettings:
     work and, on the prefill server, separately those kept in the prefix cache. `kv_wait_s` is how long a finished
     prefill waits for its decode partner, and a decode for its KV. float64 makes outputs independent of batching and
     of how a prompt was cut into chunks. With `cores` both servers run on those CPU cores alone.
+    Without `lora` adapters are refused, and the network is left as it is.
     """
 
     model_path: str
@@ -35,6 +48,7 @@ class EmbeddedSettings:
     incremental_streaming_output: bool = False
     kv_wait_s: float = 300.0
     host: str = "127.0.0.1"
+    lora: LoraSettings | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shell_router.engines.embedded.server import Listening, run_server
-from shell_router.engines.embedded.settings import EmbeddedSettings, ServerSettings
+from shell_router.engines.embedded.settings import EmbeddedSettings, LoraSettings, ServerSettings
 
 TERM_LIMIT_S = 5.0
 PR_SET_NAME = 15
@@ -149,7 +149,12 @@ def _wakeups() -> int:
 
 def server_settings(fields: dict[str, Any]) -> ServerSettings:
     """Read back what `dataclasses.asdict` made of a `ServerSettings`."""
-    pair = {**fields["pair"], "cores": tuple(fields["pair"]["cores"])}
+    lora = fields["pair"]["lora"]
+    pair = {
+        **fields["pair"],
+        "cores": tuple(fields["pair"]["cores"]),
+        "lora": None if lora is None else LoraSettings(**lora),
+    }
     return ServerSettings(**{**fields, "pair": EmbeddedSettings(**pair)})
 
 

@@ -27,6 +27,10 @@ def server_info(settings: ServerSettings, lm: CausalLm, loads: Loads) -> dict[st
         "max_req_input_len": min(lm.context_length, pair.max_total_tokens) - 1,
         "enable_metrics": True,
         "disable_radix_cache": False,
+        "enable_lora": pair.lora is not None,
+        "max_loaded_loras": pair.lora and pair.lora.room,
+        "max_loras_per_batch": pair.lora and pair.lora.room,
+        "max_lora_rank": pair.lora and pair.lora.max_rank,
         "version": VERSION,
         "internal_states": [{"num_running_reqs": loads.running, "num_waiting_reqs": loads.waiting}],
     }
@@ -82,11 +86,11 @@ def loads_report(settings: ServerSettings, loads: Loads, now: datetime) -> dict[
     }
 
 
-def metrics_text(settings: ServerSettings, loads: Loads) -> str:
-    """Prometheus text under SGLang's metric names and labels."""
+def metrics_text(settings: ServerSettings, loads: Loads, adapters: int) -> str:
+    """Prometheus text under SGLang's metric names and labels; `adapters` are loaded."""
     labels = f'model_name="{settings.pair.model_path}",engine_type="{settings.mode}"'
     lines: list[str] = []
-    for name, (kind, value) in _metrics(settings, loads).items():
+    for name, (kind, value) in {**_metrics(settings, loads), **_adapter_metrics(settings, adapters)}.items():
         lines += [f"# TYPE sglang:{name} {kind}", f"sglang:{name}{{{labels}}} {value}"]
     return "\n".join(lines) + "\n"
 
@@ -105,6 +109,18 @@ def _metrics(settings: ServerSettings, loads: Loads) -> Mapping[str, tuple[str, 
         "prompt_tokens_total": ("counter", loads.prompt_tokens_total),
         "cached_tokens_total": ("counter", loads.cached_tokens_total),
         "generation_tokens_total": ("counter", loads.generated_tokens_total),
+    }
+
+
+def _adapter_metrics(settings: ServerSettings, adapters: int) -> Mapping[str, tuple[str, float]]:
+    """As in SGLang, none without LoRA."""
+    lora = settings.pair.lora
+    if lora is None:
+        return {}
+    return {
+        "lora_pool_slots_used": ("gauge", adapters),
+        "lora_pool_slots_total": ("gauge", lora.room),
+        "lora_pool_utilization": ("gauge", adapters / lora.room),
     }
 
 

@@ -23,7 +23,6 @@ UNSUPPORTED = (
     "token_ids_logprob",
     "return_hidden_states",
     "return_sampling_mask",
-    "lora_path",
     "session_params",
     "custom_logit_processor",
 )
@@ -41,7 +40,8 @@ class ContractViolation(InvalidRequest):
 class GenerateRequest:
     """One request, checked; `input_ids` are given or tokenized from `text`.
 
-    `scored_from` is the first prompt token whose log probability is asked for.
+    `scored_from` is the first prompt token whose log probability is asked for. `lora_path` is an adapter's name, as
+    in SGLang.
     """
 
     rid: str
@@ -55,6 +55,7 @@ class GenerateRequest:
     bootstrap_host: str | None
     bootstrap_port: int | None
     bootstrap_room: int | None
+    lora_path: str | None = None
 
     @property
     def prefill_only(self) -> bool:
@@ -77,6 +78,13 @@ class RequestLimits:
 
 
 def parse_body(raw: bytes) -> Mapping[str, Any]:
+    """The JSON object of a `/generate`. Raises `MalformedBody`, or `ContractViolation` on a field of a wrong type."""
+    body = parse_object(raw)
+    _check_types(body)
+    return body
+
+
+def parse_object(raw: bytes) -> Mapping[str, Any]:
     """The JSON object of a request's body. Raises `MalformedBody`."""
     try:
         body = orjson.loads(raw)
@@ -84,7 +92,6 @@ def parse_body(raw: bytes) -> Mapping[str, Any]:
         raise MalformedBody(f"The body is not JSON: {error}.", remedy="Send one JSON object.") from error
     if not isinstance(body, dict):
         raise MalformedBody("The body is not a JSON object.", remedy="Send one JSON object.")
-    _check_types(body)
     return body
 
 
@@ -110,6 +117,7 @@ def read_request(body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestL
         bootstrap_host=body.get("bootstrap_host"),
         bootstrap_port=body.get("bootstrap_port"),
         bootstrap_room=body.get("bootstrap_room"),
+        lora_path=body.get("lora_path") or None,
     )
 
 
@@ -206,6 +214,7 @@ _CONTRACT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "return_text_in_logprobs": (_is_flag, "true or false"),
     "logprob_start_len": (_is_integer, "an integer (one request per body)"),
     "priority": (_is_integer, "an integer"),
+    "lora_path": (_is_text, "a string (one request per body)"),
     "bootstrap_host": (_is_text, "a string"),
     "bootstrap_port": (_is_integer, "an integer"),
     "bootstrap_room": (_is_room, "an integer of at least 0 and below 2^63"),

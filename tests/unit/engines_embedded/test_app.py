@@ -8,8 +8,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from shell_router.engines.embedded.adapted_linears import Adapter
 from shell_router.engines.embedded.app import EngineApp
 from shell_router.engines.embedded.inflight import Inflight, InflightRequests
+from shell_router.engines.embedded.loaded_adapters import LoadedAdapters
 from shell_router.engines.embedded.output import Piece
 from shell_router.engines.embedded.service import Loads
 from shell_router.engines.embedded.settings import EmbeddedSettings, ServerSettings
@@ -35,11 +37,18 @@ class EndlessService:
         finally:
             self.cancelled.set()
 
+    async def forget(self, adapter: Adapter) -> None:
+        pass
+
     def loads(self) -> Loads:
         return Loads()
 
     async def stop(self) -> None:
         pass
+
+
+def no_adapters(name: str, path: str) -> Adapter:
+    raise AssertionError(f"nobody asked for {name}")
 
 
 @pytest.mark.parametrize("cancels", [True, False], ids=["as served", "noticed by the next write"])
@@ -49,7 +58,8 @@ async def test_a_client_that_leaves_its_stream_ends_the_work_and_is_no_error(
     service = EndlessService()
     lm = SimpleNamespace(context_length=1000, vocab_size=300, tokenizer=TOKENIZER)
     settings = ServerSettings(EmbeddedSettings("unused"), "decode")
-    app = EngineApp(settings, lm, service, InflightRequests()).application()  # type: ignore[arg-type]
+    adapters = LoadedAdapters(0, no_adapters, service.forget)
+    app = EngineApp(settings, lm, service, InflightRequests(), adapters).application()  # type: ignore[arg-type]
     runner = web.AppRunner(app, handler_cancellation=cancels)
     await runner.setup()
     try:

@@ -138,3 +138,50 @@ def test_a_prompt_that_grew_token_by_token_is_matched_whole_and_can_be_evicted()
     assert cache.match(tokens).length == 3000
     cache.clear()
     assert cache.tokens == 0
+
+
+OWNED = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=8)), min_size=1, max_size=12
+)
+
+
+def kv_by(owner: int, tokens: Sequence[int]) -> Tensor:
+    return kv_of(tokens) + 0.25 * owner
+
+
+@settings(deadline=None, max_examples=200)
+@given(OWNED, st.integers(1, 30), SHORT_LEAF)
+def test_owners_share_the_budget_and_never_kv(prompts: list[tuple[int, list[int]]], capacity: int, short: int) -> None:
+    cache = RadixCache(capacity, short_leaf_tokens=short)
+    for owner, tokens in prompts:
+        cache.insert(tokens, kv_by(owner, tokens), owner)
+        assert cache.tokens <= capacity
+        for other, each in prompts:
+            match = cache.match(each, other)
+            kv = torch.zeros(2, 2, 1, len(each), 1, dtype=torch.float64)
+            match.copy_into(kv)
+            assert torch.equal(kv[:, :, :, : match.length], kv_by(other, each)[:, :, :, : match.length])
+
+
+@settings(deadline=None, max_examples=200)
+@given(OWNED, st.integers(0, 2), SHORT_LEAF)
+def test_what_is_forgotten_of_one_owner_is_all_of_it_and_nothing_of_the_others(
+    prompts: list[tuple[int, list[int]]], gone: int, short: int
+) -> None:
+    cache = RadixCache(10_000, short_leaf_tokens=short)
+    for owner, tokens in prompts:
+        cache.insert(tokens, kv_by(owner, tokens), owner)
+    cache.forget(gone)
+    kept = [(owner, tokens) for owner, tokens in prompts if owner != gone]
+    assert all(cache.match(tokens, owner).length == len(tokens) for owner, tokens in kept)
+    assert all(cache.match(tokens, gone).length == 0 for _, tokens in prompts)
+    assert cache.tokens == len({(owner, *tokens[: i + 1]) for owner, tokens in kept for i in range(len(tokens))})
+
+
+def test_the_least_recently_used_leaf_goes_first_whoever_owns_it() -> None:
+    cache = RadixCache(6)
+    for owner in (0, 1, 2):
+        cache.insert([7, 7], kv_by(owner, [7, 7]), owner)
+    cache.match([7, 7], 0)
+    cache.insert([8, 8], kv_by(3, [8, 8]), 3)
+    assert [cache.match([7, 7], owner).length for owner in (0, 1, 2)] == [2, 0, 2]

@@ -1,13 +1,16 @@
 """Settings, the command line, and what the router must not import."""
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from shell_router.engines.embedded.__main__ import parse_arguments
-from shell_router.engines.embedded.settings import EmbeddedSettings, ServerSettings
+from shell_router.engines.embedded.settings import EmbeddedSettings, LoraSettings, ServerSettings
+from shell_router.engines.embedded.spawner import server_settings
 from shell_router.errors import ConfigError
 
 
@@ -18,6 +21,24 @@ from shell_router.errors import ConfigError
 def test_bad_values_are_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         EmbeddedSettings("model", **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"room": 0}, {"max_rank": -1}])
+def test_bad_values_for_adapters_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        LoraSettings(**wrong)
+
+
+def test_lora_is_off_unless_the_command_line_enables_it() -> None:
+    line = "--model-path m --disaggregation-mode decode --max-loaded-loras 3 --max-lora-rank 16"
+    assert parse_arguments(line.split()).pair.lora is None
+    assert parse_arguments([*line.split(), "--enable-lora"]).pair.lora == LoraSettings(room=3, max_rank=16)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(room=3)])
+def test_settings_reach_the_process_that_starts_the_server(lora: LoraSettings | None) -> None:
+    settings = ServerSettings(EmbeddedSettings("m", cores=(0, 1), lora=lora), "decode", port=5)
+    assert server_settings(json.loads(json.dumps(asdict(settings)))) == settings
 
 
 def test_the_command_line_takes_the_names_of_sglang() -> None:
