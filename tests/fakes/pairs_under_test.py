@@ -11,7 +11,7 @@ import pytest
 from shell_router.engines.address import PairAddress
 from shell_router.engines.embedded.checkpoint import make_checkpoint
 from shell_router.engines.embedded.launch import EmbeddedFleet
-from shell_router.engines.embedded.settings import EmbeddedSettings
+from shell_router.engines.embedded.settings import EmbeddedSettings, LoraSettings
 from shell_router.engines.scripted_server import ScriptedPair, ScriptedSettings
 
 CONTEXT_LENGTH = 2048
@@ -49,10 +49,12 @@ async def scripted(*, incremental: bool) -> AsyncIterator[PairUnderTest]:
 
 
 @asynccontextmanager
-async def embedded(folder: Path, *, incremental: bool) -> AsyncIterator[PairUnderTest]:
+async def embedded(
+    folder: Path, *, incremental: bool, lora: LoraSettings | None = None
+) -> AsyncIterator[PairUnderTest]:
     """An embedded pair with a tiny model of random weights."""
     model = make_checkpoint(folder, context_length=CONTEXT_LENGTH)
-    settings = EmbeddedSettings(str(model), dtype="float64", incremental_streaming_output=incremental)
+    settings = EmbeddedSettings(str(model), dtype="float64", incremental_streaming_output=incremental, lora=lora)
     async with EmbeddedFleet({"tiny": settings}) as fleet:
         pair = fleet["tiny"]
         address = PairAddress(pair.prefill_url, pair.decode_url, pair.bootstrap_host, pair.bootstrap_port)

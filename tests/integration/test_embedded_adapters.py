@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from shell_router.engines.embedded.adapter_checkpoint import make_adapter
 from shell_router.engines.embedded.checkpoint import make_checkpoint
 from shell_router.engines.embedded.launch import EmbeddedFleet
 from shell_router.engines.embedded.settings import EmbeddedSettings, LoraSettings
+from tests.fakes.merged_weights import merge, one_thread, plain
 from tests.integration.test_embedded_pair import GREEDY, LIMIT_S, Client, Json, Reference, prompt
-from tests.unit.engines_embedded.test_adapted_batches import merge, plain
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NAMES = ("algebra", "history", "poems", "law")
@@ -74,6 +74,12 @@ class Adapters:
         async with self.client.http.get(f"{url}/metrics") as response:
             lines = (await response.text()).splitlines()
         return float(next(line for line in lines if line.startswith(f"sglang:{name}{{")).rpartition(" ")[2])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def networks_run_on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -9,8 +9,9 @@ from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from shell_router.engines.pool import PairPool
 from tests.fakes.pairs_under_test import PairUnderTest
 
-LAUNCHES = tuple(
-    Path(__file__).with_name(f"test_{name}.py") for name in ("launch", "batch_run", "experts", "swap_experts")
+LAUNCHES = (
+    *(Path(__file__).with_name(f"test_{name}.py") for name in ("launch", "batch_run", "experts", "swap_experts")),
+    Path(__file__).parents[1] / "conformance" / "test_lora.py",
 )
 
 

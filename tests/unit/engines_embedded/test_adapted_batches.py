@@ -1,7 +1,6 @@
 """Adapters in a batch against the same network with their weights merged by hand: W + alpha / r * B A."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from shell_router.engines.embedded.adapted_linears import AdaptedLinears, Adapter, rows_by_adapter
 from shell_router.engines.embedded.adapter_checkpoint import make_adapter
@@ -22,6 +19,7 @@ from shell_router.engines.embedded.checkpoint import make_checkpoint
 from shell_router.engines.embedded.kv_layers import PromptKv, SlotKv
 from shell_router.engines.embedded.settings import Dtype, EmbeddedSettings, LoraSettings
 from shell_router.errors import ConfigError
+from tests.fakes.merged_weights import merge, one_thread, plain
 
 ADAPTERS: Mapping[str, dict[str, Any]] = {
     "all": {"seed": 1},
@@ -76,30 +74,14 @@ def serve(root: Path, dtype: Dtype, architecture: Any = "qwen3") -> Served:
     return Served(lm, {None: None, **adapters}, {None: plain(model), **merged})
 
 
-def plain(model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-
-
-def merge(model: Path, folder: Path) -> Any:
-    network = plain(model)
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
-    weights = {name: tensor.double() for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
-    for name, down in weights.items():
-        if name.endswith(".lora_A.weight"):
-            linear = network.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
-            linear.weight.data += scaling * weights[name.replace("lora_A", "lora_B")] @ down
-    return network
-
-
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
 def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     return serve(tmp_path_factory.mktemp("model"), "float64", request.param)
 
 
 @pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.inference_mode():
+def as_in_a_server() -> Iterator[None]:
+    with one_thread(), torch.inference_mode():
         yield
 
 
