@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +88,7 @@ def networks_run_on_one_thread() -> Iterator[None]:
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Adapters]]:
     root = tmp_path_factory.mktemp("adapters")
     model = make_checkpoint(root / "model", seed=5)
+    wide = make_checkpoint(root / "wide", hidden=256)
     folders = {name: make_adapter(root / name, model, seed=at, rank=2 * at + 1) for at, name in enumerate(NAMES)}
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     networks = {None: plain(model), **{name: merge(model, folder) for name, folder in folders.items()}}
@@ -94,6 +97,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[
     pairs = {
         "adapted": EmbeddedSettings(str(model), dtype="float64", chunked_prefill_size=64, lora=lora),
         "plain": EmbeddedSettings(str(model)),
+        "roomy": EmbeddedSettings(str(wide), dtype="float64", lora=LoraSettings(room=2, max_rank=64)),
     }
     async with EmbeddedFleet(pairs) as running, aiohttp.ClientSession() as http:
         yield {alias: Adapters(Client(http, pair), folders, references) for alias, pair in running.items()}
@@ -293,3 +297,27 @@ async def test_what_decodes_goes_on_undisturbed_while_adapters_come_and_go(adapt
             assert len(await adapters.says(prompt(8, 10), name, 3)) == 3
             await adapters.unload(name)
     assert await saying == adapters.references["algebra"].continue_greedily(input_ids, 300)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_adapters_that_went_leave_no_memory_behind(fleet: dict[str, Adapters], tmp_path: Path) -> None:
+    roomy = fleet["roomy"]
+    folder = make_adapter(tmp_path, roomy.client.pair.settings.model_path, rank=64)
+    weights = 2 * (folder / "adapter_model.safetensors").stat().st_size  # float32 on the disk
+    adapters = Adapters(roomy.client, {"big": folder}, {})
+    pids = [roomy.client.pair.prefill.pid, roomy.client.pair.decode.pid]
+    resident: list[list[int]] = []
+    for turns in (5, 40):
+        for _ in range(turns):
+            await adapters.load("big")
+            await adapters.says(prompt(9, 20), "big", 2)
+            await adapters.unload("big")
+        resident.append([resident_bytes(pid) for pid in pids])
+    grown = [after - before for before, after in zip(*resident, strict=True)]
+    assert max(grown) < 10 * weights, (grown, weights)
+
+
+def resident_bytes(pid: int) -> int:
+    """The process's memory (Linux)."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

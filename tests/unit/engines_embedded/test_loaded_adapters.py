@@ -24,7 +24,8 @@ class Disk:
 
     def read(self, name: str, path: str) -> Adapter:
         self.reads.append(name)
-        self.gate.wait(10)
+        if not self.gate.wait(10):
+            raise TimeoutError("whoever would open the gate waits for this")
         if path == "corrupt":
             raise AdapterRefused("corrupt cannot be read.")
         return Adapter(name, path, len(self.reads), "", {})
