@@ -42,7 +42,8 @@ class AdapterReader:
         try:
             factors = self._read(weights, config)
             fingerprint = _fingerprint(folder)
-        except (SafetensorError, OSError) as error:
+        # torch says RuntimeError where the device has no memory left
+        except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
             raise AdapterRefused(f"{weights} cannot be read: {error}.", remedy="Save the adapter anew.") from error
         return Adapter(name, path, next(self._numbers), fingerprint, factors)
 
@@ -78,11 +79,12 @@ class AdapterReader:
 
     def _kept(self, weights: Path, name: str, tensor: Tensor, scaling: float = 1.0) -> Tensor:
         """What is kept in memory of a tensor. The scaling is applied before rounding to the model's own numbers."""
-        # A NaN in one row's KV would outlive the row and spread: see SlotKv.
-        if not torch.isfinite(tensor).all():
-            raise AdapterRefused(f"{weights}: {name} holds numbers that are not finite.", remedy="Train it anew.")
         wide = torch.promote_types(self._dtype, torch.float32)
-        return (tensor.to(wide) * scaling).to(self._device, self._dtype)
+        kept = (tensor.to(wide) * scaling).to(self._dtype)
+        # A NaN in one row's KV would outlive the row and spread: see SlotKv.
+        if not torch.isfinite(kept).all():
+            raise AdapterRefused(f"{weights}: {name} has numbers that are not finite.", remedy="Train it anew.")
+        return kept.to(self._device)
 
 
 def _by_linear(weights: Path, tensors: list[str]) -> Names:

@@ -109,6 +109,19 @@ def test_weights_that_do_not_fit_are_refused_with_their_name(folder: Path, chang
         reader()("mine", str(folder))
 
 
+def test_a_scaling_that_is_not_finite_is_refused(folder: Path) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": float("inf")}), "utf-8")
+    with pytest.raises(AdapterRefused, match=r"lora_B\.weight has numbers that are not finite"):
+        reader()("mine", str(folder))
+
+
+def test_a_device_that_cannot_take_it_is_a_refusal(folder: Path) -> None:
+    nowhere = AdapterReader(SHAPES, max_rank=8, dtype=torch.float32, device=torch.device("vulkan"))
+    with pytest.raises(AdapterRefused, match="cannot be read"):
+        nowhere("mine", str(folder))
+
+
 def test_weights_and_target_modules_must_name_the_same(tmp_path: Path, model: Path) -> None:
     folder = make_adapter(tmp_path, model, modules=("q_proj",))
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
