@@ -16,8 +16,10 @@ def one_thread() -> Iterator[None]:
     """Threads that share a busy machine make tiny products a hundred times as slow."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def plain(model: Path) -> Any:

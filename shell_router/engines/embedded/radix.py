@@ -11,30 +11,17 @@ What one adapter computed is of no use to another, nor to the model alone: each 
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from shell_router.engines.embedded.radix_nodes import Node, TokenIds, nodes_of, sequences_of, upwards, walk
 
 SHORT_LEAF_TOKENS = 128
 NO_ADAPTER = 0
 """The owner of what the model computes without an adapter; others are adapters' numbers."""
-
-TokenIds = npt.NDArray[np.int64]
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """An edge of the tree: its tokens and their KV, `[layers, 2, kv_heads, tokens, head_dim]`."""
-
-    tokens: TokenIds
-    kv: Tensor
-    parent: "Node | None"
-    last_used: int = 0
-    pins: int = 0
-    children: "dict[int, Node]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +60,7 @@ class RadixCache:
         wanted = np.asarray(tokens, np.int64)
         root = self._root(owner)
         node, length, pieces, now = root, 0, [], next(self._tick)
-        for child, shared in _walk(root, wanted):
+        for child, shared in walk(root, wanted):
             child.last_used = now
             pieces.append(child.kv[:, :, :, :shared])
             node, length = child, length + shared
@@ -81,12 +68,12 @@ class RadixCache:
 
     def pin(self, node: Node) -> None:
         """Keep `node` and all above it from eviction until `unpin`."""
-        for each in _upwards(node):
+        for each in upwards(node):
             each.pins += 1
 
     def unpin(self, node: Node) -> None:
         """Undo one `pin` of `node`."""
-        for each in _upwards(node):
+        for each in upwards(node):
             each.pins -= 1
 
     def insert(self, tokens: Sequence[int], kv: Tensor, owner: int = NO_ADAPTER) -> int:
@@ -112,11 +99,11 @@ class RadixCache:
         """Forget all that `owner` computed. It must pin nothing any more, and compute nothing ever again."""
         root = self._roots.pop(owner, None)
         if root is not None:
-            self.tokens -= sum(len(node.tokens) for node in _nodes(root))
+            self.tokens -= sum(len(node.tokens) for node in nodes_of(root))
 
     def sequences(self, owner: int = NO_ADAPTER) -> Iterator[tuple[int, ...]]:
         """Every cached root-to-leaf sequence of `owner`; for inspection."""
-        yield from _sequences(self._root(owner), ())
+        yield from sequences_of(self._root(owner))
 
     def _root(self, owner: int) -> Node:
         if owner not in self._roots:
@@ -125,7 +112,7 @@ class RadixCache:
 
     def _attach_point(self, root: Node, wanted: TokenIds) -> tuple[Node, int]:
         node, start = root, 0
-        for child, shared in _walk(root, wanted):
+        for child, shared in walk(root, wanted):
             node = child if shared == len(child.tokens) else self._split(child, shared)
             start += shared
         return node, start
@@ -151,7 +138,7 @@ class RadixCache:
     def _evict(self, wanted_tokens: int) -> None:
         if wanted_tokens <= 0:
             return
-        nodes = itertools.chain.from_iterable(map(_nodes, self._roots.values()))
+        nodes = itertools.chain.from_iterable(map(nodes_of, self._roots.values()))
         leaves = [(node.last_used, id(node), node) for node in nodes if node.parent is not None and not node.children]
         heapq.heapify(leaves)
         while leaves and wanted_tokens > 0:
@@ -169,49 +156,3 @@ class RadixCache:
         self.tokens -= len(leaf.tokens)
         self.evicted_tokens += len(leaf.tokens)
         return leaf.parent
-
-
-def _walk(root: Node, wanted: TokenIds) -> Iterator[tuple[Node, int]]:
-    """The nodes along `wanted` with the tokens shared with each; only the last may share less than all."""
-    node, start = root, 0
-    while start < len(wanted):
-        child = node.children.get(int(wanted[start]))
-        if child is None:
-            return
-        shared = _common_prefix(child.tokens, wanted[start:])
-        partial = shared < len(child.tokens)
-        yield child, shared
-        if partial:  # asked before the yield: whoever walks may split the child
-            return
-        node, start = child, start + shared
-
-
-def _common_prefix(left: TokenIds, right: TokenIds) -> int:
-    count = min(len(left), len(right))
-    differing = np.flatnonzero(left[:count] != right[:count])
-    return int(differing[0]) if len(differing) else count
-
-
-def _upwards(node: Node | None) -> Iterator[Node]:
-    while node is not None:
-        yield node
-        node = node.parent
-
-
-def _nodes(root: Node) -> Iterator[Node]:
-    """Without recursion: a prompt that grew token by token is a tree as deep as it is long."""
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        pending.extend(node.children.values())
-        yield node
-
-
-def _sequences(root: Node, prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    pending = [(root, prefix)]
-    while pending:
-        node, above = pending.pop()
-        here = above + tuple(node.tokens.tolist())
-        pending.extend((child, here) for child in node.children.values())
-        if not node.children and here:
-            yield here
