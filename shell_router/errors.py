@@ -26,6 +26,8 @@ ShellRouterError
 │   ├── EngineUnreachable    connection refused, reset or closed early
 │   ├── EngineUnavailable    it failed so often of late that nothing is sent to it for now
 │   ├── EngineRejected       the engine answered with an error status
+│   ├── AdapterFailed        the engine could not load the request's adapter
+│   ├── AdapterMissing       the engine does not have an adapter that it was taken to have
 │   ├── EngineAborted        the engine ended the request as aborted, and not for the router's sake
 │   └── EngineStalled        nothing came within the limit
 ├── ExpertError              an expert of a pool could not serve
@@ -152,6 +154,14 @@ class EngineUnavailable(EngineError):
 
 class EngineAborted(EngineError):
     """Somebody other than the router had the engine abort the request."""
+
+
+class AdapterFailed(EngineError):
+    """The engine could not load the adapter that the request names; requests for others go on."""
+
+
+class AdapterMissing(EngineError):
+    """The engine does not have an adapter that was loaded there: it was started again, or somebody unloaded it."""
 
 
 class EngineRejected(EngineError):

@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from shell_router.errors import (
+    AdapterFailed,
     AgentFailed,
     BatchEnded,
     BatchesOff,
@@ -68,6 +69,7 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     RemoteRefused: Problem(403, "permission_error", "loopback_only"),
     Overloaded: Problem(429, "rate_limit_error", "too_many_requests"),
     EngineError: Problem(502, "server_error", "engine_error"),
+    AdapterFailed: Problem(502, "server_error", "adapter_failed"),
     EngineUnavailable: Problem(503, "server_error", "engine_unavailable"),
     EngineStalled: Problem(504, "server_error", "engine_stalled"),
     ExpertError: Problem(502, "server_error", "expert_failed"),

@@ -57,8 +57,11 @@ class Targets:
             return {**facts, "kind": AUTO, "description": "one of the models, chosen for each request"}
         topology = self._services.topologies.get(name)
         if topology is None:
-            engine = {"engine": self._services.engines[name]} if name in self._services.engines else {}
-            return {**facts, "kind": "model", "max_model_len": self._services.models[name].context_length, **engine}
+            model = self._services.models[name]
+            words = self._services.engines.get(model.base or name)
+            told = {"engine": words, "parent": model.base}
+            known = {key: value for key, value in told.items() if value is not None}
+            return {**facts, "kind": "model", "max_model_len": model.context_length, **known}
         steps = {"steps": list(topology.steps)} if isinstance(topology, Conditional) else {}
         return {
             **facts,

@@ -1,5 +1,6 @@
 """A deployment's configuration: one YAML file, read into frozen dataclasses."""
 
+from shell_router.config.adapters_section import AdaptersSection
 from shell_router.config.batches_settings import BatchesSettings
 from shell_router.config.choice_settings import AutoSettings, PredictionSettings, RecordSettings
 from shell_router.config.launch_settings import LaunchSettings, PairLaunch
@@ -19,6 +20,7 @@ from shell_router.config.settings import (
 )
 
 __all__ = [
+    "AdaptersSection",
     "AutoSettings",
     "BatchesSettings",
     "CacheSettings",

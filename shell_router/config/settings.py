@@ -6,6 +6,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
+from shell_router.config.adapters_section import AdaptersSection
 from shell_router.config.batches_settings import BatchesSettings
 from shell_router.config.choice_settings import AutoSettings, PredictionSettings, RecordSettings
 from shell_router.config.launch_settings import LaunchSettings, PairLaunch
@@ -138,7 +139,7 @@ class PairSettings:
 class ModelSettings:
     """A model: its folder (or random weights) and who serves it, an embedded pair or an SGLang pair.
 
-    `path` holds the tokenizer and, for an embedded pair, the weights.
+    `path` holds the tokenizer and, for an embedded pair, the weights. `adapters` are models beside it, on its servers.
     """
 
     path: Path | None = None
@@ -146,6 +147,7 @@ class ModelSettings:
     embedded: EmbeddedSection | None = None
     pairs: tuple[PairSettings, ...] = ()
     context_length: int | None = None
+    adapters: AdaptersSection | None = None
 
     def __post_init__(self) -> None:
         _require(
@@ -224,7 +226,7 @@ class Config:
         _require(AUTO not in self.models, f"a model is named {AUTO!r}, which means any of them", "Rename it.")
         for name in (*self.auto.models, *self.auto.max_batch):
             _require(
-                name in self.models,
+                self._may_name(name),
                 f"auto names {name!r}, which is not among the models",
                 f"Name some of: {', '.join(self.models)}.",
             )
@@ -239,3 +241,8 @@ class Config:
             f"listening on {self.listen.host} lets other machines in, and there are no api_keys",
             remedy="Add api_keys, or listen on 127.0.0.1.",
         )
+
+    def _may_name(self, name: str) -> bool:
+        """Whether it is a model, or may be an adapter of one: which there are, their folder says."""
+        base = self.models.get(name.partition(":")[0])
+        return name in self.models or (base is not None and base.adapters is not None)

@@ -30,8 +30,9 @@ class Generation:
     `rid` names the request on every engine it reaches and is unique per attempt. `sampling` holds SGLang's
     `sampling_params` and is passed on unchanged. With `logprobs` every output token comes with its natural-log
     probability. `priority` is the engine's scheduling priority, where it has one. Requests of one `affinity` grow one
-    prompt: where several servers prefill, they go to the one that holds its KV. `hints` are for the schedulers.
-    `on_placed` is told where it goes.
+    prompt: where several servers prefill, they go to the one that holds its KV. `adapter` names the one of the model's
+    adapters that answers; it is loaded where it has to be. `hints` are for the schedulers. `on_placed` is told where it
+    goes.
     """
 
     rid: str
@@ -40,6 +41,7 @@ class Generation:
     logprobs: bool = False
     priority: int | None = None
     affinity: str | None = None
+    adapter: str | None = None
     hints: Hints = NO_HINTS
     on_placed: OnPlaced = field(default=_unheard, compare=False)
 

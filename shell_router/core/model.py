@@ -30,9 +30,13 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that requests may name. `context_length` counts prompt and output tokens together."""
+    """A model that requests may name. `context_length` counts prompt and output tokens together.
+
+    An adapter is a model too; `base` is then the alias of the model that it adapts.
+    """
 
     alias: str
     engine: Engine
     tokenizer: Tokenizer
     context_length: int
+    base: str | None = None

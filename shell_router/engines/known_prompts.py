@@ -1,6 +1,7 @@
 """What is known of prompts before they are sent: where their beginning lies, and how much will be written."""
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shell_router.core.generation import DEFAULT_MAX_NEW_TOKENS
@@ -21,7 +22,8 @@ class KnownPrompts:
 
     def asked(self, wanted: Wanted) -> Asked:
         """The request as a choice sees it."""
-        resident = self._homes.get(hash(wanted.affinity), (0, 0))[1] if wanted.affinity is not None else 0
+        known = self._homes.get(_key(wanted.affinity, wanted.adapter)) if wanted.affinity is not None else None
+        resident = 0 if known is None else known[1]
         expected = wanted.hints.output_tokens
         return Asked(
             wanted.prompt_tokens,
@@ -29,14 +31,22 @@ class KnownPrompts:
             min(wanted.most_output, round(self._mean_output if expected is None else expected)),
             wanted.hints,
             wanted.affinity,
-            self._prefixes.overlaps(wanted.ids) if self._prefixes is not None and wanted.ids is not None else {},
+            self._overlaps(wanted),
             wanted.update,
             wanted.prefills,
+            wanted.adapter,
         )
+
+    def _overlaps(self, wanted: Wanted) -> Mapping[int, int]:
+        if self._prefixes is None or wanted.ids is None:
+            return {}
+        return self._prefixes.overlaps(wanted.ids, wanted.adapter)
 
     def home(self, asked: Asked) -> int | None:
         """The engine that holds the beginning of a prompt that grows."""
-        return self._homes.get(hash(asked.affinity), (None, 0))[0] if asked.affinity is not None else None
+        if asked.affinity is None:
+            return None
+        return self._homes.get(_key(asked.affinity, asked.adapter), (None, 0))[0]
 
     def sent(self, wanted: Wanted, asked: Asked, index: int) -> Asked:
         """The prompt goes to this engine: the request with what of it is new there."""
@@ -44,9 +54,9 @@ class KnownPrompts:
         if asked.affinity is not None:
             if self.home(asked) == index:
                 known = max(known, asked.prompt_tokens - asked.new_tokens)
-            self._remember(hash(asked.affinity), index, asked.prompt_tokens)  # a client's own key may be long
+            self._remember(_key(asked.affinity, asked.adapter), index, asked.prompt_tokens)
         if self._prefixes is not None and wanted.ids is not None:
-            self._prefixes.add(wanted.ids, index)
+            self._prefixes.add(wanted.ids, index, wanted.adapter)
         new = max(1, asked.prompt_tokens - known)
         return asked if new == asked.new_tokens else replace(asked, new_tokens=new)
 
@@ -59,3 +69,8 @@ class KnownPrompts:
         self._homes.move_to_end(key)
         if len(self._homes) > KEPT:
             self._homes.popitem(last=False)
+
+
+def _key(affinity: str, adapter: str | None) -> int:
+    """A client's own key may be long, and KV of one adapter is of no use to another."""
+    return hash((affinity, adapter))

@@ -12,6 +12,8 @@ from shell_router.errors import InvalidRequest
 
 SHORTEST_RID = 32
 _RESERVED = "bootstrap_"
+ADAPTER = "lora_path"
+"""SGLang's field for the name of a request's adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +21,8 @@ class NativeBody:
     """A JSON object in SGLang's native shape.
 
     `rids` name every request in it to the engines (a batch has several), and `named` says whether the client did;
-    `opened` is the object without its closing brace, with a `rid` in it. With `input_logprobs` the answer shall hold
-    log probabilities of the prompt.
+    `opened` is the object without its closing brace, with a `rid` in it, and with the adapter that shall answer where
+    there is one. With `input_logprobs` the answer shall hold log probabilities of the prompt.
     """
 
     rids: tuple[str, ...]
@@ -43,15 +45,32 @@ class NativeBody:
         return orjson.dumps({**found, **fields, "sampling_params": sampling})
 
 
-def read_native(body: bytes, fresh_rid: str, vocabulary: int | None = None) -> NativeBody:
-    """Check `body` and give it `fresh_rid` unless it names itself; raises InvalidRequest.
+@dataclass(frozen=True, slots=True)
+class NativeRules:
+    """What a model asks of bodies.
 
-    Token ids must lie below `vocabulary`, where it is known: SGLang ends at one that does not.
+    Token ids must lie below `vocabulary`, where it is known: SGLang ends at one that does not. With `adapters` the
+    model has some, which the router loads, so that no body may name one itself.
     """
+
+    vocabulary: int | None = None
+    adapters: bool = False
+
+
+ANY_MODEL = NativeRules()
+
+
+def read_native(body: bytes, fresh_rid: str, rules: NativeRules = ANY_MODEL, adapter: str | None = None) -> NativeBody:
+    """Check `body` by `rules`, give it `fresh_rid` unless it names itself, and `adapter`; raises InvalidRequest."""
     found = _read_object(body)
     _refuse_reserved(found)
-    if vocabulary is not None:
-        _check_ids(found.get("input_ids"), vocabulary)
+    if rules.adapters and found.get(ADAPTER) is not None:
+        raise InvalidRequest(
+            f"The body sets {ADAPTER}, which the router chooses by the model.",
+            remedy="Leave it out, and name a model such as base:adapter; /v1/models lists them.",
+        )
+    if rules.vocabulary is not None:
+        _check_ids(found.get("input_ids"), rules.vocabulary)
     _check_sampling(found.get("sampling_params"))
     _check_start(found.get("logprob_start_len"))
     opened = body.rstrip()[:-1].rstrip()
@@ -65,6 +84,8 @@ def read_native(body: bytes, fresh_rid: str, vocabulary: int | None = None) -> N
         _check_rid(rid)
         if body.count(b'"rid"') > 1:
             _refuse_repeated_rid(body)
+    if adapter is not None:
+        opened += b',"%s":%s' % (ADAPTER.encode(), orjson.dumps(adapter))
     return NativeBody(_rids(rid, found), named, found.get("stream") is True, wants_input_logprobs(found), opened)
 
 

@@ -3,9 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shell_router.core.placement import Placed
+from shell_router.engines.adapters.lease import Lease, no_lease
+from shell_router.engines.adapters.on_servers import Adapters
+from shell_router.engines.adapters.settings import AdapterSettings
 from shell_router.engines.address import Bootstrap, PairAddress, Server
 from shell_router.engines.dispatch import Dispatcher
 from shell_router.engines.place import Place, Wanted
@@ -19,26 +22,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The places of one attempt; `bootstrap` gives the fields by which decode finds prefill. `close` it in the end."""
+    """The places of one attempt, and its adapter on both servers; `close` it in the end.
+
+    `bootstrap` gives the fields by which decode finds prefill.
+    """
 
     prefill: Place[ServerClient]
     decode: Place[ServerClient]
     bootstrap: Bootstrap
+    prefill_lease: Lease = field(default_factory=no_lease)
+    decode_lease: Lease = field(default_factory=no_lease)
 
     @property
     def placed(self) -> tuple[Placed, Placed]:
         """Where it went, and why."""
-        return self.prefill.placed, self.decode.placed
+        return (
+            replace(self.prefill.placed, adapter_s=self.prefill_lease.waited_s),
+            replace(self.decode.placed, adapter_s=self.decode_lease.waited_s),
+        )
 
     def prefilled(self) -> None:
         """The prefill server has done its part."""
+        self.prefill_lease.close()
         self.prefill.close()
         self.decode.prefilled()
 
     def close(self) -> None:
         """The attempt is over, however it ended."""
-        self.prefill.close()
-        self.decode.close()
+        for held in (self.prefill_lease, self.decode_lease, self.prefill, self.decode):
+            held.close()
 
 
 class Pairing:
@@ -50,6 +62,7 @@ class Pairing:
         transport: Transport,
         room: Callable[[], int],
         scheduling: SchedulingSettings,
+        adapters: AdapterSettings,
     ) -> None:
         prefills: dict[Server, Bootstrap] = {
             at.prefill: Bootstrap(at.bootstrap_host, at.bootstrap_port, room) for at in addresses
@@ -60,6 +73,7 @@ class Pairing:
         self.bootstraps = {clients[server]: bootstrap for server, bootstrap in prefills.items()}
         self.prefills = _dispatcher(list(clients.values()), scheduling, transport)
         self.decodes = _dispatcher([ServerClient(server, transport) for server in decodes], scheduling, transport)
+        self.adapters = Adapters(self.servers, adapters, transport.tasks, transport.clock)
 
     @property
     def servers(self) -> tuple[ServerClient, ...]:
@@ -67,10 +81,10 @@ class Pairing:
         return self.prefills.engines + self.decodes.engines
 
     async def pick(self, wanted: Wanted, avoid: Collection[ServerClient] = ()) -> Pair:
-        """Places for one attempt, which is made as soon as it has them; see `Dispatcher.place`.
+        """Places for one attempt, which is made as soon as it has them and its adapter; see `Dispatcher.place`.
 
         The place on decode comes first, as in SGLang's disaggregation: whoever waits for one on prefill keeps no decode
-        from its work, and nobody who has that waits for anything more.
+        from its work, and nobody who has that waits for anything more but an adapter (`Adapters.of_pair`).
         """
         self.prefills.require_serving()
         self.decodes.require_serving()
@@ -81,6 +95,19 @@ class Pairing:
             decode.close()
             raise
         return Pair(prefill, decode, self.bootstraps[prefill.engine])
+
+    async def with_adapter(self, pair: Pair, adapter: str | None) -> Pair:
+        """The same places, and the adapter loaded on both servers. Raises what `Adapters.of_pair` does."""
+        if adapter is None:
+            return pair
+        leases = await self.adapters.of_pair(pair.prefill.engine, pair.decode.engine, adapter)
+        return Pair(pair.prefill, pair.decode, pair.bootstrap, *leases)
+
+    async def adapter_missing(self, pair: Pair, suspects: Collection[ServerClient]) -> None:
+        """A server of the pair says that it does not have the attempt's adapter: the next attempt finds it loaded."""
+        for place, lease in ((pair.prefill, pair.prefill_lease), (pair.decode, pair.decode_lease)):
+            if place.engine in suspects:
+                await self.adapters.missing(place.engine, lease)
 
     async def decode_for(self, wanted: Wanted, avoid: Collection[ServerClient] = ()) -> Place[ServerClient]:
         """A place on decode for a request that is prefilled elsewhere."""
@@ -118,14 +145,25 @@ class Attempts:
         self._last: EngineError | None = None
 
     async def pick(self) -> Pair:
-        """Places for the next attempt. Raises EngineUnavailable, or what the attempt before failed of."""
-        try:
-            pair = await self._pairing.pick(self._wanted, self._avoid)
-        except EngineUnavailable as refusal:
-            raise self._last or refusal from None
-        if self.made:
-            self._on_retry()
-        return pair
+        """Places for the next attempt, and its adapter there; an attempt that gets none of its adapter is one, too.
+
+        Raises EngineUnavailable, what the attempt before failed of, AdapterFailed, or UnknownModel for the adapter.
+        """
+        while True:
+            try:
+                pair = await self._pairing.pick(self._wanted, self._avoid)
+            except EngineUnavailable as refusal:
+                raise self._last or refusal from None
+            if self.made:
+                self._on_retry()
+            try:
+                return await self._pairing.with_adapter(pair, self._wanted.adapter)
+            except BaseException as error:
+                pair.close()
+                if not isinstance(error, EngineError):
+                    raise
+                failure = error
+            await self.failed(failure, self._pairing.adapters.failing(pair.prefill.engine, pair.decode.engine))
 
     async def failed(self, error: EngineError, suspects: Collection[ServerClient]) -> None:
         """Return when the next attempt is due; raises `error` where there is none."""

@@ -19,7 +19,7 @@ class Wanted:
     """A request that wants an engine.
 
     `ids` are its prompt's, where they are known; it writes at most `most_output` tokens. `prefills` is false for an
-    engine that gets its KV from another. An `update` is prefill-only.
+    engine that gets its KV from another. An `update` is prefill-only. `adapter` is as in `Generation`.
     """
 
     prompt_tokens: int
@@ -29,13 +29,22 @@ class Wanted:
     affinity: str | None = None
     update: bool = False
     prefills: bool = True
+    adapter: str | None = None
 
     @classmethod
     def of(cls, request: Generation, *, update: bool = False) -> "Wanted":
         """What a dispatcher needs to know of `request`."""
         limit = request.sampling.get("max_new_tokens")
         most = 0 if update else DEFAULT_MAX_NEW_TOKENS if limit is None else limit
-        return cls(len(request.input_ids), request.input_ids, most, request.hints, request.affinity, update)
+        return cls(
+            len(request.input_ids),
+            request.input_ids,
+            most,
+            request.hints,
+            request.affinity,
+            update,
+            adapter=request.adapter,
+        )
 
 
 @dataclass(slots=True)

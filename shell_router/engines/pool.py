@@ -12,6 +12,8 @@ import orjson
 
 from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
 from shell_router.core.relay import NativeRoute, Relayed
+from shell_router.engines.adapters.on_servers import Adapters
+from shell_router.engines.adapters.settings import AdapterSettings
 from shell_router.engines.address import DEFAULT_LIMITS, Bootstrap, PairAddress, PairLimits, random_room
 from shell_router.engines.answer import answer
 from shell_router.engines.breaker import DEFAULT_BREAKER, BreakerSettings
@@ -22,18 +24,20 @@ from shell_router.engines.http import HttpClient
 from shell_router.engines.legs import LegBodies, Legs
 from shell_router.engines.loads import Load, any_healthy, load_of, require_healthy, state_of
 from shell_router.engines.monitor import Monitor
+from shell_router.engines.native import NativeRules
 from shell_router.engines.pairing import Attempts, Pair, Pairing
-from shell_router.engines.place import Wanted
+from shell_router.engines.place import Place, Wanted
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
 from shell_router.engines.relay import PairRelay
 from shell_router.engines.retries import DEFAULT_RETRIES, RetrySettings
 from shell_router.engines.server_client import ServerClient, Transport
 from shell_router.engines.task_owner import TaskOwner
 from shell_router.engines.wire import body_fields
-from shell_router.errors import EngineError
+from shell_router.errors import AdapterMissing, EngineError
 from shell_router.scheduling.settings import SchedulingSettings
 
 DEFAULT_SCHEDULING = SchedulingSettings()
+NO_ADAPTERS = AdapterSettings()
 HEALTH_LIMIT_S = 10.0
 
 
@@ -51,7 +55,8 @@ class PairPool:
     the next ones.
 
     `room` gives fresh bootstrap rooms below 2^63, `rid` fresh request ids, none of which begins with another; `draw` is
-    uniform in [0, 1), `clock` monotonic seconds. With `vocabulary` relayed token ids are checked against it.
+    uniform in [0, 1), `clock` monotonic seconds. With `vocabulary` relayed token ids are checked against it. A request
+    that names one of the `adapters` is sent once that is loaded on both its servers.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class PairPool:
         clock: Callable[[], float] = time.monotonic,
         vocabulary: int | None = None,
         scheduling: SchedulingSettings = DEFAULT_SCHEDULING,
+        adapters: AdapterSettings = NO_ADAPTERS,
     ) -> None:
         if not addresses:
             raise ValueError("a pool has at least one pair")
@@ -77,12 +83,14 @@ class PairPool:
         self._scheduling = scheduling
         self._tasks = TaskOwner()
         self._http = HttpClient(connect_s=limits.connect_s)
-        self._pairing = Pairing(addresses, Transport(self._http, self._tasks, limits, breaker, clock), room, scheduling)
+        transport = Transport(self._http, self._tasks, limits, breaker, clock)
+        self._pairing = Pairing(addresses, transport, room, scheduling, adapters)
         self._prefill_only = {
             server: PrefillOnly(server, bootstrap, self._by_pair_with(server), rid)
             for server, bootstrap in self._pairing.bootstraps.items()
         }
-        self._relay = PairRelay(self._pairing, self._prefill_only, self._attempts, rid, vocabulary)
+        rules = NativeRules(vocabulary, adapters=bool(adapters.folders))
+        self._relay = PairRelay(self._pairing, self._prefill_only, self._attempts, rid, rules)
 
     @property
     def servers(self) -> tuple[ServerClient, ...]:
@@ -93,6 +101,11 @@ class PairPool:
     def dispatchers(self) -> tuple[Dispatcher[ServerClient], Dispatcher[ServerClient]]:
         """Who chooses among the prefill servers, and who among the decode servers."""
         return self._pairing.prefills, self._pairing.decodes
+
+    @property
+    def adapters(self) -> Adapters:
+        """The model's adapters, server by server."""
+        return self._pairing.adapters
 
     @property
     def prefill_ways(self) -> tuple[PrefillWay, ...]:
@@ -120,6 +133,8 @@ class PairPool:
                 failure = error
             finally:
                 pair.close()
+            if isinstance(failure, AdapterMissing):
+                await self._pairing.adapter_missing(pair, legs.suspects)
             await attempts.failed(failure, legs.suspects)
             # engines abort whatever begins with the id of an attempt before, so that stands last
             asked = replace(request, rid=f"{attempts.made}.{request.rid}")
@@ -148,9 +163,19 @@ class PairPool:
         """See `Engine.prefill`. It is made once, in its server's way: a failure costs no more than the overlap."""
         place = await self._pairing.prefills.place(Wanted.of(request, update=True))
         try:
-            return await self._prefill_only[place.engine].prefill(request)
+            only = self._prefill_only[place.engine]
+            # by a pair it takes decode's lease first, as every pair does
+            return await (only.prefill(request) if only.way == "pair" else self._prefill_alone(only, place, request))
         finally:
             place.close()
+
+    async def _prefill_alone(self, only: PrefillOnly, place: Place[ServerClient], request: Generation) -> Prefilled:
+        async with self.adapters.leased(place.engine, request.adapter) as lease:
+            try:
+                return await only.prefill(request)
+            except AdapterMissing:
+                await self.adapters.missing(place.engine, lease)
+                raise
 
     def _by_pair_with(self, prefill: ServerClient) -> Callable[[Generation], Awaitable[Prefilled]]:
         """The prefill server's place is held by whoever calls it."""
@@ -166,11 +191,21 @@ class PairPool:
         return by_pair
 
     async def _prefilled_by_pair(self, request: Generation, prefill: ServerClient, decode: ServerClient) -> Prefilled:
-        legs = Legs(prefill, decode, self._bodies(request, self._pairing.bootstraps[prefill]))
-        async with aclosing(answer(legs, logprobs=False)) as events:
-            async for event in events:
-                if isinstance(event, Finish):
-                    return Prefilled(event.prompt_tokens, event.cached_tokens)
+        leases = await self.adapters.of_pair(prefill, decode, request.adapter)
+        try:
+            legs = Legs(prefill, decode, self._bodies(request, self._pairing.bootstraps[prefill]), leases[0].close)
+            async with aclosing(answer(legs, logprobs=False)) as events:
+                async for event in events:
+                    if isinstance(event, Finish):
+                        return Prefilled(event.prompt_tokens, event.cached_tokens)
+        except AdapterMissing:
+            for server, lease in zip((prefill, decode), leases, strict=True):
+                if server in legs.suspects:
+                    await self.adapters.missing(server, lease)
+            raise
+        finally:
+            for lease in leases:
+                lease.close()
         raise AssertionError("an answer ends with a Finish or raises")
 
     async def probe(self, *, tokens: int = 256, vocabulary: int = 256) -> tuple[PrefillWay, ...]:
@@ -181,6 +216,7 @@ class PairPool:
         one does not serve.
         """
         found = await asyncio.gather(*map(introduced, self.servers))
+        await self.adapters.begin()
         if self._scheduling.queue.engine_priority:
             await asyncio.gather(*map(learn_priority, self.servers))
         for server, capabilities in zip(self.servers, found, strict=True):
@@ -193,10 +229,13 @@ class PairPool:
         return await version_of(self._pairing.decodes.engines[0])
 
     def forward(
-        self, route: NativeRoute, body: bytes, *, affinity: str | None = None
+        self, route: NativeRoute, body: bytes, *, affinity: str | None = None, adapter: str | None = None
     ) -> AbstractAsyncContextManager[Relayed]:
-        """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
-        return self._relay.forward(route, body, affinity)
+        """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's.
+
+        With `adapter` that one answers. A body may not name one itself, where the model has adapters.
+        """
+        return self._relay.forward(route, body, affinity, adapter)
 
     async def loads(self) -> tuple[Load, Load]:
         """The requests that the servers report: prefill's, then decode's. Raises EngineError."""

@@ -9,13 +9,14 @@ from shell_router.engines.address import Bootstrap
 from shell_router.engines.answer import refused
 from shell_router.engines.input_logprobs import InputLogprobs, StreamWithInputLogprobs
 from shell_router.engines.legs import LegBodies, Legs
-from shell_router.engines.native import NativeBody, read_native
+from shell_router.engines.native import NativeBody, NativeRules, read_native
 from shell_router.engines.pairing import Attempts, Pair, Pairing
 from shell_router.engines.place import Wanted
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.retries import INTERNAL_ERROR, PASSING_STATUSES
 from shell_router.engines.server_client import HTTP_OK, ServerClient
-from shell_router.errors import EngineError
+from shell_router.engines.wire import missing_adapter, tells_missing_adapter
+from shell_router.errors import AdapterMissing, EngineError
 
 
 class PairRelay:
@@ -27,27 +28,24 @@ class PairRelay:
         prefill_only: Mapping[ServerClient, PrefillOnly],
         attempts: Callable[[Wanted], Attempts],
         rid: Callable[[], str],
-        vocabulary: int | None,
+        rules: NativeRules,
     ) -> None:
         self._pairing = pairing
         self._prefill_only = prefill_only
         self._attempts = attempts
         self._rid = rid
-        self._vocabulary = vocabulary
+        self._rules = rules
 
     @asynccontextmanager
-    async def forward(self, route: NativeRoute, body: bytes, affinity: str | None) -> AsyncIterator[Relayed]:
-        """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
-        native = read_native(body, self._rid(), self._vocabulary)
-        wanted = Wanted(_tokens_in(body), affinity=affinity, update=route == "prefill_only")
+    async def forward(
+        self, route: NativeRoute, body: bytes, affinity: str | None, adapter: str | None
+    ) -> AsyncIterator[Relayed]:
+        """See `PairPool.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
+        native = read_native(body, self._rid(), self._rules, adapter)
+        wanted = Wanted(_tokens_in(body), affinity=affinity, update=route == "prefill_only", adapter=adapter)
         if route == "prefill_only" and all(only.way != "pair" for only in self._prefill_only.values()):
-            place = await self._pairing.prefills.place(wanted)
-            try:
-                async with self._prefill_only[place.engine].forward(native) as response:
-                    chunks = place.engine.body(response)
-                    yield Relayed(response.status, response.content_type, chunks, (place.placed,))
-            finally:
-                place.close()
+            async with self._prefilled_alone(native, wanted) as relayed:
+                yield relayed
             return
         pair, legs, relayed = await self._begun(route, body, native, wanted)
         try:
@@ -55,6 +53,19 @@ class PairRelay:
         finally:
             legs.close()
             pair.close()
+
+    @asynccontextmanager
+    async def _prefilled_alone(self, native: NativeBody, wanted: Wanted) -> AsyncIterator[Relayed]:
+        place = await self._pairing.prefills.place(wanted)
+        try:
+            async with (
+                self._pairing.adapters.leased(place.engine, wanted.adapter) as lease,
+                self._prefill_only[place.engine].forward(native) as response,
+            ):
+                placed = replace(place.placed, adapter_s=lease.waited_s)
+                yield Relayed(response.status, response.content_type, place.engine.body(response), (placed,))
+        finally:
+            place.close()
 
     async def _begun(
         self, route: NativeRoute, body: bytes, native: NativeBody, wanted: Wanted
@@ -70,15 +81,17 @@ class PairRelay:
                 pair.close()
                 raise
             try:
-                return pair, legs, replace(await _beginning(legs, native), placed=pair.placed)
+                return pair, legs, replace(await _beginning(legs, native, wanted.adapter), placed=pair.placed)
             except BaseException as error:
                 legs.close()
                 pair.close()
+                if isinstance(error, AdapterMissing):
+                    await self._pairing.adapter_missing(pair, legs.suspects)
                 # a client's own id cannot be used again: the engines may not have let go of it yet
                 if native.named or not isinstance(error, EngineError):
                     raise
                 await attempts.failed(error, legs.suspects)
-            native = read_native(body, self._rid(), self._vocabulary)
+            native = read_native(body, self._rid(), self._rules, wanted.adapter)
 
     def _bodies(self, route: NativeRoute, native: NativeBody, bootstrap: Bootstrap) -> LegBodies:
         fields = bootstrap.fields()
@@ -95,12 +108,14 @@ def _tokens_in(body: bytes) -> int:
     return max(1, len(body) // 4)
 
 
-async def _beginning(legs: Legs, native: NativeBody) -> Relayed:
+async def _beginning(legs: Legs, native: NativeBody, adapter: str | None) -> Relayed:
     """Decode's answer once its first bytes are here: what fails before can still be sent again."""
     head = await legs.head()
     if head.status in PASSING_STATUSES or head.status >= INTERNAL_ERROR:
         await refused(legs, head.status)
     first = await legs.read()
+    if adapter is not None and (head.status != HTTP_OK or _tells_failure(first)):
+        _refuse_missing_adapter(legs, first)
     if head.status == HTTP_OK and not _tells_failure(first):
         legs.begun_well()
     chunks: AsyncIterator[bytes] = _PairBody(legs, head.status, first)
@@ -125,6 +140,15 @@ async def _merged_stream(found: InputLogprobs, where: str, chunks: AsyncIterator
 def _tells_failure(piece: bytes) -> bool:
     """Whether it may be an error or an abort told inside a good answer: then it is no sign that decode serves."""
     return b'"error"' in piece or b'"abort"' in piece
+
+
+def _refuse_missing_adapter(legs: Legs, piece: bytes) -> None:
+    """What the engine lost is loaded again, so that it is no answer yet."""
+    message = piece.decode("utf-8", "replace")
+    if tells_missing_adapter(message):
+        error = missing_adapter(legs.decode_name, message)
+        legs.refused(error)
+        raise error
 
 
 class _PairBody:

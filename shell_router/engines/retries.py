@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shell_router.errors import EngineRejected, EngineUnreachable, ShellRouterError
+from shell_router.errors import AdapterMissing, EngineRejected, EngineUnreachable, ShellRouterError
 
 INTERNAL_ERROR = 500
 PASSING_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
@@ -41,4 +41,4 @@ DEFAULT_RETRIES = RetrySettings()
 def _passing(error: ShellRouterError) -> bool:
     if isinstance(error, EngineRejected):
         return error.status in PASSING_STATUSES
-    return isinstance(error, EngineUnreachable)
+    return isinstance(error, EngineUnreachable | AdapterMissing)

@@ -14,6 +14,7 @@ from typing import Any, Self
 import orjson
 import uvloop
 
+from shell_router.engines.scripting.adapters import ScriptedAdapters
 from shell_router.engines.scripting.http import Exchange, HttpProtocol
 from shell_router.engines.scripting.player import Player
 from shell_router.engines.scripting.rooms import Rooms
@@ -45,6 +46,9 @@ class ScriptedServer:
             b"/model_info": self._model_info,
             b"/v1/loads": self._loads,
             b"/metrics": self._metrics,
+            b"/load_lora_adapter": self.adapters.load,
+            b"/unload_lora_adapter": self.adapters.unload,
+            b"/v1/models": self.adapters.listed,
         }
 
     @property
@@ -60,6 +64,11 @@ class ScriptedServer:
     def requests(self) -> int:
         """Requests to generate or to prefill that have come in."""
         return self._player.requests
+
+    @property
+    def adapters(self) -> ScriptedAdapters:
+        """Its adapters."""
+        return self._player.adapters
 
     @property
     def bodies(self) -> tuple[bytes, ...]:

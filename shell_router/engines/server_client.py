@@ -113,7 +113,13 @@ class ServerClient:
 
     async def get(self, route: str, *, limit_s: float) -> bytes:
         """The body at `route`; raises EngineError."""
-        exchange = self._http.begin(self._endpoint("GET", route), None, quiet_s=limit_s)
+        return await self._whole_within(self._http.begin(self._endpoint("GET", route), None, quiet_s=limit_s), limit_s)
+
+    async def post(self, route: str, body: bytes, *, limit_s: float) -> bytes:
+        """What `route` answers to `body`; raises EngineError. It is no request of the server's `running` ones."""
+        return await self._whole_within(self._http.begin(self._endpoint("POST", route), body, quiet_s=limit_s), limit_s)
+
+    async def _whole_within(self, exchange: Exchange, limit_s: float) -> bytes:
         try:
             async with asyncio.timeout(limit_s):
                 return await self.read_all(exchange)

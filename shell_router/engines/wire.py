@@ -8,7 +8,7 @@ import orjson
 
 from shell_router.core.engine_errors import error_message
 from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
-from shell_router.errors import EngineAborted, EngineRejected, PromptTooLong
+from shell_router.errors import AdapterMissing, EngineAborted, EngineRejected, PromptTooLong
 
 MAX_EVENT_BYTES = 256 * 2**20
 """A single event longer than this is taken for a broken stream (a cumulative event repeats the whole output)."""
@@ -17,6 +17,9 @@ _ABORTED = "Aborted by AbortReq"
 """What an abort before the first token is called, as a transfer that failed with status 500."""
 
 _TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
+
+_NO_ADAPTER = re.compile(r"LoRA adapters? (that has never been|are not) loaded", re.IGNORECASE)
+"""SGLang's words for a `lora_path` that it does not have, after a restart or an unloading."""
 
 
 def body_fields(request: Generation) -> dict[str, Any]:
@@ -28,9 +31,15 @@ def body_fields(request: Generation) -> dict[str, Any]:
     }
     if request.logprobs:
         fields["return_logprob"] = True
+    if request.adapter is not None:
+        fields["lora_path"] = request.adapter  # SGLang's field for an adapter's name
     if request.priority is not None:
         fields["priority"] = request.priority
     return fields
+
+
+Refusal = AdapterMissing | EngineAborted | EngineRejected | PromptTooLong
+"""What an engine's error may be."""
 
 
 class EventSplitter:
@@ -148,23 +157,36 @@ def refuse_aborted(where: str, answer: bytes) -> None:
         raise aborted(where, ended_as_aborted[0])
 
 
-def rejected(where: str, status: int, message: str) -> EngineAborted | EngineRejected | PromptTooLong:
+def rejected(where: str, status: int, message: str) -> Refusal:
     """The error for an engine's error status; a 400 about the context length is the client's PromptTooLong."""
     if _ABORTED in message:
         return _ended(where, message)
+    if tells_missing_adapter(message):
+        return missing_adapter(where, message)
     if status == 400 and _TOO_LONG.search(message):
         return PromptTooLong(message, remedy="Shorten the prompt or ask for fewer new tokens.")
     return EngineRejected(f"The {where} answered {status}: {message}", status=status)
 
 
-def rejected_event(where: str, event: dict[str, Any]) -> EngineAborted | EngineRejected | PromptTooLong:
+def tells_missing_adapter(message: str) -> bool:
+    """Whether the engine says that it does not have the request's adapter."""
+    return _NO_ADAPTER.search(message) is not None
+
+
+def missing_adapter(where: str, message: str) -> AdapterMissing:
+    """The error for a request whose adapter the engine does not have."""
+    told = message.strip().splitlines()[0].removesuffix(".")
+    return AdapterMissing(f"The {where} does not have the adapter: {told}.", remedy="Ask again: it is loaded anew.")
+
+
+def rejected_event(where: str, event: dict[str, Any]) -> Refusal:
     """The error for an error event inside a stream."""
     error = event["error"]
     code = error.get("code") if isinstance(error, dict) else None
     return rejected(where, code if isinstance(code, int) else 500, error_message(orjson.dumps(event)))
 
 
-def aborted(where: str, reason: dict[str, Any]) -> EngineAborted | EngineRejected | PromptTooLong:
+def aborted(where: str, reason: dict[str, Any]) -> Refusal:
     """The error for an output that ended as aborted although nobody here asked for that.
 
     With a status the engine itself gave up; without, somebody asked it to.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from shell_router.expert_pools.evicting import EVICTIONS, Resident, victims
-from shell_router.expert_pools.experts import Experts
+from shell_router.expert_pools.experts import Loader
 from shell_router.expert_pools.memory import Memory
 from shell_router.expert_pools.values import Expert
 
@@ -37,7 +37,7 @@ class Shelf:
         memory: Memory,
         shelf_bytes: int,
         evict: str,
-        experts: Experts,
+        experts: Loader,
         outlook: Callable[[list[Expert]], list[tuple[int | None, bool]]],
     ) -> None:
         self.lock = asyncio.Lock()
@@ -61,27 +61,50 @@ class Shelf:
         """Whether it would fit here, were nothing else there."""
         return expert.memory_bytes <= self._shelf_bytes
 
+    @property
+    def room_bytes(self) -> int:
+        """What is free for experts."""
+        return min(self._shelf_bytes - self._taken_bytes, self._memory.free_bytes)
+
+    def load_number(self, name: str) -> int | None:
+        """Which load brought it, so that it can be told from a later one; None where it is not here."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.loaded
+
+    def learn(self, expert: Expert) -> None:
+        """More is known of one that is here, such as how often it is used."""
+        self._entries[expert.name].expert = expert
+
     @contextmanager
     def pinned(self, name: str) -> Iterator[None]:
         """It is used now, and stays while the context is open."""
-        entry = self._entries[name]
-        entry.pins += 1
-        entry.used = next(self._clock)
+        unpin = self.pin(name)
         try:
             yield
         finally:
+            unpin()
+
+    def pin(self, name: str) -> Callable[[], None]:
+        """It is used now, and stays until what is returned is called, which is to be done once."""
+        entry = self._entries[name]
+        entry.pins += 1
+        entry.used = next(self._clock)
+
+        def unpin() -> None:
             entry.pins -= 1
+
+        return unpin
+
+    def leaving_order(self, keep_before: int | None = None) -> list[str]:
+        """All that may leave some day, in use or not, in the order of the policy; `keep_before` as in `make_room`."""
+        return [one.expert.name for one in self._order(self._residents(keep_before, in_use=True))]
 
     async def make_room(self, expert: Expert, keep_before: int | None = None) -> bool:
         """Evict until `expert` fits. False, and nothing is evicted, where what may leave is not enough.
 
         With `keep_before`, those whose turn comes no later stay, whatever the order says.
         """
-        missing_bytes = max(
-            expert.memory_bytes - (self._shelf_bytes - self._taken_bytes),
-            expert.memory_bytes - self._memory.free_bytes,
-        )
-        return await self.free(missing_bytes, keep_before)
+        return await self.free(expert.memory_bytes - self.room_bytes, keep_before)
 
     async def free(self, missing_bytes: int, keep_before: int | None = None) -> bool:
         """Evict as many bytes, in the order of the policy."""
@@ -118,8 +141,8 @@ class Shelf:
         self._taken_bytes -= expert.memory_bytes
         self._memory.release(_owner(expert))
 
-    def _residents(self, keep_before: int | None) -> list[Resident]:
-        free = [entry for entry in self._entries.values() if not entry.pins]
+    def _residents(self, keep_before: int | None, *, in_use: bool = False) -> list[Resident]:
+        free = [entry for entry in self._entries.values() if in_use or not entry.pins]
         outlooks = self._outlook([entry.expert for entry in free])
         return [
             Resident(entry.expert, entry.loaded, entry.used, turn, idle)

@@ -8,12 +8,13 @@ from typing import Literal
 
 from yarl import URL
 
-from shell_router.config import Config, LaunchSettings, ModelSettings, PairLaunch, PairSettings
+from shell_router.config import AdaptersSection, Config, LaunchSettings, ModelSettings, PairLaunch, PairSettings
 from shell_router.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HEARTBEAT = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
 # decode forgets a dead prefill after two missed heartbeats; one that is back sooner is taken for the old one, and every
 # later transfer hangs. 2 s is the shortest that SGLang takes.
@@ -100,6 +101,7 @@ def _engine(
         *("--incremental-streaming-output", "--enable-metrics"),
         *(("--tp-size", str(len(gpus))) if len(gpus) > 1 else ()),
         *(("--context-length", str(model.context_length)) if model.context_length else ()),
+        *(_adapter_options(model.adapters) if model.adapters else ()),
         *(flag for section in (settings, launch) for flag in _flags(section, role)),
     )
     return EngineCommand(
@@ -110,6 +112,14 @@ def _engine(
         argv=("-m", "sglang.launch_server", *options),
         env={**_variables(role, gpus), **settings.environment},
         ready_url=str(url / "health"),
+    )
+
+
+def _adapter_options(adapters: AdaptersSection) -> tuple[str, ...]:
+    """Room in memory and in a batch; SGLang counts requests without an adapter as one more of a batch."""
+    return (
+        *("--enable-lora", "--max-lora-rank", str(adapters.max_rank), "--lora-target-modules", *ADAPTED),
+        *("--max-loras-per-batch", str(adapters.room + 1), "--max-loaded-loras", str(adapters.room + 1)),
     )
 
 

@@ -48,7 +48,7 @@ class Asked:
 
     `new_tokens` of its `prompt_tokens` are not yet prefilled as far as is known, `output_tokens` are expected of it.
     `overlaps` are leading prompt tokens that an engine, by its index, has had before; engines that had none are absent.
-    `affinity` is as in `Generation`. `update` marks a prefill-only request; without
+    `affinity` and `adapter` are as in `Generation`. `update` marks a prefill-only request; without
     `prefills` the engine gets the prompt's KV from another.
     """
 
@@ -60,6 +60,7 @@ class Asked:
     overlaps: Mapping[int, int] = field(default_factory=dict)
     update: bool = False
     prefills: bool = True
+    adapter: str | None = None
 
     @property
     def user(self) -> Hashable | None:

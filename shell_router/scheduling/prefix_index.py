@@ -19,10 +19,13 @@ class PrefixIndex:
         self._room = room
         self._engines: OrderedDict[int, int] = OrderedDict()  # by block, a bit per engine
 
-    def overlaps(self, ids: Sequence[int]) -> Mapping[int, int]:
-        """Leading tokens of a prompt that an engine, by its index, has had; those that had none are absent."""
+    def overlaps(self, ids: Sequence[int], adapter: str | None = None) -> Mapping[int, int]:
+        """Leading tokens of a prompt that an engine, by its index, has had; those that had none are absent.
+
+        Prompts for different adapters of a model share nothing.
+        """
         found: dict[int, int] = {}
-        for number, block in enumerate(_blocks(ids), 1):
+        for number, block in enumerate(_blocks(ids, adapter), 1):
             engines = self._engines.get(block, 0)
             if not engines:
                 break
@@ -31,17 +34,17 @@ class PrefixIndex:
                     found[index] = number * BLOCK_TOKENS
         return found
 
-    def add(self, ids: Sequence[int], index: int) -> None:
+    def add(self, ids: Sequence[int], index: int, adapter: str | None = None) -> None:
         """The engine is sent this prompt."""
-        for block in _blocks(ids):
+        for block in _blocks(ids, adapter):
             self._engines[block] = self._engines.get(block, 0) | 1 << index
             self._engines.move_to_end(block)
         while len(self._engines) > self._room:
             self._engines.popitem(last=False)
 
 
-def _blocks(ids: Sequence[int]) -> Iterator[int]:
-    known = 0
+def _blocks(ids: Sequence[int], adapter: str | None) -> Iterator[int]:
+    known = hash(adapter)
     for begin in range(0, min(len(ids), MOST_BLOCKS * BLOCK_TOKENS) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         known = hash((known, tuple(ids[begin : begin + BLOCK_TOKENS])))
         yield known

@@ -11,11 +11,26 @@ SERVER = ("model", "role", "url")
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterState:
+    """Adapters `loaded` on a server and requests `waiting` for theirs; the others are counted since the start."""
+
+    loaded: int
+    waiting: int
+    loads: int
+    load_s: float
+    waited: int
+    waited_s: float
+    failures: int
+    missing: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerState:
     """What the router knows of one engine server.
 
     `running` are the router's own requests to it, of `tokens` in all, expected outputs included. `kv_usage` and
     `hit_rate` are what it told `age_s` ago, None where it never did, and `unheard` counts the times when it did not.
+    `adapters` is None for a model without any.
     """
 
     model: str
@@ -29,6 +44,7 @@ class ServerState:
     hit_rate: float | None = None
     age_s: float | None = None
     unheard: int = 0
+    adapters: AdapterState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +90,7 @@ class EngineMetrics(Collector):
             breaker.add_metric(labels, state.breaker_open)
         yield from (running, failures, breaker)
         yield from _told(states)
+        yield from _adapters(states)
         yield from _queues(list(self._reports.queues()))
 
 
@@ -95,6 +112,26 @@ def _told(states: Sequence[ServerState]) -> Iterator[CounterMetricFamily | Gauge
     for state in states:
         silent.add_metric((state.model, state.role, state.url), state.unheard)
     yield silent
+
+
+def _adapters(states: Sequence[ServerState]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    """Of servers whose model has adapters."""
+    kinds: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
+        (GaugeMetricFamily, "adapters_loaded", "Adapters that are loaded there", "loaded"),
+        (GaugeMetricFamily, "adapter_requests_waiting", "Requests that wait for their adapter", "waiting"),
+        (CounterMetricFamily, "adapter_loads", "Times an adapter was loaded", "loads"),
+        (CounterMetricFamily, "adapter_load_seconds", "How long that took, in all", "load_s"),
+        (CounterMetricFamily, "adapter_waited", "Requests that had to wait for their adapter", "waited"),
+        (CounterMetricFamily, "adapter_waited_seconds", "How long they waited, in all", "waited_s"),
+        (CounterMetricFamily, "adapter_load_failures", "Times an adapter could not be loaded", "failures"),
+        (CounterMetricFamily, "adapters_missing", "Times a loaded adapter was found to be gone", "missing"),
+    )
+    for kind, name, meaning, count in kinds:
+        family = kind(PREFIX + name, meaning, labels=SERVER)
+        for state in states:
+            if state.adapters is not None:
+                family.add_metric((state.model, state.role, state.url), getattr(state.adapters, count))
+        yield family
 
 
 def _queues(states: Sequence[QueueState]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:

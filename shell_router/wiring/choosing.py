@@ -85,14 +85,16 @@ def chooser_of(
 ) -> ModelChooser:
     """As the deployment's `auto` says. Raises ConfigError for a profile that does not fit."""
     costs = _profiled(config.auto.profile) if config.auto.profile else {}
-    figures = {alias: _figures(config, alias, costs.get(alias)) for alias in served}
-    return ModelChooser(served, Auto(config.auto.models, config.auto.choice(), figures), predictor, clock=clock)
+    figures = {name: _figures(config, name, model.base or name, costs) for name, model in served.items()}
+    models = config.auto.models or tuple(config.models)  # adapters only where they are named
+    return ModelChooser(served, Auto(models, config.auto.choice(), figures), predictor, clock=clock)
 
 
-def _figures(config: Config, alias: str, decode: Mapping[str, Any] | None) -> ModelFigures:
-    model = config.models[alias]
+def _figures(config: Config, name: str, base: str, costs: Mapping[str, Mapping[str, Any]]) -> ModelFigures:
+    """Of a model, or of an adapter, which costs what its base costs."""
+    model, decode = config.models[base], costs.get(name, costs.get(base))
     own = UNKNOWN_BATCH if model.pairs else (model.embedded or EmbeddedSection()).max_running_requests
-    batch = config.auto.max_batch.get(alias, own)
+    batch = config.auto.max_batch.get(name, config.auto.max_batch.get(base, own))
     if decode is None:
         return ModelFigures(batch)
     return ModelFigures(batch, decode["step_s"] + batch * decode.get("sequence_s", 0.0))

@@ -19,6 +19,7 @@ from shell_router.engines.embedded.spawner_client import SpawnerClient
 from shell_router.engines.pool import PairPool
 from shell_router.engines.retries import RetrySettings
 from shell_router.errors import EngineError, EngineStalled
+from shell_router.wiring.adapters import adapters_of
 from shell_router.wiring.model_files import ModelFiles, address_of, embedded_settings, read_files
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ async def running_models(
         }
         fleet = await _fleet(embedded, config.limits.engine_start_s, stack, tell, spawner)
         addresses = _addresses(config, fleet)
-        pools = {alias: _pool(found, config, files[alias].vocabulary) for alias, found in addresses.items()}
+        pools = {alias: await _pool(alias, found, config, files[alias]) for alias, found in addresses.items()}
         for pool in pools.values():
             stack.push_async_callback(pool.aclose)
         await _until_ready(pools, config.limits.engine_start_s, tell)
@@ -129,15 +130,16 @@ def _addresses(config: Config, fleet: Mapping[str, EmbeddedPair]) -> Mapping[str
     return started | {alias: [*map(address_of, model.pairs)] for alias, model in config.models.items() if model.pairs}
 
 
-def _pool(addresses: Sequence[PairAddress], config: Config, vocabulary: int) -> PairPool:
+async def _pool(alias: str, addresses: Sequence[PairAddress], config: Config, files: ModelFiles) -> PairPool:
     limits = config.limits
     return PairPool(
         *addresses,
         limits=PairLimits(stall_s=limits.engine_stall_s),
         retries=RetrySettings(attempts=limits.engine_attempts),
         breaker=BreakerSettings(failures=limits.breaker_failures, open_s=limits.breaker_open_s),
-        vocabulary=vocabulary,
+        vocabulary=files.vocabulary,
         scheduling=config.scheduling,
+        adapters=await asyncio.to_thread(adapters_of, alias, config.models[alias]),
     )
 
 

@@ -2,18 +2,22 @@
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from shell_router.api import Services
 from shell_router.config import Config
+from shell_router.core.relay import Relay
+from shell_router.engines.adapters.on_servers import Adapters
 from shell_router.engines.place import Candidate
 from shell_router.engines.server_client import ServerClient
 from shell_router.errors import ConfigError
 from shell_router.execution import Classes, Executor, Judges, Programs, Scores, StepExecutor
-from shell_router.telemetry import EngineReports, Metrics, QueueState, ServerState, TraceStore
+from shell_router.telemetry import AdapterState, EngineReports, Metrics, QueueState, ServerState, TraceStore
 from shell_router.topology import Conditional, Graph, files_in, load_files
+from shell_router.wiring.adapters import adapted_models, model_names
 from shell_router.wiring.cache import running_cache
 from shell_router.wiring.choosing import chooser_of, running_predictor, running_recorder
 from shell_router.wiring.embedding import running_embedder
@@ -43,7 +47,13 @@ async def running_services(
         running_models(config, tell) as models,
         AsyncExitStack() as stack,
     ):
+        adapted = {
+            name: one for model in models.values() for name, one in adapted_models(model.served, model.pool).items()
+        }
         served = {alias: model.served for alias, model in models.items()}
+        served |= {name: model for name, (model, _) in adapted.items()}
+        relays: dict[str, Relay] = {alias: model.pool for alias, model in models.items()}
+        relays |= {name: relay for name, (_, relay) in adapted.items()}
         chooser = chooser_of(config, served, prediction.predictor, clock)
         agents = Executor(served, cache.logs, embedding.embedder, clock=clock, chooser=chooser)
         metrics = Metrics(cache_degraded=cache.degraded, engines=_reports(models, engine_restarts, clock))
@@ -52,7 +62,7 @@ async def running_services(
             programs=Programs(served, cache.logs, clock=clock, chooser=chooser),
             topologies=topologies,
             models=served,
-            relays={alias: model.pool for alias, model in models.items()},
+            relays=relays,
             engines={alias: model.engine for alias, model in models.items()},
             checks={
                 **{f"engine {alias}": model.pool.serves for alias, model in models.items()},
@@ -77,7 +87,7 @@ def _reports(
         for alias, model in models.items():
             for dispatcher in model.pool.dispatchers:
                 for at in dispatcher.candidates:
-                    yield _state(alias, at, clock())
+                    yield _state(alias, at, _adapters(model.pool.adapters, at.engine), clock())
 
     def queues() -> Iterator[QueueState]:
         for alias, model in models.items():
@@ -94,7 +104,7 @@ def _reports(
     return EngineReports(servers, queues, retries, all_restarts)
 
 
-def _state(alias: str, at: Candidate[ServerClient], now_s: float) -> ServerState:
+def _state(alias: str, at: Candidate[ServerClient], adapters: AdapterState | None, now_s: float) -> ServerState:
     server, told = at.engine, at.reported
     return ServerState(
         alias,
@@ -108,13 +118,22 @@ def _state(alias: str, at: Candidate[ServerClient], now_s: float) -> ServerState
         None if told is None else told.hit_rate,
         at.age_s(now_s),
         at.unheard,
+        adapters,
     )
+
+
+def _adapters(adapters: Adapters, server: ServerClient) -> AdapterState | None:
+    """What happened to adapters on the server; None where the model has none."""
+    if not adapters.settings.folders:
+        return None
+    at, counts = adapters.leases[server], adapters.leases[server].counts
+    return AdapterState(len(at.loaded), at.waiting, **asdict(counts))
 
 
 def load_topologies(config: Config) -> Mapping[str, Graph]:
     """Every topology that the deployment names, checked against its models. Raises ConfigError."""
     files = [file for path in config.topologies for file in _files(path)]
-    found = load_files(files, models=config.models)
+    found = load_files(files, models=model_names(config))
     _require_embedder(found, config)
     _require_scores(found, config)
     return found

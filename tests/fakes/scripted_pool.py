@@ -4,9 +4,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from shell_router.engines.adapters.settings import AdapterSettings
 from shell_router.engines.address import PairAddress
 from shell_router.engines.breaker import BreakerSettings
-from shell_router.engines.pool import PairPool
+from shell_router.engines.pool import NO_ADAPTERS, PairPool
 from shell_router.engines.retries import RetrySettings
 from shell_router.engines.scripted_server import Fault, ScriptedServer, ScriptedSettings
 from shell_router.engines.scripting.rooms import Rooms
@@ -48,6 +49,7 @@ async def scripted_pool(
     *,
     retries: RetrySettings = SOON,
     breaker: BreakerSettings = BREAKER,
+    adapters: AdapterSettings = NO_ADAPTERS,
 ) -> AsyncIterator[ScriptedPool]:
     """So many servers of each role, any of which work together, and a client of them all."""
     rooms = Rooms()
@@ -62,6 +64,8 @@ async def scripted_pool(
         at = ScriptedPool(await started("prefill", prefills), await started("decode", decodes))
         urls = [(prefill.url, decode.url) for prefill in at.prefills for decode in at.decodes]
         addresses = [PairAddress(prefill, decode, "127.0.0.1", 8998) for prefill, decode in urls]
-        at.pool = PairPool(*addresses, limits=LIMITS, retries=retries, breaker=breaker, clock=lambda: at.now_s)
+        at.pool = PairPool(
+            *addresses, limits=LIMITS, retries=retries, breaker=breaker, clock=lambda: at.now_s, adapters=adapters
+        )
         yield at
         await at.pool.aclose()

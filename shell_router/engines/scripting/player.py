@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import orjson
 
+from shell_router.engines.scripting.adapters import LoadedAdapter, ScriptedAdapters
 from shell_router.engines.scripting.faults import strike, strike_whole
 from shell_router.engines.scripting.http import Exchange
 from shell_router.engines.scripting.prefix_cache import PrefixCache
@@ -23,6 +24,8 @@ class Player:
         self.requests = 0
         self.bodies: deque[bytes] = deque()
         self.runs: dict[str, ScriptedRun] = {}
+        self.adapters = ScriptedAdapters(lambda: self.settings)
+        self._adapters: dict[ScriptedRun, LoadedAdapter] = {}
         self._rooms = rooms
         self._cache = PrefixCache(settings.cache_prompts)
 
@@ -35,7 +38,8 @@ class Player:
             raise BadRequest(
                 f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={run.rid!r}"
             )
-        self._enter(run)
+        if not self._enter(run):
+            return
         if self.settings.role == "prefill":
             self._prefill(run, warms=not run.fake_host or "fake_host" in self.settings.warms)
         elif self._rooms is None:
@@ -48,8 +52,8 @@ class Player:
         run = self._accept(exchange)
         if run is not None:
             run.room = None
-            self._enter(run)
-            self._prefill(run, warms=True)
+            if self._enter(run):
+                self._prefill(run, warms=True)
 
     def abort(self, rid: str) -> None:
         """End the run of that rid, if there is one, with an abort as its finish."""
@@ -90,12 +94,26 @@ class Player:
             self.settings = replace(self.settings, fault=replace(fault, times=left) if left else None)
         return fault
 
-    def _enter(self, run: ScriptedRun) -> None:
+    def _enter(self, run: ScriptedRun) -> bool:
+        """False for one whose adapter is not loaded: as SGLang, a stream is told so in an event."""
+        try:
+            adapter = self.adapters.taken(run.adapter)
+        except BadRequest as error:
+            if not run.stream:
+                raise
+            told = run.framed({"error": {"message": str(error), "type": "invalid_request_error", "code": 400}})
+            run.exchange.write([told, run.done_mark()], last=True)
+            return False
+        if adapter is not None:
+            self._adapters[run] = adapter
         self.runs[run.rid] = run
         run.exchange.gone = lambda: self._leave(run)
+        return True
 
     def _leave(self, run: ScriptedRun) -> None:
         run.ended = True
+        if (adapter := self._adapters.pop(run, None)) is not None:
+            adapter.leave()
         if self.runs.get(run.rid) is run:
             del self.runs[run.rid]
         if self._rooms is not None and run.room is not None and self.settings.role == "decode":
@@ -117,13 +135,18 @@ class Player:
 
     def _prefill(self, run: ScriptedRun, *, warms: bool) -> None:
         # as in SGLang, tokens to be scored are computed although they are cached
-        run.cached_tokens = min(self._cache.cached_tokens(run.prompt), run.scored_from)
+        run.cached_tokens = min(self._cache_of(run).cached_tokens(run.prompt), run.scored_from)
         run.first_token_only()
         self._after(self._prefill_s(run), run, self._warm_and_answer if warms else self._answer_prefill)
 
     def _warm_and_answer(self, run: ScriptedRun) -> None:
-        self._cache.insert(run.prompt)
+        self._cache_of(run).insert(run.prompt)
         self._answer_prefill(run)
+
+    def _cache_of(self, run: ScriptedRun) -> PrefixCache:
+        """KV of one adapter, and of one load of it, is of no use to another."""
+        adapter = self._adapters.get(run)
+        return self._cache if adapter is None else adapter.cache
 
     def _answer_prefill(self, run: ScriptedRun) -> None:
         if run.fault is None and self._rooms is not None and run.room is not None and not run.fake_host:

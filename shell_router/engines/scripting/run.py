@@ -23,7 +23,7 @@ def scripted_id(seed: int, position: int, vocabulary: int) -> int:
 
 
 class ScriptedRun:
-    """One request that has been accepted. Its output is a function of its prompt and its sampling parameters.
+    """One request that has been accepted. Its output is a function of its prompt, its sampling parameters, its adapter.
 
     `scored_from` is the first prompt token whose log probability is asked for, or the prompt's length for none.
     """
@@ -35,6 +35,7 @@ class ScriptedRun:
         self.room: int | None = body.get("bootstrap_room")
         self.fake_host = body.get("bootstrap_host") == FAKE_BOOTSTRAP_HOST
         self.prompt = _packed_prompt(body)
+        self.adapter: str | None = body.get("lora_path")
         self.prompt_tokens = len(self.prompt) // 8
         self.cached_tokens = 0
         self.stream = body.get("stream") is True
@@ -57,7 +58,7 @@ class ScriptedRun:
                 f"The input ({self.prompt_tokens} tokens) is longer than the model's context length ({limit} tokens)."
             )
         wanted = min(wanted, limit - self.prompt_tokens)
-        seed = zlib.crc32(self.prompt)
+        seed = zlib.crc32((self.adapter or "").encode(), zlib.crc32(self.prompt))
         self.ids = [scripted_id(seed, position, self.settings.vocabulary) for position in range(wanted)]
         self._reason: dict[str, Any] = {"type": "length", "length": wanted}
         stops = sampling.get("stop_token_ids") or ()

@@ -35,7 +35,8 @@ class ScriptedSettings:
     the prefix cache, which holds `cache_prompts`; without `route` there is no such route. `cut_bytes` above 0
     writes in pieces of that size, `crlf` ends lines as some proxies do. `log_bodies` keeps the bodies of that
     many last requests. `priorities` says whether it claims to schedule by priority, and which go first. With `stamped`
-    every output says in `meta_info.sent_s` when it was written, in seconds of the machine's monotonic clock.
+    every output says in `meta_info.sent_s` when it was written, in seconds of the machine's monotonic clock. With
+    `adapter_room` it takes so many adapters at a time, each of which takes `adapter_load_s` to load.
     """
 
     role: Literal["prefill", "decode"] = "decode"
@@ -52,10 +53,21 @@ class ScriptedSettings:
     log_bodies: int = 0
     priorities: Literal["none", "low_first", "high_first"] = "none"
     stamped: bool = False
+    adapter_room: int = 0
+    adapter_load_s: float = 0.0
     fault: Fault | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prefill_s", "prefill_token_s", "token_s", "cut_bytes", "log_bodies", "cache_prompts"):
+        for name in (
+            "prefill_s",
+            "prefill_token_s",
+            "token_s",
+            "cut_bytes",
+            "log_bodies",
+            "cache_prompts",
+            "adapter_room",
+            "adapter_load_s",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be below 0, but is {getattr(self, name)}")
         for name in ("vocabulary", "context_length"):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.engines.native import read_native
+from shell_router.engines.native import NativeRules, read_native
 from shell_router.errors import InvalidRequest
 
 PD = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2}
@@ -82,12 +82,12 @@ def test_bodies_that_would_confuse_the_pair_are_refused_with_a_remedy(body: byte
 @pytest.mark.parametrize("ids", ["[100]", "[-1]", "[1, 2, 100]", "[[1], [100]]", "[true]", "[1.0]", '["1"]'])
 def test_ids_outside_the_vocabulary_never_reach_an_engine(ids: str) -> None:
     with pytest.raises(InvalidRequest, match="below 100"):
-        read_native(b'{"input_ids": %s}' % ids.encode(), "fresh", 100)
+        read_native(b'{"input_ids": %s}' % ids.encode(), "fresh", NativeRules(100))
 
 
 @pytest.mark.parametrize("body", ['{"input_ids": [0, 99]}', '{"input_ids": [[0], [99]]}', '{"text": "x"}'])
 def test_ids_of_the_vocabulary_pass(body: str) -> None:
-    read_native(body.encode(), "fresh", 100)
+    read_native(body.encode(), "fresh", NativeRules(100))
 
 
 def test_a_batch_may_have_sampling_parameters_for_each_of_its_requests() -> None:

@@ -129,5 +129,5 @@ def test_a_trace_tells_where_each_agent_went_last_and_why() -> None:
         told.add(AgentPlaced(12.1, "root", (Placed(engine, "gimbal", "turn", 0.5),)))
     assert [str(one) for one in told.placed()] == ["prefill-1 (gimbal: turn)"]
     assert told.as_json()["agents"]["root"]["engines"] == [
-        {"engine": "prefill-1", "policy": "gimbal", "why": "turn", "waited_s": 0.5}
+        {"engine": "prefill-1", "policy": "gimbal", "why": "turn", "waited_s": 0.5, "adapter_s": 0.0}
     ]

@@ -1,0 +1,84 @@
+"""Loads and unloads adapters on one server, by SGLang's routes."""
+
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import orjson
+
+from shell_router.engines.server_client import ServerClient
+from shell_router.engines.wire import broken_wire
+from shell_router.errors import AdapterFailed, EngineError, EngineRejected
+from shell_router.expert_pools.values import Expert
+
+log = logging.getLogger(__name__)
+
+_LOADED_ALREADY = "already"
+"""In what SGLang says of an adapter whose name it has: `it is already loaded`, `already exists`."""
+_NOT_THERE = "does not exist"
+NOT_FOUND, INTERNAL_ERROR = 404, 500
+
+
+class ServerLoader:
+    """The adapters of `folders` on `server`, each load and each unload within `limit_s`. Meets `Loader`."""
+
+    def __init__(self, server: ServerClient, folders: Mapping[str, Path], limit_s: float) -> None:
+        self._server = server
+        self._folders = folders
+        self._limit_s = limit_s
+
+    async def load(self, expert: Expert, place: str) -> None:
+        """Raises AdapterFailed where the server refuses it, and EngineError where the server fails.
+
+        One that the server has already, which it should not have, is taken as it is, with a warning.
+        """
+        name = expert.name
+        try:
+            await self._post("load_lora_adapter", {"lora_name": name, "lora_path": str(self._folders[name])})
+        except EngineRejected as refusal:
+            if refusal.status >= INTERNAL_ERROR:
+                raise
+            if _LOADED_ALREADY not in str(refusal):
+                raise AdapterFailed(
+                    f"The adapter {name!r} could not be loaded: {str(refusal).removesuffix('.')}.",
+                    remedy=f"Check {self._folders[name]}, and what the server was started with for adapters.",
+                ) from refusal
+            log.warning("%s had the adapter %r although nobody here loaded it: it is used as it is", place, name)
+
+    async def unload(self, expert: Expert, place: str) -> None:
+        """One that is not there is gone already. Raises EngineError."""
+        try:
+            await self._post("unload_lora_adapter", {"lora_name": expert.name})
+        except EngineRejected as refusal:
+            if _NOT_THERE not in str(refusal):
+                raise
+
+    async def clear(self) -> None:
+        """Unload what an earlier router left of these adapters: their files may have changed. Raises EngineError."""
+        held = await self._held()
+        for name in held:
+            if name in self._folders:
+                await self._post("unload_lora_adapter", {"lora_name": name})
+        if others := sorted(set(held) - self._folders.keys()):
+            log.warning("the %s holds adapters of somebody else, which take up room: %s", self._server, others)
+
+    async def _held(self) -> Collection[str]:
+        """The adapters that the server lists beside its model: those that name it as their parent."""
+        try:
+            answer = await self._server.get("v1/models", limit_s=self._limit_s)
+        except EngineRejected as refusal:
+            if refusal.status != NOT_FOUND:
+                raise
+            log.info("the %s does not tell which adapters it holds: they are taken for none", self._server)
+            return ()
+        try:
+            return [one["id"] for one in orjson.loads(answer)["data"] if one.get("parent")]
+        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+            raise broken_wire(str(self._server), f"{answer[:200]!r}") from error
+
+    async def _post(self, route: str, fields: Mapping[str, str]) -> None:
+        try:
+            await self._server.post(route, orjson.dumps(fields), limit_s=self._limit_s)
+        except EngineError as error:
+            self._server.failed(error)
+            raise
