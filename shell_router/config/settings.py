@@ -171,6 +171,12 @@ class ModelSettings:
             "pairs serve weights of their own, so random has no place beside them",
             remedy="Give the folder of the pairs' model as path, or each pair launch, to start it with these weights.",
         )
+        lora = self.embedded.lora if self.embedded else None
+        _require(
+            lora is None or self.adapters is None or lora.room >= self.adapters.room,
+            "embedded.lora.room is below adapters.room",
+            remedy="Raise it, or leave embedded.lora out: it then has room for the adapters.",
+        )
         _require(
             self.context_length is None or self.context_length > 0,
             f"context_length must be above 0, not {self.context_length}",

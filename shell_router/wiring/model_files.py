@@ -11,7 +11,7 @@ from yarl import URL
 
 from shell_router.config import EmbeddedSection, ModelSettings, PairSettings, RandomWeights
 from shell_router.engines.address import PairAddress
-from shell_router.engines.embedded.settings import EmbeddedSettings
+from shell_router.engines.embedded.settings import EmbeddedSettings, LoraSettings
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.errors import ConfigError
 from shell_router.launching.weights import make_random_model
@@ -106,8 +106,15 @@ def embedded_settings(model: ModelSettings, files: ModelFiles, host: str) -> Emb
         max_running_requests=wanted.max_running_requests,
         incremental_streaming_output=True,
         host=host,
-        lora=wanted.lora,
+        lora=_lora(model, wanted),
     )
+
+
+def _lora(model: ModelSettings, wanted: EmbeddedSection) -> LoraSettings | None:
+    """Room for the model's adapters, unless the deployment says what else there is."""
+    if wanted.lora is not None or model.adapters is None:
+        return wanted.lora
+    return LoraSettings(model.adapters.room, model.adapters.max_rank)
 
 
 def address_of(pair: PairSettings) -> PairAddress:
