@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -11,7 +12,7 @@ from shell_router.engines.known_prompts import KnownPrompts
 from shell_router.engines.place import Candidate, Place, PlaceNews, Wanted
 from shell_router.engines.waiting_line import Turn, WaitingLine
 from shell_router.errors import EngineUnavailable
-from shell_router.scheduling.engine_selection import POLICIES
+from shell_router.scheduling.engine_selection import choose
 from shell_router.scheduling.engine_state import Asked, Choice, Memory, Reported
 from shell_router.scheduling.queue_memory import QueueMemory
 from shell_router.scheduling.queue_order import priority
@@ -25,17 +26,23 @@ class Dispatcher(Generic[E]):
 
     An engine whose breaker is open gets none. Requests of one affinity keep the engine that holds their KV; all others
     go where the policy says, and wait for their turn where engines take only so many at once. `choices` counts them by
-    reason, `waited` those that had to wait, and `waited_s` for how long in all.
+    reason, `waited` those that had to wait, and `waited_s` for how long in all. `has_adapter` tells whether an engine
+    has an adapter.
     """
 
     def __init__(
-        self, engines: Sequence[tuple[E, str, Breaker]], settings: SchedulingSettings, clock: Callable[[], float]
+        self,
+        engines: Sequence[tuple[E, str, Breaker]],
+        settings: SchedulingSettings,
+        clock: Callable[[], float],
+        has_adapter: Callable[[E, str], bool] = lambda engine, adapter: False,
     ) -> None:
         self.candidates = [Candidate(index, *one) for index, one in enumerate(engines)]
         self.settings = settings
         self.choices: Counter[str] = Counter()
         self.waited, self.waited_s = 0, 0.0
         self._clock = clock
+        self._has_adapter = has_adapter
         self._queue = QueueMemory()
         self._line: WaitingLine[E] = WaitingLine(settings.queue, self._queue)
         self._memory = Memory(settings.selection.affinity_s)
@@ -144,7 +151,10 @@ class Dispatcher(Generic[E]):
             return Choice(among[0].index, "only_one_free")
         now_s, stale_s, selection = self._clock(), self.settings.stale_s, self.settings.selection
         states = [at.state(now_s, stale_s) for at in among]
-        return POLICIES[selection.policy](asked, states, self._memory, selection, now_s)
+        if (adapter := asked.adapter) is not None:
+            has = [self._has_adapter(at.engine, adapter) for at in among]
+            states = [replace(state, has_adapter=one) for state, one in zip(states, has, strict=True)]
+        return choose(asked, states, self._memory, selection, now_s)
 
     def _bind(self, turn: Turn[E], among: Sequence[Candidate[E]]) -> None:
         """Choose the engine now where it is not to be chosen when one has a place."""

@@ -71,9 +71,11 @@ class Pairing:
         decodes = dict.fromkeys(at.decode for at in addresses)
         self.limits = transport.limits
         self.bootstraps = {clients[server]: bootstrap for server, bootstrap in prefills.items()}
-        self.prefills = _dispatcher(list(clients.values()), scheduling, transport)
-        self.decodes = _dispatcher([ServerClient(server, transport) for server in decodes], scheduling, transport)
-        self.adapters = Adapters(self.servers, adapters, transport.tasks, transport.clock)
+        prefill_servers, decode_servers = [*clients.values()], [ServerClient(one, transport) for one in decodes]
+        servers = (*prefill_servers, *decode_servers)
+        self.adapters = Adapters(servers, adapters, transport.tasks, transport.clock)
+        self.prefills = _dispatcher(prefill_servers, scheduling, transport, self.adapters)
+        self.decodes = _dispatcher(decode_servers, scheduling, transport, self.adapters)
 
     @property
     def servers(self) -> tuple[ServerClient, ...]:
@@ -115,10 +117,10 @@ class Pairing:
 
 
 def _dispatcher(
-    servers: Sequence[ServerClient], scheduling: SchedulingSettings, transport: Transport
+    servers: Sequence[ServerClient], scheduling: SchedulingSettings, transport: Transport, adapters: Adapters
 ) -> Dispatcher[ServerClient]:
     named = [(server, f"{server.server.role}-{index}", server.breaker) for index, server in enumerate(servers)]
-    return Dispatcher(named, scheduling, transport.clock)
+    return Dispatcher(named, scheduling, transport.clock, adapters.will_have)
 
 
 class Attempts:

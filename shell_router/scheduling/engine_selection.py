@@ -32,14 +32,16 @@ class SelectionSettings:
 
     `affinity_s` after its last request a user's, or a place's, engine is forgotten. `weights` are those of the policy
     `scored`, by scorer; it leaves out engines whose KV is filled to `gimbal.theta_kv`, unless all are.
-    `output_weight` tokens of a prompt take an engine as long as one token that it writes.
+    `output_weight` tokens of a prompt take an engine as long as one token that it writes. Other policies than `scored`
+    choose among the engines that have the request's adapter, unless these have `adapter_slack` more requests.
     """
 
     policy: str = "least_running"
     gimbal: GimbalThresholds = GimbalThresholds()
-    weights: Mapping[str, float] = field(default_factory=lambda: {"wait": 1.0, "affinity": 0.2})
+    weights: Mapping[str, float] = field(default_factory=lambda: {"wait": 1.0, "affinity": 0.2, "adapter": 0.5})
     output_weight: float = 8.0
     affinity_s: float = 300.0
+    adapter_slack: int = 8
 
     def __post_init__(self) -> None:
         require(self.policy in POLICIES, f"policy {self.policy!r} is none of: {', '.join(POLICIES)}")
@@ -48,6 +50,7 @@ class SelectionSettings:
             require(weight >= 0, f"weights.{name} must be at least 0, not {weight:g}")
         require(any(self.weights.values()), "weights are all 0: give one scorer a weight")
         require(self.output_weight >= 0, f"output_weight must be at least 0, not {self.output_weight:g}")
+        require(self.adapter_slack >= 0, f"adapter_slack must be at least 0, not {self.adapter_slack}")
         require(self.affinity_s > 0, f"affinity_s must be above 0, not {self.affinity_s:g}")
 
     @property
@@ -115,3 +118,29 @@ POLICIES: dict[str, Policy] = {
 
 BLIND = frozenset({"least_running", "round_robin", "gimbal"})
 """Those of them that never look at `Asked.overlaps`: spares hashing every prompt."""
+
+WEIGHS_ADAPTERS = frozenset({"scored"})
+"""Those of them that decide themselves what it is worth that an engine has the request's adapter."""
+
+
+def choose(
+    asked: Asked, engines: Sequence[EngineState], memory: Memory, settings: SelectionSettings, now_s: float
+) -> Choice:
+    """The choice of the settings' policy, among the engines with the request's adapter where these are not too busy."""
+    among = engines if settings.policy in WEIGHS_ADAPTERS else with_adapter(asked, engines, settings.adapter_slack)
+    if len(among) == 1:
+        return Choice(among[0].index, "has_adapter")
+    return POLICIES[settings.policy](asked, among, memory, settings, now_s)
+
+
+def with_adapter(asked: Asked, engines: Sequence[EngineState], slack: int) -> Sequence[EngineState]:
+    """Those that have the request's adapter, so that it need not be loaded elsewhere.
+
+    All, where none has it, or where the least busy of them has over `slack` more requests than the least busy of all:
+    an adapter that is wanted so much is loaded once more.
+    """
+    having = [one for one in engines if one.has_adapter] if asked.adapter is not None else []
+    if not having:
+        return engines
+    least = min(one.running + one.waiting for one in engines)
+    return having if min(one.running + one.waiting for one in having) - least <= slack else engines

@@ -29,6 +29,7 @@ class EngineState:
     prompt tokens there that are not yet prefilled, output tokens that are expected and not yet written, and new
     prompt tokens of what is held back. `reported` is what the engine itself said `age_s` ago, and None where it never
     did or where that is too long ago to be true. `chosen` tells when it was last chosen: the lower, the longer ago.
+    `has_adapter` says that the request's adapter is loaded there, or on its way.
     """
 
     index: int
@@ -40,6 +41,7 @@ class EngineState:
     chosen: int = 0
     reported: Reported | None = None
     age_s: float | None = None
+    has_adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True)

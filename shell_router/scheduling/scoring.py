@@ -57,6 +57,11 @@ def affinity(scene: Scene) -> Sequence[float]:
     return [float(one.index == scene.home) for one in scene.engines]
 
 
+def adapter(scene: Scene) -> Sequence[float]:
+    """1 for engines that have the request's adapter, or are about to."""
+    return [float(one.has_adapter) for one in scene.engines]
+
+
 def prefix(scene: Scene) -> Sequence[float]:
     """The share of the prompt that the engine has had before."""
     whole = max(1, scene.asked.prompt_tokens)
@@ -68,6 +73,7 @@ SCORERS: dict[str, Scorer] = {
     "requests": requests,
     "kv_usage": kv_usage,
     "affinity": affinity,
+    "adapter": adapter,
     "prefix": prefix,
 }
 """Every scorer by the name that settings give it."""

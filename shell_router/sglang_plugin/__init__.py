@@ -23,6 +23,7 @@ from shell_router.sglang_plugin.names import (
     missing_names,
     missing_of_recorder,
 )
+from shell_router.sglang_plugin.pinned_memory import MAKERS, PIN, as_it_is, has_accelerator, unpinned
 from shell_router.sglang_plugin.prefix_cache import keep_prefill_only_kv
 from shell_router.sglang_plugin.routes import add_routes
 from shell_router.sglang_plugin.versions import SUPPORTED, is_supported
@@ -65,6 +66,10 @@ def _register_hooks(*, serves_http: bool) -> None:
     HookRegistry.register(REQUEST, keep_prefill_only_kv, HookType.AFTER)
     HookRegistry.register(KV_CLASS, index_on_host_without_cuda, HookType.AFTER)
     HookRegistry.register(ROOM_STATUS, status_of_room, HookType.AROUND)
+    if not has_accelerator():
+        for make in MAKERS:
+            HookRegistry.register(make, unpinned, HookType.AROUND)
+        HookRegistry.register(PIN, as_it_is, HookType.AROUND)
     if (age_s := asked_age_s()) is not None:
         if has_waiting_queue():
             HookRegistry.register(CALC_PRIORITY, shortest_prefill_first(age_s), HookType.AFTER)

@@ -169,6 +169,13 @@ async def test_an_unreachable_server_is_not_waited_for_and_another_takes_the_req
         await at.decodes[0].start()
 
 
+async def test_with_several_servers_each_adapter_keeps_to_those_that_have_it(tmp_path: Path) -> None:
+    async with adapted(tmp_path, replace(SERVERS, token_s=0.001), prefills=2, decodes=2) as at:
+        for _ in range(5):
+            await asyncio.gather(*(output(at, name) for name in NAMES))
+        assert loads(at) == [2, 2, 2, 2]
+
+
 async def test_a_failed_attempt_gives_its_leases_back(tmp_path: Path) -> None:
     async with adapted(tmp_path, room=1, servers=replace(SERVERS, adapter_room=1)) as at:
         at.strike(Fault("status", status=400), *at.decodes)

@@ -141,11 +141,15 @@ class AdapterLeases:
             self._tasks.start(self._work())
 
     def _grant(self) -> None:
+        """Group by group, since an adapter may be drained once those before the others have got it."""
         now_s = self._clock()
         self._drain(now_s)
-        for group in list(self._line.groups):
-            if group.expert in self._shelf and group.expert not in self._draining:
-                self._grant_all(group, now_s)
+        while (group := next(filter(self._is_granted, self._line.groups), None)) is not None:
+            self._grant_all(group, now_s)
+            self._drain(now_s)
+
+    def _is_granted(self, group: Group) -> bool:
+        return group.expert in self._shelf and group.expert not in self._draining
 
     def _grant_all(self, group: Group, now_s: float) -> None:
         for stage in list(group.stages.values()):

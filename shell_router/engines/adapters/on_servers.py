@@ -70,6 +70,10 @@ class Adapters:
         finally:
             lease.close()
 
+    def will_have(self, server: ServerClient, adapter: str) -> bool:
+        """Whether the adapter is loaded on the server, or on its way there."""
+        return self.leases[server].will_have(adapter)
+
     def failing(self, *servers: ServerClient) -> Collection[ServerClient]:
         """Those of the servers that failed when they were last to load something."""
         return [one for one in servers if self.leases[one].failing]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from shell_router.sglang_plugin.experts import RECORD_FILE
 
@@ -67,6 +68,12 @@ OF_EVERY_PROCESS = {
     "disaggregation.utils.get_kv_class": ["index_on_host_without_cuda", "after"],
     "disaggregation.common.conn.CommonKVManager.check_status": ["status_of_room", "around"],
 }
+if not torch.accelerator.is_available():
+    OF_EVERY_PROCESS |= {
+        "torch.tensor": ["unpinned", "around"],
+        "torch.zeros": ["unpinned", "around"],
+        "torch.Tensor.pin_memory": ["as_it_is", "around"],
+    }
 RECORDER = "eplb.expert_distribution._ExpertDistributionRecorderReal"
 OF_EXPERTS = {
     f"{RECORDER}.__init__": ["make_counts", "after"],

@@ -1,0 +1,46 @@
+"""Engines that have the request's adapter are preferred, until they have much more to do."""
+
+import pytest
+
+from shell_router.scheduling.engine_selection import POLICIES, SelectionSettings, choose, with_adapter
+from shell_router.scheduling.engine_state import Asked, EngineState, Memory
+from shell_router.scheduling.scoring import SCORERS, Scene
+
+WANTED = Asked(adapter="algebra")
+
+
+def engines(*running: int, having: tuple[int, ...]) -> list[EngineState]:
+    return [EngineState(at, running=count, has_adapter=at in having) for at, count in enumerate(running)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_engine_that_has_the_adapter_is_chosen_whatever_the_policy(policy: str) -> None:
+    choice = choose(WANTED, engines(0, 1, 0, having=(1,)), Memory(1.0), SelectionSettings(policy), 0.0)
+    assert (choice.index, policy == "scored" or choice.why == "has_adapter") == (1, True)
+
+
+def test_of_several_that_have_it_the_policy_chooses() -> None:
+    choice = choose(WANTED, engines(0, 5, 3, having=(1, 2)), Memory(1.0), SelectionSettings(), 0.0)
+    assert (choice.index, choice.why) == (2, "fewest_requests")
+
+
+def test_an_engine_that_is_much_busier_than_another_is_no_longer_preferred() -> None:
+    there = engines(0, 9, having=(1,))
+    assert with_adapter(WANTED, there, slack=9) == there[1:]
+    assert with_adapter(WANTED, there, slack=8) == there
+
+
+def test_requests_without_an_adapter_and_those_that_nobody_has_are_not_held_to_anything() -> None:
+    there = engines(3, 0, having=(0,))
+    assert with_adapter(Asked(), there, slack=8) == there
+    nobody = engines(3, 0, having=())
+    assert with_adapter(WANTED, nobody, slack=8) == nobody
+
+
+def test_the_scorer_tells_who_has_it() -> None:
+    assert SCORERS["adapter"](Scene(WANTED, engines(0, 0, having=(1,)), None, 8.0)) == [0.0, 1.0]
+
+
+def test_a_slack_below_zero_is_refused_by_name() -> None:
+    with pytest.raises(Exception, match="adapter_slack must be at least 0"):
+        SelectionSettings(adapter_slack=-1)
