@@ -242,11 +242,24 @@ class Config:
             f" ({self.limits.request_timeout_s:g}): an output must outlive the requests that read it",
         )
         _require(bool(self.models), "models is empty", remedy="Name at least one model.")
+        self._require_own_servers()
         _require(
             bool(self.api_keys) or self.listen.loopback,
             f"listening on {self.listen.host} lets other machines in, and there are no api_keys",
             remedy="Add api_keys, or listen on 127.0.0.1.",
         )
+
+    def _require_own_servers(self) -> None:
+        """Adapters of one server are loaded for one model: two would unload each other's."""
+        taken: dict[str, str] = {}
+        for alias, model in self.models.items():
+            for url in {url for pair in model.pairs for url in (pair.prefill, pair.decode) if model.adapters}:
+                other = taken.setdefault(url, alias)
+                _require(
+                    other == alias,
+                    f"models {other!r} and {alias!r} both load adapters on {url}",
+                    remedy="Give the adapters to one of them.",
+                )
 
     def _may_name(self, name: str) -> bool:
         """Whether it is a model, or may be an adapter of one: which there are, their folder says."""

@@ -59,6 +59,15 @@ async def priority_sign(server: ServerClient) -> int | None:
         raise broken_wire(str(server), f"{answer[:200]!r}") from error
 
 
+async def takes_adapters(server: ServerClient) -> bool:
+    """Whether `server` says that adapters can be loaded there; one that says nothing of it may. Raises EngineError."""
+    answer = await server.get("server_info", limit_s=server.limits.connect_s)
+    try:
+        return bool(orjson.loads(answer).get("enable_lora", True))
+    except (orjson.JSONDecodeError, AttributeError) as error:
+        raise broken_wire(str(server), f"{answer[:200]!r}") from error
+
+
 async def introduced(server: ServerClient) -> Capabilities:
     """What `server` offers. Raises EngineRejected where its role is another than it is named for, and EngineError."""
     found = await _asked(server)

@@ -154,6 +154,7 @@ class ScriptedServer:
             "disaggregation_mode": self.settings.role,
             "enable_priority_scheduling": self.settings.priorities != "none",
             "schedule_low_priority_values_first": self.settings.priorities == "low_first",
+            "enable_lora": self.settings.adapter_room > 0,
         }
         exchange.answer_json({**info, "context_length": self.settings.context_length, "internal_states": [{}]})
 

@@ -107,6 +107,8 @@ async def test_servers_that_take_no_adapters_say_so(tmp_path: Path) -> None:
         with pytest.raises(AdapterFailed, match="--enable-lora"):
             await output(at, "algebra")
         assert len(await output(at, None)) == 8
+        with pytest.raises(EngineRejected, match=r"takes no adapters\. Start it with --enable-lora"):
+            await at.pool.probe()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "both"])

@@ -180,6 +180,14 @@ def test_an_open_address_with_keys_is_accepted(tmp_path: Path) -> None:
             2,
             "different bootstrap hosts or ports",
         ),
+        (
+            f"models:\n  a: {{path: m, {PAIR}, adapters: {{folder: a, room: 1}}}}\n"
+            f"  b: {{path: m, {PAIR}, adapters: {{folder: b, room: 1}}}}\n",
+            1,
+            "models 'a' and 'b' both load adapters on http://",
+        ),
+        (f"models:\n  a: {{path: m, {PAIR}, adapters: {{folder: a, room: 0}}}}\n", 2, "room is 0"),
+        (f"models:\n  a: {{path: m, {PAIR}, adapters: {{folder: a, room: 1, evict: never}}}}\n", 2, "evict"),
         (f"models:\n  a: {{random: {{}}, {PAIR}}}\n", 2, "pairs serve weights of their own"),
         ("models: [\n", 2, "Not valid YAML"),
         ("", 1, "empty"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import orjson
 
+from shell_router.engines.capabilities import takes_adapters
 from shell_router.engines.server_client import ServerClient
 from shell_router.engines.wire import broken_wire
 from shell_router.errors import AdapterFailed, EngineError, EngineRejected
@@ -54,13 +55,25 @@ class ServerLoader:
                 raise
 
     async def clear(self) -> None:
-        """Unload what an earlier router left of these adapters: their files may have changed. Raises EngineError."""
+        """Unload what an earlier router left of these adapters: their files may have changed.
+
+        Raises EngineRejected where the server takes no adapters, and EngineError.
+        """
+        await self._require_adapters()
         held = await self._held()
         for name in held:
             if name in self._folders:
                 await self._post("unload_lora_adapter", {"lora_name": name})
         if others := sorted(set(held) - self._folders.keys()):
             log.warning("the %s holds adapters of somebody else, which take up room: %s", self._server, others)
+
+    async def _require_adapters(self) -> None:
+        if not await takes_adapters(self._server):
+            raise EngineRejected(
+                f"The {self._server} takes no adapters.",
+                status=501,
+                remedy="Start it with --enable-lora, or take adapters out of the model's settings.",
+            )
 
     async def _held(self) -> Collection[str]:
         """The adapters that the server lists beside its model: those that name it as their parent."""

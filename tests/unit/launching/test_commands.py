@@ -98,6 +98,20 @@ def test_a_context_length_is_the_engines_too(tmp_path: Path) -> None:
     assert all(options(engine)["--context-length"] == "4096" for engine in planned(tmp_path, text).engines)
 
 
+def test_engines_of_a_model_with_adapters_have_room_for_them_and_for_requests_without(tmp_path: Path) -> None:
+    adapters = "    adapters: {folder: adapters, room: 3, max_rank: 32}\n"
+    for engine in planned(tmp_path, MODEL + PAIR % "" + adapters).engines:
+        given = options(engine)
+        assert "--enable-lora" in engine.argv
+        assert (given["--max-loras-per-batch"], given["--max-loaded-loras"], given["--max-lora-rank"]) == (
+            "4",
+            "4",
+            "32",
+        )
+        at = engine.argv.index("--lora-target-modules")
+        assert engine.argv[at + 1] == "q_proj" and engine.argv[at + 7] == "down_proj"
+
+
 def test_a_port_given_twice_is_refused_by_the_engines_names(tmp_path: Path) -> None:
     text = MODEL + (PAIR % "").replace("bootstrap_port: 3", "bootstrap_port: 2")
     with pytest.raises(ConfigError, match=r"port 2 of 127\.0\.0\.1 is given 2 times: m/prefill and m/decode"):
