@@ -95,6 +95,26 @@ async def test_a_corrupt_adapter_costs_its_own_requests_and_is_tried_again_when_
         assert at.pool.retried == 0
 
 
+async def test_an_adapter_that_only_prefill_cannot_load_leaves_its_place_on_decode(tmp_path: Path) -> None:
+    async with adapted(tmp_path, replace(SERVERS, adapter_room=1), room=1) as at:
+        at.prefills[0].settings = replace(at.prefills[0].settings, adapter_room=0)
+        with pytest.raises(AdapterFailed):
+            await output(at, "algebra")
+        at.prefills[0].settings = replace(at.prefills[0].settings, adapter_room=1)
+        async with asyncio.timeout(5):
+            assert len(await output(at, "biology")) == 8
+
+
+async def test_while_one_adapter_decodes_prefill_takes_another(tmp_path: Path) -> None:
+    async with adapted(tmp_path, replace(SERVERS, adapter_room=1, token_s=60), room=1) as at:
+        decoding = asyncio.create_task(output(at, "algebra"))
+        await until(lambda: at.decodes[0].running and not at.prefills[0].running)
+        async with asyncio.timeout(5):
+            await at.pool.prefill(asked("biology"))
+        decoding.cancel()
+        await asyncio.wait([decoding])
+
+
 async def test_a_rank_that_the_servers_do_not_take_is_told_in_their_words(tmp_path: Path) -> None:
     async with adapted(tmp_path) as at:
         (tmp_path / "drama" / "adapter_config.json").write_text('{"r": 65}')

@@ -120,6 +120,20 @@ async def test_only_as_many_adapters_are_drained_as_there_are_others_that_wait_f
         drained.cancel()
 
 
+async def test_drained_is_what_is_asked_for_least_by_now_and_not_when_it_was_loaded() -> None:
+    async with server(room=2) as at:
+        rare = await at.held("rare")
+        often = await at.held("often", "often", "often")
+        rare += await at.held(*["rare"] * 9)
+        waiting = await at.waits("other")
+        at.now_s = 10.0
+        rare += await at.held("rare")
+        close(often)
+        await waiting
+        assert at.loader.loaded == {"rare", "other"}
+        close(rare)
+
+
 async def test_an_adapter_that_was_drained_for_somebody_who_left_serves_again() -> None:
     async with server() as at:
         (first,) = await at.held("a")

@@ -92,6 +92,15 @@ async def test_bound_at_its_arrival_it_waits_for_that_engine() -> None:
 
 
 @virtually
+async def test_a_prompt_that_grows_for_one_adapter_has_no_home_for_another() -> None:
+    at = dispatcher(QueueSettings(), engines=3)
+    for adapter in ("algebra", "algebra", "biology", None):
+        place = await at.place(replace(wanted(affinity="run"), adapter=adapter))
+        place.close()
+    assert at.choices["growing_prompt"] == 1
+
+
+@virtually
 async def test_a_growing_prompt_waits_for_the_engine_that_holds_its_kv_and_lets_others_pass() -> None:
     at = dispatcher()
     first = await at.place(wanted(affinity="tree"))

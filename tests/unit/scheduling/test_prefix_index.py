@@ -26,6 +26,13 @@ def test_equal_blocks_behind_different_beginnings_are_different() -> None:
     assert index.overlaps([1, *SHARED[1:]]) == {}
 
 
+def test_prompts_for_different_adapters_share_nothing() -> None:
+    index = PrefixIndex()
+    index.add(SHARED, 0, "algebra")
+    assert index.overlaps(SHARED, "algebra") == {0: 3 * BLOCK_TOKENS}
+    assert index.overlaps(SHARED, "biology") == index.overlaps(SHARED) == {}
+
+
 def test_what_was_met_longest_ago_is_forgotten_first() -> None:
     index = PrefixIndex(room=3)
     index.add(SHARED, 0)
