@@ -5,8 +5,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from shell_router.core.relay import NativeRoute, Relayed
+from shell_router.engines.adapters.lease import Lease
 from shell_router.engines.address import Bootstrap
 from shell_router.engines.answer import refused
+from shell_router.engines.http import Exchange
 from shell_router.engines.input_logprobs import InputLogprobs, StreamWithInputLogprobs
 from shell_router.engines.legs import LegBodies, Legs
 from shell_router.engines.native import NativeBody, NativeRules, read_native
@@ -62,10 +64,20 @@ class PairRelay:
                 self._pairing.adapters.leased(place.engine, wanted.adapter) as lease,
                 self._prefill_only[place.engine].forward(native) as response,
             ):
+                if wanted.adapter is not None and response.status != HTTP_OK:
+                    await self._refused_alone(place.engine, response, lease)
                 placed = replace(place.placed, adapter_s=lease.waited_s)
                 yield Relayed(response.status, response.content_type, place.engine.body(response), (placed,))
         finally:
             place.close()
+
+    async def _refused_alone(self, server: ServerClient, response: Exchange, lease: Lease) -> None:
+        """Raises EngineRejected with the server's words, or AdapterMissing; the adapter is then loaded again."""
+        try:
+            await server.read_all(response)
+        except AdapterMissing:
+            await self._pairing.adapters.missing(server, lease)
+            raise
 
     async def _begun(
         self, route: NativeRoute, body: bytes, native: NativeBody, wanted: Wanted

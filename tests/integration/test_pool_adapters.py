@@ -13,7 +13,7 @@ from shell_router.core.generation import Generation
 from shell_router.engines.adapters.settings import AdapterSettings
 from shell_router.engines.pool import random_rid
 from shell_router.engines.scripted_server import Fault, ScriptedSettings
-from shell_router.errors import AdapterFailed, EngineRejected, InvalidRequest, UnknownModel
+from shell_router.errors import AdapterFailed, AdapterMissing, EngineRejected, InvalidRequest, UnknownModel
 from tests.fakes.adapters import write_adapters
 from tests.fakes.scripted_pair import collect, until
 from tests.fakes.scripted_pool import ScriptedPool, scripted_pool
@@ -250,6 +250,21 @@ async def test_a_native_stream_whose_adapter_is_lost_begins_again(tmp_path: Path
             for token in orjson.loads(line[6:])["output_ids"]
         ]
         assert tuple(ids) == expected
+
+
+async def test_a_native_prefill_notices_that_its_adapter_is_lost(tmp_path: Path) -> None:
+    async with adapted(tmp_path) as at:
+        body = orjson.dumps({"input_ids": list(range(1, 41))})
+        statuses = []
+        for lost in (False, True, False):
+            if lost:
+                at.prefills[0].adapters.loaded.clear()
+            try:
+                async with at.pool.forward("prefill_only", body, adapter="algebra") as relayed:
+                    statuses.append(relayed.status)
+            except AdapterMissing:
+                statuses.append(0)
+        assert statuses == [200, 0, 200]
 
 
 async def test_a_native_body_may_not_name_an_adapter_that_the_router_would_not_load(tmp_path: Path) -> None:
