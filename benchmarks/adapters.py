@@ -2,6 +2,7 @@
 
     python benchmarks/adapters.py [--requests N] [--clients N] [--adapters N] [--room N] [--rounds N] [--json]
     python benchmarks/adapters.py --engine sglang
+    python benchmarks/adapters.py --engine simulated
 
 The same stream is served under each setting, in turns, by the router's own client of a prefill-decode pair. Adapter k
 of n is wanted as often as 1/k says. Clients ask for the stream's next request as soon as they have been answered. All
@@ -19,7 +20,10 @@ settings begin with no adapter loaded.
     fewest             loads of a single server in any order: every adapter once
     fewest_in_order    the same for the stream in its order, one request after the other, by Belady's rule
     load_ms            one load on one server, in the mean
-    unequal            outputs that differ from those of the adapter alone; in float64 none may
+    unequal            (not simulated) outputs that differ from those of the adapter alone; in float64 none may
+
+`--engine simulated` is one server in virtual time, whose batches and loads take what benchmarks/adapting/virtual.py
+says, under several windows and two orders of eviction.
 """
 # ruff: noqa: PLC0415 - --help answers at once
 
@@ -60,14 +64,19 @@ def main() -> int:
     from shell_router.errors import ShellRouterError
 
     amount = Amount(options.requests, options.clients, options.adapters, options.room)
+    title = (
+        f"{amount.requests} requests of {amount.clients} clients for {amount.adapters} adapters, room for {amount.room}"
+    )
+    if options.engine == "simulated":
+        from benchmarks.adapting.virtual import windows
+
+        report(title, windows(amount), engine="one server", simulated=True, as_json=options.json)
+        return 0
     try:
         engine, rows = uvloop.run(measure(options.engine, amount, options.rounds, options.window_s))
     except ShellRouterError as error:
         print(f"adapters.py: {error}", file=sys.stderr)
         return WRONG_INPUT
-    title = (
-        f"{amount.requests} requests of {amount.clients} clients for {amount.adapters} adapters, room for {amount.room}"
-    )
     report(title, rows, engine=engine, simulated=False, as_json=options.json)
     return WRONG_OUTPUT if options.engine == "embedded" and any(row["unequal"] for row in rows) else 0
 
@@ -75,7 +84,7 @@ def main() -> int:
 def parser() -> argparse.ArgumentParser:
     """All options."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
+    found.add_argument("--engine", choices=("embedded", "sglang", "simulated"), default="embedded")
     found.add_argument("--requests", type=int, default=300)
     found.add_argument("--adapters", type=int, default=12)
     found.add_argument("--room", type=int, default=3)
