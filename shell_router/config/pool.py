@@ -17,11 +17,12 @@ SEE = "docs/pools.md explains pools."
 
 @dataclass(frozen=True, slots=True)
 class PoolModel:
-    """A model of the pool: its folder, and what it is told before every question."""
+    """A model of the pool: its folder, what it is told before every question, and the LoRA adapter it answers with."""
 
     path: Path
     system: str = ""
     context_length: int | None = None
+    adapter: Path | None = None
 
     def __post_init__(self) -> None:
         length = self.context_length
@@ -99,6 +100,12 @@ class Pool:
             self.ray is not None or all(worker.node is None for worker in self.workers),
             "a worker names its node, and the pool runs on no Ray cluster",
             remedy="Add `ray: {address: auto}`, or leave node out.",
+        )
+        adapted = [name for name, model in self.models.items() if model.adapter is not None]
+        require(
+            self.ray is None or not adapted,
+            f"model {(*adapted, '')[0]!r} has an adapter, which workers on a Ray cluster do not load",
+            remedy="Run the pool on this machine, or merge the adapter into the model's weights.",
         )
         for name in self.experts:
             require(name in self.models, f"experts names {name!r}, which is none of the models")

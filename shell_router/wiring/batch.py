@@ -20,10 +20,11 @@ from shell_router.batch.questions import Questions, read_questions
 from shell_router.batch.results import Result, as_lines, results_of
 from shell_router.batch.run import Follow, Planner, Rig, Stage, run_batch
 from shell_router.batch.sessions import Workers
-from shell_router.config.pool import SEE, Pool
+from shell_router.config.pool import SEE, Pool, PoolModel
 from shell_router.config.read import read_file
 from shell_router.core.embedding import Embedder
 from shell_router.errors import ConfigError
+from shell_router.wiring.adapters import CONFIG as ADAPTER_CONFIG
 from shell_router.wiring.embedding import running_embedder
 from shell_router.wiring.ray_workers import ray_workers
 from shell_router.wiring.recruiting import recruit
@@ -83,6 +84,11 @@ def _require_models(pool: Pool) -> None:
             raise ConfigError(
                 f"models.{name}.path: there is no folder {model.path}.",
                 remedy="Name the folder that holds the model; a relative path counts from the pool's folder.",
+            )
+        if model.adapter is not None and not (model.adapter / ADAPTER_CONFIG).is_file():
+            raise ConfigError(
+                f"models.{name}.adapter: {model.adapter} holds no {ADAPTER_CONFIG}.",
+                remedy="Name the folder of an adapter in PEFT's form; a relative path counts from the pool's folder.",
             )
 
 
@@ -151,7 +157,8 @@ def _depends_on(pool: Pool, questions: Questions, seed: int) -> dict[str, Any]:
     return {
         "questions": questions.fingerprint,
         "models": {
-            name: {"path": str(model.path.resolve()), "system": model.system} for name, model in pool.models.items()
+            name: {"path": str(model.path.resolve()), "system": model.system, **_adapter(model)}
+            for name, model in pool.models.items()
         },
         "experts": pool.expert_names,
         "sampling": asdict(pool.sampling),
@@ -159,3 +166,8 @@ def _depends_on(pool: Pool, questions: Questions, seed: int) -> dict[str, Any]:
         "aggregate": None if aggregate is None else {"model": aggregate.model, **asdict(aggregate.sampling)},
         "seed": seed,
     }
+
+
+def _adapter(model: PoolModel) -> dict[str, str]:
+    """Absent without one, so that runs that were begun before go on."""
+    return {} if model.adapter is None else {"adapter": str(model.adapter.resolve())}

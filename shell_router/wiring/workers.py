@@ -4,14 +4,15 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shell_router.config import Config, ModelSettings
-from shell_router.config.pool import Pool, PoolWorker
+from shell_router.config import AdaptersSection, Config, ModelSettings
+from shell_router.config.pool import Pool, PoolModel, PoolWorker
 from shell_router.core.model import ServedModel
 from shell_router.engines.embedded.shared_spawner import SharedSpawner
 from shell_router.launching import plan
+from shell_router.wiring.adapters import adapted_models, named
 from shell_router.wiring.launched import launched_engines
 from shell_router.wiring.models import LOOPBACK, RunningModel, running_models
 
@@ -40,7 +41,7 @@ class PoolWorkers:
         """See `Workers`."""
         place, logs = self.pool.workers[worker], self.folder / f"worker-{worker}"
         async with running_session(self.pool, place, model, logs, self.spawner) as running:
-            yield running.served
+            yield _answering(running, self.pool.models[model])
 
 
 @asynccontextmanager
@@ -63,5 +64,20 @@ async def running_session(
 def _config(pool: Pool, place: PoolWorker, model: str) -> Config:
     wanted = pool.models[model]
     pairs = () if place.pair is None else (place.pair,)
-    settings = ModelSettings(wanted.path, embedded=place.embedded, pairs=pairs, context_length=wanted.context_length)
+    settings = ModelSettings(
+        wanted.path,
+        embedded=place.embedded,
+        pairs=pairs,
+        context_length=wanted.context_length,
+        adapters=None if wanted.adapter is None else AdaptersSection(wanted.adapter.parent, room=1),
+    )
     return Config({model: settings}, limits=pool.limits, launch=pool.launch)
+
+
+def _answering(running: RunningModel, wanted: PoolModel) -> ServedModel:
+    """The model itself, or as its adapter has it, under the name that the pool gives it."""
+    base = running.served
+    if wanted.adapter is None:
+        return base
+    adapted, _ = adapted_models(base, running.pool)[named(base.alias, wanted.adapter.name)]
+    return replace(adapted, alias=base.alias)

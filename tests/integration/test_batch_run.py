@@ -8,6 +8,7 @@ import orjson
 import pytest
 import yaml
 
+from shell_router.engines.embedded.adapter_checkpoint import make_adapter
 from tests.fakes.command import running_command, survivors
 from tests.fakes.tiny_pool import ROOT, write_pool, write_questions
 
@@ -50,6 +51,21 @@ def without_confidence(result: dict[str, Any]) -> dict[str, Any]:
     """What engines compute in another batch may differ in a last digit."""
     experts = [{name: value for name, value in expert.items() if name != "confidence"} for expert in result["experts"]]
     return {**result, "experts": experts}
+
+
+@pytest.mark.slow
+async def test_an_expert_may_be_an_adapter_of_a_model_that_is_an_expert_too(tmp_path: Path) -> None:
+    make_adapter(tmp_path / "adapters" / "odd", ROOT / "models/small", seed=1)
+    small = {"path": str(ROOT / "models/small")}
+    odd = {**small, "adapter": "adapters/odd"}
+    models = {"small": small, "odd": odd, "large": {"path": str(ROOT / "models/large")}}
+    pool = write_pool(tmp_path, models=models, experts=["small", "odd"])
+    code, printed = await ran(pool, "--data", write_questions(tmp_path, 6), "--out", tmp_path / "out")
+    assert code == 0, printed
+    opinions = [{expert["model"]: expert for expert in one["experts"]} for one in results(tmp_path / "out")]
+    assert len(opinions) == 6
+    assert not any(expert["error"] for one in opinions for expert in one.values())
+    assert all(one["small"]["confidence"] != one["odd"]["confidence"] for one in opinions)
 
 
 @pytest.mark.slow

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairSettings, RandomWeights
+from shell_router.config import (
+    Config,
+    EmbeddedSection,
+    EmbedderSettings,
+    Listen,
+    ModelSettings,
+    PairSettings,
+    RandomWeights,
+)
+from shell_router.config.pool import Pool, PoolModel, PoolWorker, RaySettings
 from shell_router.errors import ConfigError
 from shell_router.wiring.model_files import read_files
 from shell_router.wiring.services import load_topologies
@@ -86,3 +95,11 @@ def test_a_port_is_taken_before_anybody_listens_on_it() -> None:
         assert len(ports) == 1
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", *ports))
+
+
+def test_a_pool_on_a_ray_cluster_loads_no_adapters() -> None:
+    models = {"odd": PoolModel(Path("m"), adapter=Path("adapters/odd"))}
+    workers = (PoolWorker(embedded=EmbeddedSection()),)
+    assert Pool(models, workers).models["odd"].adapter
+    with pytest.raises(ConfigError, match="model 'odd' has an adapter, which workers on a Ray cluster do not load"):
+        Pool(models, workers, ray=RaySettings("auto"))
