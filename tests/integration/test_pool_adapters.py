@@ -182,6 +182,17 @@ async def test_an_adapter_that_somebody_loaded_meanwhile_is_used_as_it_is(tmp_pa
         assert loads(at) == [1, 1]
 
 
+async def test_an_adapter_that_was_not_unloaded_in_time_is_unloaded_before_the_next_load(tmp_path: Path) -> None:
+    settings = replace(SERVERS, adapter_room=1)
+    adapters = AdapterSettings(write_adapters(tmp_path, NAMES), load_s=0.05)
+    async with scripted_pool(settings=settings, adapters=adapters) as at:
+        await output(at, "algebra")
+        stuck = at.decodes[0].adapters
+        stuck.loaded["algebra"].running += 1  # a request that the server does not let go of
+        await output(at, "biology")
+        assert stuck.unloads == ["algebra", "algebra"]
+
+
 async def test_an_unreachable_server_is_not_waited_for_and_another_takes_the_request(tmp_path: Path) -> None:
     async with adapted(tmp_path, decodes=2) as at:
         await at.decodes[0].stop()

@@ -27,12 +27,15 @@ class ServerLoader:
         self._server = server
         self._folders = folders
         self._limit_s = limit_s
+        self._not_unloaded: set[str] = set()
 
     async def load(self, expert: Expert, place: str) -> None:
         """Raises AdapterFailed where the server refuses it, and EngineError where the server fails.
 
         One that the server has already, which it should not have, is taken as it is, with a warning.
         """
+        for left in tuple(self._not_unloaded):  # it takes up room, and SGLang refuses to load it again before
+            await self._unload(left)
         name = expert.name
         try:
             await self._post("load_lora_adapter", {"lora_name": name, "lora_path": str(self._folders[name])})
@@ -47,12 +50,17 @@ class ServerLoader:
             log.warning("%s had the adapter %r although nobody here loaded it: it is used as it is", place, name)
 
     async def unload(self, expert: Expert, place: str) -> None:
-        """One that is not there is gone already. Raises EngineError."""
+        """One that is not there is gone already. Raises EngineError; then it is tried again before the next load."""
+        await self._unload(expert.name)
+
+    async def _unload(self, name: str) -> None:
+        self._not_unloaded.add(name)
         try:
-            await self._post("unload_lora_adapter", {"lora_name": expert.name})
+            await self._post("unload_lora_adapter", {"lora_name": name})
         except EngineRejected as refusal:
             if _NOT_THERE not in str(refusal):
                 raise
+        self._not_unloaded.discard(name)
 
     async def clear(self) -> None:
         """Unload what an earlier router left of these adapters: their files may have changed.

@@ -38,12 +38,13 @@ class LoadedAdapter:
 class ScriptedAdapters:
     """Loads and unloads as SGLang does, one at a time, but never evicts by itself: that would hide a router's mistake.
 
-    `loads` counts them, `most` is the most that were loaded at a time.
+    `loads` counts them, `unloads` names those that were asked for, `most` is the most that were loaded at a time.
     """
 
     def __init__(self, settings: Callable[[], ScriptedSettings]) -> None:
         self.loaded: dict[str, LoadedAdapter] = {}
         self.loads = 0
+        self.unloads: list[str] = []
         self.most = 0
         self._settings = settings
         self._under_way: set[str] = set()
@@ -93,6 +94,7 @@ class ScriptedAdapters:
     def unload(self, exchange: Exchange) -> None:
         """`POST /unload_lora_adapter`: no request is let in any more, and it ends with the last that was."""
         name = str(orjson.loads(exchange.body)["lora_name"])
+        self.unloads.append(name)
         adapter = self.loaded.pop(name, None)
         if adapter is None:
             self._answer(exchange, f"LoRA with name {name} does not exist. Loaded LoRAs: {list(self.loaded)}")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.expert_pools.draining import drained, overdue
-from shell_router.expert_pools.usage import REMEMBERED, Usage
+from shell_router.expert_pools.counted_usage import REMEMBERED, CountedUsage
 from shell_router.expert_pools.waiting import Group
 from tests.fakes.experts import COSTS
 
@@ -40,7 +40,7 @@ def test_who_has_left_is_drained_no_longer() -> None:
 
 
 def test_usage_is_the_share_of_requests() -> None:
-    usage = Usage()
+    usage = CountedUsage()
     assert usage.share("a") == 0.0
     for name in "aaab":
         usage.asked(name)
@@ -48,7 +48,7 @@ def test_usage_is_the_share_of_requests() -> None:
 
 
 def test_what_was_asked_of_late_counts_more_than_what_was_asked_long_ago() -> None:
-    usage = Usage()
+    usage = CountedUsage()
     for _ in range(REMEMBERED):
         usage.asked("before")
     for _ in range(REMEMBERED):
