@@ -117,7 +117,7 @@ async def measure(engine: str, amount: "Amount", rounds: int, window_s: float) -
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with tempfile.TemporaryDirectory(prefix="adapters-") as scratch:
         folder = Path(scratch)
-        model = make_model(folder)
+        model = make_model(engine, folder)
         folders = {
             f"adapter-{number}": make_adapter(folder / f"adapter-{number}", model, seed=number, rank=RANK)
             for number in range(amount.adapters)

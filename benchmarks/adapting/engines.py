@@ -16,7 +16,10 @@ from shell_router.errors import ConfigError
 from shell_router.launching.weights import make_random_model
 
 RANK = 64
-WEIGHTS = RandomWeights(hidden=256, layers=4, seed=3)
+WEIGHTS = {
+    "embedded": RandomWeights(hidden=128, layers=2, seed=3),
+    "sglang": RandomWeights(hidden=256, layers=4, seed=3),
+}
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -29,15 +32,16 @@ class Running:
     words: str
 
 
-def make_model(folder: Path) -> Path:
+def make_model(engine: str, folder: Path) -> Path:
     """The model of random weights that the pair serves."""
-    return make_random_model(WEIGHTS, folder / "model")
+    return make_random_model(WEIGHTS[engine], folder / "model")
 
 
 @asynccontextmanager
 async def running(engine: str, model: Path, room: int, folder: Path) -> AsyncIterator[Running]:
     """A pair that serves while the context is open. Raises ConfigError and EngineError."""
-    words = f"random weights, {WEIGHTS.layers} layers of {WEIGHTS.hidden}, adapters of rank {RANK}"
+    weights = WEIGHTS[engine]
+    words = f"random weights, {weights.layers} layers of {weights.hidden}, adapters of rank {RANK}"
     if engine == "embedded":
         # float64 makes outputs independent of what else is in a batch
         settings = EmbeddedSettings(
