@@ -1,7 +1,7 @@
 """POST /generate and /prefill_only: SGLang's native requests, passed to a pair as they came."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from aiohttp import ClientConnectionResetError, web
 
@@ -27,16 +27,20 @@ async def prefill_only(request: web.Request) -> web.StreamResponse:
     return await _forwarded(request, "prefill_only")
 
 
-def pick_relay(relays: Mapping[str, Relay], header: str | None, body: bytes) -> Relay:
-    """The relay of the model named by the x-model header, else by the body's `model`, else the only one."""
+def pick_relay(relays: Mapping[str, Relay], header: str | None, body: bytes, adapters: Collection[str] = ()) -> Relay:
+    """The relay of the model named by the x-model header, else by the body's `model`, else the only one.
+
+    Those named in `adapters` are only meant where they are named.
+    """
     name = header or _named_in(body)
     if name is not None:
         if name not in relays:
             raise UnknownModel(f"No model {name!r} takes native requests.", remedy=_known(relays))
         return relays[name]
-    if len(relays) != 1:
+    meant = [relay for model, relay in relays.items() if model not in adapters]
+    if len(meant) != 1:
         raise InvalidRequest("Which model is meant?", remedy=f"Name it in the x-model header. {_known(relays)}")
-    return next(iter(relays.values()))
+    return meant[0]
 
 
 def _named_in(body: bytes) -> str | None:
@@ -51,7 +55,9 @@ def _known(relays: Mapping[str, Relay]) -> str:
 async def _forwarded(request: web.Request, route: NativeRoute) -> web.StreamResponse:
     limit_s = request.app[SETTINGS].request_timeout_s
     body = await read_body(request)
-    relay = pick_relay(request.app[SERVICES].relays, request.headers.get("x-model"), body)
+    services = request.app[SERVICES]
+    adapters = [name for name, model in services.models.items() if model.base is not None]
+    relay = pick_relay(services.relays, request.headers.get("x-model"), body, adapters)
     answer = NativeAnswer(request)
     try:
         async with (
