@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 
 from shell_router.engines.adapters.lease import AdapterCounts
 from shell_router.engines.adapters.settings import AdapterSettings
+from shell_router.expert_pools.counted_usage import CountedUsage
 from shell_router.expert_pools.draining import drained, overdue
 from shell_router.expert_pools.experts import Loader
 from shell_router.expert_pools.foresight import Ahead, next_to_load, turns
 from shell_router.expert_pools.memory import Memory
 from shell_router.expert_pools.shelf import Shelf
-from shell_router.expert_pools.counted_usage import CountedUsage
 from shell_router.expert_pools.values import Expert
 from shell_router.expert_pools.waiting import WaitingLine
 

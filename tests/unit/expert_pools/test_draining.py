@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.expert_pools.draining import drained, overdue
 from shell_router.expert_pools.counted_usage import REMEMBERED, CountedUsage
+from shell_router.expert_pools.draining import drained, overdue
 from shell_router.expert_pools.waiting import Group
 from tests.fakes.experts import COSTS
 
