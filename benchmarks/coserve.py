@@ -7,7 +7,7 @@ The paper's tasks and devices (section 5.1); what it leaves open is assumed in `
 
     systems     Samba-CoE and its variants, CoServe as published, and ours
     ablations   CoServe's techniques added one after the other (section 5.3), then ours
-    splits      how much of the GPU's memory holds experts: as searched for on 1,000 images, beside all shares
+    splits      how much of the GPU's memory holds experts: as searched for on other images, beside all shares
     deciding    what assigning, taking and evicting cost at 400 experts with 10,000 requests waiting
     real        150 small torch modules on this machine's disk, memory for 20: nothing is simulated
     foretold    the same modules profiled, and their pools in virtual time, beside what they do for real
@@ -16,10 +16,10 @@ The paper's tasks and devices (section 5.1); what it leaves open is assumed in `
     fewer       switches, less than those of Samba-CoE Parallel, in percent, which has as many executors
     over_any    switches over the fewest in any order; over_order: over the fewest for the batches as they were served
     paper       what the paper measured, where it says so
-    best        percent of the memory, of every fifth the one with which the task is done soonest; best_per_s with it
+    best        percent of the memory, of every tenth the one with which the task is done soonest; best_per_s with it
     experts     the last window of the paper's search, which counts experts on the GPU; window: of ours, in percent of
                 the memory; of_experts, of_window: shares drawn from it, as in the paper, over best_per_s
-    ours        the best of all that was tried, steps around it halved; trials: how many were
+    ours        what is taken of all that was tried; trials: how many were
     whole_batch what the largest useful batch leaves; casual: 75 %
 """
 

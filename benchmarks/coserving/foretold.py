@@ -1,4 +1,8 @@
-"""What a profile and virtual time foretell of pools on this machine, beside the same pools asked for real."""
+"""What a profile and virtual time foretell of pools on this machine, beside the same pools asked for real.
+
+It wants a machine that does nothing else: what others take of a core stretches a run, and not the median of short
+batches. What the pool's own loop takes, some tenths of a millisecond a request, is in no profile.
+"""
 
 import asyncio
 import tempfile

@@ -13,17 +13,16 @@ from shell_router.expert_pools.splitting import (
     CASUAL_SHARE,
     PERCENT,
     SplitSettings,
+    chosen,
     decay_window,
     refined,
     share_beside_largest_batch,
 )
 from shell_router.simulation.expert_trials import ExpertTrials
 
-SAMPLE_IMAGES = 1000
-"""What splits are tried on, drawn apart from the task that they are judged on."""
 CASUAL = PERCENT * CASUAL_SHARE
-STEP = 5
-DRAWS = 5
+STEP = 10
+DRAWS = 3
 """The paper draws the share from the last window; so many, evenly spread over it, stand for that here."""
 Throughput = Callable[[float], float]
 """Images a second, of a percentage of the GPU's memory for experts."""
@@ -35,7 +34,7 @@ def splits(device: Device, tasks: Sequence[Task], policies: str, seed: int) -> l
 
 
 def _row(device: Device, task: Task, policies: str, seed: int) -> Row:
-    sample = replace(task, name=f"{task.name}/sample", images=min(SAMPLE_IMAGES, task.images))
+    sample = replace(task, name=f"{task.name}/sample")  # drawn apart, as long: a short one favours experts over batches
     per_s = cache(_throughput(device, task, policies, seed))
     tried = cache(_throughput(device, sample, policies, seed))
     gpu, largest_bytes = device.several(task)[0], max(one.memory_bytes for one in experts(task.types))
@@ -45,7 +44,8 @@ def _row(device: Device, task: Task, policies: str, seed: int) -> Row:
     counted = decay_window(lambda held: tried(min(PERCENT, held * one)), SplitSettings(), least=least / one)
     whole = max(least, PERCENT * share_beside_largest_batch(gpu))
     others = {share: tried(share) for share in (CASUAL, whole)}
-    ours, known = refined({**window.tried, **others}, tried, least, SplitSettings().refinements)
+    known = refined({**window.tried, **others}, tried, least, SplitSettings().refinements)
+    ours = chosen(known, SplitSettings().error_margin)
     best = max((share for share in range(STEP, 101, STEP) if share >= least), key=per_s)
     return {
         "device": device.name,

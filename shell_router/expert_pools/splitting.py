@@ -27,9 +27,10 @@ class SplitSettings:
     windows' ends, and 28 to 39 experts its choice for task A.)
 
     The search is for executors whose largest batch would take more than `substantial` of the memory, for which the
-    paper has no figure; here it is what its casual choice leaves. Within the last window it draws the share. Ours takes
-    the best of all that was tried, the casual choice and what the largest batch leaves among it, after halving the
-    steps around the best so many times (`refinements`).
+    paper has no figure; here it is what its casual choice leaves. Within the last window it draws the share. Ours also
+    tries the casual choice and what the largest batch leaves, and halves the steps around the best so many times
+    (`refinements`). Of all that was tried and comes within `error_margin` of the best, which is as much as a sample can
+    tell, it takes what is nearest to the casual choice.
     """
 
     initial_window: float = 15.0
@@ -106,24 +107,24 @@ def _trend(values: Sequence[float]) -> float:
 
 def refined(
     tried: Mapping[float, float], throughput: Callable[[float], float], least: float, times: int
-) -> tuple[float, Mapping[float, float]]:
-    """The position with the highest throughput, of equals the lowest, and all that was tried in the end (ours).
-
-    So many `times` the middles between the best and what was tried on either side of it are tried, too.
-    """
+) -> Mapping[float, float]:
+    """What was `tried`, and so many `times` the middles between the best and what is known on either side (ours)."""
     known = dict(tried)
     for _ in range(times):
-        best, _ = _best(known)
+        best = min(known, key=lambda position: (-known[position], position))
         below = max((one for one in known if one < best), default=min(least, best))
         above = min((one for one in known if one > best), default=PERCENT)
         for middle in ((below + best) / 2, (best + above) / 2):
             if middle not in known:
                 known[middle] = throughput(middle)
-    return _best(known)[0], known
+    return known
 
 
-def _best(known: Mapping[float, float]) -> tuple[float, float]:
-    return min(known.items(), key=lambda one: (-one[1], one[0]))
+def chosen(tried: Mapping[float, float], margin: float) -> float:
+    """Of the positions that come within `margin` of the best, the one nearest to the casual choice (ours)."""
+    enough = (1 - margin) * max(tried.values())
+    near = [position for position, throughput in tried.items() if throughput >= enough]
+    return min(near, key=lambda position: (abs(position - PERCENT * CASUAL_SHARE), position))
 
 
 def share_beside_largest_batch(executor: ExecutorSettings) -> float:
@@ -173,8 +174,8 @@ def _searched(
     least = PERCENT * split.least
     window = decay_window(at, settings, least=least)
     others = {PERCENT * share: at(PERCENT * share) for share in (CASUAL_SHARE, split.share) if share >= split.least}
-    position, tried = refined({**window.tried, **others}, at, least, settings.refinements)
-    return replace(split, share=position / PERCENT, window=window, tried=tried)
+    tried = refined({**window.tried, **others}, at, least, settings.refinements)
+    return replace(split, share=chosen(tried, settings.error_margin) / PERCENT, window=window, tried=tried)
 
 
 def _with_share(
