@@ -35,8 +35,8 @@ MATH = {
     "qwen2.5-14b": Ability(709, 715, 0.800),
 }
 APPS = {
-    # as above; the paper shows right answers, which are shares of tests passed, in a picture only: assumed, such that
-    # its vLLM on 1.5B and 7B comes near the 21 to 24 % of section 4.3
+    # as above; the paper shows right answers, which are shares of tests passed, in a picture only: assumed, near the
+    # 21 to 24 % that section 4.3 gives for vLLM on 1.5B and 7B
     "qwen2.5-1.5b": Ability(447, 1276, 0.12),
     "qwen2.5-3b": Ability(510, 1000, 0.20),
     "qwen2.5-7b": Ability(580, 760, 0.38),
