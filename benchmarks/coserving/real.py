@@ -136,6 +136,7 @@ async def run_real(folder: Path, costs: Costs, count: int, policies: Policies, i
     catalogue, events = catalogue_of(folder), list[Event]()
     executors = executors_of(catalogue, costs, count)
     experts = experts_of(folder, [executor.name for executor in executors])
+    sample = torch.zeros(WIDTH)
     peak_bytes, begun_bytes = 0, _resident_bytes()
 
     def watch(event: Event) -> None:
@@ -147,7 +148,7 @@ async def run_real(folder: Path, costs: Costs, count: int, policies: Policies, i
         loaded, begun_s = set(sum((pool.loaded()[executor.name] for executor in executors), ())), time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for number, chain in enumerate(chains_of(images, seed)):
-                tasks.create_task(pool.ask(Request(str(number), chain, torch.zeros(WIDTH))))
+                tasks.create_task(pool.ask(Request(str(number), chain, sample)))
                 await asyncio.sleep(EVERY_S)
         seconds = time.perf_counter() - begun_s
     switches = sum(isinstance(event, Switched) for event in events)

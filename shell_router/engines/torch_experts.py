@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as parse_safetensors
 
 from shell_router.engines.torch_memory import most_held
+from shell_router.engines.weight_files import Weights, read_weights
 from shell_router.errors import ConfigError
 from shell_router.expert_pools.values import Expert, Tier
 
-Weights = Mapping[str, torch.Tensor]
 SUFFIXES = (".safetensors", ".pt")
 
 
@@ -38,8 +37,8 @@ class TorchExperts:
     """Meets `expert_pools.Experts` with modules on torch devices; a sample is a tensor, and a batch their stack.
 
     `architectures` makes a module without weights of its own for each architecture; `devices` names each executor's
-    device. Reading, copying and inference happen on threads, so that the event loop goes on. While an expert is read,
-    its file is in memory once more than the pool's budgets say.
+    device. Reading, copying and inference happen on threads, so that the event loop goes on. A .pt file is in memory
+    once more than the pool's budgets say while it is read; so are weights on their way to another device.
     """
 
     def __init__(
@@ -57,12 +56,13 @@ class TorchExperts:
     async def load(self, expert: Expert, place: str) -> None:
         """Raises what torch and safetensors raise for a file that is missing, cut off, or of another architecture."""
         weights = self._in_host.get(expert.name)
+        stays = weights is not None
         if weights is None:
-            weights = await asyncio.to_thread(self._read, expert.name)
+            weights = await asyncio.to_thread(read_weights, self._file(expert.name))
         if place == Tier.HOST:
             self._in_host[expert.name] = weights
         else:
-            module = await asyncio.to_thread(self._made, expert, weights, self._devices[place])
+            module = await asyncio.to_thread(self._made, expert, weights, self._devices[place], copied=stays)
             self._modules[expert.name, place] = module
 
     async def unload(self, expert: Expert, place: str) -> None:
@@ -99,19 +99,11 @@ class TorchExperts:
         file = self._folder / f"{name}.safetensors"
         return file if file.exists() else self._folder / f"{name}.pt"
 
-    def _read(self, name: str) -> Weights:
-        """Copied, not mapped: mapped weights would be read from disk again whenever the system wants their memory."""
-        file = self._file(name)
-        if file.suffix == ".safetensors":
-            return parse_safetensors(file.read_bytes())
-        weights: Weights = torch.load(file, map_location="cpu", weights_only=True)
-        return weights
-
-    def _made(self, expert: Expert, weights: Weights, device: torch.device) -> torch.nn.Module:
+    def _made(self, expert: Expert, weights: Weights, device: torch.device, *, copied: bool) -> torch.nn.Module:
         with torch.device("meta"):
             module = self._architectures[expert.architecture]()
-        copies = {key: weight.to(device, copy=True) for key, weight in weights.items()}
-        module.load_state_dict(copies, assign=True)
+        own = {key: weight.to(device, copy=copied) for key, weight in weights.items()}
+        module.load_state_dict(own, assign=True)
         return module.eval()
 
 

@@ -91,6 +91,12 @@ async def test_a_benchmark_ends_with_its_rows_as_json(name: str) -> None:
     rows_of(await printed_by(name, *SHORT[name]))
 
 
+@pytest.mark.slow
+async def test_a_process_with_a_real_expert_pool_grows_by_no_more_than_the_pools_budget() -> None:
+    rows = rows_of(await printed_by("coserve", "--table", "real", "--images", "200", "--seeds", "1"))
+    assert [row["system"] for row in rows if row["grown_mb"] > row["budget_mb"]] == []
+
+
 async def printed_by(name: str, *options: str) -> bytes:
     """What a benchmark prints with these options; it must succeed."""
     process = await asyncio.create_subprocess_exec(
