@@ -13,7 +13,14 @@ from shell_router.core.generation import Generation
 from shell_router.engines.adapters.settings import AdapterSettings
 from shell_router.engines.pool import random_rid
 from shell_router.engines.scripted_server import Fault, ScriptedSettings
-from shell_router.errors import AdapterFailed, AdapterMissing, EngineRejected, InvalidRequest, UnknownModel
+from shell_router.errors import (
+    AdapterFailed,
+    AdapterMissing,
+    EngineRejected,
+    EngineStalled,
+    InvalidRequest,
+    UnknownModel,
+)
 from tests.fakes.adapters import write_adapters
 from tests.fakes.scripted_pair import collect, until
 from tests.fakes.scripted_pool import ScriptedPool, scripted_pool
@@ -191,6 +198,27 @@ async def test_an_adapter_that_was_not_unloaded_in_time_is_unloaded_before_the_n
         stuck.loaded["algebra"].running += 1  # a request that the server does not let go of
         await output(at, "biology")
         assert stuck.unloads == ["algebra", "algebra"]
+
+
+async def test_an_adapter_that_loaded_too_late_is_unloaded_before_the_next_load(tmp_path: Path) -> None:
+    settings = replace(SERVERS, adapter_room=1, adapter_load_s=0.2)
+    adapters = AdapterSettings(write_adapters(tmp_path, NAMES), load_s=0.05)
+    async with scripted_pool(settings=settings, adapters=adapters) as at:
+        with pytest.raises(EngineStalled):
+            await output(at, "algebra")
+        decode = at.decodes[0]
+        await until(lambda: "algebra" in decode.adapters.loaded)
+        for server in (*at.prefills, decode):
+            server.settings = replace(server.settings, adapter_load_s=0.0)
+        assert len(await output(at, "biology")) == 8
+        assert decode.adapters.unloads == ["algebra"]
+
+
+async def test_a_refusal_is_known_by_its_words_and_not_by_the_name_of_a_folder(tmp_path: Path) -> None:
+    async with adapted(tmp_path / "already-trained") as at:
+        (tmp_path / "already-trained" / "drama" / "adapter_config.json").unlink()
+        with pytest.raises(AdapterFailed, match="No such file"):
+            await output(at, "drama")
 
 
 async def test_an_unreachable_server_is_not_waited_for_and_another_takes_the_request(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Loads and unloads adapters on one server, by SGLang's routes."""
 
 import logging
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from shell_router.expert_pools.values import Expert
 
 log = logging.getLogger(__name__)
 
-_LOADED_ALREADY = "already"
+_LOADED_ALREADY = re.compile(r"already (?:loaded|exists)")
 """In what SGLang says of an adapter whose name it has: `it is already loaded`, `already exists`."""
 _NOT_THERE = "does not exist"
 NOT_FOUND, INTERNAL_ERROR = 404, 500
@@ -27,40 +28,43 @@ class ServerLoader:
         self._server = server
         self._folders = folders
         self._limit_s = limit_s
-        self._not_unloaded: set[str] = set()
+        self._unsettled: set[str] = set()
 
     async def load(self, expert: Expert, place: str) -> None:
         """Raises AdapterFailed where the server refuses it, and EngineError where the server fails.
 
         One that the server has already, which it should not have, is taken as it is, with a warning.
         """
-        for left in tuple(self._not_unloaded):  # it takes up room, and SGLang refuses to load it again before
+        for left in tuple(self._unsettled):  # it takes up room, and SGLang refuses to load it again before
             await self._unload(left)
         name = expert.name
+        self._unsettled.add(name)  # without an answer it may still be loaded, later
         try:
             await self._post("load_lora_adapter", {"lora_name": name, "lora_path": str(self._folders[name])})
         except EngineRejected as refusal:
             if refusal.status >= INTERNAL_ERROR:
                 raise
-            if _LOADED_ALREADY not in str(refusal):
+            self._unsettled.discard(name)
+            if not _LOADED_ALREADY.search(str(refusal)):
                 raise AdapterFailed(
                     f"The adapter {name!r} could not be loaded: {str(refusal).removesuffix('.')}.",
                     remedy=f"Check {self._folders[name]}, and what the server was started with for adapters.",
                 ) from refusal
             log.warning("%s had the adapter %r although nobody here loaded it: it is used as it is", place, name)
+        self._unsettled.discard(name)
 
     async def unload(self, expert: Expert, place: str) -> None:
         """One that is not there is gone already. Raises EngineError; then it is tried again before the next load."""
         await self._unload(expert.name)
 
     async def _unload(self, name: str) -> None:
-        self._not_unloaded.add(name)
+        self._unsettled.add(name)
         try:
             await self._post("unload_lora_adapter", {"lora_name": name})
         except EngineRejected as refusal:
             if _NOT_THERE not in str(refusal):
                 raise
-        self._not_unloaded.discard(name)
+        self._unsettled.discard(name)
 
     async def clear(self) -> None:
         """Unload what an earlier router left of these adapters: their files may have changed.
