@@ -78,7 +78,7 @@ class AdapterLeases:
         """The adapter, loaded, until the lease is closed. `coming` is called when it begins to be loaded.
 
         Raises AdapterFailed where it does not load, EngineError where the server fails, EngineUnavailable where no
-        place for it comes free within `wait_s`.
+        place for it comes free within `wait_s`, or it is still being loaded then.
         """
         self._stock.asked(adapter)
         self._stock.drain()
@@ -95,10 +95,7 @@ class AdapterLeases:
             self._forget(stage)
             if not isinstance(error, TimeoutError):
                 raise
-            raise EngineUnavailable(
-                f"No place for the adapter {adapter!r} came free on the {self._place} within {self._wait_s:g} s.",
-                remedy="Ask again later, add engines, or raise the model's adapters.room or adapters.wait_s.",
-            ) from error
+            raise self._too_late(adapter) from error
 
     def load_ahead(self, adapter: str) -> None:
         """A request is about to want it: load it now if nobody who waits needs the room."""
@@ -161,6 +158,17 @@ class AdapterLeases:
             self._advance()
         elif waiter.lease.done() and not waiter.lease.cancelled() and waiter.lease.exception() is None:
             waiter.lease.result().close()
+
+    def _too_late(self, adapter: str) -> EngineUnavailable:
+        if self._stock.is_coming(adapter):
+            return EngineUnavailable(
+                f"The adapter {adapter!r} was still being loaded on the {self._place} after {self._wait_s:g} s.",
+                remedy="Look at that server's load and log, or raise the model's adapters.wait_s.",
+            )
+        return EngineUnavailable(
+            f"No place for the adapter {adapter!r} came free on the {self._place} within {self._wait_s:g} s.",
+            remedy="Ask again later, add engines, or raise the model's adapters.room or adapters.wait_s.",
+        )
 
     # --- what is loaded
 

@@ -237,6 +237,14 @@ async def test_nobody_waits_longer_than_the_limit() -> None:
             await at.leases.lease("b")
 
 
+async def test_who_waited_for_a_load_and_not_for_a_place_is_told_so() -> None:
+    async with server(wait_s=0.01) as at:
+        at.loader.gate.clear()
+        with pytest.raises(EngineUnavailable, match=r"'a' was still being loaded on the server after 0\.01 s"):
+            await at.leases.lease("a")
+        at.loader.gate.set()
+
+
 async def test_what_is_about_to_be_wanted_is_loaded_ahead_but_never_in_the_place_of_what_is_waited_for() -> None:
     async with server(room=2) as at:
         (first,) = await at.held("a")
