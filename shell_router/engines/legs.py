@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shell_router.engines.http import Exchange
 from shell_router.engines.server_client import HTTP_OK, ServerClient, ServerFailure
 from shell_router.engines.wire import EventSplitter, refuse_aborted, refuse_errors
-from shell_router.errors import EngineError, EngineRejected, EngineStalled, PromptTooLong
+from shell_router.errors import AdapterMissing, EngineError, EngineRejected, EngineStalled, PromptTooLong
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +195,7 @@ class Legs:
         request that one of them serves clears it.
         """
         silent = isinstance(error, EngineStalled) and not self._begun and self._prefill_answer is None
-        if silent or (isinstance(error, EngineRejected) and _TRANSFER_FAILED in str(error).lower()):
+        told = isinstance(error, EngineRejected | AdapterMissing) and _TRANSFER_FAILED in str(error).lower()
+        if silent or told:
             return self._prefill_server, self._decode_server
         return (server,)

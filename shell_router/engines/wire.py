@@ -18,8 +18,11 @@ _ABORTED = "Aborted by AbortReq"
 
 _TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
 
-_NO_ADAPTER = re.compile(r"LoRA adapters? (that has never been|are not) loaded", re.IGNORECASE)
-"""SGLang's words for a `lora_path` that it does not have, after a restart or an unloading."""
+_NO_ADAPTER = re.compile(
+    r"LoRA adapters? (that has never been|are not) loaded|prefill holds other weights as LoRA adapter", re.IGNORECASE
+)
+"""SGLang's words for a `lora_path` that it does not have, after a restart or an unloading; and an embedded decode's for
+one that prefill has read from other files."""
 
 
 def body_fields(request: Generation) -> dict[str, Any]:
@@ -169,7 +172,7 @@ def rejected(where: str, status: int, message: str) -> Refusal:
 
 
 def tells_missing_adapter(message: str) -> bool:
-    """Whether the engine says that it does not have the request's adapter."""
+    """Whether the engine says that it does not have the request's adapter, or not the one that its partner has."""
     return _NO_ADAPTER.search(message) is not None
 
 

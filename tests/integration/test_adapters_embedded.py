@@ -69,6 +69,20 @@ async def test_an_adapter_that_is_not_for_this_pair_costs_its_own_requests(
     assert len(await output(pool, "algebra", PROMPTS[0])) == 12
 
 
+@pytest.mark.parametrize("older", ["prefill", "decode"])
+async def test_an_adapter_whose_files_changed_between_its_loads_is_loaded_again_on_both_servers(
+    pair: PairUnderTest, pool: PairPool, tmp_path: Path, older: str
+) -> None:
+    before = await output(pool, "algebra", PROMPTS[0])
+    make_adapter(tmp_path / "algebra", pair.needs_model(), seed=9)
+    newer = pool.servers[older == "prefill"]
+    for other in ("biology", "chemistry", "algebra"):
+        (await pool.adapters.lease(newer, other)).close()
+    found = await output(pool, "algebra", PROMPTS[0])
+    assert len(found) == 12 and found != before
+    assert not any(server.breaker.open or server.failures for server in pool.servers)
+
+
 async def test_a_deployment_of_embedded_pairs_gives_them_room_for_their_adapters(
     pair: PairUnderTest, tmp_path: Path
 ) -> None:
