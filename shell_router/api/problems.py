@@ -8,6 +8,7 @@ from aiohttp import web
 
 from shell_router.errors import (
     AdapterFailed,
+    AdapterMissing,
     AgentFailed,
     BatchEnded,
     BatchesOff,
@@ -107,7 +108,7 @@ def is_passing(error: BaseException) -> bool:
     """Whether the same request may well succeed a little later, an engine being away or having too much to do."""
     if isinstance(error, AgentFailed) and error.__cause__ is not None:
         return is_passing(error.__cause__)
-    return isinstance(error, EngineUnreachable) or problem_of(error).code == BUSY_ENGINE.code
+    return isinstance(error, EngineUnreachable | AdapterMissing) or problem_of(error).code == BUSY_ENGINE.code
 
 
 def problem_body(error: BaseException, request_id: str) -> dict[str, Any]:

@@ -5,8 +5,16 @@ import inspect
 import pytest
 
 from shell_router import errors
-from shell_router.api.problems import INTERNAL, problem_body, problem_of
-from shell_router.errors import AgentFailed, EngineRejected, EngineStalled, InvalidField, ShellRouterError
+from shell_router.api.problems import INTERNAL, is_passing, problem_body, problem_of
+from shell_router.errors import (
+    AdapterFailed,
+    AdapterMissing,
+    AgentFailed,
+    EngineRejected,
+    EngineStalled,
+    InvalidField,
+    ShellRouterError,
+)
 
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ShellRouterError)]
 INTERNAL_KINDS = {"ShellRouterError", "ConfigError", "DataError", "TopologyError"}
@@ -34,6 +42,11 @@ def test_what_an_engine_refuses_is_the_clients_to_mend_and_its_crashes_are_not()
     assert problem_of(EngineRejected("bad regex", status=400)).status == 400
     assert problem_of(EngineRejected("crash", status=500)).status == 502
     assert problem_of(caused(EngineRejected("bad regex", status=422))).status == 400
+
+
+def test_an_adapter_that_is_to_be_loaded_again_is_worth_another_try_and_one_that_does_not_load_is_not() -> None:
+    assert is_passing(caused(AdapterMissing("lost")))
+    assert not is_passing(AdapterFailed("corrupt"))
 
 
 def test_the_envelope_names_field_type_and_remedy() -> None:
