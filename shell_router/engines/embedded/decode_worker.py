@@ -1,5 +1,6 @@
 """Decode with continuous batching: requests join and leave between steps."""
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from shell_router.engines.embedded.kv_layers import SlotKv
 from shell_router.engines.embedded.mailbox import Mailbox
 from shell_router.engines.embedded.output import Output, Piece, abort_reason
 from shell_router.engines.embedded.sampler import BatchSampler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,15 +63,22 @@ class DecodeWorker:
         return sum(job.prompt_tokens + job.output.draw.position - 1 for job in tuple(self._active))
 
     def admit(self, job: DecodeJob) -> None:
-        """Take the first token, and a row if there is more to come."""
+        """Take the first token, and a row if there is more to come. Where there is no memory for it, it fails alone."""
         piece = self._accept(job, job.first_token, job.first_logprob)
         if piece.finish_reason is None and job.kv is not None:
-            row = len(self._active)
-            self.slots.ensure(row + 1, job.room_tokens)
-            self.slots.fill(row, job.kv)
-            self._active.append(job)
-            self._sampler = None
+            try:
+                self._occupy(job, job.kv)
+            except (RuntimeError, MemoryError) as error:  # torch says RuntimeError where there is no memory left
+                logger.exception("There is no room to decode a request in; it is given up")
+                self._news[-1] = job, Piece(finish_reason=abort_reason(f"{type(error).__name__}: {error}", 500))
         job.kv = None
+
+    def _occupy(self, job: DecodeJob, kv: Tensor) -> None:
+        row = len(self._active)
+        self.slots.ensure(row + 1, job.room_tokens)
+        self.slots.fill(row, kv)
+        self._active.append(job)
+        self._sampler = None
 
     def drop(self, job: DecodeJob) -> None:
         if job in self._active:

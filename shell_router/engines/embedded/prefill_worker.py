@@ -119,7 +119,8 @@ class PrefillWorker:
     def step(self) -> Sequence[tuple[PrefillJob, Prefilled | Failed]]:
         """Compute one chunk; a result when it was the prompt's last."""
         if self._running is None and self._waiting:
-            self._running = self._begin(self._waiting.popleft())
+            self._running = self._begin(self._waiting[0])
+            self._waiting.popleft()
         if self._running is None:
             return ()
         logits = self._compute_chunk(self._running)
@@ -128,21 +129,24 @@ class PrefillWorker:
         return (self._finish(self._running, logits),)
 
     def fail(self, message: str) -> Sequence[tuple[PrefillJob, Prefilled | Failed]]:
-        """Give up the running prompt; those that wait have met no error."""
-        if self._running is None:
+        """Give up the running prompt, or the one that could not be begun; others that wait have met no error."""
+        if self._running is not None:
+            job = self._running.job
+            self._leave(self._running)
+        elif self._waiting:
+            job = self._waiting.popleft()
+        else:
             return ()
-        job = self._running.job
-        self._leave(self._running)
         return ((job, Failed(message)),)
 
     def _begin(self, job: PrefillJob) -> _Running:
         match = self.cache.match(job.input_ids[: job.reusable_tokens], job.owner)
-        self.cache.pin(match.node)
         prompt = PromptKv(self.lm.kv_shape.empty(len(job.input_ids)))
         match.copy_into(prompt.kv)
+        ids = torch.tensor(job.input_ids, device=self.lm.kv_shape.device)
+        self.cache.pin(match.node)  # nothing fails after it, so that whoever is pinned is running
         self.counts.prompt += len(job.input_ids)
         self.counts.cached += match.length
-        ids = torch.tensor(job.input_ids, device=self.lm.kv_shape.device)
         return _Running(job, ids, prompt, match, match.length, [] if job.scored_from is None else [None])
 
     def _compute_chunk(self, running: _Running) -> Tensor:
