@@ -102,7 +102,8 @@ class Shelf:
     async def make_room(self, expert: Expert, keep_before: int | None = None) -> bool:
         """Evict until `expert` fits. False, and nothing is evicted, where what may leave is not enough.
 
-        With `keep_before`, those whose turn comes no later stay, whatever the order says.
+        What comes into use while others leave stays; then it may also be False after some have left. With
+        `keep_before`, those whose turn comes no later stay, whatever the order says.
         """
         return await self.free(expert.memory_bytes - self.room_bytes, keep_before)
 
@@ -112,7 +113,11 @@ class Shelf:
             return True
         leaving = victims(self._order(self._residents(keep_before)), missing_bytes)
         for name in leaving or ():
+            entry = self._entries[name]
+            if entry.pins:  # since the one before it is being unloaded
+                return await self.free(missing_bytes, keep_before)
             await self.drop(name)
+            missing_bytes -= entry.expert.memory_bytes
         return leaving is not None
 
     async def load(self, expert: Expert) -> None:
