@@ -11,7 +11,7 @@ from shell_router.expert_pools.assigning import QueueView, added_seconds
 from shell_router.expert_pools.events import GaveUp, Served, Switched, Watch
 from shell_router.expert_pools.evicting import is_idle
 from shell_router.expert_pools.experts import Experts
-from shell_router.expert_pools.foresight import next_to_load, turns
+from shell_router.expert_pools.foresight import REACH, next_to_load, turns
 from shell_router.expert_pools.host import HostTier
 from shell_router.expert_pools.memory import Memory
 from shell_router.expert_pools.policies import Policies
@@ -182,11 +182,14 @@ class Executor:
                     self._give_up(ahead.expert, error)
                     break
 
+    def _following(self) -> Iterator[str]:
+        """Experts that follow on what runs, unless its answers end it."""
+        return filter(None, (stage.request.after(stage.expert) for stage in self._running))
+
     def _known(self) -> Iterator[str]:
-        """Experts that follow on what runs, unless its answers end it, and that are loaded nowhere."""
-        for stage in self._running:
-            then = stage.request.after(stage.expert)
-            if then and not self._is_loaded(then) and self.settings.takes(self._catalogue(then)):
+        """Those of them that are loaded nowhere."""
+        for then in self._following():
+            if not self._is_loaded(then) and self.settings.takes(self._catalogue(then)):
                 yield then
 
     def _is_coming(self, name: str) -> bool:
@@ -204,7 +207,7 @@ class Executor:
             self._failed(stage, error)
 
     def _outlook(self, experts: list[Expert]) -> list[tuple[int | None, bool]]:
-        waited_for = turns(self.line.groups)
+        waited_for = {**dict.fromkeys(self._following(), REACH), **turns(self.line.groups)}
         return [(waited_for.get(expert.name), is_idle(expert, self._is_loaded)) for expert in experts]
 
 

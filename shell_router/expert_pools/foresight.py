@@ -29,7 +29,7 @@ def turns(groups: Iterable[Group]) -> Mapping[str, int]:
 def next_to_load(groups: Iterable[Group], is_here: Callable[[str], bool], known: Iterable[str]) -> Ahead | None:
     """The first expert of the next groups that is not loaded here; where all are, the first of those `known` to follow.
 
-    A known one takes no room from anybody who waits.
+    A known one takes no room from anybody who waits, nor from another known one.
     """
     for place, group in enumerate(groups):
         if not is_here(group.expert):

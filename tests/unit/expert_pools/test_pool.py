@@ -93,6 +93,18 @@ def test_what_is_needed_next_is_loaded_while_something_runs() -> None:
     assert ours < late
 
 
+def test_what_is_known_to_follow_is_not_evicted_for_something_else_that_follows() -> None:
+    async def main() -> None:
+        slow, events = executor("gpu", 2, Costs(1.0, 20.0, 4, 1, 0.1, 0.5)), list[Event]()
+        catalogue = [expert("a", 0.9), expert("x", 0.2, after=("a",)), expert("y", 0.1, after=("a",))]
+        experts = SimulatedExperts([slow], {"gpu": "cpu"}, lambda name, sample: (name, sample))
+        async with ExpertPool(catalogue, [slow], experts, POLICIES["ours"], watch=events.append) as pool:
+            await all_of(pool, "ax", "ay")
+        assert [event.expert for event in events if isinstance(event, Switched)] == ["y"]
+
+    run(main)
+
+
 def test_what_runs_is_not_evicted_for_what_comes_next() -> None:
     async def main() -> None:
         async with pool_of(ScriptedExperts(), room=1) as pool:
