@@ -75,7 +75,7 @@ def _topology_experts(chosen: argparse.Namespace) -> int:
 
     graphs = {one.name: one for one in load_with_others(chosen.files).values()}
     if chosen.sample is None:
-        asked = [Asked(name) for name in graphs]
+        asked = [Asked(name, labels=None) for name in graphs]
     else:
         asked = read_sample(read_text(chosen.sample), source=str(chosen.sample))
     uses = expert_uses(graphs, asked, chosen.auto, dict(chosen.chances))

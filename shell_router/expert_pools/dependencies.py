@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shell_router.errors import ConfigError
-from shell_router.expert_pools.ways import Asked, Chances, ways
+from shell_router.expert_pools.ways import Asked, Chances, require_places, ways
 from shell_router.topology import AUTO, Agent, Conditional, Graph, Topology
 from shell_router.topology.rules import END, START
 
@@ -62,6 +62,7 @@ def usages(
     experts = dict.fromkeys(
         expert for graph in graphs.values() for agent in graph.agents.values() for expert in experts_of(agent, models)
     )
+    require_places(graphs, chances)
     total = sum(one.weight for one in asked)
     if total <= 0:
         raise ConfigError("Nothing is known of the requests.", remedy="Give a sample, or a weight for each topology.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from shell_router.errors import ConfigError, DataError
-from shell_router.topology import Conditional
+from shell_router.topology import Conditional, Graph
 from shell_router.topology.rules import START, Choice, Facts, Rule, When, choose
 
 Chances = Mapping[tuple[str, str], Mapping[str, float]]
@@ -17,10 +17,13 @@ _CLOSE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as far as it is known, standing for `weight` of them: what it asks, its labels, its question."""
+    """A request as far as it is known, standing for `weight` of them: what it asks, its labels, its question.
+
+    None stands for labels or a question that nobody knows.
+    """
 
     topology: str
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] | None = field(default_factory=dict)
     question: str | None = None
     weight: float = 1.0
 
@@ -30,8 +33,21 @@ def read_sample(text: str, *, source: str) -> list[Asked]:
 
     Raises DataError, which begins with `source:line:`.
     """
-    lines = enumerate(text.splitlines(), start=1)
+    lines = enumerate(text.split("\n"), start=1)  # `splitlines` would also split at what JSON's texts may hold
     return [_asked(line, f"{source}:{number}") for number, line in lines if line.strip()]
+
+
+def require_places(graphs: Mapping[str, Graph], chances: Chances) -> None:
+    """Raise ConfigError for chances of what follows on a place that none of the topologies has."""
+    known = [
+        (name, place) for name, one in graphs.items() if isinstance(one, Conditional) for place in (START, *one.steps)
+    ]
+    for topology, place in chances:
+        if (topology, place) not in known:
+            raise ConfigError(
+                f"There are chances of what follows on {topology}/{place}, which is nowhere.",
+                remedy=f"Known: {', '.join(map('/'.join, known)) or 'none'}.",
+            )
 
 
 def ways(topology: Conditional, place: str, asked: Asked, chances: Chances) -> Mapping[str, float]:
@@ -55,15 +71,18 @@ def _known_not_to_hold(when: When | None, asked: Asked) -> bool:
     """Whether what the request tells is enough to rule it out."""
     if when is None:
         return False
-    part = When(labels=when.labels, matches=when.matches if _reads_question(when, asked) else "")
-    facts = Facts(asked.labels, asked.question or "")
+    labels = {} if asked.labels is None else when.labels
+    part = When(labels=labels, matches=when.matches if _reads_question(when, asked) else "")
+    facts = Facts(asked.labels or {}, asked.question or "")
     found = choose((Rule("holds", part), Rule("not")), facts) if part.labels or part.matches else None
     return isinstance(found, Choice) and found.go == "not"
 
 
 def _is_known(when: When, asked: Asked) -> bool:
     """Whether the request tells all that is asked."""
-    if when.confidence_below is not None or when.classifier:
+    if when.confidence_below is not None or when.classifier or when.scores_below:
+        return False
+    if when.labels and asked.labels is None:
         return False
     return not when.matches or _reads_question(when, asked)
 

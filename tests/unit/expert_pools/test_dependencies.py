@@ -153,6 +153,9 @@ def test_a_choice_needs_each_of_its_models_in_an_equal_share() -> None:
         ([], {}, "Give a sample"),
         (SAMPLE, {("boards", "capacitor"): {"end": 0.5}}, "sum up to 1"),
         (SAMPLE, {("boards", "capacitor"): {"chip": 1.0}}, "name chip. It leads to alignment, end"),
+        (SAMPLE, {**CHANCES, ("boards", "chop"): {"end": 1.0}}, "boards/chop, which is nowhere. Known: boards/start, "),
+        (SAMPLE, {**CHANCES, ("bards", "chip"): {"end": 1.0}}, "bards/chip, which is nowhere"),
+        ([Asked("boards", None)], CHANCES, "how often 'start' leads to 'capacitor' is not known: label type is 'cap"),
     ],
 )
 def test_what_nobody_knows_is_asked_for(asked: list[Asked], chances: dict, message: str) -> None:  # type: ignore[type-arg]
@@ -168,6 +171,22 @@ def test_a_question_that_the_sample_lacks_is_asked_for_only_where_labels_leave_i
     assert usages({"q": read}, [Asked("q")], MODELS, {}) == {"x": 0.0, "y": 1.0}
     with pytest.raises(ConfigError, match="how often 'start' leads to 'a' is not known"):
         usages({"q": read}, [Asked("q", {"k": "v"})], MODELS, {})
+
+
+@pytest.mark.parametrize("when", ["score_below: {x: 0.5}", "classifier: c, is: sums, of: request"])
+def test_what_only_the_deployment_can_tell_is_asked_for(when: str) -> None:
+    read = steps(
+        f"name: q\nstart: [{{when: {{{when}}}, go: a}}, {{go: b}}]\nsteps: {{a: {{model: x}}, b: {{model: y}}}}\n"
+        + ("classifiers: {c: {examples: {sums: [one and two]}}}" if "classifier" in when else "")
+    )
+    with pytest.raises(ConfigError, match="how often 'start' leads to 'a' is not known"):
+        usages({"q": read}, [Asked("q", {}, "one and two")], MODELS, {})
+
+
+def test_a_question_may_hold_any_separator_of_lines() -> None:
+    assert read_sample('{"model": "a", "question": "x\u2028y\x85z"}\r\n', source="f") == [
+        Asked("a", {}, "x\u2028y\x85z")
+    ]
 
 
 def test_a_sample_is_read_line_by_line() -> None:
