@@ -1,6 +1,7 @@
 """An expert pool: many experts, memory for a few of them, and requests that need one after the other."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,6 +18,8 @@ from shell_router.expert_pools.memory import Memory
 from shell_router.expert_pools.policies import Policies
 from shell_router.expert_pools.shelf import Shelf
 from shell_router.expert_pools.values import ExecutorSettings, Expert, Request, Stage, Tier
+
+log = logging.getLogger(__name__)
 
 Route = Callable[[Request, str, Any], tuple[str, Any] | None]
 """From a request, one of its experts and what that gave: the next expert and its sample, or None at the end."""
@@ -61,7 +64,7 @@ class ExpertPool:
         route: Route = follow_chain,
         watch: Watch = tell_nobody,
     ) -> None:
-        self._catalogue = {expert.name: expert for expert in catalogue}
+        self._catalogue = _by_name(catalogue)
         _check(self._catalogue, executors)
         self._assign = ASSIGNMENTS[policies.assign]
         self._route = route
@@ -129,9 +132,11 @@ class ExpertPool:
                 tasks.create_task(executor.run(), name=executor.settings.name)
 
     def _tell_who_waits(self, ended: asyncio.Task[None]) -> None:
+        if not ended.cancelled() and (defect := ended.exception()):
+            log.error("A defect ended the expert pool, which answers nobody any more.", exc_info=defect)
         for _, future in self._asked.values():
             if not future.done():
-                future.set_exception(_closed())
+                future.set_exception(_closed(ended))
 
     async def ask(self, request: Request) -> Answer:
         """All of the request's experts, one after the other.
@@ -142,7 +147,7 @@ class ExpertPool:
         Cancelled, the request leaves its queue; a batch that it is in goes on for the others.
         """
         if self._running is None or self._running.done():
-            raise _closed()
+            raise _closed(self._running)
         for name in request.chain:
             self._able(name)
         outputs: list[tuple[str, Any]] = []
@@ -216,8 +221,18 @@ class ExpertPool:
         return 0 if waits else None
 
 
-def _closed() -> ExpertError:
+def _closed(ended: asyncio.Task[None] | None) -> ExpertError:
+    if ended is not None and ended.done() and not ended.cancelled():
+        return ExpertError("The pool was ended by a defect.", remedy="Its log names it. Open the pool again.")
     return ExpertError("The pool is closed.", remedy="Ask while its context is open.")
+
+
+def _by_name(catalogue: Iterable[Expert]) -> dict[str, Expert]:
+    found: dict[str, Expert] = {}
+    for expert in catalogue:
+        if found.setdefault(expert.name, expert) is not expert:
+            raise ConfigError(f"{expert.name!r} stands in the catalogue twice.", remedy="Give each a name of its own.")
+    return found
 
 
 def _check(catalogue: dict[str, Expert], executors: Sequence[ExecutorSettings]) -> None:

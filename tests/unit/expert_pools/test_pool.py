@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shell_router.engines.simulated.experts import SimulatedExperts
-from shell_router.errors import ExpertError, ExpertFailed, ExpertTooLarge, InvalidRequest, UnknownExpert
+from shell_router.errors import ConfigError, ExpertError, ExpertFailed, ExpertTooLarge, InvalidRequest, UnknownExpert
 from shell_router.expert_pools import (
     POLICIES,
     Costs,
@@ -265,6 +265,35 @@ def test_an_error_of_who_uses_the_pool_stays_what_it_is() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run(main)
+
+
+def test_a_defect_that_ends_a_pool_is_told_at_once_to_its_log_and_to_whoever_asks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def watch(event: Event) -> None:
+        raise ZeroDivisionError("in the watch")
+
+    async def main() -> None:
+        told = list[str]()
+        with pytest.raises(ExceptionGroup):
+            async with pool_of(ScriptedExperts(), watch=watch) as pool:
+                for number in range(2):
+                    with pytest.raises(ExpertError) as error:
+                        await pool.ask(Request(f"r{number}", ("a",)))
+                    told.append(str(error.value))
+                logged = caplog.text
+        assert told == ["The pool was ended by a defect. Its log names it. Open the pool again."] * 2
+        assert "A defect ended the expert pool" in logged and "in the watch" in logged
+
+    run(main)
+
+
+def test_a_catalogue_names_each_expert_once() -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="'a' stands in the catalogue twice"):
+            ExpertPool([expert("a"), expert("b"), expert("a")], [executor()], ScriptedExperts(), POLICIES["ours"])
+
+    run(main)
 
 
 def test_a_pool_that_is_not_open_says_so() -> None:
