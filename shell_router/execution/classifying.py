@@ -1,7 +1,7 @@
 """What class a text is of, by the example most like it, as the deployment's embedder sees them."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from shell_router.topology.rules import Classed, Classifier
 Vectors = NDArray[np.float32]
 READ_CHARACTERS = 2048
 """A text is classified by its beginning: the request waits while a CPU takes 0.05 to 0.2 s for 1,000."""
+AT_ONCE = 16
+"""Examples that are embedded together. An embedder's time for an answer counts from when it is asked: the last of a
+thousand would be too late."""
 
 
 class Classes:
@@ -20,7 +23,7 @@ class Classes:
 
     def __init__(self, embedder: Embedder | None) -> None:
         self._embedder = embedder
-        self._examples: dict[tuple[str, str], Mapping[str, Vectors]] = {}
+        self._examples: dict[tuple[str, str], dict[str, Vectors]] = {}
         self._turn = asyncio.Lock()
 
     async def of(self, topology: str, classifier: Classifier, text: str) -> Classed:
@@ -35,10 +38,8 @@ class Classes:
                 remedy="Set `embedder` in the configuration, or remove the classifier.",
             )
         async with self._turn:  # so that examples are embedded once, however many requests come at first
-            known = self._examples.get((topology, classifier.id))
-            if known is None:
-                known = {name: await _embedded(embedder, texts) for name, texts in classifier.examples.items()}
-                self._examples[topology, classifier.id] = known
+            known = self._examples.setdefault((topology, classifier.id), {})
+            await _learn(embedder, classifier, known)
         return nearest(direction(await embedder.embed(text[:READ_CHARACTERS])), known, classifier.min_similarity)
 
 
@@ -59,6 +60,20 @@ def nearest(text: Vectors, examples: Mapping[str, Vectors], min_similarity: floa
     return best if best.similarity >= min_similarity else Classed("", best.similarity)
 
 
-async def _embedded(embedder: Embedder, texts: tuple[str, ...]) -> Vectors:
-    states = await asyncio.gather(*(embedder.embed(text) for text in texts))
-    return np.stack([direction(one) for one in states])
+async def _learn(embedder: Embedder, classifier: Classifier, known: dict[str, Vectors]) -> None:
+    """Embed the examples that are not `known` yet: those of one who left, or of a failure, need not be asked again."""
+    for name, texts in classifier.examples.items():
+        for begin in range(len(known.get(name, ())), len(texts), AT_ONCE):
+            rows = await _embedded(embedder, texts[begin : begin + AT_ONCE])
+            known[name] = np.vstack([known[name], rows]) if name in known else rows
+
+
+async def _embedded(embedder: Embedder, texts: Sequence[str]) -> Vectors:
+    """[texts, features]. Where one fails, none is left at work."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(embedder.embed(text)) for text in texts]
+    except ExceptionGroup as failed:
+        first = failed.exceptions[0]
+        raise first from first.__cause__
+    return np.stack([direction(one.result()) for one in asked])
