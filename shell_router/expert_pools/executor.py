@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain, islice
 from typing import Any
 
@@ -16,11 +17,11 @@ from shell_router.expert_pools.host import HostTier
 from shell_router.expert_pools.memory import Memory
 from shell_router.expert_pools.policies import Policies
 from shell_router.expert_pools.shelf import Shelf
-from shell_router.expert_pools.values import ExecutorSettings, Expert, Stage
+from shell_router.expert_pools.values import ExecutorSettings, Expert, Stage, Tier
 from shell_router.expert_pools.waiting import WaitingLine
 
 log = logging.getLogger(__name__)
-BATCH = "the batch at hand"
+BATCH, COMING = "the batch at hand", "the expert that is coming"
 
 
 class Executor:
@@ -97,15 +98,16 @@ class Executor:
 
         That is the turn it is needed for: it takes no room from those whose turn comes before. Raises ExpertFailed.
         """
+        if expert.name in self.shelf:  # whatever else is being loaded: what is here can run meanwhile
+            return True
         async with self.shelf.lock:
             if expert.name in self.shelf:
                 return True
-            if not await self.shelf.make_room(expert, ahead_of):
+            if not await self._has_room(expert, ahead_of):
                 return False
             begin_s = self._loop.time()
             try:
-                async with self._host.through(expert) as tier:
-                    await self.shelf.load(expert)
+                tier = await self._load(expert)
             except Exception as error:
                 raise _failed(f"{expert.name} could not be loaded on {self.settings.name}", error) from error
             self.line.switched(expert.name)
@@ -113,6 +115,23 @@ class Executor:
                 now_s = self._loop.time()
                 self._watch(Switched(self.settings.name, expert.name, tier, ahead_of is not None, begin_s, now_s))
             return True
+
+    async def _has_room(self, expert: Expert, ahead_of: int | None) -> bool:
+        """Make room, again where a batch has taken what was freed for it."""
+        while self.shelf.room_bytes < expert.memory_bytes:
+            if not await self.shelf.make_room(expert, ahead_of):
+                return False
+        return True
+
+    async def _load(self, expert: Expert) -> Tier:
+        """Into room that there is, and that no batch takes while the expert is read."""
+        with ExitStack() as kept:
+            self.memory.reserve(COMING, expert.memory_bytes)
+            kept.callback(self.memory.release, COMING)
+            async with self._host.through(expert) as tier:
+                kept.close()
+                await self.shelf.load(expert)
+                return tier
 
     async def _serve(self) -> None:
         while True:
@@ -132,13 +151,14 @@ class Executor:
         """One batch of the first group, if it is still for this expert: those who waited for it may have left."""
         costs = self.settings.costs[expert.architecture]
         with self.shelf.pinned(expert.name):
-            async with self.shelf.lock:
-                await self.shelf.free(costs.activation_bytes - self.memory.free_bytes)
-                group = self.line.first
-                if group is None or group.expert != expert.name:
-                    return
-                stages = self.line.take(largest_batch(costs.largest_batch, costs.activation_bytes, self.memory))
-                self.memory.reserve(BATCH, costs.activation_bytes * len(stages))
+            if self.memory.free_bytes < costs.activation_bytes:
+                async with self.shelf.lock:
+                    await self.shelf.free(costs.activation_bytes - self.memory.free_bytes)
+            group = self.line.first
+            if group is None or group.expert != expert.name:
+                return
+            stages = self.line.take(largest_batch(costs.largest_batch, costs.activation_bytes, self.memory))
+            self.memory.reserve(BATCH, costs.activation_bytes * len(stages))
             self._running = stages
             self._look_ahead.set()
             try:

@@ -108,7 +108,7 @@ class Shelf:
         return await self.free(expert.memory_bytes - self.room_bytes, keep_before)
 
     async def free(self, missing_bytes: int, keep_before: int | None = None) -> bool:
-        """Evict as many bytes, in the order of the policy."""
+        """Evict as many bytes, in the order of the policy. False also where one came to be used while others left."""
         if missing_bytes <= 0:
             return True
         leaving = victims(self._order(self._residents(keep_before)), missing_bytes)

@@ -93,6 +93,21 @@ def test_what_is_needed_next_is_loaded_while_something_runs() -> None:
     assert ours < late
 
 
+def test_what_is_here_runs_while_something_else_is_loaded_ahead() -> None:
+    async def seconds(policies: Policies) -> float:
+        loop, one = asyncio.get_running_loop(), executor("gpu", 3, Costs(0.01, 0.02, 1, 1, 0.1, 2.0))
+        catalogue = [expert("a", 0.9), expert("b", 0.8), expert("c", 0.7), expert("x", 0.1, after=("a",))]
+        async with ExpertPool(catalogue, [one], SimulatedExperts([one], {"gpu": "cpu"}), policies) as pool:
+            begun_s, follows = loop.time(), asyncio.create_task(pool.ask(Request("ax", ("a", "x"))))
+            await asyncio.sleep(0)
+            await pool.ask(Request("b", ("b",)))
+            took_s = loop.time() - begun_s
+            await follows
+            return took_s
+
+    assert run(lambda: seconds(Policies(prefetch=1))) == run(lambda: seconds(Policies(prefetch=0)))
+
+
 def test_what_is_known_to_follow_is_not_evicted_for_something_else_that_follows() -> None:
     async def main() -> None:
         slow, events = executor("gpu", 2, Costs(1.0, 20.0, 4, 1, 0.1, 0.5)), list[Event]()

@@ -39,3 +39,16 @@ async def test_what_comes_into_use_while_another_leaves_stays_and_a_third_leaves
         assert await making
         assert loader.unloaded == ["first", "third"]
         assert shelf.room_bytes == 2
+
+
+async def test_room_that_only_the_pinned_could_give_is_not_made() -> None:
+    loader = SlowToUnload()
+    shelf = Shelf("host", Memory("host", 2), 2, "fifo", loader, nobody_waits)
+    for name in ("first", "second"):
+        await shelf.load(Expert(name, "any", 1))
+    making = asyncio.create_task(shelf.make_room(Expert("large", "any", 2)))
+    await asyncio.sleep(0)
+    with shelf.pinned("second"):
+        loader.gate.set()
+        assert not await making
+        assert (loader.unloaded, tuple(shelf)) == (["first"], ("second",))
