@@ -11,7 +11,7 @@ from shell_router.config.refusal import require
 from shell_router.errors import ConfigError
 from shell_router.expert_pools.splitting import CASUAL_SHARE
 from shell_router.expert_pools.usage import Rule
-from shell_router.expert_pools.values import Costs, ExecutorSettings, Expert
+from shell_router.expert_pools.values import Costs, ExecutorSettings, Expert, Tier
 
 SEE = "docs/expert-pools.md explains expert pools."
 Dtype = Literal["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8"]
@@ -61,6 +61,10 @@ class ExpertSection:
     memory_bytes: int
     usage: float = 0.0
     after: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.memory_bytes > 0, f"memory_bytes must be above 0, not {self.memory_bytes}")
+        require(0 <= self.usage <= 1, f"usage must be a probability from 0 to 1, not {self.usage:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +151,17 @@ def read_profiled_pool(file: Path) -> ExpertPoolFile:
 
 
 def _check_names(found: ExpertPoolFile, where: Where) -> None:
-    """Names that lead nowhere are told with their lines."""
+    """Names that lead nowhere, or have a meaning of their own, are told with their lines."""
+    if Tier.HOST in found.executors:
+        at = where(("executors", Tier.HOST))
+        raise ConfigError(f"{at}: an executor is named 'host'.", remedy="That is host memory: take another name.")
     for name, one in found.experts.items():
         _known(one.architecture, found.architectures, where(("experts", name)), "architecture")
         for before in one.after:
             _known(before, found.experts, where(("experts", name, "after")), "expert")
+        if name in one.after:
+            at = where(("experts", name, "after"))
+            raise ConfigError(f"{at}: {name!r} cannot come before itself.", remedy="Take it out of `after`.")
     for device, costs in found.costs.items():
         for architecture in costs:
             _known(architecture, found.architectures, where(("costs", device, architecture)), "architecture")
