@@ -8,6 +8,7 @@ from shell_router.core.events import Degraded, ModelChosen, StepChosen
 from shell_router.engines.scripted import Script
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable, PromptTooLong
 from shell_router.execution import Classes, Judges, ModelChooser, Scores, StepExecutor
+from shell_router.execution.deciding import Deciding
 from shell_router.topology import Agent, Conditional, Prompt, Topology, parse_steps, parse_topology
 from tests.fakes.gates import Gates
 from tests.fakes.moa import ScriptedMoa, ask
@@ -341,8 +342,12 @@ async def test_a_request_that_is_left_leaves_nothing_running(at: str) -> None:
     assert len(moa.cache) == 0
 
 
-async def test_a_long_question_is_looked_through_beside_the_event_loop() -> None:
-    moa = ScriptedMoa(context_length=1_000_000)
+@pytest.mark.parametrize(("question", "beside"), [("hay needle", False), ("hay " * 5000 + "needle", True)])
+async def test_a_long_question_is_looked_through_beside_the_event_loop(question: str, beside: bool) -> None:
     text = "start: [{when: {matches: 'needle$'}, go: a}, {go: b}]\nsteps: {a: {model: small}, b: {model: large}}"
-    answer = await moa.executor.run(steps(text), ask("hay " * 5000 + "needle"), print)
-    assert list(answer.agents) == ["a"]
+    graph, moa = steps(text), ScriptedMoa()
+    judges = Judges(Classes(None), Scores(ModelChooser(moa.models, clock=lambda: 0.0), moa.models))
+    choosing = asyncio.create_task(Deciding(graph, ask(question), judges, print, clock=lambda: 0.0).choice(graph.start))
+    await asyncio.sleep(0)  # on the event loop the choice would be made in its first turn
+    assert choosing.done() is not beside
+    assert (await choosing).go == "a"
