@@ -1,6 +1,7 @@
 """Experts that are checkpoints of one shape, whose weights take turns on SGLang servers that keep running."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 from shell_router.engines.checkpoints import TensorShape, read_tensors
 from shell_router.engines.prompted import Generates, generate_all, refuse_host_memory
 from shell_router.engines.weight_swapping import WeightServer
-from shell_router.errors import ConfigError
+from shell_router.errors import ConfigError, ExpertFailed
 from shell_router.expert_pools.values import Costs, ExecutorSettings, Expert
+
+log = logging.getLogger(__name__)
 
 SLOT_BYTES = 1
 """What an expert counts for: a server holds the weights of one, whatever their bytes."""
@@ -59,6 +62,7 @@ class SwapExperts:
         self._places = places
         self._holds: dict[str, str | None] = {name: place.expert for name, place in places.items()}
         self._loaded: dict[str, str] = {}
+        self._swapped_in: dict[str, Path] = {}
         self._shapes: dict[str, Mapping[str, TensorShape]] = {}
 
     async def load(self, expert: Expert, place: str) -> None:
@@ -84,7 +88,15 @@ class SwapExperts:
         outcomes = await asyncio.gather(*(server.swap(folder) for server in servers), return_exceptions=True)
         if failed := [one for one in outcomes if isinstance(one, BaseException)]:
             raise failed[0]
-        self._holds[place] = name
+        self._holds[place], self._swapped_in[place] = name, folder
+
+    async def _has(self, name: str, place: str) -> bool:
+        """Whether its servers have these weights still: one that was started again has those of its start."""
+        folder = self._swapped_in.get(place)
+        if self._holds[place] == name and folder is not None:
+            served = await asyncio.gather(*(server.model_path() for server in self._places[place].servers))
+            return all(path == folder for path in served)
+        return self._holds[place] == name
 
     async def _check(self, folder: Path, place: str) -> None:
         found = await asyncio.to_thread(read_tensors, folder)
@@ -104,5 +116,15 @@ class SwapExperts:
         del self._loaded[place]
 
     async def run(self, expert: Expert, place: str, samples: Sequence[Any]) -> Sequence[Any]:
-        """One `Generated` per `Prompt`; one that the engine refuses has an ExpertFailed in its place."""
-        return await generate_all(self._places[place].engine, expert, samples)
+        """One `Generated` per `Prompt`; one that the engine refuses has an ExpertFailed in its place.
+
+        Servers that have lost the weights get them again. Raises ExpertFailed where they lose them meanwhile, and
+        EngineError where a server fails.
+        """
+        if not await self._has(expert.name, place):
+            log.warning("%s has not the weights of %s any more: they are swapped in again", place, expert.name)
+            await self._swap(expert.name, place)
+        outputs = await generate_all(self._places[place].engine, expert, samples)
+        if not await self._has(expert.name, place):
+            raise ExpertFailed(f"{place} lost the weights of {expert.name} while it answered.", remedy="Ask again.")
+        return outputs

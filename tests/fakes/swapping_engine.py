@@ -14,15 +14,21 @@ NOT_FLUSHED = "Weights were updated, but the cache was not flushed because reque
 class SwappingEngine:
     """Answers with the name of its weights' folder and the prompt; refuses prompts longer than 8 tokens.
 
-    `busy` times it does not flush; it replaces no weights while `broken`.
+    `busy` times it does not flush; it replaces no weights while `broken`. With `restarts` it starts again at the next
+    prompt, with the weights of its first start.
     """
 
     def __init__(self, folder: Path, *, busy: int = 0) -> None:
         self.folder = folder
         self.busy = busy
-        self.broken = False
+        self.broken = self.restarts = False
+        self._first = folder
         self.swaps: list[str] = []
         self.flushed: list[str] = []
+
+    def restart(self) -> None:
+        """Have the weights of its first start."""
+        self.folder, self.restarts = self._first, False
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -53,6 +59,8 @@ class SwappingEngine:
         return web.json_response(answer)
 
     async def _generate(self, request: web.Request) -> web.Response:
+        if self.restarts:
+            self.restart()
         ids = (await request.json())["input_ids"]
         if len(ids) > 8:
             return web.json_response({"error": {"message": "longer than the model's context length"}}, status=400)

@@ -111,6 +111,28 @@ async def test_both_servers_of_a_pair_get_the_weights_and_again_after_one_failed
     assert (first.swaps, second.swaps) == (["b", "c", "b"], ["b", "b"])
 
 
+async def test_a_server_that_was_started_again_gets_the_weights_again(
+    folder: Path, session: aiohttp.ClientSession, engine: tuple[SwappingEngine, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    running, url = engine
+    async with asyncio.timeout(20), pool_on(folder, session, url) as pool:
+        assert await answered(pool, 0, "b") == "b"
+        running.restart()
+        assert await answered(pool, 1, "b") == "b"
+    assert running.swaps == ["b", "b"]
+    assert "one has not the weights of b any more" in caplog.text
+
+
+async def test_what_other_weights_wrote_is_no_answer(
+    folder: Path, session: aiohttp.ClientSession, engine: tuple[SwappingEngine, str]
+) -> None:
+    running, url = engine
+    async with asyncio.timeout(20), pool_on(folder, session, url) as pool:
+        assert await answered(pool, 0, "b") == "b"
+        running.restarts = True
+        assert [await answered(pool, number, "b") for number in (1, 2)] == ["ExpertFailed", "b"]
+
+
 async def test_a_server_that_is_still_busy_is_asked_until_it_has_dropped_its_kv(
     folder: Path, session: aiohttp.ClientSession
 ) -> None:
