@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shell_router.topology.patterns import found_in, pattern_error
@@ -123,7 +123,10 @@ def test_rules_before_the_one_taken_do_not_hold_and_it_does(rules: list[Rule], f
     )
 
 
+@pytest.mark.filterwarnings("ignore:Possible set:FutureWarning", "ignore:Possible nested set:FutureWarning")
 @given(st.text("ab(|)*.+?[^]x1", max_size=8), st.text("abx1", max_size=12))
+@example("[[]", "")
+@example("[||]", "")
 def test_patterns_find_what_pythons_do(pattern: str, text: str) -> None:
     if not pattern_error(pattern):
         try:
