@@ -8,11 +8,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from shell_router.engines.safetensors_header import read_header
 from shell_router.errors import ConfigError
 
-LENGTH_BYTES = 8
 KEY_AND_VALUE = 2
-NO_TENSOR = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,7 @@ def read_tensors(folder: Path) -> Mapping[str, TensorShape]:
 def _read_header(file: Path) -> Mapping[str, TensorShape]:
     try:
         with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(LENGTH_BYTES))
-            header = json.loads(opened.read(length))
-        tensors = {name: one for name, one in header.items() if name != NO_TENSOR}
+            tensors, begin = read_header(opened), opened.tell()
         ends = max((one["data_offsets"][1] for one in tensors.values()), default=0)
         shapes = {name: TensorShape(one["dtype"], tuple(one["shape"])) for name, one in tensors.items()}
     except (
@@ -72,7 +69,7 @@ def _read_header(file: Path) -> Mapping[str, TensorShape]:
         MemoryError,
     ) as error:
         raise ConfigError(f"{file} is no safetensors file: {error}.", remedy="Save or copy it again.") from error
-    if file.stat().st_size != LENGTH_BYTES + length + ends:
+    if file.stat().st_size != begin + ends:
         raise ConfigError(f"{file} is not whole: it ends too early or too late.", remedy="Save or copy it again.")
     return shapes
 

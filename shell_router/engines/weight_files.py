@@ -1,12 +1,12 @@
 """Weights from a file, in memory once. Imports torch."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
+
+from shell_router.engines.safetensors_header import read_header
 
 Weights = Mapping[str, torch.Tensor]
 _DTYPES = {
@@ -23,8 +23,6 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_LENGTH = 8
-"""Bytes before the header, which say how long it is."""
 
 
 def read_weights(file: Path) -> Weights:
@@ -40,8 +38,7 @@ def read_weights(file: Path) -> Weights:
     with safe_open(file, framework="pt"):
         pass  # has the header checked: offsets, shapes and the file's length agree
     with file.open("rb") as data:
-        header: dict[str, Any] = json.loads(data.read(int.from_bytes(data.read(_LENGTH), "little")))
-        header.pop("__metadata__", None)
+        header = read_header(data)
         block = torch.empty(file.stat().st_size - data.tell(), dtype=torch.uint8)
         read = data.readinto(block.numpy().data)
     if read < block.numel():
