@@ -25,7 +25,8 @@ from shell_router.engines.weight_swapping import WeightServer
 from shell_router.errors import ConfigError
 from shell_router.expert_pools import Costs, ExecutorSettings, Expert, Experts, Tier
 from tests.fakes.nets import linear
-from tests.fakes.swapping_engine import SwappingEngine, served
+from tests.fakes.served import served
+from tests.fakes.swapping_engine import SwappingEngine
 
 LIMIT_S = 120.0
 FIRST, SECOND = "one", "two"

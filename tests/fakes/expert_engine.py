@@ -1,13 +1,10 @@
 """An engine that records experts as SGLang with the plugin does: its routes, and a record that the test gives it."""
 
 import io
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from shell_router.placement import ExpertRecord
 
@@ -50,14 +47,3 @@ class ExpertEngine:
         archive = io.BytesIO()
         np.savez(archive, activations=self.record.activations, transitions=self.record.transitions)
         return web.Response(body=archive.getvalue())
-
-
-@asynccontextmanager
-async def served(engine: ExpertEngine) -> AsyncIterator[str]:
-    """The URL of `engine`, served on loopback."""
-    server = TestServer(engine.app())
-    await server.start_server()
-    try:
-        yield str(server.make_url("")).rstrip("/")
-    finally:
-        await server.close()

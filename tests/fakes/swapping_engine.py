@@ -1,12 +1,9 @@
 """An SGLang server whose weights can be replaced, as SGLang 0.5.23 replaces them: its routes, and a folder's name."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 NOT_FLUSHED = "Weights were updated, but the cache was not flushed because requests are still running or queued."
 
@@ -71,14 +68,3 @@ class SwappingEngine:
             "cached_tokens": 0,
         }
         return web.json_response({"text": self.folder.name, "output_ids": ids, "meta_info": meta})
-
-
-@asynccontextmanager
-async def served(engine: SwappingEngine) -> AsyncIterator[str]:
-    """The URL of `engine`, served on loopback."""
-    server = TestServer(engine.app())
-    await server.start_server()
-    try:
-        yield str(server.make_url("")).rstrip("/")
-    finally:
-        await server.close()

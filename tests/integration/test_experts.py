@@ -17,7 +17,8 @@ from shell_router.placement import ALGORITHMS, ExpertRecord, PlacementSettings, 
 from shell_router.placement.baselines import contiguous, eplb
 from shell_router.placement.files import MAP, read_placement, read_record, write_record
 from tests.fakes.command import running_command
-from tests.fakes.expert_engine import ExpertEngine, served
+from tests.fakes.expert_engine import ExpertEngine
+from tests.fakes.served import served
 
 ROUTING = Routing(layers=4, experts=16, top_k=4, topics=4, topical=2)
 

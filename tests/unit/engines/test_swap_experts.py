@@ -14,7 +14,8 @@ from shell_router.engines.weight_swapping import WeightServer
 from shell_router.errors import ConfigError, ExpertError, ExpertFailed
 from shell_router.expert_pools import Costs, Event, ExpertPool, Policies, Request, Switched
 from shell_router.expert_pools.measuring import Amount, Bench, measured
-from tests.fakes.swapping_engine import SwappingEngine, served
+from tests.fakes.served import served
+from tests.fakes.swapping_engine import SwappingEngine
 
 COSTS = {"tiny": Costs(0.01, 0.01, 8, 0, 0.1, 0.1)}
 NAMES = "abc"
