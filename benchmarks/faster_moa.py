@@ -126,10 +126,11 @@ def largest_first(topology: Topology) -> Topology:
 
 
 def settings(bench: Bench) -> list[Row]:
-    """The four settings, the paper's gate as the paper has it (it exits from the first output on), then in flight."""
+    """The four settings, the paper's gate as the paper has it (it exits from the first output on), then ours."""
     full = exiting(bench.topology("full"), EarlyExit(min_completed=1))
     tried = {name: bench.topology(name) for name in ("all-to-all", "tree", "tree-incremental")}
-    tried |= {"full": full, "full, in flight": bench.topology("full-in-flight")}
+    ours = {"full, in flight": "full-in-flight", "full, what agrees passed on": "full-passing-on"}
+    tried |= {"full": full} | {name: bench.topology(file) for name, file in ours.items()}
     rows = []
     for data_set, data in DATA_SETS.items():
         done = {name: bench.run(topology, data) for name, topology in tried.items()}

@@ -8,7 +8,7 @@ import orjson
 
 from shell_router.api.facts import KINDS, coalesced, facts
 from shell_router.api.sse import DONE, data_frame
-from shell_router.core.events import AgentTokens, Event, StepChosen
+from shell_router.core.events import AgentPassedOn, AgentTokens, Event, StepChosen
 from shell_router.execution import Answer
 from shell_router.telemetry import Trace
 
@@ -110,7 +110,7 @@ class ChatFrames:
 
     def _answer_in(self, event: Event) -> str:
         """The part of the answer that comes with the event."""
-        if isinstance(event, AgentTokens):
+        if isinstance(event, AgentTokens | AgentPassedOn):
             return event.text if event.agent in self._answering else ""
         return event.text if isinstance(event, StepChosen) else ""
 
@@ -135,8 +135,8 @@ class ChatFrames:
         told = {"type": name, **facts(event, self._origin_s)}
         if "ids" in told:
             told["tokens"] = len(told.pop("ids"))
-        if isinstance(event, StepChosen):
-            del told["text"]  # it is in the answer
+        if isinstance(event, StepChosen | AgentPassedOn):
+            del told["text"]  # the client has it: it is in the answer, or was written by `source`
         chunk = data_frame({**self._base, "choices": [], "agent_event": told})
         return b"event: %s\n%s" % (name.encode(), chunk)
 

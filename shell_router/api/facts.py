@@ -7,6 +7,7 @@ from typing import Any
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentPassedOn,
     AgentPlaced,
     AgentStarted,
     AgentStopped,
@@ -29,6 +30,7 @@ KINDS: dict[type, str] = {
     AgentPlaced: "placed",
     AgentTokens: "tokens",
     AgentFinished: "finished",
+    AgentPassedOn: "passed_on",
     ExitScored: "exit",
     AgentStopped: "stopped",
     AgentErred: "failed",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shell_router.core.events import AgentFinished, AgentTokens, Event
+from shell_router.core.events import AgentFinished, AgentPassedOn, AgentTokens, Event
 from shell_router.core.model import ServedModel
 from shell_router.execution import (
     AgentRequest,
@@ -79,7 +79,7 @@ class Recording:
 
     def observe(self, event: Event) -> None:
         """Keep an output's text, where texts are wanted."""
-        if self._recorder.prompts and isinstance(event, AgentTokens):
+        if self._recorder.prompts and isinstance(event, AgentTokens | AgentPassedOn):
             self._texts.setdefault(event.agent, []).append(event.text)
 
     def end(self) -> None:

@@ -131,6 +131,17 @@ class ExitScored:
 
 
 @dataclass(frozen=True, slots=True)
+class AgentPassedOn:
+    """The agent wrote nothing: those it reads agree, and its output is `text`, that of `source`, and as sure."""
+
+    at_s: float
+    agent: str
+    source: str
+    text: str
+    confidence: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class AgentStopped:
     """The agent was cut off and its output discarded: by its cluster's exit, or because nobody needs it."""
 
@@ -171,6 +182,7 @@ Event = (
     | AgentPlaced
     | AgentTokens
     | AgentFinished
+    | AgentPassedOn
     | ExitScored
     | AgentStopped
     | AgentErred

@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-State = Literal["waiting", "prefilling", "decoding", "finished", "cut off", "failed"]
+State = Literal["waiting", "prefilling", "decoding", "finished", "passed on", "cut off", "failed"]
 
 LOOKS: Mapping[State, tuple[str, str]] = {
     "waiting": ("·", "dim"),
     "prefilling": ("▒", "cyan"),
     "decoding": ("█", "bright_green"),
     "finished": ("✓", "green"),
+    "passed on": ("»", "green"),
     "cut off": ("✂", "red"),
     "failed": ("✗", "bold red"),
 }
@@ -42,6 +43,8 @@ class Progress:
                 self.state, self.decoded = "decoding", self.decoded + event["tokens"]
             case "agent.finished":
                 self.state, self.decoded = "finished", event["completion_tokens"]
+            case "agent.passed_on":
+                self.state = "passed on"
             case "agent.stopped":
                 self.state = "cut off"
             case "agent.failed":

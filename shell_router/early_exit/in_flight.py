@@ -113,6 +113,15 @@ class InFlightGate:
             if not other.complete:
                 other.compare(ended.answer, ended)
 
+    def surest(self, running: Collection[str]) -> str:
+        """The completed member that states the leading answer with the most confidence; there is one with a quorum."""
+        answer = _leading(self._counted(running))
+        stating = [name for name, one in self._members.items() if one.complete and one.answer == answer]
+        return max(stating, key=lambda name: self._members[name].confidence)
+
+    def _counted(self, running: Collection[str]) -> list[_Member]:
+        return [one for name, one in self._members.items() if one.complete or name in running]
+
     def score(self, running: Collection[str]) -> Score:
         """The support of the leading answer among the completed members and those in `running`.
 
@@ -124,7 +133,7 @@ class InFlightGate:
         All are 0 while fewer than the quorum state the answer, and while none of those has ended: one output has to be
         there for the successor to read.
         """
-        members = [one for name, one in self._members.items() if one.complete or name in running]
+        members = self._counted(running)
         answer = _leading(members)
         stating = [member.confidence for member in members if member.answer == answer]
         if answer is None or answer not in self._ended or len(stating) < self._quorum:

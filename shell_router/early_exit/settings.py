@@ -16,7 +16,8 @@ class EarlyExit:
     `tau` is the preferred similarity. The gate is silent until `min_completed` outputs are there (the paper's
     is 1), or, with `in_flight`, so many state the leading answer and one of them is there. `similarity` chooses the
     correlation matrices' entries: `full` is the paper's; `off_diagonal` leaves out the diagonal of ones, which makes
-    unrelated long texts look alike.
+    unrelated long texts look alike. With `pass_on`, which needs `in_flight`, an agent that reads just this cluster
+    writes nothing where the leading answer's support reaches `threshold`: it passes the surest complete output on.
     """
 
     policy: Policy = "stochastic"
@@ -24,6 +25,7 @@ class EarlyExit:
     threshold: float = 0.8
     min_completed: int = 2
     similarity: Literal["full", "off_diagonal"] = "full"
+    pass_on: bool = False
 
     @property
     def embeds(self) -> bool:
@@ -41,3 +43,5 @@ class EarlyExit:
             raise ValueError(f"threshold must be between 0 and 1, not {self.threshold}")
         if self.min_completed < 1:
             raise ValueError(f"min_completed must be at least 1, not {self.min_completed}")
+        if self.pass_on and self.policy != "in_flight":
+            raise ValueError(f"pass_on goes with policy in_flight, which reads what outputs say, not {self.policy!r}")

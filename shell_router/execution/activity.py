@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from shell_router.core.events import AgentErred, AgentFinished, AgentStopped, Event
+from shell_router.core.events import AgentErred, AgentFinished, AgentPassedOn, AgentStopped, Event
 
 Emit = Callable[[Event], None]
-ENDS = (AgentFinished, AgentStopped, AgentErred)
+ENDS = (AgentFinished, AgentPassedOn, AgentStopped, AgentErred)
 
 
 class Activity:

@@ -3,11 +3,19 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agent_cache import AgentPromptCache, Chunk, LogWriter
-from shell_router.core.events import AgentFinished, AgentPlaced, AgentStarted, AgentTokens, Event, PromptReady
+from shell_router.core.events import (
+    AgentFinished,
+    AgentPassedOn,
+    AgentPlaced,
+    AgentStarted,
+    AgentTokens,
+    Event,
+    PromptReady,
+)
 from shell_router.core.generation import DEFAULT_MAX_NEW_TOKENS, Finish, Generation, Tokens
 from shell_router.core.model import ServedModel
 from shell_router.core.placement import Placed
@@ -66,6 +74,8 @@ class AgentRun:
         self._clock = clock
         self._texts: list[str] = []
         self._first: tuple[float, int] | None = None  # when the first tokens came, and how many
+        self._task: asyncio.Task[Any] | None = None
+        self._passed: tuple[str, Output] | None = None
         self.prompt_tokens = 0
         self.decoded = 0
 
@@ -74,13 +84,44 @@ class AgentRun:
         """The output so far."""
         return "".join(self._texts)
 
+    @property
+    def passes_on(self) -> bool:
+        """Whether its output is another agent's."""
+        return self._passed is not None
+
+    def pass_on(self, source: str, output: Output) -> None:
+        """Let the run end with the output of `source`, and drop its prompt, which must still wait for precursors."""
+        self._passed = source, output
+        if self._task is not None:
+            self._task.cancel()
+
     async def run(self) -> Output:
         """Run to the end. The log is left open: its end mark is the caller's, who knows why the run ended.
 
         Raises AgentFailed, PrecursorTimeout, PromptTooLong, and EngineError.
         """
+        self._emit(AgentStarted(self._clock(), self._filling.agent, self._filling.model.alias))
+        self._task = asyncio.current_task()
+        try:
+            if self._passed is None:
+                return await self._write()
+        except asyncio.CancelledError:
+            if self._passed is None or self._task is None or self._task.uncancel():
+                raise  # or somebody else wants it to end, too
+        assert self._passed is not None
+        return await self._hand_on(*self._passed)
+
+    async def _hand_on(self, source: str, output: Output) -> Output:
+        agent, text = self._filling.agent, output.text
+        self._writer.append(Chunk(text, tuple(self._filling.model.tokenizer.encode(text))))
+        self._texts.append(text)
+        if self._wrote(text, output.confidence or 0.0):
+            await asyncio.sleep(0)  # where the cancellation comes that has just been asked for
+        self._emit(AgentPassedOn(self._clock(), agent, source, text, output.confidence))
+        return replace(output, finish=Finish(output.finish.reason, 0, 0, 0))
+
+    async def _write(self) -> Output:
         agent, model = self._filling.agent, self._filling.model
-        self._emit(AgentStarted(self._clock(), agent, model.alias))
         ids = await self._filler.fill()
         check_length(agent, model, len(ids), self._decoding.sampling)
         self.prompt_tokens = len(ids)

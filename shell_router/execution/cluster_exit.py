@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from shell_router.core.embedding import Embedder
 from shell_router.core.events import Degraded, Event, ExitScored
@@ -16,6 +17,17 @@ log = logging.getLogger(__name__)
 
 Unfinished = Callable[[], tuple[str, ...]]
 """Tells which agents of the cluster still run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Who is cut off, and whose output the cluster's readers pass on instead of writing; mostly nobody."""
+
+    cut: tuple[str, ...] = ()
+    passed_on: str | None = None
+
+
+GO_ON = Verdict()
 
 
 class ClusterExit:
@@ -41,28 +53,28 @@ class ClusterExit:
         self._completed: list[str] = []
         self._turn = asyncio.Lock()
 
-    def wrote(self, _agent: str, _text: str, _confidence: float, _unfinished: Unfinished) -> tuple[str, ...]:
-        """Nobody: only complete outputs are judged here."""
-        return ()
+    def wrote(self, _agent: str, _text: str, _confidence: float, _unfinished: Unfinished) -> Verdict:
+        """Nothing: only complete outputs are judged here."""
+        return GO_ON
 
-    async def completed(self, agent: str, output: Output, unfinished: Unfinished) -> tuple[str, ...]:
-        """The agents to cut off now that `agent` has ended; mostly none.
+    async def completed(self, agent: str, output: Output, unfinished: Unfinished) -> Verdict:
+        """The agents to cut off now that `agent` has ended.
 
         `unfinished` is asked before scoring, which is not worth its cost when nobody is left, and again after it. An
         embedder that fails leaves this completion out of the judgement, with a warning and an event.
         """
         async with self._turn:
             if not unfinished():
-                return ()
+                return GO_ON
             started_s = self._clock()
             try:
                 score = await self._score(output)
             except (EngineError, ValueError) as error:  # ValueError: what it said is no embedding
                 log.warning("cluster %s is not judged on %s: %s", self._id, agent, error)
                 self._emit(Degraded(self._clock(), self._id, "early_exit", str(error)))
-                return ()
+                return GO_ON
             self._completed.append(agent)
-            return self._decide(score, started_s, unfinished()) if score else ()
+            return Verdict(self._decide(score, started_s, unfinished())) if score else GO_ON
 
     async def _score(self, output: Output) -> Score | None:
         states = await self._embedder.embed(output.text)

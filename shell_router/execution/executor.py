@@ -2,8 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Literal
 
 from agent_cache import AgentPromptCache, End, LogWriter
 from shell_router.core.embedding import Embedder
@@ -13,7 +14,7 @@ from shell_router.early_exit import EarlyExit
 from shell_router.errors import AgentFailed, ConfigError, DeadlineExceeded, PromptTooLong, ShellRouterError
 from shell_router.execution.agent_run import AgentRun, Output, Wrote
 from shell_router.execution.choosing import ModelChooser
-from shell_router.execution.cluster_exit import ClusterExit
+from shell_router.execution.cluster_exit import ClusterExit, Verdict
 from shell_router.execution.in_flight_exit import InFlightExit
 from shell_router.execution.planning import Planned, plan
 from shell_router.execution.preparation import Preparation, PreparedAgent
@@ -130,7 +131,7 @@ class _Run:
         self._runs: dict[str, AgentRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outputs: dict[str, Output] = {}
-        self._gone: dict[str, AgentState] = {}
+        self._gone: dict[str, CutOff | Literal["failed"]] = {}
 
     async def answer(self) -> Answer:
         """Run all agents; the root's end ends the run."""
@@ -192,7 +193,7 @@ class _Run:
         unfinished = partial(self._unfinished, cluster)
 
         def wrote(text: str, confidence: float) -> bool:
-            self._cut_off(judge.wrote(agent, text, confidence, unfinished))
+            self._apply(judge.wrote(agent, text, confidence, unfinished), cluster)
             return agent in self._gone
 
         return wrote
@@ -200,15 +201,19 @@ class _Run:
     async def _judge(self, agent: str, output: Output) -> None:
         cluster = self._topology.cluster_of.get(agent)
         if cluster is not None and (judge := self._exits.get(cluster.id)):
-            self._cut_off(await judge.completed(agent, output, partial(self._unfinished, cluster)))
+            self._apply(await judge.completed(agent, output, partial(self._unfinished, cluster)), cluster)
 
     def _unfinished(self, cluster: Cluster) -> tuple[str, ...]:
         return tuple(name for name in cluster.agents if self._is_running(name))
 
-    def _cut_off(self, stragglers: Collection[str]) -> None:
-        for straggler in stragglers:
+    def _apply(self, verdict: Verdict, cluster: Cluster) -> None:
+        if verdict.passed_on is not None:
+            for reader in self._topology.readers_of(cluster):
+                if self._is_running(reader):
+                    self._runs[reader].pass_on(verdict.passed_on, self._outputs[verdict.passed_on])
+        for straggler in verdict.cut:
             self._cut(straggler, "early_exit")
-        if stragglers:
+        if verdict.cut:
             self._cut_unneeded()
 
     def _is_running(self, agent: str) -> bool:
@@ -231,5 +236,6 @@ class _Run:
         model, run = self._topology.agents[agent].model, self._runs[agent]
         if agent in self._outputs:
             finish = self._outputs[agent].finish
-            return AgentUsage(model, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens, "finished")
+            state: AgentState = "passed_on" if run.passes_on else "finished"
+            return AgentUsage(model, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens, state)
         return AgentUsage(model, run.prompt_tokens, run.decoded, 0, self._gone[agent])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from shell_router.core.events import Event
 from shell_router.early_exit import NO_QUORUM, EarlyExit, InFlightGate
 from shell_router.execution.agent_run import Output
-from shell_router.execution.cluster_exit import Unfinished, exit_scored
+from shell_router.execution.cluster_exit import GO_ON, Unfinished, Verdict, exit_scored
 from shell_router.topology import Cluster
 
 
@@ -27,20 +27,20 @@ class InFlightExit:
         self._clock = clock
         self._completed: list[str] = []
 
-    def wrote(self, agent: str, text: str, confidence: float, unfinished: Unfinished) -> tuple[str, ...]:
-        """The agents to cut off now that `agent` wrote `text`; mostly none. Scores that cut nobody off are not told."""
+    def wrote(self, agent: str, text: str, confidence: float, unfinished: Unfinished) -> Verdict:
+        """What follows from `agent` having written `text`. Scores that cut nobody off are not told."""
         self._gate.wrote(agent, text, confidence)
-        return self._judged(unfinished(), tell=False) if self._completed else ()
+        return self._judged(unfinished(), tell=False) if self._completed else GO_ON
 
-    async def completed(self, agent: str, _output: Output, unfinished: Unfinished) -> tuple[str, ...]:
-        """The agents to cut off now that `agent` has ended."""
+    async def completed(self, agent: str, _output: Output, unfinished: Unfinished) -> Verdict:
+        """What follows from `agent` having ended. The last one matters only where outputs are passed on."""
         self._completed.append(agent)
         self._gate.completed(agent)
         return self._judged(unfinished(), tell=True)
 
-    def _judged(self, left: tuple[str, ...], *, tell: bool) -> tuple[str, ...]:
-        if not left:
-            return ()
+    def _judged(self, left: tuple[str, ...], *, tell: bool) -> Verdict:
+        if not (left or self._settings.pass_on):
+            return GO_ON
         started_s = self._clock()
         score = self._gate.score(frozenset(left))
         exited = score is not NO_QUORUM and score.probability >= self._settings.threshold
@@ -48,4 +48,4 @@ class InFlightExit:
         if exited or tell:
             reached, completed = self._settings.threshold, tuple(self._completed)
             self._emit(exit_scored(self._clock(), started_s, self._id, completed, score, reached, cut))
-        return cut
+        return Verdict(cut, self._gate.surest(frozenset(left)) if exited and self._settings.pass_on else None)

@@ -72,12 +72,12 @@ class AgentRequest:
 
 
 CutOff = Literal["early_exit", "unneeded"]
-AgentState = Literal["finished", "early_exit", "unneeded", "failed"]
+AgentState = Literal["finished", "passed_on", "early_exit", "unneeded", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class AgentUsage:
-    """Tokens one agent cost. An agent that was cut off counts what it had decoded by then."""
+    """Tokens one agent cost. An agent that was cut off counts what it had decoded by then; passing on costs none."""
 
     model: str
     prompt_tokens: int

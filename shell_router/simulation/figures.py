@@ -14,7 +14,7 @@ Agents = Mapping[str, Mapping[str, Any]]
 class Figures:
     """One run's measurements, in seconds but for the shares and counts. Readers are the aggregators and the root.
 
-    What is said of the second layer is None where all of it was cut off.
+    What is said of the second layer is None where none of it wrote anything; where no reader did, nothing was late.
     """
 
     end_to_end_s: float
@@ -25,6 +25,7 @@ class Figures:
     cached_share: float
     bound_s: float
     cut_off: int
+    passed_on: int
 
 
 def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
@@ -34,7 +35,7 @@ def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
     readers = {name: agent for name, agent in finished.items() if topology.agents[name].precursors}
     aggregators = [name for name in topology.layers[1] if name in readers]
     inputs_end_s = {name: max(agents[p]["ended_s"] for p in topology.agents[name].precursors) for name in readers}
-    prompts = sum(agent["prompt_tokens"] for agent in readers.values())
+    prompts = sum(agent["prompt_tokens"] for agent in readers.values()) or 1
     in_time = sum(
         # an update may have held a slot that an early exit then left out
         min(prefilled_tokens(agent, inputs_end_s[name]), agent["cached_tokens"])
@@ -44,11 +45,12 @@ def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
         end_to_end_s=trace["duration_s"],
         second_layer_s=_mean([agents[name]["ended_s"] - inputs_end_s[name] for name in aggregators]),
         exposed_s=_mean([agents[name]["exposed_prefill_s"] for name in aggregators]),
-        reader_exposed_s=statistics.mean(agent["exposed_prefill_s"] for agent in readers.values()),
-        late_share=1 - in_time / prompts,
+        reader_exposed_s=_mean([agent["exposed_prefill_s"] for agent in readers.values()]) or 0.0,
+        late_share=1 - in_time / prompts if readers else 0.0,
         cached_share=sum(agent["cached_tokens"] for agent in readers.values()) / prompts,
         bound_s=critical_path_s(topology, agents),
         cut_off=sum(agent["state"] == "early_exit" for agent in agents.values()),
+        passed_on=sum(agent["state"] == "passed_on" for agent in agents.values()),
     )
 
 
@@ -68,12 +70,18 @@ def prefilled_tokens(agent: Mapping[str, Any], at_s: float) -> int:
 
 
 def critical_path_s(topology: Topology, agents: Agents) -> float:
-    """Seconds to the root's end if each agent decoded from the moment its last needed precursor ended."""
+    """Seconds to the root's end if each agent decoded from the moment its last needed precursor ended.
+
+    One that passes an output on does so as long after its last needed precursor as it did.
+    """
     end_s: dict[str, float] = {}
     for name, agent in topology.agents.items():
-        if agents[name]["state"] != "finished":
-            continue
-        decode = next(span for span in agents[name]["spans"] if span["name"] == "decode")
-        needed = [end_s[p] for p in agent.precursors if p in end_s]
-        end_s[name] = decode["end_s"] - decode["start_s"] + (max(needed) if needed else decode["start_s"])
+        needed = [p for p in agent.precursors if p in end_s]
+        begin_s = max((end_s[p] for p in needed), default=None)
+        if agents[name]["state"] == "passed_on":
+            waited_s = agents[name]["ended_s"] - max(agents[p]["ended_s"] for p in needed)
+            end_s[name] = (begin_s or 0.0) + waited_s
+        elif agents[name]["state"] == "finished":
+            decode = next(span for span in agents[name]["spans"] if span["name"] == "decode")
+            end_s[name] = decode["end_s"] - decode["start_s"] + (decode["start_s"] if begin_s is None else begin_s)
     return end_s[topology.root.id]

@@ -6,6 +6,7 @@ from typing import Any
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentPassedOn,
     AgentPlaced,
     AgentStopped,
     AgentTokens,
@@ -14,7 +15,7 @@ from shell_router.core.events import (
 )
 from shell_router.telemetry.overlap import PrefillTimes, prefill_times
 
-End = AgentFinished | AgentStopped | AgentErred
+End = AgentFinished | AgentPassedOn | AgentStopped | AgentErred
 
 
 @dataclass(slots=True)
@@ -38,12 +39,14 @@ class AgentTrace:
 
     @property
     def state(self) -> str:
-        """running, finished, early_exit, unneeded or failed: the words of AgentUsage."""
+        """running, finished, passed_on, early_exit, unneeded or failed: the words of AgentUsage."""
         match self.end:
             case None:
                 return "running"
             case AgentFinished():
                 return "finished"
+            case AgentPassedOn():
+                return "passed_on"
             case AgentStopped(why=why):
                 return why
             case AgentErred():
@@ -52,7 +55,7 @@ class AgentTrace:
     @property
     def confidence(self) -> float | None:
         """Geometric mean token probability of the output, where measured."""
-        return self.end.confidence if isinstance(self.end, AgentFinished) else None
+        return self.end.confidence if isinstance(self.end, AgentFinished | AgentPassedOn) else None
 
     def prefill_times(self, inputs_done_s: float) -> PrefillTimes | None:
         """Hidden and exposed prefill, once the first token is there."""
@@ -86,6 +89,8 @@ class AgentTrace:
                     "cached_tokens": end.cached_tokens,
                     "confidence": end.confidence,
                 }
+            case AgentPassedOn() as end:
+                return ended | {"source": end.source, "confidence": end.confidence}
             case AgentErred() as end:
                 return ended | {"error": end.error, "dropped": end.dropped}
             case AgentStopped():

@@ -66,6 +66,7 @@ class Metrics:
         self.agents_started = self._counter("agents_started", "Agents started", "model")
         self.agents_finished = self._counter("agents_finished", "Agents that finished", "model", "reason")
         self.agents_failed = self._counter("agents_failed", "Agents that failed", "model", "dropped")
+        self.agents_passed_on = self._counter("agents_passed_on", "Agents that passed an agreed output on", "model")
         self.agents_stopped = self._counter("agents_stopped", "Agents cut off", "model", "why")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished agents", "model")
         self.cached_tokens = self._counter("cached_prompt_tokens", "Those found cached by the real request", "model")

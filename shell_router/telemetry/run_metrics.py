@@ -6,6 +6,7 @@ from typing import Any
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentPassedOn,
     AgentPlaced,
     AgentStarted,
     AgentStopped,
@@ -41,6 +42,7 @@ class RunMetrics:
             AgentStarted: self._agent_started,
             AgentTokens: self._tokens,
             AgentFinished: self._finished,
+            AgentPassedOn: self._passed_on,
             AgentStopped: self._stopped,
             AgentErred: self._erred,
             PrefillIncrement: self._increment,
@@ -90,6 +92,11 @@ class RunMetrics:
         self._metrics.prompt_tokens.labels(model).inc(event.prompt_tokens)
         self._metrics.cached_tokens.labels(model).inc(event.cached_tokens)
         self._metrics.completion_tokens.labels(model).inc(event.completion_tokens)
+
+    def _passed_on(self, event: AgentPassedOn) -> None:
+        self._metrics.agents_passed_on.labels(self._model(event.agent)).inc()
+        if event.agent in self._answering:
+            self._first_tokens(event.at_s)
 
     def _stopped(self, event: AgentStopped) -> None:
         model = self._model(event.agent)

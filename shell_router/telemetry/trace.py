@@ -7,6 +7,7 @@ from typing import Any
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentPassedOn,
     AgentPlaced,
     AgentStarted,
     AgentStopped,
@@ -72,7 +73,7 @@ class Trace:
                 self._of(event.agent, event.at_s).ready = event
             case AgentPlaced():
                 self._of(event.agent, event.at_s).placed = event
-            case AgentFinished() | AgentStopped() | AgentErred():
+            case AgentFinished() | AgentPassedOn() | AgentStopped() | AgentErred():
                 self._of(event.agent, event.at_s).end = event
             case ModelChosen():
                 self.choices.append(event)

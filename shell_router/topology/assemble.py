@@ -47,12 +47,16 @@ def prefill_in(file: Values) -> Prefill:
 
 
 def early_exit_in(said: Any, base: Any = False) -> EarlyExit | None:
-    """An `early_exit` value: None for off, else settings over those of `base`, the topology's own value."""
+    """An `early_exit` value: None for off, else settings over those of `base`, the topology's own value.
+
+    Raises ValueError for settings that contradict each other.
+    """
     if said in _OFF:
         return None
     own = said if isinstance(said, Mapping) else {}
     inherited = base if isinstance(base, Mapping) else {}
-    return EarlyExit(**{**inherited, **own})
+    settings = {**inherited, **own}
+    return EarlyExit(**{**settings, "pass_on": settings.get("pass_on", False) in _ON})
 
 
 def agent_of(agent_id: str, own: Values, file: Values) -> Agent:

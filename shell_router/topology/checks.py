@@ -6,8 +6,9 @@ The checks run in stages, each on what the stage before has found sound, so that
 from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
+from typing import Any
 
-from shell_router.topology.assemble import agents_in, prefill_in
+from shell_router.topology.assemble import agents_in, early_exit_in, prefill_in
 from shell_router.topology.document import Path, Problem
 from shell_router.topology.grammar import shown, suggestion
 from shell_router.topology.graph import AUTO
@@ -32,6 +33,7 @@ def form_problems(file: Values) -> Iterator[Problem]:
         prefill_in(file)
     except ValueError as error:
         yield Problem(("prefill",), f"prefill: {error}.", "Change one of them.")
+    yield from _exit_problems(file)
 
 
 def name_problems(file: Values, models: Collection[str] | None) -> Iterator[Problem]:
@@ -62,6 +64,20 @@ def graph_problems(file: Values) -> Iterator[Problem]:
     if len(roots) == 1:
         yield from _root_misuse(roots[0], file)
     yield from _starved(file, precursors)
+
+
+def _exit_problems(file: Values) -> Iterator[Problem]:
+    base = file.get("early_exit", False)
+    said: dict[Path, Any] = {("early_exit",): base} | {
+        ("clusters", cluster, "early_exit"): block["early_exit"]
+        for cluster, block in file.get("clusters", {}).items()
+        if "early_exit" in block
+    }
+    for at, value in said.items():
+        try:
+            early_exit_in(value, base)
+        except ValueError as error:
+            yield Problem(at, f"early_exit: {error}.", "Change one of them.")
 
 
 def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:

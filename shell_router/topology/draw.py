@@ -89,7 +89,8 @@ def _exit_text(early_exit: EarlyExit | None) -> str:
         return "no early exit"
     if early_exit.policy == "in_flight":
         agreed = count(early_exit.min_completed, "equal answer")
-        return f"early exit in flight at support >= {early_exit.threshold:g}, from {agreed} on"
+        passed = ", whose output is passed on" if early_exit.pass_on else ""
+        return f"early exit in flight at support >= {early_exit.threshold:g}, from {agreed} on{passed}"
     policy = early_exit.policy if early_exit.policy == "stochastic" else f"at Q >= {early_exit.threshold:g}"
     start = f"from {count(early_exit.min_completed, 'output')} on"
     return f"early exit {policy}, tau {early_exit.tau:g}, {start}"

@@ -127,6 +127,11 @@ class Topology:
         """The cluster of each agent that has one."""
         return {agent: cluster for cluster in self.clusters for agent in cluster.agents}
 
+    def readers_of(self, cluster: Cluster) -> tuple[str, ...]:
+        """The agents that read all of the cluster and nothing else."""
+        members = set(cluster.agents)
+        return tuple(one.id for one in self.agents.values() if set(one.precursors) == members and not one.given)
+
     @cached_property
     def embeds(self) -> bool:
         """Whether an early exit has to embed outputs."""

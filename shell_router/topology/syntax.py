@@ -76,6 +76,9 @@ _EARLY_EXIT_FIELDS = Block(
             "'full' is the paper's; 'off_diagonal' leaves out the correlation matrices' diagonals.",
             ("full", "off_diagonal"),
         ),
+        "pass_on": Switch(
+            "With 'in_flight': who reads just this cluster writes nothing where it agrees, and passes the answer on."
+        ),
     },
     name="early_exit",
 )

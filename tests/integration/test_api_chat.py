@@ -9,10 +9,18 @@ from shell_router.api.services import Emit
 from shell_router.engines.scripted import Script
 from shell_router.errors import EngineRejected, EngineStalled, EngineUnreachable
 from shell_router.execution import Answer, MoaRequest
-from shell_router.topology import Topology
+from shell_router.topology import Topology, parse_topology
 from tests.fakes.api_server import DUO, Api, api, chat
 from tests.fakes.gates import Gates, Hold
 from tests.fakes.moa import ScriptedMoa
+
+PASSING = parse_topology(
+    """name: passing
+agents: {a: {model: small}, b: {model: medium}, root: {model: large, precursors: [a, b]}}
+early_exit: {policy: in_flight, threshold: 0.5, pass_on: on}
+""",
+    source="passing.yaml",
+)
 
 
 def unframed(stream: bytes) -> list[tuple[str, object]]:
@@ -77,6 +85,24 @@ async def test_a_stream_names_agents_events_only_when_asked_for() -> None:
         names = [name for name, _ in full]
         assert names.index("agent.started") < names.index("agent.tokens") < names.index("agent.finished")
         assert all(chunk["choices"] == [] for name, chunk in full if name)  # type: ignore[index]
+
+
+async def test_an_answer_that_is_passed_on_is_streamed_and_told_of() -> None:
+    said = {"a": "it is Answer: 4", "b": "yes it is Answer: 4"}
+    async with api(ScriptedMoa(said), topologies=(PASSING,)) as served:
+        events = await streamed(served, chat(model="passing", stream=True, include_agents=True))
+        (told,) = [chunk["agent_event"] for name, chunk in events if name == "agent.passed_on"]  # type: ignore[index]
+        assert told["agent"] == "root" and told["source"] in said and "text" not in told
+        choices = [choice for _, chunk in events for choice in chunk["choices"]]  # type: ignore[index]
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == said[told["source"]]
+        assert choices[-1]["finish_reason"] == "stop"
+        _, body = await served.post("/v1/chat/completions", chat(model="passing", include_agents=True))
+        assert body["choices"][0]["message"]["content"] in said.values()
+        assert body["agents"]["root"]["state"] == "passed_on"
+        assert body["agents"]["root"]["completion_tokens"] == 0
+        _, trace = await served.get(f"/v1/traces/{body['id'].removeprefix('chatcmpl-')}")
+        assert trace["agents"]["root"]["state"] == "passed_on"
+        assert trace["agents"]["root"]["source"] in said
 
 
 async def test_a_dropped_agent_is_told_of_and_the_answer_comes() -> None:

@@ -19,6 +19,7 @@ from shell_router.errors import ConfigError, DataError
 from shell_router.scheduling.engine_selection import SelectionSettings
 from shell_router.scheduling.queue_order import ORDERS, QueueSettings
 from shell_router.scheduling.settings import SchedulingSettings
+from shell_router.simulation.figures import figures_of
 from shell_router.simulation.load import Loaded, load
 from shell_router.simulation.run import Simulated, simulate
 from shell_router.simulation.settings import Length, SimulatedModel, Simulation, Workload
@@ -95,6 +96,18 @@ def test_equal_agents_write_the_same_in_every_setting() -> None:
 def test_early_exit_cuts_agents_off_where_outputs_agree() -> None:
     agreeing, differing = (summary_of(run("full-in-flight", right=right)) for right in (1.0, 0.0))
     assert agreeing.completed["large"] < differing.completed["large"] == 5
+
+
+def test_what_agrees_is_not_aggregated_where_it_is_passed_on() -> None:
+    agreeing, differing = (run("full-passing-on", right=right) for right in (1.0, 0.0))
+    passed_on = [
+        {figures_of(topology("full-passing-on"), one.trace).passed_on for one in simulated.runs}
+        for simulated in (agreeing, differing)
+    ]
+    assert min(passed_on[0]) >= 3  # two aggregators and the root
+    assert passed_on[1] == {0}
+    assert summary_of(agreeing).mean_s < summary_of(run("full-in-flight", right=1.0)).mean_s
+    assert summary_of(agreeing).over_bound == pytest.approx(0, abs=1e-3)
 
 
 def test_no_answer_is_faster_than_its_bound() -> None:
@@ -250,7 +263,14 @@ def test_every_shipped_simulation_answers_its_first_questions(file: Path) -> Non
 def test_the_command_prints_and_writes_the_same_bytes_in_every_process(tmp_path: Path) -> None:
     first, second = printed(tmp_path, "1"), printed(tmp_path, "2")
     assert first == second
-    assert list(json.loads(first[1])) == ["all-to-all", "tree", "tree-incremental", "full", "full-in-flight"]
+    assert list(json.loads(first[1])) == [
+        "all-to-all",
+        "tree",
+        "tree-incremental",
+        "full",
+        "full-in-flight",
+        "full-passing-on",
+    ]
     assert "is bound by decoding on large" in first[0]
     assert first[2].count(b"<svg") == 1
 

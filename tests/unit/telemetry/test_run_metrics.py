@@ -8,6 +8,7 @@ from shell_router.api.facts import KINDS
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentPassedOn,
     AgentPlaced,
     AgentStarted,
     AgentStopped,
@@ -29,6 +30,7 @@ EVENTS = (
     AgentStarted(1.0, "a", "small"),
     AgentStarted(1.0, "b", "small"),
     AgentStarted(1.0, "root", "large"),
+    AgentStarted(1.0, "reader", "medium"),
     PromptReady(1.1, "a", 10),
     AgentPlaced(1.1, "a", (Placed("prefill-0", "scored", "wait"),)),
     AgentTokens(1.2, "b", (1, 2, 3), "xyz"),
@@ -41,6 +43,7 @@ EVENTS = (
     AgentTokens(1.8, "root", (1,), "x"),
     AgentTokens(1.9, "root", (2,), "y"),
     AgentErred(2.0, "root", "broken", False),
+    AgentPassedOn(2.0, "reader", "a", "xyz", 0.5),
 )
 
 
@@ -89,6 +92,14 @@ def test_agents_are_counted_by_model_and_end() -> None:
     assert value(metrics, "agents_finished_total", model="small", reason="stop") == 1
     assert value(metrics, "agents_stopped_total", model="small", why="early_exit") == 1
     assert value(metrics, "agents_failed_total", model="large", dropped="false") == 1
+    assert value(metrics, "agents_passed_on_total", model="medium") == 1
+
+
+def test_an_answer_that_is_passed_on_begins_then() -> None:
+    metrics = Metrics()
+    run = RunMetrics(metrics, "duo", {"root"}, 1.0)
+    run.observe(AgentPassedOn(1.5, "root", "a", "xyz", None))
+    assert value(metrics, "first_token_seconds_sum", target="duo") == 0.5
 
 
 def test_tokens_of_agents_cut_off_are_wasted_and_others_are_not() -> None:

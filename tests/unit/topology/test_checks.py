@@ -75,6 +75,11 @@ WRONG = {
     "unknown exit policy": ("early_exit: {policy: stochstic}\n" + AGENTS, 1, "Did you mean 'stochastic'"),
     "early exit of the wrong kind": ("early_exit: 5\n" + AGENTS, 1, "a mapping or on or off, not 5"),
     "tau out of bounds": ("early_exit: {tau: 1.5}\n" + AGENTS, 1, "early_exit.tau must be .*not 1.5"),
+    "passing on what nobody read": (
+        "early_exit: {policy: threshold, pass_on: on}\n" + AGENTS,
+        1,
+        "pass_on goes with policy in_flight, which reads what outputs say, not 'threshold'",
+    ),
     "part of an output": ("early_exit: {min_completed: 1.5}\n" + AGENTS, 1, "a whole number at least 1, not 1.5"),
     "no chunk": ("prefill: {chunk_tokens: 0}\n" + AGENTS, 1, "prefill.chunk_tokens must be"),
     "unknown chunk": ("prefill: {chunk_tokens: often}\n" + AGENTS, 1, "'adaptive', not 'often'"),

@@ -131,6 +131,10 @@ def test_agents_with_the_same_successors_are_judged_together_and_one_alone_is_no
         (", early_exit: off", None),
         (", early_exit: 'off'", None),
         (", early_exit: {policy: threshold, min_completed: 2}", EarlyExit("threshold", tau=0.5)),
+        (
+            ", early_exit: {policy: in_flight, pass_on: 'on'}",
+            EarlyExit("in_flight", tau=0.5, min_completed=1, pass_on=True),
+        ),
     ],
 )
 def test_a_cluster_has_its_own_early_exit_over_that_of_the_topology(said: str, expected: EarlyExit | None) -> None:

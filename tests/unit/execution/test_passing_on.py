@@ -1,0 +1,178 @@
+"""Agents that read what agrees and pass it on."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from shell_router.core.events import AgentFinished, AgentPassedOn, Event, PrefillIncrement, PromptReady
+from shell_router.early_exit import EarlyExit
+from shell_router.engines.scripted import Script
+from shell_router.execution import AgentUsage
+from shell_router.topology import Agent, Cluster, Prompt, Topology
+from tests.fakes.gates import Gates
+from tests.fakes.moa import ScriptedMoa, agent_of, ask
+from tests.fakes.recorder import Recorder
+
+PASS_ON = EarlyExit("in_flight", threshold=0.6, min_completed=2, pass_on=True)
+SAYS_4, SAYS_5 = "2 plus 2 is 4 Answer: 4", "no idea at all Answer: 5"
+
+
+def agent(name: str, *precursors: str, model: str = "small", **fields: object) -> Agent:
+    prompt = Prompt(prefix="Q: {question}", slot=" [{output}]") if precursors else Prompt()
+    return Agent(name, model, precursors, prompt, **fields)  # type: ignore[arg-type]
+
+
+def graph(*agents: Agent, clusters: tuple[tuple[str, ...], ...], gate: EarlyExit = PASS_ON) -> Topology:
+    judged = tuple(Cluster(f"cluster-{n}", names, gate) for n, names in enumerate(clusters))
+    return Topology("graph", {one.id: one for one in agents}, judged)
+
+
+def one_cluster(gate: EarlyExit = PASS_ON) -> Topology:
+    return graph(
+        agent("a"), agent("b"), agent("c"), agent("root", "a", "b", "c"), clusters=(("a", "b", "c"),), gate=gate
+    )
+
+
+def three_branches() -> Topology:
+    leaves = [f"{branch}{n}" for branch in "abc" for n in (1, 2)]
+    readers = [agent(branch, f"{branch}1", f"{branch}2", model="medium") for branch in "abc"]
+    return graph(
+        *map(agent, leaves),
+        *readers,
+        agent("root", "a", "b", "c", model="other"),
+        clusters=(("a1", "a2"), ("b1", "b2"), ("c1", "c2"), ("a", "b", "c")),
+    )
+
+
+def asked(moa: ScriptedMoa) -> set[str]:
+    return {agent_of(request) for engine in moa.engines.values() for request in engine.generated}
+
+
+async def test_what_agrees_is_passed_on_and_its_reader_writes_nothing() -> None:
+    moa, events = ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "c": SAYS_5}, pace=Gates("c").pace), Recorder()
+    answer = await moa.executor.run(one_cluster(), ask(), events.emit)
+    assert answer.text == SAYS_4
+    assert answer.agents["root"] == AgentUsage("small", 0, 0, 0, "passed_on")
+    assert answer.agents["c"].state == "early_exit"
+    assert "root" not in asked(moa)
+    (passed,) = events.of(AgentPassedOn)
+    assert (passed.agent, passed.text, passed.confidence) == ("root", SAYS_4, answer.confidence)
+    assert passed.source in ("a", "b")
+    assert not moa.running
+
+
+async def test_it_is_passed_on_too_when_nobody_is_left_to_be_cut_off() -> None:
+    gates = Gates("c")
+    moa, events = ScriptedMoa({"a": SAYS_4, "b": SAYS_5, "c": SAYS_4}, pace=gates.pace), Recorder()
+    run = asyncio.create_task(moa.executor.run(one_cluster(), ask(), events.emit))
+    await events.until(lambda r: {e.agent for e in r.of(AgentFinished)} == {"a", "b"})
+    gates.open("c")
+    answer = await run
+    assert answer.text == SAYS_4
+    assert Counter(usage.state for usage in answer.agents.values()) == {"finished": 3, "passed_on": 1}
+
+
+async def test_without_agreement_the_reader_writes() -> None:
+    moa, events = ScriptedMoa({"a": SAYS_4, "b": SAYS_5, "c": "Answer: 6", "root": "I think 4"}), Recorder()
+    answer = await moa.executor.run(one_cluster(), ask("Why?"), events.emit)
+    assert answer.text == "I think 4"
+    assert answer.agents["root"].state == "finished"
+    assert moa.prompt_of("root").count("[") == 3
+    assert not events.of(AgentPassedOn)
+
+
+async def test_agreement_is_aggregated_where_nothing_is_to_be_passed_on() -> None:
+    gate = EarlyExit("in_flight", threshold=0.6, min_completed=2)
+    moa = ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "c": SAYS_4, "root": "all say 4"})
+    assert (await moa.executor.run(one_cluster(gate), ask(), print)).text == "all say 4"
+
+
+async def test_the_surest_of_those_that_agree_is_heard() -> None:
+    said = {"a": Script("It is so. Answer: 4", logprob=-0.3), "b": Script("I know. Answer: 4", logprob=-0.1)}
+    moa = ScriptedMoa({**said, "c": Script("Answer: 5", logprob=0.0)})
+    gate = EarlyExit("in_flight", threshold=0.5, min_completed=2, pass_on=True)
+    assert (await moa.executor.run(one_cluster(gate), ask(), print)).text == "I know. Answer: 4"
+
+
+async def test_agreement_climbs_the_tree_and_ends_the_branch_that_is_not_needed() -> None:
+    scripts = dict.fromkeys(("a1", "a2", "b1", "b2"), SAYS_4)
+    moa, events = ScriptedMoa(scripts, pace=Gates("c1", "c2").pace), Recorder()
+    answer = await moa.executor.run(three_branches(), ask(), events.emit)
+    assert answer.text == SAYS_4
+    assert {name: answer.agents[name].state for name in ("a", "b", "c", "c1", "c2", "root")} == {
+        "a": "passed_on",
+        "b": "passed_on",
+        "c": "early_exit",
+        "c1": "unneeded",
+        "c2": "unneeded",
+        "root": "passed_on",
+    }
+    assert asked(moa) == {"a1", "a2", "b1", "b2", "c1", "c2"}
+    assert not moa.running
+
+
+@pytest.mark.parametrize("root", ["medium", "other"])
+async def test_a_passed_on_output_is_read_like_one_that_was_written(root: str) -> None:
+    scripts = {"a1": SAYS_4, "a2": SAYS_4, "b1": SAYS_4, "b2": SAYS_5, "b": "Answer: 5", "root": "4 or 5"}
+    moa, events = ScriptedMoa(scripts), Recorder()
+    two = graph(
+        *map(agent, ("a1", "a2", "b1", "b2")),
+        agent("a", "a1", "a2", model="medium"),
+        agent("b", "b1", "b2", model="medium"),
+        agent("root", "a", "b", model=root),
+        clusters=(("a1", "a2"), ("b1", "b2"), ("a", "b")),
+    )
+    answer = await moa.executor.run(two, ask("Why?"), events.emit)
+    assert answer.text == "4 or 5"
+    assert moa.prompt_of("root") == f"<user>Q: Why? [{SAYS_4}] [Answer: 5]<assistant>"
+    assert [e.agent for e in events.of(AgentPassedOn)] == ["a"]
+
+
+async def test_who_reads_others_besides_writes() -> None:
+    two = graph(*map(agent, ("a", "b", "other")), agent("root", "a", "b", "other"), clusters=(("a", "b"),))
+    moa = ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "other": "hm", "root": "together"})
+    assert (await moa.executor.run(two, ask(), print)).text == "together"
+
+
+async def test_prompt_updates_of_a_reader_that_passes_on_are_ended() -> None:
+    gates = Gates("c")
+    moa, events = ScriptedMoa({"a": "long " * 200 + SAYS_4, "b": SAYS_4}, pace=gates.pace), Recorder()
+    run = asyncio.create_task(moa.executor.run(one_cluster(), ask(), events.emit))
+    answer = await run
+    assert answer.agents["root"].state == "passed_on"
+    assert not any(ready.agent == "root" for ready in events.of(PromptReady))
+    assert not moa.running
+    told = events.events.index(events.of(AgentPassedOn)[0])
+    assert not any(isinstance(event, PrefillIncrement) and event.agent == "root" for event in events.events[told:])
+
+
+@pytest.mark.parametrize("last", [AgentFinished, AgentPassedOn])
+async def test_a_request_that_is_given_up_as_its_root_passes_on_ends_all_the_same(last: type[Event]) -> None:
+    moa = ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "c": SAYS_4})
+
+    def emit(event: Event) -> None:
+        if isinstance(event, last) and (last is AgentPassedOn or event.agent == "b"):
+            run.cancel()
+
+    run = asyncio.create_task(moa.executor.run(one_cluster(), ask(), emit))
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert not moa.running
+
+
+async def test_a_reader_that_has_not_begun_can_be_passed_by() -> None:
+    """Engines that answer without waiting end before a later task has begun."""
+
+    async def no_wait(_rid: str, _piece: int) -> None:
+        return
+
+    moa = ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "c": SAYS_4}, pace=no_wait)
+    async with asyncio.timeout(10):
+        answer = await moa.executor.run(one_cluster(), ask(), print)
+    assert answer.text == SAYS_4
+
+
+def test_only_a_gate_that_reads_answers_can_pass_them_on() -> None:
+    with pytest.raises(ValueError, match="pass_on goes with policy in_flight"):
+        EarlyExit("threshold", pass_on=True)
