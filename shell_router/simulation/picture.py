@@ -10,6 +10,7 @@ STYLE = """
   .title { font-size: 14px; font-weight: 600 } .panel { font-weight: 600 }
   .axis { stroke: #999 } .grid { stroke: #9994 }
   .queue { fill: #9993 } .prefill_increment { fill: #35a7c4 } .prefill { fill: #e0912f } .decode { fill: #7ab87a }
+  .passed { fill: #7ab87a; font-weight: 600 }
   .cut { fill: none; stroke: #c33; stroke-width: 1.5 } .exit { stroke: #c33; stroke-dasharray: 3 3 }
   @media (prefers-color-scheme: dark) { text { fill: #ddd } .decode { fill: #4f8f4f } .cut, .exit { stroke: #f77 } }
 """
@@ -51,6 +52,7 @@ def _legend() -> Iterator[str]:
         yield f'<rect class="{kind}" x="{x}" y="34" width="14" height="{BAR}"/><text x="{x + 19}" y="44">{words}</text>'
         x += 44 + 6 * len(words)
     yield f'<rect class="cut" x="{x}" y="34" width="14" height="{BAR}"/><text x="{x + 19}" y="44">cut off early</text>'
+    yield f'<text class="passed" x="{x + 108}" y="44">»</text><text x="{x + 119}" y="44">passes on</text>'
 
 
 def _panel(name: str, trace: Trace, y: int, scale: float) -> Iterator[str]:
@@ -71,6 +73,8 @@ def _row(agent: str, record: Mapping[str, Any], y: int, scale: float) -> Iterato
                 told = f"{label}: {kind.replace('_', ' ')} from {span['start_s']:.3f} to {span['end_s']:.3f} s"
                 place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}"'
                 yield f'<rect class="{kind}" {place}><title>{escape(told)}</title></rect>'
+    if record["state"] == "passed_on":
+        yield f'<text class="passed" x="{max(ends) + 2:.1f}" y="{y + 9}">»</text>'
     if record["state"] in CUT:
         yield f'<line class="cut" x1="{max(ends):.1f}" y1="{y - 2}" x2="{max(ends):.1f}" y2="{y + BAR + 2}"/>'
 

@@ -98,7 +98,7 @@ class AgentTrace:
 
     def _spans(self, origin_s: float) -> list[dict[str, Any]]:
         spans = [
-            span("queue", self.started_s, self._first_request_s),
+            span("queue", self.started_s, self._left_queue_s),
             *(self._increment_span(one) for one in self.increments),
             self._prefill_span(),
             span("decode", self.first_token_s, self.end.at_s if self.end else None) | {"tokens": self.tokens},
@@ -106,10 +106,12 @@ class AgentTrace:
         return [shifted(one, origin_s) for one in spans if one["start_s"] is not None]
 
     @property
-    def _first_request_s(self) -> float | None:
+    def _left_queue_s(self) -> float | None:
+        """When its first request went out; one that never asked for anything waited to its end."""
         if self.increments:
             return min(one.started_s for one in self.increments)
-        return self.ready.at_s if self.ready else None
+        last = self.ready or self.end
+        return last.at_s if last else None
 
     def _prefill_span(self) -> dict[str, Any]:
         """The real request, from when it was sent to its first token."""

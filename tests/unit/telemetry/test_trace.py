@@ -5,6 +5,7 @@ import pytest
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
+    AgentPassedOn,
     AgentPlaced,
     AgentStarted,
     AgentStopped,
@@ -62,6 +63,15 @@ def test_every_agent_has_its_spans_in_order_with_their_tokens() -> None:
     ]
     assert (spans[2]["slot"], spans[2]["prompt_tokens"], spans[2]["cached_tokens"]) == ("a", 12, 8)
     assert (spans[3]["prompt_tokens"], spans[3]["cached_tokens"], spans[4]["tokens"]) == (15, 12, 1)
+
+
+def test_an_agent_that_passes_on_waited_until_then_and_says_whose_output_it_is() -> None:
+    told = trace()
+    told.add(AgentStarted(10.0, "root", "large"))
+    told.add(AgentPassedOn(12.0, "root", "a", "four", 0.9))
+    root = told.as_json()["agents"]["root"]
+    assert (root["state"], root["source"], root["confidence"], root["ended_s"]) == ("passed_on", "a", 0.9, 2.0)
+    assert [(span["name"], span["start_s"], span["end_s"]) for span in root["spans"]] == [("queue", 0.0, 2.0)]
 
 
 def test_states_ends_and_exits_are_told() -> None:
