@@ -67,7 +67,7 @@ class AgentRun:
         self._filling = filling
         self._decoding = decoding
         self._writer = writer
-        self._filler = SlotFiller(filling, cache, pace, emit, clock=clock)
+        self._cache = cache
         self._pace = pace
         self._emit = emit
         self._wrote = wrote
@@ -122,7 +122,7 @@ class AgentRun:
 
     async def _write(self) -> Output:
         agent, model = self._filling.agent, self._filling.model
-        ids = await self._filler.fill()
+        ids = await SlotFiller(self._filling, self._cache, self._pace, self._emit, clock=self._clock).fill()
         check_length(agent, model, len(ids), self._decoding.sampling)
         self.prompt_tokens = len(ids)
         ready_s = self._clock()

@@ -122,7 +122,7 @@ class _Run:
     ) -> None:
         self._topology = topology
         self._prepared = prepared
-        self._exits = exits
+        self._exits = dict(exits)
         self._cache = cache
         self._agent_run = agent_run
         self._emit = emit
@@ -187,13 +187,13 @@ class _Run:
     def _watched(self, agent: str) -> Wrote:
         """What is done whenever `agent` has written something: its cluster is judged."""
         cluster = self._topology.cluster_of.get(agent)
-        judge = self._exits.get(cluster.id) if cluster else None
-        if cluster is None or judge is None:
+        if cluster is None or cluster.id not in self._exits:
             return lambda _text, _confidence: False
         unfinished = partial(self._unfinished, cluster)
 
         def wrote(text: str, confidence: float) -> bool:
-            self._apply(judge.wrote(agent, text, confidence, unfinished), cluster)
+            if judge := self._exits.get(cluster.id):
+                self._apply(judge.wrote(agent, text, confidence, unfinished), cluster)
             return agent in self._gone
 
         return wrote
@@ -202,6 +202,8 @@ class _Run:
         cluster = self._topology.cluster_of.get(agent)
         if cluster is not None and (judge := self._exits.get(cluster.id)):
             self._apply(await judge.completed(agent, output, partial(self._unfinished, cluster)), cluster)
+            if not self._unfinished(cluster):
+                self._exits.pop(cluster.id, None)  # it holds what all of them wrote
 
     def _unfinished(self, cluster: Cluster) -> tuple[str, ...]:
         return tuple(name for name in cluster.agents if self._is_running(name))

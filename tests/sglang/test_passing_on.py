@@ -35,7 +35,10 @@ async def test_two_that_agree_end_the_run_with_their_answer(
 ) -> None:
     tokenizer = HfTokenizer.from_folder(real_sglang.needs_model())
     models = {"small": ServedModel("small", pair, tokenizer, real_sglang.context_length)}
-    executor, events = Executor(models, MemoryAgentPromptCache(clock=monotonic), HashEmbedder(), clock=monotonic), Recorder()
+    executor, events = (
+        Executor(models, MemoryAgentPromptCache(clock=monotonic), HashEmbedder(), clock=monotonic),
+        Recorder(),
+    )
     request = MoaRequest("agreeing", "tenant", ({"role": "user", "content": "What is 6 times 7?"},))
     answer = await executor.run(parse_topology(AGREEING, source="agreeing.yaml"), request, events.emit)
     assert answer.text == SAID
