@@ -159,8 +159,10 @@ def mean_span_s(traces: "Sequence[Trace]", name: str) -> float:
 
 
 def cut_off(traces: "Sequence[Trace]") -> float:
-    """Agents of a request that did not finish, in the mean."""
-    return statistics.mean(sum(agent["state"] != "finished" for agent in trace["agents"].values()) for trace in traces)
+    """Agents of a request that were cut off, in the mean."""
+    return statistics.mean(
+        sum(agent["state"] not in ("finished", "passed_on") for agent in trace["agents"].values()) for trace in traces
+    )
 
 
 if __name__ == "__main__":

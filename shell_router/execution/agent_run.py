@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from agent_cache import AgentPromptCache, Chunk, LogWriter
@@ -21,7 +21,7 @@ from shell_router.core.model import ServedModel
 from shell_router.core.placement import Placed
 from shell_router.early_exit.confidence import Confidence
 from shell_router.errors import EngineError, EngineStalled, InvalidRequest, PromptTooLong
-from shell_router.execution.incremental import Filling, SlotFiller
+from shell_router.execution.incremental import LONG_TEXT, Filling, SlotFiller
 from shell_router.execution.pace import Pace
 from shell_router.execution.prompt import Part
 
@@ -91,9 +91,10 @@ class AgentRun:
 
     def pass_on(self, source: str, output: Output) -> None:
         """Let the run end with the output of `source`, and drop its prompt, which must still wait for precursors."""
-        self._passed = source, output
-        if self._task is not None:
-            self._task.cancel()
+        if self._passed is None:
+            self._passed = source, output
+            if self._task is not None:
+                self._task.cancel()
 
     async def run(self) -> Output:
         """Run to the end. The log is left open: its end mark is the caller's, who knows why the run ended.
@@ -112,13 +113,14 @@ class AgentRun:
         return await self._hand_on(*self._passed)
 
     async def _hand_on(self, source: str, output: Output) -> Output:
-        agent, text = self._filling.agent, output.text
-        self._writer.append(Chunk(text, tuple(self._filling.model.tokenizer.encode(text))))
+        agent, text, encode = self._filling.agent, output.text, self._filling.model.tokenizer.encode
+        ids = encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text)
+        self._writer.append(Chunk(text, tuple(ids)))
         self._texts.append(text)
         if self._wrote(text, output.confidence or 0.0):
             await asyncio.sleep(0)  # where the cancellation comes that has just been asked for
         self._emit(AgentPassedOn(self._clock(), agent, source, text, output.confidence))
-        return replace(output, finish=Finish(output.finish.reason, 0, 0, 0))
+        return output
 
     async def _write(self) -> Output:
         agent, model = self._filling.agent, self._filling.model
@@ -155,7 +157,7 @@ class AgentRun:
                 if isinstance(item, Finish):
                     return Output(self.text, item, confidence.value if self._decoding.logprobs else None)
                 confidence.add(item.logprobs)
-                self._pass_on(item)
+                self._tell(item)
                 if self._wrote(item.text, confidence.value or 0.0):
                     await asyncio.sleep(0)  # where the cancellation comes that has just been asked for
         raise EngineError(f"The stream of agent {self._filling.agent!r} ended without its last event.")
@@ -163,7 +165,7 @@ class AgentRun:
     def _placed(self, *placed: Placed) -> None:
         self._emit(AgentPlaced(self._clock(), self._filling.agent, placed))
 
-    def _pass_on(self, tokens: Tokens) -> None:
+    def _tell(self, tokens: Tokens) -> None:
         self._writer.append(Chunk(tokens.text, tokens.ids))
         self._texts.append(tokens.text)
         self.decoded += len(tokens.ids)
@@ -185,6 +187,15 @@ class AgentRun:
                 output.confidence,
             )
         )
+
+
+_FORMING = ("json_schema", "regex", "ebnf", "structural_tag", "stop", "stop_token_ids", "stop_regex", "min_new_tokens")
+
+
+def could_have_written(output: Output, sampling: Mapping[str, Any]) -> bool:
+    """Whether an agent with this sampling may pass `output` on: it gives no form to what is written, and is as long."""
+    formed = any(sampling.get(asked) for asked in _FORMING)
+    return not formed and output.finish.completion_tokens <= _wanted_tokens(sampling)
 
 
 def check_parts(agent: str, model: ServedModel, parts: Sequence[Part], sampling: Mapping[str, Any]) -> None:

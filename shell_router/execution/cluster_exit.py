@@ -24,7 +24,7 @@ class Verdict:
     """Who is cut off, and whose output the cluster's readers pass on instead of writing; mostly nobody."""
 
     cut: tuple[str, ...] = ()
-    passed_on: str | None = None
+    source: str | None = None
 
 
 GO_ON = Verdict()
@@ -55,6 +55,10 @@ class ClusterExit:
 
     def wrote(self, _agent: str, _text: str, _confidence: float, _unfinished: Unfinished) -> Verdict:
         """Nothing: only complete outputs are judged here."""
+        return GO_ON
+
+    def dropped(self, _unfinished: Unfinished) -> Verdict:
+        """Nothing: what is complete has been judged."""
         return GO_ON
 
     async def completed(self, agent: str, output: Output, unfinished: Unfinished) -> Verdict:

@@ -12,13 +12,13 @@ from shell_router.core.events import AgentErred, AgentStopped, Event
 from shell_router.core.model import ServedModel
 from shell_router.early_exit import EarlyExit
 from shell_router.errors import AgentFailed, ConfigError, DeadlineExceeded, PromptTooLong, ShellRouterError
-from shell_router.execution.agent_run import AgentRun, Output, Wrote
+from shell_router.execution.agent_run import AgentRun, Output, Wrote, could_have_written
 from shell_router.execution.choosing import ModelChooser
 from shell_router.execution.cluster_exit import ClusterExit, Verdict
 from shell_router.execution.in_flight_exit import InFlightExit
 from shell_router.execution.planning import Planned, plan
 from shell_router.execution.preparation import Preparation, PreparedAgent
-from shell_router.execution.requests import AgentState, AgentUsage, Answer, CutOff, MoaRequest
+from shell_router.execution.requests import AgentUsage, Answer, CutOff, MoaRequest
 from shell_router.topology import Agent, Cluster, Topology
 
 Judge = ClusterExit | InFlightExit
@@ -79,7 +79,7 @@ class Executor:
         self,
         topology: Topology,
         prepared: Mapping[str, PreparedAgent],
-        exits: Mapping[str, Judge],
+        exits: dict[str, Judge],
         emit: Callable[[Event], None],
     ) -> "_Run":
         def agent_run(agent: PreparedAgent, writer: LogWriter, wrote: Wrote) -> AgentRun:
@@ -114,7 +114,7 @@ class _Run:
         self,
         topology: Topology,
         prepared: Mapping[str, PreparedAgent],
-        exits: Mapping[str, Judge],
+        exits: dict[str, Judge],
         cache: AgentPromptCache,
         agent_run: Callable[[PreparedAgent, LogWriter, Wrote], AgentRun],
         emit: Callable[[Event], None],
@@ -122,7 +122,7 @@ class _Run:
     ) -> None:
         self._topology = topology
         self._prepared = prepared
-        self._exits = dict(exits)
+        self._exits = exits
         self._cache = cache
         self._agent_run = agent_run
         self._emit = emit
@@ -175,6 +175,7 @@ class _Run:
         self._writers[agent.id].end(End.FAILED, str(error))
         self._emit(AgentErred(self._clock(), agent.id, str(error), dropped))
         if dropped:
+            self._judge_without(agent.id)
             self._cut_unneeded()
         elif isinstance(error, PromptTooLong | AgentFailed) or len(self._topology.agents) == 1:
             raise error
@@ -205,14 +206,20 @@ class _Run:
             if not self._unfinished(cluster):
                 self._exits.pop(cluster.id, None)  # it holds what all of them wrote
 
+    def _judge_without(self, agent: str) -> None:
+        cluster = self._topology.cluster_of.get(agent)
+        if cluster is not None and (judge := self._exits.get(cluster.id)):
+            self._apply(judge.dropped(partial(self._unfinished, cluster)), cluster)
+
     def _unfinished(self, cluster: Cluster) -> tuple[str, ...]:
         return tuple(name for name in cluster.agents if self._is_running(name))
 
     def _apply(self, verdict: Verdict, cluster: Cluster) -> None:
-        if verdict.passed_on is not None:
+        if verdict.source is not None:
+            output = self._outputs[verdict.source]
             for reader in self._topology.readers_of(cluster):
-                if self._is_running(reader):
-                    self._runs[reader].pass_on(verdict.passed_on, self._outputs[verdict.passed_on])
+                if self._is_running(reader) and could_have_written(output, self._prepared[reader].decoding.sampling):
+                    self._runs[reader].pass_on(verdict.source, output)
         for straggler in verdict.cut:
             self._cut(straggler, "early_exit")
         if verdict.cut:
@@ -236,8 +243,9 @@ class _Run:
 
     def _usage(self, agent: str) -> AgentUsage:
         model, run = self._topology.agents[agent].model, self._runs[agent]
+        if agent in self._outputs and run.passes_on:
+            return AgentUsage(model, 0, 0, 0, "passed_on")
         if agent in self._outputs:
             finish = self._outputs[agent].finish
-            state: AgentState = "passed_on" if run.passes_on else "finished"
-            return AgentUsage(model, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens, state)
+            return AgentUsage(model, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens, "finished")
         return AgentUsage(model, run.prompt_tokens, run.decoded, 0, self._gone[agent])

@@ -32,6 +32,10 @@ class InFlightExit:
         self._gate.wrote(agent, text, confidence)
         return self._judged(unfinished(), tell=False) if self._completed else GO_ON
 
+    def dropped(self, unfinished: Unfinished) -> Verdict:
+        """What follows from an agent having failed: those that are left may agree."""
+        return self._judged(unfinished(), tell=False) if self._completed else GO_ON
+
     async def completed(self, agent: str, _output: Output, unfinished: Unfinished) -> Verdict:
         """What follows from `agent` having ended. The last one matters only where outputs are passed on."""
         self._completed.append(agent)

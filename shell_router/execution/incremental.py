@@ -24,7 +24,7 @@ from shell_router.execution.updates import PrefillUpdates, common_prefix
 from shell_router.scheduling import tokens_per_increment
 from shell_router.topology import Prefill
 
-_LONG_TEXT = 4096  # characters; tokenizing more takes milliseconds, which the event loop must not lose
+LONG_TEXT = 4096  # characters; tokenizing more takes milliseconds, which the event loop must not lose
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class SlotFiller:
 
     async def _encoded(self, ids_of: Callable[[Draft, Tokenizer], list[int]]) -> list[int]:
         draft, tokenizer = self._prompt.draft(), self._filling.model.tokenizer
-        if len(draft.text) < _LONG_TEXT:
+        if len(draft.text) < LONG_TEXT:
             return ids_of(draft, tokenizer)
         return await asyncio.to_thread(ids_of, draft, tokenizer)
 

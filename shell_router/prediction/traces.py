@@ -87,7 +87,7 @@ def _runs(lines: Sequence[Mapping[str, Any]]) -> Iterator[TracedRun]:
             int(sum(one["output_tokens"] for one in after)),
             int(line.get("prompt_tokens") or line["known_tokens"]),
             line["started_at"] + line["started_s"],
-            all(one["state"] == "finished" for one in after),
+            line["state"] == "finished" and all(one["state"] in ("finished", "passed_on") for one in after),
         )
 
 

@@ -25,7 +25,6 @@ class Figures:
     cached_share: float
     bound_s: float
     cut_off: int
-    passed_on: int
 
 
 def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
@@ -50,7 +49,6 @@ def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
         cached_share=sum(agent["cached_tokens"] for agent in readers.values()) / prompts,
         bound_s=critical_path_s(topology, agents),
         cut_off=sum(agent["state"] == "early_exit" for agent in agents.values()),
-        passed_on=sum(agent["state"] == "passed_on" for agent in agents.values()),
     )
 
 

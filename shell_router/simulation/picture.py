@@ -74,7 +74,8 @@ def _row(agent: str, record: Mapping[str, Any], y: int, scale: float) -> Iterato
                 place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}"'
                 yield f'<rect class="{kind}" {place}><title>{escape(told)}</title></rect>'
     if record["state"] == "passed_on":
-        yield f'<text class="passed" x="{max(ends) + 2:.1f}" y="{y + 9}">»</text>'
+        x = LEFT + scale * record["ended_s"]
+        yield f'<text class="passed" x="{x:.1f}" y="{y + 9}">»</text>'
     if record["state"] in CUT:
         yield f'<line class="cut" x1="{max(ends):.1f}" y1="{y - 2}" x2="{max(ends):.1f}" y2="{y + BAR + 2}"/>'
 

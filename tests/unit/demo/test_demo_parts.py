@@ -50,6 +50,7 @@ def _printed(what: Any) -> str:
         ([{"type": "agent.tokens", "tokens": 2}, {"type": "agent.tokens", "tokens": 1}], "decoding", 3),
         ([{"type": "agent.tokens", "tokens": 1}, {"type": "agent.finished", "completion_tokens": 2}], "finished", 2),
         ([{"type": "agent.tokens", "tokens": 1}, {"type": "agent.stopped"}], "cut off", None),
+        ([{"type": "agent.prefill", "prompt_tokens": 30}, {"type": "agent.passed_on"}], "passed on", None),
         ([{"type": "agent.failed"}], "failed", None),
     ],
 )

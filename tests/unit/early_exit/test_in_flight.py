@@ -129,3 +129,11 @@ def test_only_the_policy_in_flight_needs_no_embedding() -> None:
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match="stochastic, threshold, in_flight"):
         EarlyExit("early")  # type: ignore[arg-type]
+
+
+def test_the_surest_has_ended_and_states_the_leading_answer() -> None:
+    judged = gate(quorum=2)
+    end(judged, "a", "Answer: 8", 0.7)
+    write(judged, "b", "Answer: 8, I know", 0.99)
+    end(judged, "c", "Answer: 9", 0.8)
+    assert judged.surest(("b",)) == "a"

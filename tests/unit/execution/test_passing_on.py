@@ -1,13 +1,16 @@
 """Agents that read what agrees and pass it on."""
 
 import asyncio
+import random
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from shell_router.core.events import AgentFinished, AgentPassedOn, Event, PrefillIncrement, PromptReady
+from shell_router.core.events import AgentErred, AgentFinished, AgentPassedOn, AgentStopped, Event
 from shell_router.early_exit import EarlyExit
 from shell_router.engines.scripted import Script
+from shell_router.errors import EngineUnreachable
 from shell_router.execution import AgentUsage
 from shell_router.topology import Agent, Cluster, Prompt, Topology
 from tests.fakes.gates import Gates
@@ -135,16 +138,95 @@ async def test_who_reads_others_besides_writes() -> None:
     assert (await moa.executor.run(two, ask(), print)).text == "together"
 
 
-async def test_prompt_updates_of_a_reader_that_passes_on_are_ended() -> None:
-    gates = Gates("c")
-    moa, events = ScriptedMoa({"a": "long " * 200 + SAYS_4, "b": SAYS_4}, pace=gates.pace), Recorder()
-    run = asyncio.create_task(moa.executor.run(one_cluster(), ask(), events.emit))
+def test_only_who_reads_just_a_whole_cluster_is_its_reader() -> None:
+    given = agent("given", "a", "b", given=(("earlier", "4"),))
+    readers = [agent("part", "a"), agent("whole", "b", "a"), agent("more", "a", "b", "c"), given]
+    read = graph(*map(agent, "abc"), *readers, agent("root", "part", "whole", "more", "given"), clusters=(("a", "b"),))
+    assert read.readers_of(read.clusters[0]) == ("whole",)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_new_tokens": 2},
+        {"stop": ["Answer"]},
+        {"json_schema": "{}"},
+        {"regex": "[0-9]+"},
+        {"min_new_tokens": 50},
+    ],
+)
+async def test_what_the_client_wants_of_the_answer_is_not_passed_by(asked: dict[str, object]) -> None:
+    moa = ScriptedMoa({"a": SAYS_4, "b": SAYS_4, "c": SAYS_4, "root": "4"})
+    answer = await moa.executor.run(one_cluster(), ask(sampling=asked), print)
+    assert answer.agents["root"].state == "finished"
+    assert moa.prompt_of("root")
+
+
+@pytest.mark.parametrize("first", ["b", "c"])
+async def test_those_who_are_left_agree_whenever_another_fails(first: str) -> None:
+    gates = Gates("b", "c")
+    scripts = {"a": SAYS_4, "b": SAYS_4, "c": Script(SAYS_5, error=EngineUnreachable("gone."), error_after=1)}
+    moa, events = ScriptedMoa(scripts, pace=gates.pace), Recorder()
+    gate = EarlyExit("in_flight", threshold=0.7, min_completed=2, pass_on=True)
+    tolerant = graph(
+        *(agent(name, on_failure="drop") for name in "abc"),
+        agent("root", "a", "b", "c"),
+        clusters=(("a", "b", "c"),),
+        gate=gate,
+    )
+    run = asyncio.create_task(moa.executor.run(tolerant, ask(), events.emit))
+    gates.open(first)
+    ended = AgentFinished if first == "b" else AgentErred
+    await events.until(lambda r: any(e.agent == first for e in r.of(ended)))
+    gates.open("b")
+    gates.open("c")
+    answer = await run
+    assert (answer.text, answer.agents["root"].state, answer.agents["c"].state) == (SAYS_4, "passed_on", "failed")
+
+
+async def test_a_prompt_update_under_way_is_aborted_when_its_reader_passes_on() -> None:
+    gates = Gates("b")
+    update = asyncio.Event()
+
+    async def pace(rid: str, piece: int) -> None:
+        if ".root.p" in rid:
+            update.set()
+            await asyncio.Event().wait()
+        await gates.pace(rid, piece)
+
+    moa = ScriptedMoa({"a": "long " * 60 + SAYS_4, "b": SAYS_4, "c": SAYS_5}, pace=pace)
+    run = asyncio.create_task(moa.executor.run(one_cluster(), ask(), print))
+    async with asyncio.timeout(10):
+        await update.wait()
+    gates.open("b")
     answer = await run
     assert answer.agents["root"].state == "passed_on"
-    assert not any(ready.agent == "root" for ready in events.of(PromptReady))
+    assert [rid for rid in moa.engines["small"].aborted if ".root.p" in rid]
     assert not moa.running
-    told = events.events.index(events.of(AgentPassedOn)[0])
-    assert not any(isinstance(event, PrefillIncrement) and event.agent == "root" for event in events.events[told:])
+
+
+def unsteady(seed: int) -> Callable[[str, int], Awaitable[None]]:
+    """A pace at which everybody lets others go first so many times, differently for each seed."""
+    turns = random.Random(seed)
+
+    async def pace(_rid: str, _piece: int) -> None:
+        for _ in range(turns.randrange(4)):
+            await asyncio.sleep(0)
+
+    return pace
+
+
+async def test_in_whatever_order_agents_end_each_ends_once_and_the_answer_is_one_that_agrees() -> None:
+    said = f"{SAYS_4}\nThat is all."  # what follows makes the answer count before the agent has ended
+    scripts = {f"{branch}{n}": said if branch != "c" else SAYS_5 for branch in "abc" for n in (1, 2)}
+    scripts |= {"c": said, "root": "my own"}
+    for seed in range(400):
+        moa, events = ScriptedMoa(scripts, pace=unsteady(seed)), Recorder()
+        answer = await moa.executor.run(three_branches(), ask(), events.emit)
+        ends = Counter(e.agent for e in events.events if isinstance(e, AgentFinished | AgentPassedOn | AgentStopped))
+        assert set(ends.values()) == {1}, f"seed {seed}: {ends}"
+        assert (answer.text, answer.agents["root"].state) == (said, "passed_on"), f"seed {seed}"
+        assert not moa.running
 
 
 @pytest.mark.parametrize("last", [AgentFinished, AgentPassedOn])
