@@ -53,7 +53,7 @@ def runs(folder: BatchFolder, runner: Answering, now: float = NOW) -> BatchRuns:
 
 
 async def ended(folder: BatchFolder) -> BatchRecord:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):  # every step of a batch is on the disk before the next one
         while not folder.batches["batch_1"].ended or len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110 # nothing tells
             await asyncio.sleep(0)
     return folder.batches["batch_1"]
