@@ -193,7 +193,7 @@ _FORMING = ("json_schema", "regex", "ebnf", "structural_tag", "stop", "stop_toke
 
 
 def could_have_written(output: Output, sampling: Mapping[str, Any]) -> bool:
-    """Whether an agent with this sampling may pass `output` on: it gives no form to what is written, and is as long."""
+    """Whether an agent with this sampling may pass `output` on: it asks for no form, and no fewer tokens."""
     formed = any(sampling.get(asked) for asked in _FORMING)
     return not formed and output.finish.completion_tokens <= _wanted_tokens(sampling)
 

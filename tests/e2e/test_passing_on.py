@@ -1,8 +1,10 @@
 """What agrees is passed on, on the shipped models, as a user's own client sees it."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -32,17 +34,32 @@ async def test_a_tree_answers_in_the_words_of_those_who_agree_and_aggregates_the
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as ai,
     ):
         for number, question in enumerate(QUESTIONS):
-            answer = await ai.chat.completions.create(
+            stream = await ai.chat.completions.create(
                 model="full-passing-on",
                 messages=[{"role": "user", "content": question["question"]}],
                 seed=number,
+                stream=True,
                 extra_body={"include_agents": True},
             )
-            agents = answer.model_extra["agents"]  # type: ignore[index]
-            roots[agents["root"]["state"]] += 1
-            assert "Answer" in (answer.choices[0].message.content or "")
-            for agent in agents.values():
-                assert agent["state"] != "passed_on" or agent["completion_tokens"] == 0
-                assert agent["state"] != "finished" or agent["completion_tokens"] > 0
+            roots[ended_of([chunk.model_dump() async for chunk in stream])] += 1
     assert roots["passed_on"] > 0
     assert roots["passed_on"] + roots["finished"] == len(QUESTIONS)
+
+
+def ended_of(chunks: Sequence[Mapping[str, Any]]) -> str:
+    """The root's state, once it is seen that its answer is in the words of whoever it was passed on from."""
+    written, sources = defaultdict[str, str](str), dict[str, str]()
+    for told in (chunk["agent_event"] for chunk in chunks if "agent_event" in chunk):
+        if told["type"] == "agent.tokens":
+            written[told["agent"]] += told["text"]
+        elif told["type"] == "agent.passed_on":
+            sources[told["agent"]] = told["source"]
+    answer = "".join(choice["delta"]["content"] or "" for chunk in chunks for choice in chunk["choices"])
+    assert "Answer" in answer
+    writer = "root"
+    while writer in sources:
+        assert not written[writer]
+        writer = sources[writer]
+    assert writer == "root" or answer == written[writer]
+    (agents,) = (chunk["agents"] for chunk in chunks if "agents" in chunk)
+    return str(agents["root"]["state"])
