@@ -4,6 +4,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
+from math import inf
 
 from agent_cache.protocol import Chunk, End, LogRead
 
@@ -54,7 +55,9 @@ class Log:
         self.detail = ""
         self.expires_s = 0.0
         self._ends = [0]
-        self._waiting: dict[asyncio.Future[None], None] = {}  # woken in the order in which they came
+        self._waiting: dict[
+            asyncio.Future[None], int
+        ] = {}  # to be woken at a position, in the order in which they came
 
     @property
     def position(self) -> int:
@@ -69,7 +72,7 @@ class Log:
     def append(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         self._ends.append(self._ends[-1] + len(chunk))
-        self.wake()
+        self.wake(self._ends[-1])
 
     def position_of(self, index: int) -> int:
         """The position behind the first `index` chunks."""
@@ -82,19 +85,19 @@ class Log:
             raise off_boundary(position)
         return index
 
-    def after(self, position: int) -> LogRead | None:
-        """What a reader at `position` gets now; None while there is nothing to tell."""
+    def after(self, position: int, at_least: int = 1) -> LogRead | None:
+        """What a reader at `position` gets now; None while the log goes on and has less than `at_least` for it."""
         if self.gone:
             return forgotten(position)
         index = self.index_of(position)
-        if index == len(self.chunks) and self.end is None:
+        if self.position - position < at_least and self.end is None:
             return None
         return joined(self.chunks[index:], self.position, self.end, self.detail)
 
-    def wake(self) -> None:
-        """Let every waiting reader look again."""
-        for waiter in self._waiting:
-            if not waiter.done():
+    def wake(self, position: float = inf) -> None:
+        """Let every reader look again that waits for `position` or less."""
+        for waiter, awaited in self._waiting.items():
+            if awaited <= position and not waiter.done():
                 waiter.set_result(None)
 
     def discard(self) -> None:
@@ -104,10 +107,10 @@ class Log:
         self._ends = [0]
         self.wake()
 
-    async def changed(self) -> None:
-        """Return after the next `wake`."""
+    async def reached(self, position: int) -> None:
+        """Return when the log comes to `position` or is woken."""
         waiter = asyncio.get_running_loop().create_future()
-        self._waiting[waiter] = None
+        self._waiting[waiter] = position
         try:
             await waiter
         finally:

@@ -25,8 +25,8 @@ class MemoryAgentPromptCache:
         log = self._shelf.begin(key)
         return Writer(log, lambda: self._shelf.touch(log))
 
-    async def read(self, key: LogKey, position: int = 0, *, wait_s: float) -> LogRead:
-        return await self._shelf.read(key, position, wait_s=wait_s)
+    async def read(self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float) -> LogRead:
+        return await self._shelf.read(key, position, at_least=at_least, wait_s=wait_s)
 
     async def forget(self, tenant: str, program: str) -> None:
         self._shelf.forget(tenant, program)

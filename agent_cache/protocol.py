@@ -70,6 +70,11 @@ class LogRead:
     end: End | None = None
     detail: str = ""
 
+    def and_then(self, following: "LogRead") -> "LogRead":
+        """This and the read that went on from its position, as one."""
+        text, ids = self.text + following.text, self.ids + following.ids
+        return LogRead(text, ids, following.position, following.end, following.detail)
+
 
 class LogWriter(Protocol):
     """The one writer of a log. Neither call waits for the network."""
@@ -90,11 +95,12 @@ class AgentPromptCache(Protocol):
         """Begin the log of `key`. Raises LogExists if it was begun before."""
         ...
 
-    async def read(self, key: LogKey, position: int = 0, *, wait_s: float) -> LogRead:
+    async def read(self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float) -> LogRead:
         """What the log holds after `position`, or what comes next.
 
-        Waits at most `wait_s` for a chunk or an end mark, also where the log is not yet begun. Raises LogTimeout when
-        nothing came. A read at the end of an ended log returns at once.
+        Waits at most `wait_s` until the log is `at_least` so far beyond `position`, or ends, also where it is not yet
+        begun; with 0, nothing is waited for. Returns what is there by then, and raises LogTimeout when that is nothing.
+        A read at the end of an ended log returns at once.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from agent_cache.log import Log, forgotten
 from agent_cache.protocol import LogExists, LogKey, LogRead, LogTimeout
@@ -64,35 +65,37 @@ class LogShelf:
         """Count the log's time to live from now."""
         log.expires_s = self._clock() + self._ttl_s
 
-    async def read(self, key: LogKey, position: int, *, wait_s: float) -> LogRead:
+    async def read(self, key: LogKey, position: int, *, at_least: int, wait_s: float) -> LogRead:
         """As `AgentPromptCache.read`."""
-        log = self.find(key)
-        found = log.after(position) if log else None
-        if found is not None:
-            return found
-        try:
-            async with asyncio.timeout(wait_s):
-                return await self.wait(key, position)
-        except TimeoutError:
+        found = self._now(key, position, at_least)
+        if found is None and wait_s > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    found = await self.wait(key, position, at_least)
+        if found is None:
+            found = self._now(key, position, 1)
+        if found is None:
             message = f"nothing came after position {position} of {key} within {wait_s:g} s"
-            raise LogTimeout(message, begun=self.find(key) is not None) from None
+            raise LogTimeout(message, begun=self.find(key) is not None)
+        return found
 
-    async def wait(self, key: LogKey, position: int = 0) -> LogRead:
-        """What the log holds after `position`, or what comes next. The caller sets the limit."""
-        while True:
-            log = self.find(key)
-            if log is None and position:
-                return forgotten(position)
-            log = log or self._awaited.setdefault(key, Log())
-            found = log.after(position)
-            if found is not None:
-                return found
+    async def wait(self, key: LogKey, position: int, at_least: int) -> LogRead:
+        """What the log holds after `position` once that is `at_least` so much. The caller sets the limit."""
+        while (found := self._now(key, position, at_least)) is None:
+            log = self.find(key) or self._awaited.setdefault(key, Log())
             try:
-                await log.changed()
+                await log.reached(position + at_least)
             finally:
                 self._stop_awaiting(key, log)
             if log.gone:
                 return forgotten(position)
+        return found
+
+    def _now(self, key: LogKey, position: int, at_least: int) -> LogRead | None:
+        log = self.find(key)
+        if log is None:
+            return forgotten(position) if position else None
+        return log.after(position, at_least)
 
     def forget(self, tenant: str, program: str) -> None:
         """Drop every log of the program and end the reads of them, also of those not yet begun."""

@@ -68,13 +68,13 @@ class RedisAgentPromptCache:
         publication.log = log = self._shelf.begin(key)
         return Writer(log, lambda: self._written(publication))
 
-    async def read(self, key: LogKey, position: int = 0, *, wait_s: float) -> LogRead:
+    async def read(self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float) -> LogRead:
         self._check_open()
         if self._shelf.find(key) is not None:
-            return await self._shelf.read(key, position, wait_s=wait_s)
+            return await self._shelf.read(key, position, at_least=at_least, wait_s=wait_s)
         if position:
-            return await self._reader.read(key, position, wait_s=wait_s)
-        return await self._read_wherever_it_begins(key, wait_s)
+            return await self._reader.read(key, position, at_least=at_least, wait_s=wait_s)
+        return await self._read_wherever_it_begins(key, at_least, wait_s)
 
     async def forget(self, tenant: str, program: str) -> None:
         self._check_open()
@@ -122,16 +122,17 @@ class RedisAgentPromptCache:
         self._shelf.touch(publication.log)
         self._publisher.mark(publication)
 
-    async def _read_wherever_it_begins(self, key: LogKey, wait_s: float) -> LogRead:
+    async def _read_wherever_it_begins(self, key: LogKey, at_least: int, wait_s: float) -> LogRead:
         """Read from the start a log that is not known here: it may be another process's, or yet begin in this one."""
-        here = asyncio.create_task(self._shelf.wait(key))
-        elsewhere = asyncio.create_task(self._reader.read(key, 0, wait_s=wait_s))
+        here = asyncio.create_task(self._shelf.wait(key, 0, at_least))
+        elsewhere = asyncio.create_task(self._reader.read(key, 0, at_least=at_least, wait_s=wait_s))
         try:
             await asyncio.wait({here, elsewhere}, return_when=asyncio.FIRST_COMPLETED)
             return (here if here.done() else elsewhere).result()
-        except LogTimeout as error:  # it may have begun here while Redis was away
-            error.begun |= self._shelf.find(key) is not None
-            raise
+        except LogTimeout:
+            if self._shelf.find(key) is None:
+                raise
+            return await self._shelf.read(key, 0, at_least=1, wait_s=0)  # it began here while Redis was away
         finally:
             here.cancel()
             elsewhere.cancel()

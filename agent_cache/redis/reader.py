@@ -22,25 +22,30 @@ class RemoteReader:
         self._layout = layout
         self._stats = stats
 
-    async def read(self, key: LogKey, position: int, *, wait_s: float) -> LogRead:
-        """As `AgentPromptCache.read`. Raises CacheUnavailable if Redis is away when the wait ends.
+    async def read(self, key: LogKey, position: int, *, at_least: int, wait_s: float) -> LogRead:
+        """As `AgentPromptCache.read`. Raises CacheUnavailable if nothing came and Redis is away when the wait ends.
 
         A Redis that neither answers nor refuses makes it last longer, up to the connection's limit for a reply.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_s
+        read = LogRead("", (), position)
         while True:
             left_s = max(0.0, deadline_s - loop.time())
             away: BaseException | None = None
             try:
-                found = await self._look(key, position, block_s=min(left_s, LONGEST_BLOCK_S))
+                found = await self._look(key, read.position, block_s=min(left_s, LONGEST_BLOCK_S))
                 if found is not None:
-                    return found
+                    read = read.and_then(found)
+                    if read.end is not None or read.position - position >= at_least:
+                        return read
             except AWAY as error:
                 away = error
                 self._stats.failed_reads += 1
                 await asyncio.sleep(min(RETRY_S, left_s))
             if loop.time() >= deadline_s:
+                if read.position > position:
+                    return read
                 message = f"nothing came after position {position} of {key} within {wait_s:g} s"
                 if away is not None:
                     raise CacheUnavailable(f"{message}; Redis is away ({away!r})") from away

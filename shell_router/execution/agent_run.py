@@ -109,6 +109,8 @@ class AgentRun:
         except asyncio.CancelledError:
             if self._passed is None or self._task is None or self._task.uncancel():
                 raise  # or somebody else wants it to end, too
+        finally:
+            self._task = None  # cancelled, it would refer back to this object by its traceback
         assert self._passed is not None
         return await self._hand_on(*self._passed)
 

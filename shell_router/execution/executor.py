@@ -143,12 +143,16 @@ class _Run:
             async with asyncio.TaskGroup() as group:
                 for agent in self._topology.agents.values():
                     self._tasks[agent.id] = group.create_task(self._agent(agent))
+            root = self._outputs[self._topology.root.id]
+            usage = {agent: self._usage(agent) for agent in self._prepared}
+            return Answer(root.text, root.finish.reason, usage, root.confidence)
         except ExceptionGroup as failed:
             first = failed.exceptions[0]
             raise first from first.__cause__
-        root = self._outputs[self._topology.root.id]
-        usage = {agent: self._usage(agent) for agent in self._prepared}
-        return Answer(root.text, root.finish.reason, usage, root.confidence)
+        finally:
+            # both refer back to this object: what they hold would wait for the garbage collector
+            self._runs.clear()
+            self._tasks.clear()
 
     async def _agent(self, agent: Agent) -> None:
         try:

@@ -1,15 +1,16 @@
 """Fills an agent's slots from its precursors' logs and prefills what is there meanwhile (Faster-MoA, 4.3).
 
-The paper's loop is fetch, append, prefill-only, slot by slot. Here two coroutines share the prompt: the reader appends
-whatever the precursors write; the sender, one update at a time, sends what has become stable. Only the sender touches
-the engine, so a slow update delays no reading, and the next one then carries all that came meanwhile.
+The paper's loop is fetch, append, prefill-only, slot by slot, and so it is here. A fetch waits until enough has come
+for the next update, or the slot has ended; the logs keep what comes while an update is under way.
 
 The first update, which is mostly the fixed prefix, goes out with the first precursor's first tokens. The paper sends it
 at once, but where layers share an engine it would then delay the very prompts that are waited for.
 """
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +49,8 @@ class Filling:
     """One agent's prompt to be filled.
 
     A slot whose precursor was aborted or failed is left out with the text around it, or, with `all_needed`, fails the
-    agent. `begin_s` limits the wait for a precursor's first sign, `silence_s` any later one. `hints` go with every
-    request.
+    agent. `begin_s` limits the wait for a precursor's first sign, `silence_s` any later one, which may be noticed up
+    to twice as late. `hints` go with every request.
     """
 
     agent: str
@@ -84,41 +85,29 @@ class SlotFiller:
             filling.agent, filling.rid, filling.model, filling.hints, pace, emit, clock=clock
         )
         self._prompt = GrowingPrompt(filling.model.tokenizer)
-        self._news = asyncio.Event()
-        self._complete = False
+        self._incremental = filling.prefill.incremental and bool(filling.sources)
+        self._until_complete = ExitStack()
+        self._growing = False
         self._slot: str | None = None
         self._filled = 0
-        # what the sender decides by: tokens not yet sent, and how fast they come
+        # what decides when to send: tokens not yet sent, and how fast those of the slot come
         self._unsent = 0
-        self._send_all = False
         self._slot_tokens = 0
-        self._slot_started_s = 0.0
+        self._slot_began: tuple[float, int] = 0.0, 0  # when its first tokens were there, and how many
 
     async def fill(self) -> list[int]:
         """The complete prompt's ids, the same with incremental prefill and without.
 
         Raises PrecursorTimeout, and AgentFailed when a precursor that is needed gave nothing.
         """
-        if not (self._filling.prefill.incremental and self._filling.sources):
+        with self._until_complete:
             await self._read_parts()
-            return await self._encoded(Draft.final_ids)
-        await self._read_and_send()
         ids = await self._encoded(Draft.final_ids)
-        left = len(ids) - common_prefix(self._updates.sent, ids)
-        if left > self._filling.prefill.increments.tail_share * len(ids):
-            await self._updates.send(ids, self._slot)
+        if self._incremental:
+            left = len(ids) - common_prefix(self._updates.sent, ids)
+            if left > self._filling.prefill.increments.tail_share * len(ids):
+                await self._updates.send(ids, self._slot)
         return ids
-
-    async def _read_and_send(self) -> None:
-        sender = asyncio.create_task(self._send_increments())
-        try:
-            await self._read_parts()
-            self._complete = True
-            self._news.set()
-            await sender
-        finally:
-            sender.cancel()
-            await asyncio.wait([sender])
 
     async def _encoded(self, ids_of: Callable[[Draft, Tokenizer], list[int]]) -> list[int]:
         draft, tokenizer = self._prompt.draft(), self._filling.model.tokenizer
@@ -157,16 +146,13 @@ class SlotFiller:
             )
         else:
             self._prompt.back_to(before)
-        # nothing may come for long in the next slot: send what this one left
-        self._send_all = True
-        self._news.set()
 
     async def _follow(self, source: Source) -> tuple[End, str]:
         """Append all that one precursor writes; its end mark and the mark's detail."""
         position, wait_s = 0, self._filling.begin_s
         while True:
             try:
-                read = await self._cache.read(source.key, position, wait_s=wait_s)
+                read = await self._next(source.key, position, wait_s)
             except LogTimeout as error:
                 if error.begun and wait_s < self._filling.silence_s:
                     wait_s = self._filling.silence_s
@@ -176,51 +162,59 @@ class SlotFiller:
                     remedy="Send the precursor first, or allow a longer wait.",
                 ) from error
             if read.position > position:
-                if self._slot is None:  # the prefix has waited: the precursors' own prompts were to be prefilled first
-                    self._send_all = True
                 self._slot = source.key.agent
                 self._append(read, shares_ids=source.shares_ids())
             if read.end is not None:
                 return read.end, read.detail
             position, wait_s = read.position, self._filling.silence_s
 
+    async def _next(self, key: LogKey, position: int, wait_s: float) -> LogRead:
+        """What comes after `position`. Where an update is due, it goes out before anything is waited for."""
+        if self._is_due():
+            if not self._slot_tokens:  # much may be there already: it goes along
+                with suppress(LogTimeout):
+                    return await self._cache.read(key, position, wait_s=0)
+            await self._send()
+        return await self._cache.read(key, position, at_least=self._enough(), wait_s=wait_s)
+
     def _append(self, read: LogRead, *, shares_ids: bool) -> None:
         if shares_ids:  # a piece may have text alone: what its ids say came with earlier pieces
             self._prompt.add_ids(read.ids)
         else:
             self._prompt.add_text(read.text)
-        if self._slot_tokens == 0:
-            self._slot_started_s = self._clock()
         added = len(read.ids) or max(1, len(read.text) // 4)  # about four characters a token, where ids are not known
+        if self._slot_tokens == 0:
+            self._slot_began = self._clock(), added
         self._slot_tokens += added
         self._unsent += added
-        self._news.set()
 
     # --- sending
 
-    async def _send_increments(self) -> None:
-        while not (self._complete or self._send_all):
-            await self._more()
-        with self._pace.growing(self._filling.model.alias):
-            while not self._complete:
-                if self._worth_sending():
-                    self._unsent, self._send_all = 0, False
-                    await self._updates.send(await self._encoded(Draft.stable_ids), self._slot)
-                else:
-                    await self._more()
+    def _is_due(self) -> bool:
+        """Whether the next update is worth its cost, or nothing may come for long: at the start, and between slots."""
+        if not self._incremental or not self._unsent:
+            return False
+        return not self._growing or not self._slot_tokens or self._unsent >= self._worth_sending()
 
-    async def _more(self) -> None:
-        self._news.clear()
-        await self._news.wait()
+    def _enough(self) -> int:
+        """Tokens to wait for: those of the next update, at most as many as have come, as the rate is a guess."""
+        if not self._incremental:
+            return sys.maxsize
+        return max(1, min(self._worth_sending() - self._unsent, self._slot_tokens))
 
-    def _worth_sending(self) -> bool:
-        if self._send_all:
-            return True
-        elapsed_s = self._clock() - self._slot_started_s
-        wanted = tokens_per_increment(
+    def _worth_sending(self) -> int:
+        began_s, first = self._slot_began
+        later, elapsed_s = self._slot_tokens - first, self._clock() - began_s
+        return tokens_per_increment(
             self._filling.prefill.increments,
             cost=self._pace.update_cost(self._filling.model.alias),
-            arrival_tokens_per_s=self._slot_tokens / elapsed_s if elapsed_s > 0 else None,
+            arrival_tokens_per_s=later / elapsed_s if later and elapsed_s > 0 else None,
             prompts=self._pace.growing_prompts(self._filling.model.alias),
         )
-        return self._unsent >= wanted
+
+    async def _send(self) -> None:
+        if not self._growing:
+            self._growing = True
+            self._until_complete.enter_context(self._pace.growing(self._filling.model.alias))
+        self._unsent = 0
+        await self._updates.send(await self._encoded(Draft.stable_ids), self._slot)

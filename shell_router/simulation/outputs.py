@@ -5,7 +5,7 @@ from collections.abc import Callable
 from random import Random
 
 from shell_router.core.generation import Generation
-from shell_router.engines.simulated import SimulatedTokenizer, Written
+from shell_router.engines.simulated import Written
 from shell_router.engines.simulated.embedder import closing
 from shell_router.engines.simulated.text import filler
 from shell_router.simulation.settings import Workload
@@ -19,7 +19,6 @@ class Outputs:
     def __init__(self, workload: Workload, seed: int) -> None:
         self._workload = workload
         self._seed = seed
-        self._tokenizer = SimulatedTokenizer()
 
     def question(self, question: str) -> str:
         """The text that the client asks."""
@@ -36,8 +35,7 @@ class Outputs:
             tokens = length.at(draws.random(), draws.gauss())
             answer = RIGHT if draws.random() < self._workload.right else f"{agent}'s own"
             end = closing(question, answer)
-            begin = filler(tokens - len(self._tokenizer.encode(end)), f"{self._seed}/{question}/{agent}")
-            return Written.of(begin + end, math.log(self._workload.confidence))
+            return Written.filled(tokens, f"{self._seed}/{question}/{agent}", end, math.log(self._workload.confidence))
 
         return write
 

@@ -180,6 +180,46 @@ async def test_a_reader_waits_for_a_log_that_is_not_begun(backend: Backend) -> N
     assert reading.result() == LogRead("Hello", (1, 2), 2)
 
 
+async def test_a_reader_that_wants_more_gets_it_at_once_when_it_is_there(backend: Backend) -> None:
+    log = await begin(backend.writer, KEY, HELLO)
+    async with asyncio.TaskGroup() as group:
+        reading = group.create_task(backend.reader.read(KEY, at_least=4, wait_s=LIMIT_S))
+        after = group.create_task(backend.reader.read(KEY, 2, at_least=2, wait_s=LIMIT_S))
+        await backend.blocked(2)
+        log.append(WORLD)
+        await backend.settle()
+        await backend.blocked(2)
+        assert not reading.done()
+        assert not after.done()
+        log.append(Chunk("!", (4,)))
+    assert reading.result() == LogRead("Hello world!", (1, 2, 3, 4), 4)
+    assert after.result() == LogRead(" world!", (3, 4), 4)
+
+
+async def test_a_reader_that_wants_more_than_there_will_be_gets_all_with_the_end(backend: Backend) -> None:
+    async with asyncio.TaskGroup() as group:
+        reading = group.create_task(backend.reader.read(KEY, at_least=1000, wait_s=LIMIT_S))
+        await backend.blocked(1)
+        log = await begin(backend.writer, KEY, HELLO)
+        await backend.settle()
+        log.append(WORLD)
+        await backend.settle()
+        assert not reading.done()
+        log.end(End.ABORTED, "cut")
+    assert reading.result() == LogRead("Hello world", (1, 2, 3), 3, End.ABORTED, "cut")
+
+
+async def test_a_reader_that_wants_more_gets_what_there_is_when_its_time_is_over(backend: Backend) -> None:
+    log = await begin(backend.writer, KEY, HELLO)
+    await backend.settle()
+    assert await backend.reader.read(KEY, at_least=3, wait_s=0.01) == LogRead("Hello", (1, 2), 2)
+    log.append(WORLD)
+    await backend.settle()
+    assert await backend.reader.read(KEY, 2, at_least=2, wait_s=0) == LogRead(" world", (3,), 3)
+    with pytest.raises(LogTimeout):
+        await backend.reader.read(KEY, 3, at_least=2, wait_s=0.01)
+
+
 async def test_many_readers_see_the_same(backend: Backend) -> None:
     async with asyncio.TaskGroup() as group:
         early = [group.create_task(read_all(backend.reader)) for _ in range(20)]

@@ -5,20 +5,37 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Self
+from typing import Self, TypeVar
 
-FIRST, LAST = 0x4E00, 0x9FFF
-"""Each of these characters is one token, whose id is its code point."""
+T = TypeVar("T")
+
+FIRST, LAST = 0x4E00, 0x51FF
+"""Each of these characters is one token, whose id is its code point. So few that a processor keeps them at hand."""
 _PIECE = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]|[^{chr(FIRST)}-{chr(LAST)}]{{1,4}}", re.DOTALL)
-_CHARACTERS = {(character := chr(number)): (character, number) for number in range(FIRST, LAST + 1)}
-"""The same objects for all that is read and written: with thousands of programs it is hundreds of millions."""
-_FILLER = "".join(map(chr, Random(0).choices(range(FIRST, LAST + 1), k=1 << 16)))
+
+
+class _Ids(dict[str, int]):
+    """A piece's id by its text."""
+
+    def __missing__(self, piece: str) -> int:
+        return LAST + 1 + zlib.crc32(piece.encode())
+
+
+_CHARACTERS = [chr(number) for number in range(FIRST, LAST + 1)]
+_IDS = _Ids(zip(_CHARACTERS, range(FIRST, LAST + 1), strict=True))
+_FILLER = tuple(Random(0).choices(_CHARACTERS, k=1 << 16))
+_FILLER_IDS = tuple(map(_IDS.__getitem__, _FILLER))
 
 
 def filler(tokens: int, seed: str) -> str:
     """A text of so many tokens; equal seeds give texts with equal beginnings."""
-    start = zlib.crc32(seed.encode()) % len(_FILLER)
-    return (_FILLER[start:] + _FILLER * (1 + tokens // len(_FILLER)))[: max(0, tokens)]
+    return "".join(_filler(_FILLER, tokens, seed))
+
+
+def _filler(source: tuple[T, ...], tokens: int, seed: str) -> tuple[T, ...]:
+    start = zlib.crc32(seed.encode()) % len(source)
+    end = start + max(0, tokens)
+    return (source * (1 + end // len(source)))[start:end]
 
 
 class SimulatedTokenizer:
@@ -28,14 +45,14 @@ class SimulatedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
-        return [_token(piece)[1] for piece in _PIECE.findall(text)]
+        return list(map(_IDS.__getitem__, _PIECE.findall(text)))
 
     def encode_stable(self, text: str) -> list[int]:
         """See `Tokenizer.encode_stable`: a piece at the end that is no filler may still grow."""
         pieces = _PIECE.findall(text)
         if pieces and len(pieces[-1]) < 4 and not FIRST <= ord(pieces[-1][0]) <= LAST:
             pieces.pop()
-        return [_token(piece)[1] for piece in pieces]
+        return list(map(_IDS.__getitem__, pieces))
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The layout of ChatML."""
@@ -43,21 +60,23 @@ class SimulatedTokenizer:
         return "".join(turns) + "<|im_start|>assistant\n"
 
 
-def _token(piece: str) -> tuple[str, int]:
-    """The piece and its id."""
-    return _CHARACTERS.get(piece) or (piece, LAST + 1 + zlib.crc32(piece.encode()))
-
-
 @dataclass(frozen=True, slots=True)
 class Written:
     """An output before it is written: a piece of text per token, their ids, and the log-probability of each."""
 
-    pieces: Sequence[str]
-    ids: Sequence[int]
+    pieces: tuple[str, ...]
+    ids: tuple[int, ...]
     logprob: float
 
     @classmethod
     def of(cls, text: str, logprob: float) -> Self:
-        """The output that says `text`, which must not be empty."""
-        pieces, ids = zip(*map(_token, _PIECE.findall(text)), strict=True)
-        return cls(pieces, ids, logprob)
+        """The output that says `text`."""
+        pieces = _PIECE.findall(text)
+        return cls(tuple(pieces), tuple(map(_IDS.__getitem__, pieces)), logprob)
+
+    @classmethod
+    def filled(cls, tokens: int, seed: str, end: str, logprob: float) -> Self:
+        """`filler` and then `end`, so many tokens in all; never less than `end`."""
+        last = cls.of(end, logprob)
+        rest = tokens - len(last.ids)
+        return cls(_filler(_FILLER, rest, seed) + last.pieces, _filler(_FILLER_IDS, rest, seed) + last.ids, logprob)

@@ -104,13 +104,26 @@ def test_a_time_to_live_of_nothing_is_refused() -> None:
 
 async def test_a_log_that_never_begins_is_given_up_with_its_last_reader() -> None:
     shelf = LogShelf(clock=Clock(), ttl_s=10)
-    readings = [asyncio.create_task(shelf.wait(LogKey("tenant", "program", agent))) for agent in "aab"]
+    readings = [asyncio.create_task(shelf.wait(LogKey("tenant", "program", agent), 0, 1)) for agent in "aab"]
     await asyncio.sleep(0)
     assert shelf.awaited == 2
     for reading in readings:
         reading.cancel()
     await asyncio.wait(readings)
     assert shelf.awaited == 0
+
+
+async def test_a_reader_is_not_woken_for_less_than_it_wants() -> None:
+    cache = MemoryAgentPromptCache(clock=Clock())
+    writer = await cache.create(KEY)
+    reading = cache.read(KEY, at_least=3, wait_s=5)
+    waits_for = reading.__await__()
+    future = next(waits_for)
+    writer.append(Chunk("one two", (1, 2)))
+    assert not future.done()
+    writer.append(Chunk("three", (3,)))
+    assert future.done()
+    reading.close()
 
 
 async def test_readers_are_woken_in_the_order_in_which_they_came() -> None:

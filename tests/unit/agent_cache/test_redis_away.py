@@ -67,6 +67,15 @@ async def test_a_log_goes_on_in_memory_when_redis_is_killed(
     assert "Redis is away" in warnings[0].message
 
 
+async def test_a_reader_that_wanted_more_gets_what_was_written_here_while_redis_was_away(server: RedisServer) -> None:
+    async with caches(server) as (here, _), asyncio.TaskGroup() as group:
+        server.kill()
+        reading = group.create_task(here.read(KEY, at_least=5, wait_s=1.0))
+        await turn()
+        (await here.create(KEY)).append(Chunk("two words", (1, 2)))
+        assert await reading == LogRead("two words", (1, 2), 2)
+
+
 async def test_a_restarted_empty_redis_gets_every_log_again(server: RedisServer) -> None:
     async with caches(server) as (here, elsewhere):
         log = await here.create(KEY)

@@ -1,5 +1,7 @@
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from time import monotonic
 
 import numpy as np
@@ -459,3 +461,18 @@ async def test_requests_at_once_do_not_meet() -> None:
         prompt = moa.tokenizers["large"].decode(request.input_ids)
         assert [name for name in names if name in prompt] == [request.rid.partition(".")[0]]
     assert len(moa.cache) == 0
+
+
+async def test_what_a_run_has_held_needs_no_garbage_collector() -> None:
+    """Neither do agents that were cut off, whose tasks keep what they were at; with thousands of runs it is much."""
+    moa = ScriptedMoa({"a": "said", "b": "said, too"}, pace=Gates("c").pace, kept_requests=0)
+    exiting = Cluster("cluster", ("a", "b", "c"), replace(ALWAYS, min_completed=2))
+    graph = topology(agent("a"), agent("b"), agent("c"), agent("root", "a", "b", "c"), clusters=(exiting,))
+    gc.collect()
+    gc.disable()
+    try:
+        answer = await moa.executor.run(graph, ask(), lambda _event: None)
+        assert answer.agents["c"].state == "early_exit"
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
 
@@ -33,6 +33,7 @@ class Scene:
         self.cache = MemoryAgentPromptCache(clock=monotonic)
         self.events = Recorder()
         self.pace = Pace()
+        self.clock: Callable[[], float] = monotonic
         agents = [part.agent for part in parts if isinstance(part, Slot)]
         self.filling = Filling(
             "agent",
@@ -53,7 +54,7 @@ class Scene:
         writer.append(Chunk(text, tuple(self.tokenizer.encode(text))))
 
     def start(self) -> asyncio.Task[list[int]]:
-        filler = SlotFiller(self.filling, self.cache, self.pace, self.events.emit, clock=monotonic)
+        filler = SlotFiller(self.filling, self.cache, self.pace, self.events.emit, clock=self.clock)
         return asyncio.create_task(filler.fill())
 
     async def until_sent(self, increments: int) -> PrefillIncrement:
@@ -98,6 +99,44 @@ async def test_a_fixed_chunk_waits_for_that_many_new_tokens() -> None:
     assert scene.sent() == ["Q. zero", "Q. zero one two three"]
     assert second.resident_tokens == 3
     writer.end(End.FINISHED)
+    await task
+
+
+async def test_a_burst_at_a_precursors_start_does_not_hold_its_later_tokens_back() -> None:
+    """By the rate of the burst an update is worth hundreds of tokens, by that of all that follows it is worth eight."""
+    scene, now_s = Scene("Q.", Slot("a")), 0.0
+    scene.clock = lambda: now_s
+    scene.filling = replace(scene.filling, prefill=Prefill(increments=IncrementSettings("adaptive")))
+    scene.pace.observe_update("model", 100, 0.05)
+    writer = await scene.log("a")
+    task = scene.start()
+    scene.write(writer, " first")
+    await scene.until_sent(1)
+    now_s = 1e-6
+    scene.write(writer, " burst" * 15)
+    for _ in range(20):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        now_s += 1.0
+        scene.write(writer, " word")
+    assert scene.sent() == ["Q. first", "Q. first" + " burst" * 15 + " word" * 16]
+    writer.end(End.FINISHED)
+    await task
+
+
+async def test_what_the_next_precursor_has_written_already_goes_along_with_the_last_ones_rest() -> None:
+    scene = Scene("Q.", Slot("a"), Slot("b"), chunk_tokens=100)
+    first, second = await scene.log("a"), await scene.log("b")
+    task = scene.start()
+    scene.write(first, " one")
+    await scene.until_sent(1)
+    scene.write(first, " two")
+    scene.write(second, " three")
+    first.end(End.FINISHED)
+    scene.write(second, " four" * 100)
+    await scene.until_sent(2)
+    assert scene.sent()[1] == "Q. one two three" + " four" * 100
+    second.end(End.FINISHED)
     await task
 
 

@@ -51,7 +51,7 @@ class Overheard:
 
 
 def endless(_request: Generation) -> Written:
-    return Written(["x"] * 1000, [1] * 1000, -0.1)
+    return Written(("x",) * 1000, (1,) * 1000, -0.1)
 
 
 def profile(amount: Amount) -> tuple[ProfiledCosts, Overheard]:

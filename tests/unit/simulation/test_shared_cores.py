@@ -23,7 +23,7 @@ EVERY_TOKEN = {"stream_interval": 1}
 
 
 def ten(_request: Generation) -> Written:
-    return Written(["x"] * 11, [1] * 11, -0.1)
+    return Written(("x",) * 11, (1,) * 11, -0.1)
 
 
 def seconds(costs: PairCosts, cores: float | None) -> float:

@@ -19,7 +19,7 @@ from shell_router.engines.simulated import (
 from shell_router.simulation.virtual_time import run_virtual
 
 COSTS = PairCosts(PrefillCosts(1.0, 0.0, prompts=1), DecodeCosts(0.1, cache_tokens=100), TransferCosts(0.5, 0.01))
-OUTPUT = Written.of("一二三四 word", math.log(0.5))
+OUTPUT = Written.of("一丁丂七 word", math.log(0.5))
 
 
 def pair(costs: PairCosts = COSTS) -> SimulatedPair:
@@ -42,8 +42,8 @@ def test_a_request_is_prefilled_handed_over_and_decoded() -> None:
 
     heard, finish = run_virtual(run())
     assert [at_s for at_s, _ in heard] == pytest.approx([1.6, 1.7, 1.8, 1.9, 2.0, 2.1])
-    assert "".join(one.text for _, one in heard) == "一二三四 word"
-    assert [number for _, one in heard for number in one.ids] == SimulatedTokenizer().encode("一二三四 word")
+    assert "".join(one.text for _, one in heard) == "一丁丂七 word"
+    assert [number for _, one in heard for number in one.ids] == SimulatedTokenizer().encode("一丁丂七 word")
     assert all(one.logprobs == () for _, one in heard)
     assert finish == Finish("stop", 10, 6, 0)
 
@@ -176,7 +176,7 @@ async def ends_s(engine: SimulatedPair, *prompts: int) -> list[float]:
     async def one(number: int, tokens: int) -> float:
         ids = range(1000 * number, 1000 * number + tokens)
         heard, finish = await answer(engine, Generation(str(number), ids, {"stream_interval": 4}))
-        assert "".join(one.text for _, one in heard) == "一二三四 word"
+        assert "".join(one.text for _, one in heard) == "一丁丂七 word"
         assert finish == Finish("stop", tokens, 6, 0)
         return loop.time()
 

@@ -37,6 +37,14 @@ def test_an_output_has_the_tokens_of_its_text(text: str) -> None:
     assert list(written.ids) == TOKENIZER.encode(text)
 
 
+@given(st.integers(0, 200), st.text(max_size=5), TEXTS)
+def test_a_filled_output_ends_as_it_should(tokens: int, seed: str, end: str) -> None:
+    written, least = Written.filled(tokens, seed, end, -0.1), len(TOKENIZER.encode(end))
+    assert "".join(written.pieces) == filler(tokens - least, seed) + end
+    assert len(written.pieces) == len(written.ids) == max(tokens, least)
+    assert list(written.ids) == TOKENIZER.encode(filler(tokens - least, seed)) + TOKENIZER.encode(end)
+
+
 def test_a_chat_names_its_roles() -> None:
     chat = TOKENIZER.render_chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}])
     assert chat == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
