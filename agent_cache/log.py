@@ -16,10 +16,10 @@ def forgotten(position: int) -> LogRead:
     return LogRead("", (), position, End.ABORTED, FORGOTTEN)
 
 
-def joined(chunks: Sequence[Chunk], position: int, end: End | None = None, detail: str = "") -> LogRead:
-    """`chunks` as one read that ends at `position`."""
-    text = "".join([chunk.text for chunk in chunks])
-    ids = tuple(chain.from_iterable([chunk.ids for chunk in chunks]))
+def joined(pieces: Sequence[Chunk | LogRead], position: int, end: End | None = None, detail: str = "") -> LogRead:
+    """`pieces` that follow each other as one read that ends at `position`."""
+    text = "".join([piece.text for piece in pieces])
+    ids = tuple(chain.from_iterable([piece.ids for piece in pieces]))
     return LogRead(text, ids, position, end, detail)
 
 
@@ -55,9 +55,8 @@ class Log:
         self.detail = ""
         self.expires_s = 0.0
         self._ends = [0]
-        self._waiting: dict[
-            asyncio.Future[None], int
-        ] = {}  # to be woken at a position, in the order in which they came
+        # who is to be woken at which position, in the order in which they came
+        self._waiting: dict[asyncio.Future[None], int] = {}
 
     @property
     def position(self) -> int:

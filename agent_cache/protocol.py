@@ -70,11 +70,6 @@ class LogRead:
     end: End | None = None
     detail: str = ""
 
-    def and_then(self, following: "LogRead") -> "LogRead":
-        """This and the read that went on from its position, as one."""
-        text, ids = self.text + following.text, self.ids + following.ids
-        return LogRead(text, ids, following.position, following.end, following.detail)
-
 
 class LogWriter(Protocol):
     """The one writer of a log. Neither call waits for the network."""

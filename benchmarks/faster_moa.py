@@ -66,7 +66,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", choices=TABLES, nargs="+", default=list(TABLES), metavar="NAME")
     parser.add_argument("--requests", type=int, default=100, help="questions per row (default 100)")
-    parser.add_argument("--programs", type=int, nargs="+", default=[100, 1000, 10_000], help="for the table `scale`")
+    parser.add_argument(
+        "--programs", type=int, nargs="+", default=[100, 1000, 10_000, 1000, 100], help="for the table `scale`"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
     options = parser.parse_args()

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
-from agent_cache.log import Writer
+from agent_cache.log import Writer, joined
 from agent_cache.protocol import CacheError, LogExists, LogKey, LogRead, LogTimeout, LogWriter
 from agent_cache.redis.connection import AWAY, Connection, RedisClient, connect
 from agent_cache.redis.layout import Layout
@@ -74,7 +74,7 @@ class RedisAgentPromptCache:
             return await self._shelf.read(key, position, at_least=at_least, wait_s=wait_s)
         if position:
             return await self._reader.read(key, position, at_least=at_least, wait_s=wait_s)
-        return await self._read_wherever_it_begins(key, at_least, wait_s)
+        return await self._read_from_the_start(key, at_least, wait_s)
 
     async def forget(self, tenant: str, program: str) -> None:
         self._check_open()
@@ -122,17 +122,30 @@ class RedisAgentPromptCache:
         self._shelf.touch(publication.log)
         self._publisher.mark(publication)
 
-    async def _read_wherever_it_begins(self, key: LogKey, at_least: int, wait_s: float) -> LogRead:
-        """Read from the start a log that is not known here: it may be another process's, or yet begin in this one."""
-        here = asyncio.create_task(self._shelf.wait(key, 0, at_least))
-        elsewhere = asyncio.create_task(self._reader.read(key, 0, at_least=at_least, wait_s=wait_s))
+    async def _read_from_the_start(self, key: LogKey, at_least: int, wait_s: float) -> LogRead:
+        """Read a log that is not known here: where its first chunk was found, the rest is read."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + wait_s
+        begun = await self._read_wherever_it_begins(key, wait_s)
+        if begun.end is not None or begun.position >= at_least:
+            return begun
+        wait_s, missing = max(0.0, deadline_s - loop.time()), at_least - begun.position
+        try:
+            rest = await self.read(key, begun.position, at_least=missing, wait_s=wait_s)
+        except LogTimeout:
+            return begun
+        return joined([begun, rest], rest.position, rest.end, rest.detail)
+
+    async def _read_wherever_it_begins(self, key: LogKey, wait_s: float) -> LogRead:
+        """The first of a log that is not known here: it may be another process's, or yet begin in this one."""
+        here = asyncio.create_task(self._shelf.wait(key, 0, 1))
+        elsewhere = asyncio.create_task(self._reader.read(key, 0, at_least=1, wait_s=wait_s))
         try:
             await asyncio.wait({here, elsewhere}, return_when=asyncio.FIRST_COMPLETED)
             return (here if here.done() else elsewhere).result()
-        except LogTimeout:
-            if self._shelf.find(key) is None:
-                raise
-            return await self._shelf.read(key, 0, at_least=1, wait_s=0)  # it began here while Redis was away
+        except LogTimeout as error:  # it may have begun here while Redis was away
+            error.begun |= self._shelf.find(key) is not None
+            raise
         finally:
             here.cancel()
             elsewhere.cancel()

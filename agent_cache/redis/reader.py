@@ -2,7 +2,7 @@
 
 import asyncio
 
-from agent_cache.log import forgotten
+from agent_cache.log import forgotten, joined
 from agent_cache.protocol import CacheUnavailable, LogKey, LogRead, LogTimeout
 from agent_cache.redis.connection import AWAY, Connection
 from agent_cache.redis.layout import Entry, Layout, read_entries, stream_entries
@@ -29,23 +29,25 @@ class RemoteReader:
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_s
-        read = LogRead("", (), position)
+        reads: list[LogRead] = []
+        reached = position
         while True:
             left_s = max(0.0, deadline_s - loop.time())
             away: BaseException | None = None
             try:
-                found = await self._look(key, read.position, block_s=min(left_s, LONGEST_BLOCK_S))
+                found = await self._look(key, reached, block_s=min(left_s, LONGEST_BLOCK_S))
                 if found is not None:
-                    read = read.and_then(found)
-                    if read.end is not None or read.position - position >= at_least:
-                        return read
+                    reads.append(found)
+                    reached = found.position
+                    if found.end is not None or reached - position >= at_least:
+                        return joined(reads, reached, found.end, found.detail)
             except AWAY as error:
                 away = error
                 self._stats.failed_reads += 1
                 await asyncio.sleep(min(RETRY_S, left_s))
             if loop.time() >= deadline_s:
-                if read.position > position:
-                    return read
+                if reached > position:
+                    return joined(reads, reached)
                 message = f"nothing came after position {position} of {key} within {wait_s:g} s"
                 if away is not None:
                     raise CacheUnavailable(f"{message}; Redis is away ({away!r})") from away

@@ -1,7 +1,8 @@
 """Fills an agent's slots from its precursors' logs and prefills what is there meanwhile (Faster-MoA, 4.3).
 
 The paper's loop is fetch, append, prefill-only, slot by slot, and so it is here. A fetch waits until enough has come
-for the next update, or the slot has ended; the logs keep what comes while an update is under way.
+for the next update, or the slot has ended. While an update is under way nothing is fetched: the logs keep what comes,
+and that a precursor has failed is seen after it.
 
 The first update, which is mostly the fixed prefix, goes out with the first precursor's first tokens. The paper sends it
 at once, but where layers share an engine it would then delay the very prompts that are waited for.
@@ -199,7 +200,7 @@ class SlotFiller:
     def _enough(self) -> int:
         """Tokens to wait for: those of the next update, at most as many as have come, as the rate is a guess."""
         if not self._incremental:
-            return sys.maxsize
+            return sys.maxsize if self._slot_tokens else 1
         return max(1, min(self._worth_sending() - self._unsent, self._slot_tokens))
 
     def _worth_sending(self) -> int:

@@ -73,7 +73,7 @@ class SimulatedPair:
                     await self._go_on(writing, (*request.input_ids, *output.ids[: writing.written]))
                     continue
                 logprobs = (output.logprob,) * (now - told) if request.logprobs else ()
-                yield Tokens(tuple(output.ids[told:now]), "".join(output.pieces[told:now]), logprobs)
+                yield Tokens(output.ids[told:now], "".join(output.pieces[told:now]), logprobs)
                 told = now
             yield Finish("stop" if wanted == len(output.ids) else "length", prompt, wanted, cached)
         finally:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from redis.asyncio import Redis
 
-from agent_cache import CacheError, Chunk, End, LogKey
+from agent_cache import CacheError, Chunk, End, LogKey, LogRead
 from agent_cache.redis import RedisAgentPromptCache
 from tests.fakes.redis_server import RedisServer
 
@@ -54,6 +54,22 @@ async def test_frequent_writes_renew_the_time_to_live_only_now_and_then(server: 
         statistics = server.ask("INFO", "commandstats")
         assert isinstance(statistics, dict)
         assert statistics["cmdstat_pexpire"]["calls"] == 2 * (1 + 10)
+
+
+async def test_a_reader_that_wants_all_of_a_log_begun_here_leaves_redis_alone(server: RedisServer) -> None:
+    async with RedisAgentPromptCache(server.url, clock=time.monotonic) as cache, asyncio.TaskGroup() as group:
+        reading = group.create_task(cache.read(KEY, at_least=1000, wait_s=LIMIT_S))
+        while server.blocked_readers() < 1:
+            await turn()
+        log = await cache.create(KEY)
+        log.append(Chunk("first ", (1,)))
+        while server.blocked_readers():
+            await turn()
+        for name in list(server.keys()):
+            server.ask("UNLINK", name)
+        log.append(Chunk("second", (2,)))
+        log.end(End.FINISHED)
+        assert await reading == LogRead("first second", (1, 2), 2, End.FINISHED)
 
 
 async def test_nothing_is_left_once_all_programs_are_forgotten(server: RedisServer) -> None:

@@ -5,7 +5,7 @@ from time import monotonic
 
 import pytest
 
-from agent_cache import Chunk, End, LogKey, LogWriter
+from agent_cache import Chunk, End, LogKey, LogRead, LogWriter
 from agent_cache.memory import MemoryAgentPromptCache
 from shell_router.core.events import Degraded, PrefillIncrement
 from shell_router.core.generation import Generation, Prefilled
@@ -122,6 +122,50 @@ async def test_a_burst_at_a_precursors_start_does_not_hold_its_later_tokens_back
     assert scene.sent() == ["Q. first", "Q. first" + " burst" * 15 + " word" * 16]
     writer.end(End.FINISHED)
     await task
+
+
+async def test_what_was_there_already_does_not_count_as_having_come_fast() -> None:
+    """By a rate that counts the 500 words, hundreds more would be worth an update; by that of the rest it is eight."""
+    scene, now_s = Scene("Q.", Slot("a"), Slot("b")), 0.0
+    scene.clock = lambda: now_s
+    scene.filling = replace(scene.filling, prefill=Prefill(increments=IncrementSettings("adaptive")))
+    scene.pace.observe_update("model", 100, 1.0)
+    first, second = await scene.log("a"), await scene.log("b")
+    task = scene.start()
+    scene.write(first, " first")
+    await scene.until_sent(1)
+    scene.write(second, " early" * 500)
+    first.end(End.FINISHED)
+    await scene.until_sent(2)
+    for _ in range(12):
+        now_s += 1.0
+        scene.write(second, " word")
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert scene.sent()[2] == "Q. first" + " early" * 500 + " word" * 8
+    second.end(End.FINISHED)
+    await task
+
+
+async def test_without_incremental_prefill_an_output_is_read_in_two_goes() -> None:
+    class Counting(MemoryAgentPromptCache):
+        reads = 0
+
+        async def read(self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float) -> LogRead:
+            self.reads += 1
+            return await super().read(key, position, at_least=at_least, wait_s=wait_s)
+
+    scene = Scene("Q.", Slot("a"))
+    scene.cache = cache = Counting(clock=monotonic)
+    scene.filling = replace(scene.filling, prefill=Prefill(incremental=False))
+    writer = await scene.log("a")
+    task = scene.start()
+    for _ in range(50):
+        scene.write(writer, " word")
+        await asyncio.sleep(0)
+    writer.end(End.FINISHED)
+    assert scene.tokenizer.decode(await task) == "Q." + " word" * 50
+    assert cache.reads == 2
 
 
 async def test_what_the_next_precursor_has_written_already_goes_along_with_the_last_ones_rest() -> None:
