@@ -26,7 +26,6 @@ from typing import Any
 
 from report import Row, report
 
-from shell_router.core.garbage import SIMULATING, collect_rarely
 from shell_router.early_exit import EarlyExit
 from shell_router.scheduling import IncrementSettings
 from shell_router.simulation.load import Loaded, load
@@ -72,7 +71,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
     options = parser.parse_args()
-    collect_rarely(SIMULATING)
     bench = Bench(load(SIMULATION), options.requests, options.programs, options.seed)
     for name in options.table:
         title, rows = TABLES[name]

@@ -20,9 +20,9 @@ def run(work: Coroutine[Any, Any, object]) -> int:
 
     import uvloop
 
-    from shell_router.core.garbage import SERVING, collect_rarely
+    from shell_router.core.garbage import collect_rarely
 
-    collect_rarely(SERVING)
+    collect_rarely()
     received: list[signal.Signals] = []
     try:
         uvloop.run(_ended_by_signals(work, received))

@@ -34,10 +34,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _simulate(chosen: argparse.Namespace) -> int:
-    from shell_router.core.garbage import SIMULATING, collect_rarely
     from shell_router.simulation.load import load
-
-    collect_rarely(SIMULATING)
 
     if (chosen.what_if_gpus is None) != (chosen.p95_s is None):
         raise ConfigError("--what-if-gpus and --p95-s go together.", remedy="Give both, or none.")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agent_cache import MemoryAgentPromptCache
+from shell_router.core.garbage import uncollected
 from shell_router.core.generation import Generation
 from shell_router.core.model import ServedModel
 from shell_router.engines.simulated import (
@@ -73,11 +74,12 @@ class Simulated:
 def simulate(simulation: Simulation, topology: Topology, costs: Mapping[str, PairCosts], seed: int = 0) -> Simulated:
     """Simulate it from the first request to the last answer. `costs` are those of the models' pairs.
 
-    Equal arguments give equal results, to the last bit. Raises ConfigError where the topology or the workload names a
-    model that the simulation lacks.
+    Equal arguments give equal results, to the last bit. Meanwhile Python's garbage collector rests. Raises ConfigError
+    where the topology or the workload names a model that the simulation lacks.
     """
     _require_models(simulation, topology)
-    return run_virtual(_simulated(simulation, topology, costs, seed))
+    with uncollected():
+        return run_virtual(_simulated(simulation, topology, costs, seed))
 
 
 def _require_models(simulation: Simulation, topology: Topology) -> None:
