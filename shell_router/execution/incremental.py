@@ -18,10 +18,10 @@ from typing import Any
 from agent_cache import AgentPromptCache, End, LogKey, LogRead, LogTimeout
 from shell_router.core.events import Event
 from shell_router.core.hints import NO_HINTS, Hints
-from shell_router.core.model import ServedModel, Tokenizer
+from shell_router.core.model import ServedModel
 from shell_router.errors import AgentFailed, PrecursorTimeout
 from shell_router.execution.pace import Pace
-from shell_router.execution.prompt import Draft, GrowingPrompt, Part, Slot
+from shell_router.execution.prompt import GrowingPrompt, Part, Slot
 from shell_router.execution.updates import PrefillUpdates, common_prefix
 from shell_router.scheduling import tokens_per_increment
 from shell_router.topology import Prefill
@@ -103,18 +103,15 @@ class SlotFiller:
         """
         with self._until_complete:
             await self._read_parts()
-        ids = await self._encoded(Draft.final_ids)
+        ids = await self._encoded(self._prompt.final_ids)
         if self._incremental:
             left = len(ids) - common_prefix(self._updates.sent, ids)
             if left > self._filling.prefill.increments.tail_share * len(ids):
                 await self._updates.send(ids, self._slot)
         return ids
 
-    async def _encoded(self, ids_of: Callable[[Draft, Tokenizer], list[int]]) -> list[int]:
-        draft, tokenizer = self._prompt.draft(), self._filling.model.tokenizer
-        if len(draft.text) < LONG_TEXT:
-            return ids_of(draft, tokenizer)
-        return await asyncio.to_thread(ids_of, draft, tokenizer)
+    async def _encoded(self, ids_of: Callable[[], list[int]]) -> list[int]:
+        return ids_of() if self._prompt.undecided < LONG_TEXT else await asyncio.to_thread(ids_of)
 
     # --- reading
 
@@ -133,7 +130,7 @@ class SlotFiller:
             )
 
     async def _read_slot(self, slot: Slot) -> None:
-        before = self._prompt.draft()
+        before = self._prompt.mark()
         self._slot_tokens = 0
         self._prompt.add_text(slot.before)
         end, detail = await self._follow(self._filling.sources[slot.agent])
@@ -218,4 +215,4 @@ class SlotFiller:
             self._growing = True
             self._until_complete.enter_context(self._pace.growing(self._filling.model.alias))
         self._unsent = 0
-        await self._updates.send(await self._encoded(Draft.stable_ids), self._slot)
+        await self._updates.send(await self._encoded(self._prompt.stable_ids), self._slot)

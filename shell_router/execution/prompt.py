@@ -1,6 +1,6 @@
 """Prompts with holes: rendered once, filled while other agents write, turned into token ids piece by piece."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,6 +17,9 @@ class Slot:
 
 
 Part = str | Slot
+
+Mark = tuple[int, str]
+"""A place in a growing prompt: how many ids were decided, and the text after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +59,6 @@ def _unused_mark(texts: Sequence[str]) -> str:
     return next(mark for mark in candidates if not any(mark in text for text in texts))
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A prompt as it stood at one moment: ids already decided, and the text after them."""
-
-    ids: tuple[int, ...]
-    text: str
-
-    def stable_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """The ids that nothing added later is expected to change."""
-        return [*self.ids, *tokenizer.encode_stable(self.text)] if self.text else list(self.ids)
-
-    def final_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """The ids if nothing more is added."""
-        return [*self.ids, *tokenizer.encode(self.text)] if self.text else list(self.ids)
-
-
 class GrowingPrompt:
     """Token ids of a prompt that is still being written.
 
@@ -96,11 +83,28 @@ class GrowingPrompt:
             self._texts.clear()
             self._ids.extend(ids)
 
-    def draft(self) -> Draft:
-        """The prompt as it stands."""
-        return Draft(tuple(self._ids), "".join(self._texts))
+    @property
+    def undecided(self) -> int:
+        """Characters at its end whose ids are not decided."""
+        return sum(map(len, self._texts))
 
-    def back_to(self, draft: Draft) -> None:
-        """Forget all that was added since `draft` was taken."""
-        self._ids = list(draft.ids)
-        self._texts = [draft.text]
+    def stable_ids(self) -> list[int]:
+        """The ids that nothing added later is expected to change."""
+        return self._with(self._tokenizer.encode_stable)
+
+    def final_ids(self) -> list[int]:
+        """The ids if nothing more is added."""
+        return self._with(self._tokenizer.encode)
+
+    def _with(self, encode: Callable[[str], list[int]]) -> list[int]:
+        return [*self._ids, *encode("".join(self._texts))] if self._texts else self._ids.copy()
+
+    def mark(self) -> Mark:
+        """How far it has come."""
+        return len(self._ids), "".join(self._texts)
+
+    def back_to(self, mark: Mark) -> None:
+        """Forget all that was added since."""
+        decided, text = mark
+        del self._ids[decided:]
+        self._texts = [text]

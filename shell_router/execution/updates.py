@@ -44,8 +44,8 @@ class PrefillUpdates:
         Nothing is sent that the model could not take (the complete prompt will be refused by name), nor after the
         engine refused an update: that costs only the overlap, and is told in a warning and an event.
         """
-        known = ids == self.sent[: len(ids)]
-        if known or self._refused or len(ids) >= self._model.context_length:
+        resident = common_prefix(self.sent, ids)
+        if resident == len(ids) or self._refused or len(ids) >= self._model.context_length:
             return
         started_s = self._clock()
         request = Generation(f"{self._rid}.p{self._count}", ids, affinity=self._rid, hints=self._hints)
@@ -60,7 +60,6 @@ class PrefillUpdates:
         now_s = self._clock()
         new_tokens = done.prompt_tokens - done.cached_tokens
         self._pace.observe_update(self._model.alias, new_tokens, now_s - started_s)
-        resident = common_prefix(self.sent, ids)
         self._emit(
             PrefillIncrement(now_s, self._agent, started_s, slot, done.prompt_tokens, done.cached_tokens, resident)
         )
@@ -68,8 +67,10 @@ class PrefillUpdates:
 
 
 def common_prefix(before: list[int], now: list[int]) -> int:
-    """Length of the common prefix; comparing whole slices first keeps the usual case fast."""
+    """Length of the common prefix; comparing whole slices first keeps the usual cases fast."""
     if now[: len(before)] == before:
         return len(before)
+    if before[: len(now)] == now:
+        return len(now)
     pairs = enumerate(zip(before, now, strict=False))
     return next((i for i, (a, b) in pairs if a != b), len(now))

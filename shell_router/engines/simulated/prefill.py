@@ -79,8 +79,9 @@ class PrefillEngine:
         self.computed += new
         for prompt, taken in passed:
             prompt.done += taken
-            self._cache.add(prompt.ids[: prompt.done])
-            if prompt.done == len(prompt.ids) and not prompt.ended.done():
+            complete = prompt.done == len(prompt.ids)
+            self._cache.add(prompt.ids if complete else prompt.ids[: prompt.done])
+            if complete and not prompt.ended.done():
                 assert prompt.cached is not None
                 prompt.ended.set_result(prompt.cached)
         self._next_pass()

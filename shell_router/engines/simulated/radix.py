@@ -32,7 +32,8 @@ class RadixCache:
 
     def add(self, ids: Sequence[int]) -> None:
         """Remember ids, as many of the leading ones as there is room for."""
-        ids = ids[: self._room]
+        if len(ids) > self._room:
+            ids = ids[: self._room]
         node, matched = self._descend(ids)
         if matched < len(ids):
             node = self._grow(node, ids[matched:])

@@ -27,7 +27,7 @@ def test_final_ids_do_not_depend_on_how_the_prompt_was_cut(
         pieces.add_ids([token])
     for piece in second[1]:
         pieces.add_text(piece)
-    assert pieces.draft().final_ids(tokenizer) == whole.draft().final_ids(tokenizer)
+    assert pieces.final_ids() == whole.final_ids()
 
 
 @given(_cut_text(), _cut_text())
@@ -39,12 +39,12 @@ def test_stable_ids_are_a_prefix_of_every_later_prompt(
     stable: list[list[int]] = []
     for piece in first[1]:
         prompt.add_text(piece)
-        stable.append(prompt.draft().stable_ids(tokenizer))
+        stable.append(prompt.stable_ids())
     prompt.add_ids([1, 2, 3])
     for piece in second[1]:
         prompt.add_text(piece)
-        stable.append(prompt.draft().stable_ids(tokenizer))
-    final = prompt.draft().final_ids(tokenizer)
+        stable.append(prompt.stable_ids())
+    final = prompt.final_ids()
     assert all(final[: len(ids)] == ids for ids in stable)
 
 
@@ -52,13 +52,13 @@ def test_going_back_forgets_ids_and_text_added_since() -> None:
     tokenizer = WordTokenizer()
     prompt = GrowingPrompt(tokenizer)
     prompt.add_text("question")
-    before = prompt.draft()
+    before = prompt.mark()
     prompt.add_text(" header")
     prompt.add_ids([7, 8])
     prompt.add_text(" more")
     prompt.back_to(before)
     prompt.add_text("s asked")
-    assert prompt.draft().final_ids(tokenizer) == tokenizer.encode("questions asked")
+    assert prompt.final_ids() == tokenizer.encode("questions asked")
 
 
 def test_the_chat_template_writes_around_the_holes() -> None:

@@ -60,7 +60,7 @@ def test_models_are_taught_on_the_very_prompts_that_the_router_makes(served: Ser
             prompt.add_text(part.before)
             prompt.add_ids(next(outputs))
             prompt.add_text(part.after)
-    assert LESSONS.drafts(PROBLEM.question, ids) == prompt.draft().final_ids(served.tokenizer)
+    assert LESSONS.drafts(PROBLEM.question, ids) == prompt.final_ids()
     (asked,) = agent_parts(Agent("a", "tiny", (), Prompt()), (), served, chat)
     assert isinstance(asked, str)
     assert LESSONS.question(PROBLEM.question) == served.tokenizer.encode(asked)
