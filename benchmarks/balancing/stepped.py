@@ -60,7 +60,8 @@ class SteppedEngine:
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`."""
-        ids = self._write(request).ids
+        output = self._write(request)
+        ids, _ = output.part(0, len(output))
         one = _Request(len(request.input_ids), len(ids), request.sampling["stream_interval"])
         self._waiting.append(one)
         self._wake()

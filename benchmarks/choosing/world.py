@@ -106,7 +106,7 @@ def _writes(tasks: Sequence[Task], model: str) -> Callable[[Generation], Written
     def write(request: Generation) -> Written:
         task, _, stage = request.rid.split(".", 2)
         tokens = tasks[int(task)].tokens[model][int(stage.removeprefix("stage-")) - 1]
-        return Written.filled(tokens, f"{task}/{stage}", "", 0.0)
+        return Written.after_filler(tokens, f"{task}/{stage}", "", 0.0)
 
     return write
 

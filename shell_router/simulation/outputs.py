@@ -35,7 +35,9 @@ class Outputs:
             tokens = length.at(draws.random(), draws.gauss())
             answer = RIGHT if draws.random() < self._workload.right else f"{agent}'s own"
             end = closing(question, answer)
-            return Written.filled(tokens, f"{self._seed}/{question}/{agent}", end, math.log(self._workload.confidence))
+            return Written.after_filler(
+                tokens, f"{self._seed}/{question}/{agent}", end, math.log(self._workload.confidence)
+            )
 
         return write
 

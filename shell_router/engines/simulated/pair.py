@@ -59,7 +59,7 @@ class SimulatedPair:
         """See `Engine.generate`."""
         output, prompt = self._write(request), len(request.input_ids)
         limit = request.sampling.get("max_new_tokens")
-        wanted = min(len(output.ids), DEFAULT_MAX_NEW_TOKENS if limit is None else max(1, limit))
+        wanted = min(len(output), DEFAULT_MAX_NEW_TOKENS if limit is None else max(1, limit))
         heard = _Heard()
         writing = Writing(prompt, wanted, request.sampling.get("stream_interval") or 1, heard.tell, heard.lose)
         await self.decoding.admit(writing)
@@ -70,12 +70,12 @@ class SimulatedPair:
             told = 0
             while told < wanted:
                 if (now := await heard.more_than(told)) == told:
-                    await self._go_on(writing, (*request.input_ids, *output.ids[: writing.written]))
+                    await self._go_on(writing, (*request.input_ids, *output.part(0, writing.written)[0]))
                     continue
                 logprobs = (output.logprob,) * (now - told) if request.logprobs else ()
-                yield Tokens(output.ids[told:now], "".join(output.pieces[told:now]), logprobs)
+                yield Tokens(*output.part(told, now), logprobs)
                 told = now
-            yield Finish("stop" if wanted == len(output.ids) else "length", prompt, wanted, cached)
+            yield Finish("stop" if wanted == len(output) else "length", prompt, wanted, cached)
         finally:
             self.decoding.leave(writing)
 

@@ -3,7 +3,7 @@
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Self, TypeVar
 
@@ -29,13 +29,18 @@ _FILLER_IDS = tuple(map(_IDS.__getitem__, _FILLER))
 
 def filler(tokens: int, seed: str) -> str:
     """A text of so many tokens; equal seeds give texts with equal beginnings."""
-    return "".join(_filler(_FILLER, tokens, seed))
+    return "".join(_cut(_FILLER, _place(seed), tokens))
 
 
-def _filler(source: tuple[T, ...], tokens: int, seed: str) -> tuple[T, ...]:
-    start = zlib.crc32(seed.encode()) % len(source)
-    end = start + max(0, tokens)
-    return (source * (1 + end // len(source)))[start:end]
+def _place(seed: str) -> int:
+    return zlib.crc32(seed.encode()) % len(_FILLER)
+
+
+def _cut(source: tuple[T, ...], begin: int, tokens: int) -> tuple[T, ...]:
+    """So many of an endless repetition of `source`, from `begin` on."""
+    begin %= len(source)
+    end = begin + max(0, tokens)
+    return (source * (1 + end // len(source)))[begin:end]
 
 
 class SimulatedTokenizer:
@@ -62,11 +67,16 @@ class SimulatedTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An output before it is written: a piece of text per token, their ids, and the log-probability of each."""
+    """An output before it is written: a piece of text per token, their ids, and the log-probability of each.
+
+    Before them it may have `filled` tokens of filler, which is not copied: thousands of outputs wait to be written.
+    """
 
     pieces: tuple[str, ...]
     ids: tuple[int, ...]
     logprob: float
+    filled: int = 0
+    place: int = 0
 
     @classmethod
     def of(cls, text: str, logprob: float) -> Self:
@@ -75,8 +85,20 @@ class Written:
         return cls(tuple(pieces), tuple(map(_IDS.__getitem__, pieces)), logprob)
 
     @classmethod
-    def filled(cls, tokens: int, seed: str, end: str, logprob: float) -> Self:
+    def after_filler(cls, tokens: int, seed: str, end: str, logprob: float) -> Self:
         """`filler` and then `end`, so many tokens in all; never less than `end`."""
         last = cls.of(end, logprob)
-        rest = tokens - len(last.ids)
-        return cls(_filler(_FILLER, rest, seed) + last.pieces, _filler(_FILLER_IDS, rest, seed) + last.ids, logprob)
+        return replace(last, filled=max(0, tokens - len(last)), place=_place(seed))
+
+    def __len__(self) -> int:
+        return self.filled + len(self.ids)
+
+    def part(self, start: int, end: int) -> tuple[tuple[int, ...], str]:
+        """Ids and text of the tokens from `start` to before `end`."""
+        return self._part(_FILLER_IDS, self.ids, start, end), "".join(self._part(_FILLER, self.pieces, start, end))
+
+    def _part(self, filler: tuple[T, ...], rest: tuple[T, ...], start: int, end: int) -> tuple[T, ...]:
+        if end <= self.filled:
+            return _cut(filler, self.place + start, end - start)
+        filled = _cut(filler, self.place + start, self.filled - start)
+        return filled + rest[max(0, start - self.filled) : end - self.filled]

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,19 +32,25 @@ def test_stable_tokens_stay_whatever_follows(text: str, more: str) -> None:
     assert len(stable) >= len(TOKENIZER.encode(text)) - 1
 
 
-@given(TEXTS.filter(bool))
+@given(TEXTS)
 def test_an_output_has_the_tokens_of_its_text(text: str) -> None:
     written = Written.of(text, -0.1)
-    assert "".join(written.pieces) == text
-    assert list(written.ids) == TOKENIZER.encode(text)
+    assert len(written) == len(TOKENIZER.encode(text))
+    assert written.part(0, len(written)) == (tuple(TOKENIZER.encode(text)), text)
 
 
-@given(st.integers(0, 200), st.text(max_size=5), TEXTS)
-def test_a_filled_output_ends_as_it_should(tokens: int, seed: str, end: str) -> None:
-    written, least = Written.filled(tokens, seed, end, -0.1), len(TOKENIZER.encode(end))
-    assert "".join(written.pieces) == filler(tokens - least, seed) + end
-    assert len(written.pieces) == len(written.ids) == max(tokens, least)
-    assert list(written.ids) == TOKENIZER.encode(filler(tokens - least, seed)) + TOKENIZER.encode(end)
+@given(st.integers(0, 200), st.text(max_size=5), TEXTS, st.lists(st.integers(0, 220), max_size=4))
+def test_an_output_after_filler_ends_as_it_should_however_it_is_cut(
+    tokens: int, seed: str, end: str, cuts: list[int]
+) -> None:
+    written, last = Written.after_filler(tokens, seed, end, -0.1), TOKENIZER.encode(end)
+    begin = filler(tokens - len(last), seed)
+    assert len(written) == max(tokens, len(last))
+    places = [0, *sorted(min(cut, len(written)) for cut in cuts), len(written)]
+    parts = [written.part(start, stop) for start, stop in pairwise(places)]
+    assert [len(ids) for ids, _ in parts] == [stop - start for start, stop in pairwise(places)]
+    assert "".join(text for _, text in parts) == begin + end
+    assert [number for ids, _ in parts for number in ids] == TOKENIZER.encode(begin) + last
 
 
 def test_a_chat_names_its_roles() -> None:
