@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Self, TypeVar
 
-T = TypeVar("T")
+T = TypeVar("T", str, tuple[int, ...])
 
 FIRST, LAST = 0x4E00, 0x51FF
 """Each of these characters is one token, whose id is its code point. So few that a processor keeps them at hand."""
@@ -23,20 +23,20 @@ class _Ids(dict[str, int]):
 
 _CHARACTERS = [chr(number) for number in range(FIRST, LAST + 1)]
 _IDS = _Ids(zip(_CHARACTERS, range(FIRST, LAST + 1), strict=True))
-_FILLER = tuple(Random(0).choices(_CHARACTERS, k=1 << 16))
+_FILLER = "".join(Random(0).choices(_CHARACTERS, k=1 << 16))
 _FILLER_IDS = tuple(map(_IDS.__getitem__, _FILLER))
 
 
 def filler(tokens: int, seed: str) -> str:
     """A text of so many tokens; equal seeds give texts with equal beginnings."""
-    return "".join(_cut(_FILLER, _place(seed), tokens))
+    return _cut(_FILLER, _place(seed), tokens)
 
 
 def _place(seed: str) -> int:
     return zlib.crc32(seed.encode()) % len(_FILLER)
 
 
-def _cut(source: tuple[T, ...], begin: int, tokens: int) -> tuple[T, ...]:
+def _cut(source: T, begin: int, tokens: int) -> T:
     """So many of an endless repetition of `source`, from `begin` on."""
     begin %= len(source)
     end = begin + max(0, tokens)
@@ -95,10 +95,9 @@ class Written:
 
     def part(self, start: int, end: int) -> tuple[tuple[int, ...], str]:
         """Ids and text of the tokens from `start` to before `end`."""
-        return self._part(_FILLER_IDS, self.ids, start, end), "".join(self._part(_FILLER, self.pieces, start, end))
-
-    def _part(self, filler: tuple[T, ...], rest: tuple[T, ...], start: int, end: int) -> tuple[T, ...]:
-        if end <= self.filled:
-            return _cut(filler, self.place + start, end - start)
-        filled = _cut(filler, self.place + start, self.filled - start)
-        return filled + rest[max(0, start - self.filled) : end - self.filled]
+        filled = min(end, self.filled) - start
+        ids, text = _cut(_FILLER_IDS, self.place + start, filled), _cut(_FILLER, self.place + start, filled)
+        if end > self.filled:
+            rest = slice(max(0, start - self.filled), end - self.filled)
+            ids, text = ids + self.ids[rest], text + "".join(self.pieces[rest])
+        return ids, text
