@@ -9,7 +9,8 @@
     second       from the end of an aggregator's last input to its own end, by what the two GPUs of a model do (5.2.2)
     beyond       slot order, chunk sizes and the exit in flight, alone and together, against the critical-path bound
     busy         what updates of one size or another cost the prefill engines, with a question every second
-    scale        what a simulated agent costs, for 100, 1000 and 10000 programs at a time
+    scale        what a simulated agent costs, for 100, 1000 and 10000 programs at a time, and down again, which shows
+                 how far runs of one size differ
 
 How long outputs are and how often they agree is assumed (DATA_SETS). Each table is of one seed: what is asked and
 written is the same in all of its rows. Of questions with outputs as long as AIME's a tenth is asked.
