@@ -41,6 +41,7 @@ from report import Row, report
 from agent_cache.memory import MemoryAgentPromptCache
 from shell_router.config import Config, EmbeddedSection, EmbedderSettings, ModelSettings, PredictionSettings
 from shell_router.core.events import Degraded, Event, ModelChosen
+from shell_router.core.generation import UNSEEN_TOKENS
 from shell_router.core.grading import grader_of, is_right
 from shell_router.core.intervals import Z95, paired_difference, quantile, wilson
 from shell_router.core.model import ServedModel
@@ -55,7 +56,7 @@ ROOT = Path(__file__).parents[1]
 MODELS = ("small", "medium", "large")
 ROUTING = ROOT / "models/routing"
 QUESTIONS = ROOT / "models/data/test.jsonl"
-SAMPLING = {"temperature": 0.0, "max_new_tokens": 128, "stream_interval": 32}
+SAMPLING = {"temperature": 0.0, "max_new_tokens": 128, "stream_interval": UNSEEN_TOKENS}
 """As the router asks for a client that does not stream."""
 WARM_UP = 64
 LIMIT_S = 60.0

@@ -13,11 +13,9 @@ from shell_router.api.recorded import run_of_topology
 from shell_router.api.services import Emit, Services
 from shell_router.api.settings import ApiSettings
 from shell_router.api.targets import Targets
+from shell_router.core.generation import UNSEEN_TOKENS
 from shell_router.execution import Answer, MoaRequest
 from shell_router.topology import Graph
-
-UNSEEN_TOKENS = 32
-"""Tokens per event of an answer that is not streamed on: each event costs, and nobody sees any of them."""
 
 
 @dataclass(frozen=True, slots=True)

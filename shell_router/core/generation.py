@@ -12,6 +12,13 @@ FinishReason = Literal["stop", "length", "abort"]
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's own, where `sampling` has no `max_new_tokens`."""
 
+UNSEEN_TOKENS = 32
+"""Tokens per event (`stream_interval`) of an output that nobody sees before it is whole.
+
+Each event costs the engine and the router; but they are about a second of decoding, and longer silence would hide a
+stalled engine.
+"""
+
 
 class OnPlaced(Protocol):
     """Told where an attempt of a request goes, whenever one is sent: an engine of each role that takes part in it."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from shell_router.core.events import Event, StepChosen
+from shell_router.core.generation import UNSEEN_TOKENS
 from shell_router.errors import DeadlineExceeded
 from shell_router.execution.deciding import Deciding, Judges
 from shell_router.execution.requests import Answer, MoaRequest
@@ -13,8 +14,6 @@ from shell_router.topology import Conditional, Graph, Step, Topology
 from shell_router.topology.rules import END, START, Rule
 
 Emit = Callable[[Event], None]
-HELD_TOKENS = 32
-"""Tokens per event of an output that is held back: each event costs, and only who looks at agents sees any of them."""
 
 
 class RunsAgents(Protocol):
@@ -144,4 +143,4 @@ def _sampling(step: Step, asked: Mapping[str, Any]) -> Mapping[str, Any]:
     if step.is_last:
         return asked
     wanted = asked if step.may_be_last else {name: value for name, value in asked.items() if name == "sampling_seed"}
-    return {"stream_interval": step.topology.root.sampling.get("stream_interval", HELD_TOKENS), **wanted}
+    return {"stream_interval": step.topology.root.sampling.get("stream_interval", UNSEEN_TOKENS), **wanted}

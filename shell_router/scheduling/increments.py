@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from shell_router.core.generation import UNSEEN_TOKENS
 from shell_router.scheduling.update_cost import UpdateCost
 
 ChunkTokens = int | Literal["adaptive"]
 
-_MOST_TOKENS_PER_EVENT = 32  # about a second of decoding: silence must still tell a stalled engine
 _MOST_TOKENS_PER_EVENT_JUDGED = 4
 
 
@@ -70,7 +70,7 @@ def tokens_per_event(settings: IncrementSettings, incremental: bool, *, judged: 
     Its successors send no update of fewer; where it is `judged` in flight, fewer come at once. Each event costs the
     engine and the router about as much as any other. The first token always comes alone.
     """
-    most = _MOST_TOKENS_PER_EVENT_JUDGED if judged else _MOST_TOKENS_PER_EVENT
+    most = _MOST_TOKENS_PER_EVENT_JUDGED if judged else UNSEEN_TOKENS
     if not incremental:
         return most
     smallest = settings.min_tokens if settings.chunk_tokens == "adaptive" else settings.chunk_tokens

@@ -10,7 +10,7 @@ from typing import Any
 
 from agent_cache import MemoryAgentPromptCache
 from shell_router.core.garbage import uncollected
-from shell_router.core.generation import Generation
+from shell_router.core.generation import UNSEEN_TOKENS, Generation
 from shell_router.core.model import ServedModel
 from shell_router.engines.simulated import (
     PairCosts,
@@ -204,7 +204,9 @@ class _Client:
             precursors={agent.id: agent.precursors for agent in topology.agents.values()},
         )
         asked = ({"role": "user", "content": self.outputs.question(name)},)
-        request = MoaRequest(name, "simulation", asked, seed=number, timeout_s=self.simulation.timeout_s)
+        whole = {"stream_interval": UNSEEN_TOKENS}  # engines take as long whatever the pieces
+        timeout_s = self.simulation.timeout_s
+        request = MoaRequest(name, "simulation", asked, sampling=whole, seed=number, timeout_s=timeout_s)
         error = ""
         try:
             await self.executor.run(topology, request, trace.add)
