@@ -6,7 +6,6 @@ pieces its output is sent in, not on its tokens.
 
 import asyncio
 import heapq
-from itertools import count
 
 from shell_router.engines.simulated.costs import DecodeCosts
 from shell_router.engines.simulated.processor import Job, Processor
@@ -32,8 +31,8 @@ class DecodeEngine:
         self._room = Room(costs)
         self._joining: list[tuple[Writing, int]] = []
         self._running: dict[Writing, None] = {}
-        self._due: list[tuple[int, int, Writing]] = []
-        self._order = count()
+        self._due: dict[int, list[Writing]] = {}  # by step, who is heard of then, unless they left or stopped
+        self._due_steps: list[int] = []  # those steps, as a heap
         self._steps = 0
         self._taken_at = -1  # the step at which room was last taken
         self._context = 0
@@ -131,9 +130,7 @@ class DecodeEngine:
         self._joining.clear()
         if not self._take_back() and self._steps > self._taken_at:
             self._room.let_in(len(self._running) if self._room.grows else 0)
-        while self._due and self._due[0][1] != self._due[0][2].due:
-            heapq.heappop(self._due)
-        if not self._due:
+        if not self._running:
             self._job = None
             return
         self._job_steps = self._next_steps()
@@ -144,7 +141,7 @@ class DecodeEngine:
     def _next_steps(self) -> int:
         if self._beside is not None:
             return 1
-        due = self._due[0][0] - self._steps
+        due = self._due_steps[0] - self._steps
         return max(1, min(due, self._room.free_tokens // len(self._running))) if self._room.grows else due
 
     def _start(self, writing: Writing, tokens: int) -> None:
@@ -177,9 +174,12 @@ class DecodeEngine:
         writing.heard(written)
 
     def _appoint(self, writing: Writing) -> None:
-        writing.due = next(self._order)
-        at_step = writing.joined + writing.next_heard(self._steps - writing.joined)
-        heapq.heappush(self._due, (at_step, writing.due, writing))
+        writing.due = writing.joined + writing.next_heard(self._steps - writing.joined)
+        if writing.due in self._due:
+            self._due[writing.due].append(writing)
+        else:
+            self._due[writing.due] = [writing]
+            heapq.heappush(self._due_steps, writing.due)
 
     def _end_steps(self) -> None:
         sequences = self._job_size[0]  # whoever left meanwhile was in every step that had begun
@@ -192,8 +192,9 @@ class DecodeEngine:
         self._steps += self._job_steps
         self._context += self._job_steps * len(self._running)
         self._room.grow(self._job_steps * len(self._running))
-        while self._due and self._due[0][0] <= self._steps:
-            _, number, writing = heapq.heappop(self._due)
-            if writing.due == number:
-                self._hear(writing)
+        while self._due_steps and self._due_steps[0] <= self._steps:
+            step = heapq.heappop(self._due_steps)
+            for writing in self._due.pop(step):
+                if writing.due == step:
+                    self._hear(writing)
         self._go_on()

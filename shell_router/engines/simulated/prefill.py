@@ -42,7 +42,7 @@ class PrefillEngine:
 
         A prompt that is abandoned leaves the queue; the pass that it is in is not cut short.
         """
-        prompt = _Prompt(list(ids), self._loop.create_future())
+        prompt = _Prompt(ids if isinstance(ids, list) else list(ids), self._loop.create_future())
         self._waiting.append(prompt)
         if not self._passing:
             self._next_pass()

@@ -1,7 +1,7 @@
 """KV memory of the decode engine: who has room in it, and who waits for room."""
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -33,7 +33,7 @@ class Writing:
     written: int = 0
     joined: int = 0
     due: int = -1
-    """The number of the appointment at which it is next heard of."""
+    """The step at which it is next heard of; below 0 while it does not run."""
     queued: bool = False
     has_room: bool = False
     running: bool = False
@@ -58,8 +58,9 @@ class Room:
 
     def __init__(self, costs: DecodeCosts) -> None:
         self._costs = costs
-        self._waiting: deque[Writing] = deque()
+        self._waiting: OrderedDict[Writing, None] = OrderedDict()
         self.free_tokens = costs.cache_tokens
+        self.waiting_tokens = 0  # of those who wait
         self.holders = 0
 
     @property
@@ -72,22 +73,16 @@ class Room:
         """How many wait."""
         return len(self._waiting)
 
-    @property
-    def waiting_tokens(self) -> int:
-        """Tokens of those who wait."""
-        return sum(writing.tokens for writing in self._waiting)
-
     def ask(self, writing: Writing) -> None:
         """Queue up; nothing where it stands in the queue already."""
         if not writing.queued and not writing.has_room:
-            writing.queued = True
-            self._waiting.append(writing)
+            self._queue(writing)
 
     def let_in(self, next_step: int = 0) -> None:
         """All who fit beside the tokens of the next step, in their order."""
-        while self._waiting and self._fits(self._waiting[0], next_step):
-            writing = self._waiting.popleft()
-            writing.queued, writing.has_room = False, True
+        while self._waiting and self._fits(writing := next(iter(self._waiting)), next_step):
+            self._unqueue(writing)
+            writing.has_room = True
             self.holders += 1
             self.free_tokens -= self._held(writing)
             if not writing.turn.done():
@@ -101,8 +96,7 @@ class Room:
     def give_back(self, writing: Writing) -> None:
         """It needs room no more, or waits for it no more."""
         if writing.queued:
-            self._waiting.remove(writing)
-            writing.queued = False
+            self._unqueue(writing)
         if writing.has_room:
             writing.has_room = False
             self.holders -= 1
@@ -112,8 +106,18 @@ class Room:
         """Take its room; it is the first to get some again."""
         self.give_back(writing)
         writing.turn = asyncio.get_running_loop().create_future()
+        self._queue(writing)
+        self._waiting.move_to_end(writing, last=False)
+
+    def _queue(self, writing: Writing) -> None:
         writing.queued = True
-        self._waiting.appendleft(writing)
+        self._waiting[writing] = None
+        self.waiting_tokens += writing.tokens
+
+    def _unqueue(self, writing: Writing) -> None:
+        writing.queued = False
+        del self._waiting[writing]
+        self.waiting_tokens -= writing.tokens
 
     def _held(self, writing: Writing) -> int:
         return writing.tokens if self.grows else writing.prompt_tokens + writing.wanted

@@ -4,6 +4,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from random import Random
 from typing import Self, TypeVar
 
@@ -43,6 +44,12 @@ def _cut(source: T, begin: int, tokens: int) -> T:
     return (source * (1 + end // len(source)))[begin:end]
 
 
+@lru_cache(maxsize=64)
+def _lately_encoded(text: str) -> tuple[int, ...]:
+    """Agents that are asked the same ask one after the other."""
+    return tuple(map(_IDS.__getitem__, _PIECE.findall(text)))
+
+
 class SimulatedTokenizer:
     """Filler has a token per character, all other text one per four, as English has on average."""
 
@@ -50,7 +57,7 @@ class SimulatedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
-        return list(map(_IDS.__getitem__, _PIECE.findall(text)))
+        return list(_lately_encoded(text))
 
     def encode_stable(self, text: str) -> list[int]:
         """See `Tokenizer.encode_stable`: a piece at the end that is no filler may still grow."""

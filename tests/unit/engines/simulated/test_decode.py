@@ -209,7 +209,7 @@ def test_all_room_is_free_when_all_have_ended_or_given_up(seed: int, reserved_to
     draws = random.Random(seed)
     costs = DecodeCosts(1.0, cache_tokens=60, at_once=5, reserved_tokens=reserved_tokens)
 
-    async def run() -> tuple[int, tuple[int, int], int]:
+    async def run() -> tuple[tuple[int, int], tuple[int, int], int]:
         batch = Batch(costs)
         for _ in range(20):
             at_s = draws.uniform(0, 40)
@@ -217,10 +217,11 @@ def test_all_room_is_free_when_all_have_ended_or_given_up(seed: int, reserved_to
             batch.ask(at_s, draws.randint(1, 30), draws.randint(1, 30), draws.choice((1, 7)), until_s)
         for written in await batch.ended():
             assert [tokens for _, tokens in written] == sorted({tokens for _, tokens in written})
-        return batch.engine.taken_tokens, batch.engine.requests, batch.engine.taken_back
+        engine = batch.engine
+        return (engine.taken_tokens, engine.waiting_tokens), engine.requests, engine.taken_back
 
-    taken_tokens, requests, taken_back = run_virtual(run())
-    assert (taken_tokens, requests) == (0, (0, 0))
+    tokens, requests, taken_back = run_virtual(run())
+    assert (tokens, requests) == ((0, 0), (0, 0))
     assert reserved_tokens is not None or not taken_back
 
 

@@ -16,6 +16,7 @@ from shell_router.engines.simulated import (
     TransferCosts,
     Written,
 )
+from shell_router.scheduling.engine_state import Reported
 from shell_router.simulation.virtual_time import run_virtual
 
 COSTS = PairCosts(PrefillCosts(1.0, 0.0, prompts=1), DecodeCosts(0.1, cache_tokens=100), TransferCosts(0.5, 0.01))
@@ -83,6 +84,22 @@ def test_a_request_claims_its_room_before_it_is_prefilled() -> None:
 
     # each holds 66 of 100 tokens: the second's prefill waits until the first is done
     assert run_virtual(run()) == pytest.approx([1 + 1.1 + 0.5, 2 * (1 + 1.1 + 0.5)])
+
+
+def test_a_pair_reports_what_is_taken_and_what_waits() -> None:
+    async def run() -> list[Reported]:
+        engine, reports = pair(), list[Reported]()
+        answers = [asyncio.create_task(answer(engine, Generation(str(first), [first] * 60))) for first in range(3)]
+        await asyncio.sleep(0.5)
+        reports.append(engine.reported())
+        answers[1].cancel()
+        await asyncio.wait([answers[1]])
+        reports.append(engine.reported())
+        await asyncio.wait(answers)
+        return [*reports, engine.reported()]
+
+    # the first holds its prompt and the 6 tokens that it will write
+    assert run_virtual(run()) == [Reported(0.66, 66 + 120, 1, 2), Reported(0.66, 66 + 60, 1, 1), Reported(0.0, 0, 0, 0)]
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.5, 1.2, 1.65])
