@@ -13,10 +13,10 @@ DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's own, where `sampling` has no `max_new_tokens`."""
 
 UNSEEN_TOKENS = 32
-"""Tokens per event (`stream_interval`) of an output that nobody sees before it is whole.
+"""The most tokens per event (`stream_interval`) of an output that no client watches.
 
-Each event costs the engine and the router; but they are about a second of decoding, and longer silence would hide a
-stalled engine.
+Each event costs the engine and the router. But so many tokens take about a second, and a longer silence would look like
+a stalled engine's.
 """
 
 

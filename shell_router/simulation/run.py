@@ -204,9 +204,9 @@ class _Client:
             precursors={agent.id: agent.precursors for agent in topology.agents.values()},
         )
         asked = ({"role": "user", "content": self.outputs.question(name)},)
-        whole = {"stream_interval": UNSEEN_TOKENS}  # engines take as long whatever the pieces
+        pieces = {"stream_interval": topology.root.sampling.get("stream_interval", UNSEEN_TOKENS)}
         timeout_s = self.simulation.timeout_s
-        request = MoaRequest(name, "simulation", asked, sampling=whole, seed=number, timeout_s=timeout_s)
+        request = MoaRequest(name, "simulation", asked, sampling=pieces, seed=number, timeout_s=timeout_s)
         error = ""
         try:
             await self.executor.run(topology, request, trace.add)

@@ -48,7 +48,10 @@ class DecodeEngine:
     @property
     def taken_tokens(self) -> int:
         """Room that is taken: by what is there, and where sequences claim it, by what will be written."""
-        return self._costs.cache_tokens - max(0, self._room.free_tokens)
+        free = self._room.free_tokens
+        if self._room.grows and self._job is not None:
+            free -= self._steps_done() * len(self._running)
+        return self._costs.cache_tokens - max(0, free)
 
     @property
     def waiting_tokens(self) -> int:
@@ -128,8 +131,10 @@ class DecodeEngine:
             if not writing.left:
                 self._start(writing, tokens)
         self._joining.clear()
-        if not self._take_back() and self._steps > self._taken_at:
+        if not self._take_back() and (self._steps > self._taken_at or not self._running):
             self._room.let_in(len(self._running) if self._room.grows else 0)
+        while self._due_steps and all(writing.due != self._due_steps[0] for writing in self._due[self._due_steps[0]]):
+            del self._due[heapq.heappop(self._due_steps)]
         if not self._running:
             self._job = None
             return
@@ -139,10 +144,16 @@ class DecodeEngine:
         self._job = self._processor.start(self._costs.steps_s(self._job_steps, *self._job_size), self._end_steps)
 
     def _next_steps(self) -> int:
-        if self._beside is not None:
+        if self._beside is not None or self._steps == self._taken_at:
             return 1
         due = self._due_steps[0] - self._steps
         return max(1, min(due, self._room.free_tokens // len(self._running))) if self._room.grows else due
+
+    def _steps_done(self) -> int:
+        """Of those taken together at present."""
+        assert self._job is not None
+        worked_s = self._worked_s + self._processor.worked_s(self._job)
+        return max(0, self._costs.steps_begun(worked_s, *self._job_size, self._job_steps) - 1)
 
     def _start(self, writing: Writing, tokens: int) -> None:
         writing.running = True

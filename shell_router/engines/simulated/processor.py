@@ -43,6 +43,11 @@ class Processor:
         self._set_timer()
         return job
 
+    def worked_s(self, job: Job) -> float:
+        """The seconds of work that were done on a job so far."""
+        self._catch_up()
+        return min(self._worked, job.end) - job.begin
+
     def stop(self, job: Job) -> float:
         """Give a running job up; returns the seconds of work that were done on it."""
         self._catch_up()

@@ -34,7 +34,6 @@ class Writing:
     joined: int = 0
     due: int = -1
     """The step at which it is next heard of; below 0 while it does not run."""
-    queued: bool = False
     has_room: bool = False
     running: bool = False
     left: bool = False
@@ -75,7 +74,7 @@ class Room:
 
     def ask(self, writing: Writing) -> None:
         """Queue up; nothing where it stands in the queue already."""
-        if not writing.queued and not writing.has_room:
+        if writing not in self._waiting and not writing.has_room:
             self._queue(writing)
 
     def let_in(self, next_step: int = 0) -> None:
@@ -95,7 +94,7 @@ class Room:
 
     def give_back(self, writing: Writing) -> None:
         """It needs room no more, or waits for it no more."""
-        if writing.queued:
+        if writing in self._waiting:
             self._unqueue(writing)
         if writing.has_room:
             writing.has_room = False
@@ -110,12 +109,10 @@ class Room:
         self._waiting.move_to_end(writing, last=False)
 
     def _queue(self, writing: Writing) -> None:
-        writing.queued = True
         self._waiting[writing] = None
         self.waiting_tokens += writing.tokens
 
     def _unqueue(self, writing: Writing) -> None:
-        writing.queued = False
         del self._waiting[writing]
         self.waiting_tokens -= writing.tokens
 

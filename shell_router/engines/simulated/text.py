@@ -46,7 +46,7 @@ def _cut(source: T, begin: int, tokens: int) -> T:
 
 @lru_cache(maxsize=64)
 def _lately_encoded(text: str) -> tuple[int, ...]:
-    """Agents that are asked the same ask one after the other."""
+    """The ids of `text`. Agents that are asked the same ask one after the other."""
     return tuple(map(_IDS.__getitem__, _PIECE.findall(text)))
 
 

@@ -1,12 +1,12 @@
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from shell_router.engines.simulated.costs import DecodeCosts
 from shell_router.engines.simulated.decode import DecodeEngine
-from shell_router.engines.simulated.processor import Processor
+from shell_router.engines.simulated.processor import Job, Processor
 from shell_router.engines.simulated.room import Writing
 from shell_router.errors import ConfigError
 from shell_router.simulation.virtual_time import run_virtual
@@ -201,6 +201,60 @@ def test_the_last_sequence_keeps_its_room_however_long_it_gets() -> None:
     costs = DecodeCosts(step_s=1.0, cache_tokens=10, reserved_tokens=0)
     (only,) = told(costs, (0, 8, 6))
     assert only[-1] == (5, 6)
+
+
+@pytest.mark.parametrize("interval", [1, 1000])
+@pytest.mark.parametrize(
+    ("reserved_tokens", "expected"),
+    [(0, [14 + 34, 16 + 36, 18 + 38 + 7, 22, 0]), (None, [30 + 39, 30 + 39 + 8, 30 + 39 + 8, 30, 0])],
+)
+def test_room_is_told_as_it_is_taken_however_few_pieces_come(
+    interval: int, reserved_tokens: int | None, expected: list[int]
+) -> None:
+    async def run() -> list[int]:
+        batch, taken = Batch(DecodeCosts(1.0, cache_tokens=1000, reserved_tokens=reserved_tokens)), list[int]()
+        batch.ask(0.0, 10, 20, interval)
+        batch.ask(0.0, 30, 9, interval)
+        batch.ask(5.2, 5, 3, interval)
+        for wait_s in (3.5, 2.0, 2.0, 4.0):
+            await asyncio.sleep(wait_s)
+            taken.append(batch.engine.taken_tokens)
+        await batch.ended()
+        return [*taken, batch.engine.taken_tokens]
+
+    assert run_virtual(run()) == expected
+
+
+class CountingProcessor(Processor):
+    """Counts the jobs that it was given."""
+
+    jobs = 0
+
+    def start(self, seconds: float, done: Callable[[], None]) -> Job:
+        self.jobs += 1
+        return super().start(seconds, done)
+
+
+@pytest.mark.parametrize("reserved_tokens", [None, 0])
+def test_whoever_left_ends_no_steps_of_others(reserved_tokens: int | None) -> None:
+    def jobs(interval: int) -> int:
+        async def run() -> int:
+            processor = CountingProcessor()
+            engine = DecodeEngine(DecodeCosts(1.0, reserved_tokens=reserved_tokens), processor)
+            stays = Writing(10, 100, 100, lambda _: None)
+            leaves = Writing(10, 100, interval, lambda _: None)
+            for one in (stays, leaves):
+                await engine.admit(one)
+                engine.join(one)
+            await asyncio.sleep(3.5)
+            engine.leave(leaves)
+            await asyncio.sleep(200)
+            assert engine.written == 100 + 5
+            return processor.jobs
+
+        return run_virtual(run())
+
+    assert jobs(interval=10) == jobs(interval=100)
 
 
 @pytest.mark.parametrize("reserved_tokens", [None, 0, 5])

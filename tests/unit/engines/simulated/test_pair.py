@@ -224,6 +224,41 @@ def test_what_an_engine_that_does_both_takes_back_is_prefilled_anew_with_what_wa
     assert second == pytest.approx(first + 2 * 0.001 + 3 * 0.1), "its third token comes with the KV"
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_whoever_lost_its_room_goes_on_when_another_leaves_in_that_moment(others: int) -> None:
+    """The pieces of `others`, who stay, decide nothing."""
+    decode = DecodeCosts(0.1, cache_tokens=26 + 22 * others, reserved_tokens=0)
+    costs = PairCosts(PrefillCosts(0.0, 0.0), decode, TransferCosts())
+
+    def ended_s(interval: int) -> float:
+        async def run() -> float:
+            engine = SimulatedPair(costs, lambda _request: Written.of("一" * 16, 0.0))
+
+            async def leaves() -> None:
+                async with aclosing(engine.generate(Generation("leaves", range(10)))) as stream:
+                    async for _ in stream:
+                        if engine.decoding.taken_back:
+                            return
+
+            async def stays(first: int) -> None:
+                await answer(engine, Generation(f"stays {first}", [first] * 10, {"stream_interval": interval}))
+
+            staying = [asyncio.create_task(stays(1000 + number)) for number in range(others)]
+            leaving = asyncio.create_task(leaves())
+            goes_on = asyncio.create_task(answer(engine, Generation("goes on", range(100, 110))))
+            await leaving
+            assert engine.decoding.taken_back == 1
+            await goes_on
+            end_s = asyncio.get_running_loop().time()
+            await asyncio.gather(*staying)
+            assert engine.reported() == Reported(0.0, 0, 0, 0)
+            return end_s
+
+        return run_virtual(run())
+
+    assert ended_s(interval=1000) == pytest.approx(ended_s(interval=1))
+
+
 def test_a_request_that_is_abandoned_while_its_room_is_taken_leaves_nothing() -> None:
     async def run() -> tuple[int, tuple[int, int]]:
         engine = pair(TIGHT)
