@@ -16,7 +16,8 @@ class DecodeEngine:
     """Sequences have their room from `admit` to `leave`; between them they `join` the batch.
 
     Where sequences do not claim all their room at the start (`reserved_tokens`), the engine takes some back when a step
-    does not fit: first of who has written least, as SGLang does. It lets nobody in before that step is done.
+    does not fit: first of who has written least, as SGLang does. It lets nobody in before that step is done, if anybody
+    is left for it.
 
     `beside` does what tokens cost beside the engine; without it that is free.
 
