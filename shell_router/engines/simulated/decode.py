@@ -49,10 +49,8 @@ class DecodeEngine:
     @property
     def taken_tokens(self) -> int:
         """Room that is taken: by what is there, and where sequences claim it, by what will be written."""
-        free = self._room.free_tokens
-        if self._room.grows and self._job is not None:
-            free -= self._steps_done() * len(self._running)
-        return self._costs.cache_tokens - max(0, free)
+        meanwhile = self._steps_done() * len(self._running) if self._room.grows else 0
+        return self._costs.cache_tokens - max(0, self._room.free_tokens - meanwhile)
 
     @property
     def waiting_tokens(self) -> int:
@@ -152,7 +150,8 @@ class DecodeEngine:
 
     def _steps_done(self) -> int:
         """Of those taken together at present."""
-        assert self._job is not None
+        if self._job is None:
+            return 0
         worked_s = self._worked_s + self._processor.worked_s(self._job)
         return max(0, self._costs.steps_begun(worked_s, *self._job_size, self._job_steps) - 1)
 

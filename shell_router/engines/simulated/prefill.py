@@ -40,7 +40,7 @@ class PrefillEngine:
     async def prefill(self, ids: Sequence[int]) -> int:
         """Prefill a prompt; how many of its tokens were cached. The last one is always computed.
 
-        A list is kept, and must stay as it is; all others become one, as parts of lists equal those of no tuple.
+        A list is kept, and must stay as it is. All else is made one: the cache compares parts, and no list is a tuple.
         A prompt that is abandoned leaves the queue; the pass that it is in is not cut short.
         """
         prompt = _Prompt(ids if isinstance(ids, list) else list(ids), self._loop.create_future())
