@@ -1,4 +1,4 @@
-"""The Agent Prompt Cache: what each agent has said so far, for whoever wants to read along (Faster-MoA, 4.3).
+"""The Agent Prompt Cache: what each agent has written so far, for readers that follow it (Faster-MoA, 4.3).
 
 `MemoryAgentPromptCache` serves one process; `agent_cache.redis.RedisAgentPromptCache` (which needs redis-py) several.
 """
@@ -7,6 +7,7 @@ from agent_cache.memory import MemoryAgentPromptCache
 from agent_cache.protocol import (
     AgentPromptCache,
     CacheError,
+    CacheStats,
     CacheUnavailable,
     Chunk,
     End,
@@ -16,7 +17,6 @@ from agent_cache.protocol import (
     LogTimeout,
     LogWriter,
 )
-from agent_cache.stats import CacheStats
 
 __all__ = [
     "AgentPromptCache",

@@ -1,39 +1,202 @@
-"""The Agent Prompt Cache of a single process."""
+"""The Agent Prompt Cache of one process: logs as lists of chunks, and the readers that wait for them."""
 
-from collections.abc import Callable
+import asyncio
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from math import inf
 from types import TracebackType
 from typing import Self
 
-from agent_cache.log import Writer
-from agent_cache.protocol import LogKey, LogRead, LogWriter
-from agent_cache.shelf import LogShelf
+from agent_cache.protocol import Chunk, End, LogExists, LogKey, LogRead, LogTimeout, LogWriter
+
+FORGOTTEN = "The log was forgotten or has expired."
+
+
+def forgotten(position: int) -> LogRead:
+    """What a reader gets whose log is gone."""
+    return LogRead("", (), position, End.ABORTED, FORGOTTEN)
+
+
+def joined(pieces: Sequence[Chunk | LogRead], position: int, end: End | None = None, detail: str = "") -> LogRead:
+    """`pieces` that follow each other as one read that ends at `position`."""
+    if len(pieces) == 1:
+        return LogRead(pieces[0].text, pieces[0].ids, position, end, detail)
+    text = "".join([piece.text for piece in pieces])
+    ids = tuple(chain.from_iterable([piece.ids for piece in pieces]))
+    return LogRead(text, ids, position, end, detail)
+
+
+def boundary(ends: Sequence[int], position: int) -> int:
+    """How many chunks lie before `position`; `ends` has where the first begins, and where each ends.
+
+    Raises ValueError for a position inside a chunk: text cannot be cut at a token.
+    """
+    index = bisect_left(ends, position)
+    if index == len(ends) or ends[index] != position:
+        raise ValueError(f"position {position} is not the end of a chunk; read on from a position that a read returned")
+    return index
+
+
+class Log:
+    """Chunks with their cumulative positions, an end mark, and the readers waiting for more.
+
+    It may exist before it is `begun`, for readers to wait on. Once it is `gone`, writes are ignored and reads end.
+    """
+
+    __slots__ = ("_ends", "_waiting", "begun", "chunks", "detail", "end", "expires_s", "gone")
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.gone = False
+        self.chunks: list[Chunk] = []
+        self.end: End | None = None
+        self.detail = ""
+        self.expires_s = 0.0
+        self._ends = [0]
+        # readers and the position at which each is woken, in order of arrival
+        self._waiting: dict[asyncio.Future[None], int] = {}
+
+    @property
+    def position(self) -> int:
+        """Where the log ends at present, in tokens or characters."""
+        return self._ends[-1]
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a reader waits."""
+        return bool(self._waiting)
+
+    def append(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self._ends.append(self._ends[-1] + len(chunk))
+        self.wake(self._ends[-1])
+
+    def position_of(self, index: int) -> int:
+        """The position behind the first `index` chunks."""
+        return self._ends[index]
+
+    def index_of(self, position: int) -> int:
+        """How many chunks lie before `position`. ValueError where that is no boundary between chunks."""
+        return boundary(self._ends, position)
+
+    def after(self, position: int, at_least: int = 1) -> LogRead | None:
+        """What a reader at `position` gets now; None while the log has not ended and has less than `at_least` more."""
+        if self.gone:
+            return forgotten(position)
+        last = self._ends[-1]
+        if position == last and at_least > 0 and self.end is None:
+            return None
+        index = self.index_of(position)
+        if last - position < at_least and self.end is None:
+            return None
+        return joined(self.chunks[index:], last, self.end, self.detail)
+
+    def wake(self, position: float = inf) -> None:
+        """Let every reader look again that waits for `position` or less."""
+        for waiter, awaited in self._waiting.items():
+            if awaited <= position and not waiter.done():
+                waiter.set_result(None)
+
+    def discard(self) -> None:
+        """Free what the log holds and end its readers."""
+        self.gone = True
+        self.chunks = []
+        self._ends = [0]
+        self.wake()
+
+    async def reached(self, position: int) -> None:
+        """Return when the log comes to `position` or is woken."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting[waiter] = position
+        try:
+            await waiter
+        finally:
+            del self._waiting[waiter]
+
+
+class Writer:
+    """The `LogWriter` of a log in memory. `written` is called after every write, before it returns."""
+
+    __slots__ = ("_log", "_written")
+
+    def __init__(self, log: Log, written: Callable[[], None]) -> None:
+        self._log = log
+        self._written = written
+
+    def append(self, chunk: Chunk) -> None:
+        if self._log.gone:
+            return
+        if self._log.end is not None:
+            raise ValueError(f"the log has ended ({self._log.end.value}); nothing can be appended")
+        if len(chunk):
+            self._log.append(chunk)
+            self._written()
+
+    def end(self, end: End, detail: str = "") -> None:
+        if self._log.gone or self._log.end is not None:
+            return
+        self._log.end = end
+        self._log.detail = detail
+        self._log.wake()
+        self._written()
 
 
 class MemoryAgentPromptCache:
-    """An `AgentPromptCache` in this process's memory: no network, no background task.
+    """An `AgentPromptCache` in this process's memory: no network, no background task. `len` counts the logs held.
 
-    `clock` returns monotonic seconds. Logs expire `ttl_s` after their last write. `len` counts the logs held.
+    `clock` returns monotonic seconds. A log expires `ttl_s` after its last write, ended or not: a log that its writer
+    never ends would otherwise stay. Expired logs are invisible at once and swept out when others begin.
+    `dropped` is called with the key of every log that leaves.
     """
 
-    def __init__(self, *, clock: Callable[[], float], ttl_s: float = 3600.0) -> None:
-        self._shelf = LogShelf(clock=clock, ttl_s=ttl_s)
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        ttl_s: float = 3600.0,
+        dropped: Callable[[LogKey], None] = lambda _key: None,
+    ) -> None:
+        if ttl_s <= 0:
+            raise ValueError(f"ttl_s is {ttl_s}; it must be positive")
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._dropped = dropped
+        self._programs: dict[tuple[str, str], dict[str, Log]] = {}
+        self._awaited: dict[LogKey, Log] = {}
+        self._sweep_s = clock()
 
     def __len__(self) -> int:
-        return len(self._shelf)
+        now_s = self._clock()
+        return sum(log.expires_s > now_s for logs in self._programs.values() for log in logs.values())
 
     async def create(self, key: LogKey) -> LogWriter:
-        log = self._shelf.begin(key)
-        return Writer(log, lambda: self._shelf.touch(log))
+        log = self.begin(key)
+        return Writer(log, partial(self.touch, log))
 
     async def read(self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float) -> LogRead:
-        return await self._shelf.read(key, position, at_least=at_least, wait_s=wait_s)
+        found = self._now(key, position, at_least)
+        if found is None and wait_s > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    found = await self.wait(key, position, at_least)
+        if found is None:
+            found = self._now(key, position, 1)
+        if found is None:
+            message = f"nothing came after position {position} of {key} within {wait_s:g} s"
+            raise LogTimeout(message, begun=self.find(key) is not None)
+        return found
 
     async def forget(self, tenant: str, program: str) -> None:
-        self._shelf.forget(tenant, program)
+        self.drop(tenant, program)
 
     async def close(self) -> None:
         """Forget everything."""
-        self._shelf.forget_all()
+        programs = {(key.tenant, key.program) for key in self._awaited}
+        for tenant, program in programs.union(self._programs):
+            self.drop(tenant, program)
 
     async def __aenter__(self) -> Self:
         return self
@@ -42,3 +205,76 @@ class MemoryAgentPromptCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    # --- for a cache that shares these logs
+
+    @property
+    def awaited(self) -> int:
+        """How many logs readers wait for that have not begun."""
+        return len(self._awaited)
+
+    def find(self, key: LogKey) -> Log | None:
+        """The log of `key` if it has begun and is neither forgotten nor expired."""
+        logs = self._programs.get((key.tenant, key.program), {})
+        log = logs.get(key.agent)
+        if log is not None and log.expires_s <= self._clock():
+            self._drop(key, logs.pop(key.agent))
+            return None
+        return log
+
+    def begin(self, key: LogKey) -> Log:
+        """A new log, handed to the readers that wait for it. Raises LogExists."""
+        if self.find(key) is not None:
+            raise LogExists(f"the log of {key} was begun before")
+        self._sweep()
+        log = self._awaited.pop(key, None) or Log()
+        log.begun = True
+        self.touch(log)
+        self._programs.setdefault((key.tenant, key.program), {})[key.agent] = log
+        return log
+
+    def touch(self, log: Log) -> None:
+        """Count the log's time to live from now."""
+        log.expires_s = self._clock() + self._ttl_s
+
+    async def wait(self, key: LogKey, position: int, at_least: int) -> LogRead:
+        """What the log holds after `position` once that is `at_least` long. The caller sets the limit."""
+        while (found := self._now(key, position, at_least)) is None:
+            log = self.find(key) or self._awaited.setdefault(key, Log())
+            try:
+                await log.reached(position + at_least)
+            finally:
+                if not log.begun and not log.awaited and self._awaited.get(key) is log:
+                    del self._awaited[key]
+            if log.gone:
+                return forgotten(position)
+        return found
+
+    def _now(self, key: LogKey, position: int, at_least: int) -> LogRead | None:
+        log = self.find(key)
+        if log is None:
+            return forgotten(position) if position else None
+        return log.after(position, at_least)
+
+    def drop(self, tenant: str, program: str) -> None:
+        """Drop every log of the program and end the reads of them, also of those not yet begun."""
+        for agent, log in self._programs.pop((tenant, program), {}).items():
+            self._drop(LogKey(tenant, program, agent), log)
+        for key in [key for key in self._awaited if (key.tenant, key.program) == (tenant, program)]:
+            self._awaited.pop(key).discard()
+
+    def _drop(self, key: LogKey, log: Log) -> None:
+        log.discard()
+        self._dropped(key)
+
+    def _sweep(self) -> None:
+        """Drop what has expired; at most eight times per time to live, so that `begin` stays cheap."""
+        now_s = self._clock()
+        if now_s < self._sweep_s:
+            return
+        self._sweep_s = now_s + self._ttl_s / 8
+        for name, logs in list(self._programs.items()):
+            for agent in [agent for agent, log in logs.items() if log.expires_s <= now_s]:
+                self._drop(LogKey(*name, agent), logs.pop(agent))
+            if not logs:
+                del self._programs[name]

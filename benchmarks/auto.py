@@ -3,8 +3,8 @@
     python benchmarks/auto.py [--questions N] [--clients N] [--slacks S ...] [--all-scored] [--shared] [--json]
 
 The three tiny models, each on an embedded pair of this machine, and the predictors in models/routing answer test
-questions that neither models nor predictors were trained on. So many clients each ask the next question when they have
-their answer. The settings take turns on blocks of questions, each time another one first: a machine's speed drifts.
+questions that neither models nor predictors were trained on. Each client asks its next question when it has its
+answer. The settings take turns on blocks of questions, each time another one first: a machine's speed drifts.
 
 As models of a cluster have GPUs of their own, the pairs of small and medium keep to one core, that of large to another;
 with --shared all run on all cores.
@@ -39,24 +39,24 @@ from pathlib import Path
 from report import Row, report
 
 from agent_cache.memory import MemoryAgentPromptCache
-from shell_router.config import Config, EmbeddedSection, EmbedderSettings, ModelSettings, PredictionSettings
+from shell_router.app.models import running_models
+from shell_router.batch.questions import grader_of, is_right
+from shell_router.config import Config, EmbedderSettings, ModelSettings, PredictionSettings
+from shell_router.core.engine import UNSTREAMED_INTERVAL, ServedModel
 from shell_router.core.events import Degraded, Event, ModelChosen
-from shell_router.core.generation import UNSEEN_TOKENS
-from shell_router.core.grading import grader_of, is_right
-from shell_router.core.intervals import Z95, paired_difference, quantile, wilson
-from shell_router.core.model import ServedModel
-from shell_router.core.prediction import Forecasts, Predictor, Prospect
-from shell_router.execution import Auto, Executor, MoaRequest, ModelChooser, ModelFigures
-from shell_router.scheduling.model_choice import ModelChoiceSettings
+from shell_router.core.predictors import Forecasts, Predictor, Prospect
+from shell_router.core.statistics import Z95, paired_difference, quantile, wilson
+from shell_router.moa import Auto, Executor, MoaRequest, ModelChooser, ModelFigures
+from shell_router.prediction.service import running_predictor
+from shell_router.routing.model_choice import ModelChoiceSettings
+from shell_router.standins.embedded.settings import EmbeddedSection
 from shell_router.topology import AUTO, Agent, Topology
-from shell_router.wiring.choosing import running_predictor
-from shell_router.wiring.models import running_models
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("small", "medium", "large")
 ROUTING = ROOT / "models/routing"
 QUESTIONS = ROOT / "models/data/test.jsonl"
-SAMPLING = {"temperature": 0.0, "max_new_tokens": 128, "stream_interval": UNSEEN_TOKENS}
+SAMPLING = {"temperature": 0.0, "max_new_tokens": 128, "stream_interval": UNSTREAMED_INTERVAL}
 """As the router asks for a client that does not stream."""
 WARM_UP = 64
 LIMIT_S = 60.0
@@ -143,7 +143,7 @@ async def started(stack: AsyncExitStack, *, shared: bool) -> tuple[Mapping[str, 
     config = Config(
         models={
             name: ModelSettings(
-                path=ROOT / "models" / name, embedded=EmbeddedSection(cores=() if shared else CORES[name])
+                path=ROOT / "models" / name, engine={"embedded": EmbeddedSection(cores=() if shared else CORES[name])}
             )
             for name in MODELS
         },
@@ -161,7 +161,7 @@ async def started(stack: AsyncExitStack, *, shared: bool) -> tuple[Mapping[str, 
 
 def model_on(cores: tuple[int, ...], name: str) -> ModelSettings:
     """A model whose pair keeps to these cores, or may run on any."""
-    return ModelSettings(path=ROOT / "models" / name, embedded=EmbeddedSection(cores=cores))
+    return ModelSettings(path=ROOT / "models" / name, engine={"embedded": EmbeddedSection(cores=cores)})
 
 
 async def settings_of(
@@ -179,21 +179,21 @@ async def settings_of(
         chooser = ModelChooser(served, clock=time.monotonic)
         alone = setting_of(name, plain(name), served, chooser)
         await ask_all(alone, dict(enumerate(read_questions(WARM_UP))), clients)
-        figures[name] = ModelFigures(32, chooser.pace.token_s(name))
+        figures[name] = ModelFigures(32, chooser.estimates.token_s(name))
 
     def choosing(name: str, settings: ModelChoiceSettings, asked: Predictor = predictor) -> Setting:
         auto = Auto(MODELS, settings, figures)
         return setting_of(name, plain(AUTO), served, ModelChooser(served, auto, asked, clock=time.monotonic))
 
     slack = {one: ModelChoiceSettings("chimera", one) for one in slacks}
-    told = AlwaysScored(predictor)
+    always = AlwaysScored(predictor)
 
     return [
         *(setting_of(name, plain(name), served, ModelChooser(served, clock=time.monotonic)) for name in MODELS),
         choosing("round robin", ModelChoiceSettings("round_robin")),
         choosing("least loaded", ModelChoiceSettings("least_loaded")),
         *(choosing(f"auto, slack {one:g}", choice) for one, choice in slack.items()),
-        *(choosing(f"slack {one:g}, all scored", choice, told) for one, choice in slack.items() if all_scored),
+        *(choosing(f"slack {one:g}, all scored", choice, always) for one, choice in slack.items() if all_scored),
         *(choosing(f"worth {worth:g} s", ModelChoiceSettings("worth", answer_worth_s=worth)) for worth in worths),
         choosing("best score", ModelChoiceSettings("best_score")),
     ]
@@ -217,7 +217,7 @@ def rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
 
 
 async def ask_all(setting: Setting, questions: Mapping[int, Question], clients: int) -> None:
-    """Ask a block, so many at once, and wait for all."""
+    """Ask a block with that concurrency, and wait for all."""
     left, latencies_s = iter(questions.items()), []
 
     async def client(next_one: Callable[[], tuple[int, Question] | None], ask: Callable[..., Awaitable[float]]) -> None:
@@ -245,7 +245,7 @@ async def asked(setting: Setting, number: int, question: Question) -> float:
 
 
 def row_of(setting: Setting, settings: Sequence[Setting]) -> Row:
-    """The setting beside the small model's accuracy and the large one's latency."""
+    """The setting, the small model's accuracy and the large one's latency."""
     small, large = settings[0], settings[2]
     right = wilson(sum(setting.right.values()) / len(setting.right), len(setting.right))
     gain = paired_difference([setting.right[one] - small.right[one] for one in setting.right])

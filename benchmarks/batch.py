@@ -1,12 +1,12 @@
-"""A real batch: measured costs, a plan, and what became of it, beside round-robin; then the gate, at every tau.
+"""A real batch: measured costs, a plan, and its results, compared with round-robin; then the gate, at every tau.
 
     python benchmarks/batch.py [--pool FILE] [--questions N] [--sizes N,N,...] [--rounds N] [--json]
 
-Every round profiles the pool, on questions that are not asked again, and then runs the experts by both plans, in turn,
+Every round profiles the pool, on questions that are not asked again, then runs the proposers by both plans, in turn,
 each in a folder of its own: engines start, answer and end as in any batch. A machine's speed drifts, so that a profile
 tells most of what is run right after it.
 
-    predicted_s, measured_s   the experts' stage, medians over the rounds
+    predicted_s, measured_s   the proposers' stage, medians over the rounds
     error                     measured over predicted, less 1, median over the rounds; and the rounds' range
     speedup                   round-robin's measured stage over this one's, median over the rounds
 
@@ -27,18 +27,17 @@ from pathlib import Path
 
 from report import Row, report
 
-from shell_router.batch import BASELINES, Plan, Workload, plan
-from shell_router.batch.gate import ALWAYS
+from shell_router.batch.planner import WITHOUT_SOLVER, Plan, Workload, plan
+from shell_router.batch.pool import ALWAYS, Pool, load_pool
+from shell_router.batch.pool_run import profile_pool, questions_for, run_pool
 from shell_router.batch.questions import Questions
-from shell_router.batch.run import Follow
-from shell_router.batch.tau import Trial, trials
-from shell_router.config.pool import Pool, load_pool
-from shell_router.wiring.batch import Finished, profile_pool, questions_for, run_pool
+from shell_router.batch.results import Trial, trials
+from shell_router.batch.run import Finished, Follow
 
 ROOT = Path(__file__).parents[1]
-PLANNERS: dict[str, Callable[[Workload], Plan]] = {"ilp": plan, "round-robin": BASELINES["round-robin"]}
+PLANNERS: dict[str, Callable[[Workload], Plan]] = {"ilp": plan, "round-robin": WITHOUT_SOLVER["round-robin"]}
 TAUS = (1.0, 2 / 3)
-QUIET = Follow(lambda _stage, _sessions: None, lambda _output: None, lambda _line: None)
+QUIET = Follow()
 
 
 def main() -> None:
@@ -60,7 +59,7 @@ async def _measured(options: argparse.Namespace) -> None:
         rounds = [await _round(pool, sizes, questions, Path(folder) / str(number)) for number in range(options.rounds)]
         engine = f"{'SGLang' if pool.workers[0].pair else 'embedded pairs'}, {len(pool.workers)} workers"
         report(
-            f"Batch: {len(questions.asked)} questions, {len(pool.expert_names)} experts",
+            f"Batch: {len(questions.asked)} questions, {len(pool.proposer_names)} proposers",
             [_planned_row(name, rounds) for name in PLANNERS],
             engine=engine,
             simulated=False,
@@ -71,7 +70,7 @@ async def _measured(options: argparse.Namespace) -> None:
 
 
 async def _round(pool: Pool, sizes: Sequence[int], questions: Questions, folder: Path) -> dict[str, Finished]:
-    """A profile, then the experts' stage by every plan; no aggregator."""
+    """A profile, then the proposers' stage by every plan; no aggregator."""
     await profile_pool(pool, questions_for(pool, ROOT / "models/data/calibration.jsonl"), sizes, QUIET)
     alone = replace(pool, aggregate=None)
     return {name: await run_pool(alone, questions, folder / name, planner, QUIET) for name, planner in PLANNERS.items()}

@@ -2,13 +2,13 @@
 
     python benchmarks/chimera.py [--table NAME ...] [--data NAME ...] [--tasks N] [--seeds N] [--per-s R ...] [--json]
 
-    latency   end-to-end latency per token and score, by policy, beside vLLM's and the paper's figures
+    latency   end-to-end latency per token and score, by policy, with vLLM's and the paper's figures
     oracle    the same with the true lengths, with the true outcomes, and with both
     decision  what one choice costs this machine, real time, with requests in flight
 
 Engines cost what a roofline of the A6000 says (configs/engines/a6000.yaml). Workflows have one, two or four stages, as
 users choose; lengths are those of MATH and APPS in section 4.1, scores those of Qwen2.5's report for MATH, and assumed
-for APPS; how lengths and scores hang together is assumed (choosing/tasks.py). Predictors are blurred until they are as
+for APPS; how lengths and scores hang together is assumed (chimera/tasks.py). Predictors are blurred until they are as
 good as the paper's (its tables 2 and 3, shown). Figures are means over the seeds, and their least and greatest.
 
     vLLM              fewest unfinished stages, first come, first served
@@ -16,7 +16,7 @@ good as the paper's (its tables 2 and 3, shown). Figures are means over the seed
     LTR               the same, the shortest stage first, lengths predicted
     vLLM (STJF)       the same, the shortest rest of a program first, by the true lengths
     Chimera, slack S  Algorithm 1 and the shortest rest of a program first, all predicted
-    worth, S s        our own: score less wait, where so many seconds make up for a right answer
+    worth, S s        our own: score less wait, where S seconds are worth one right answer
     best score        what is scored highest, whatever the load
 
 A program keeps its model in all of them; vLLM's own balancing places each stage anew.
@@ -25,23 +25,23 @@ A program keeps its model in all of them; vLLM's own balancing places each stage
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from choosing.picture import Point, draw
-from choosing.predicting import Blur, Foreseen
-from choosing.settings import DATA, FLEETS, oracles, policies
-from choosing.tasks import tasks
-from choosing.world import Outcome, Policy, run
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import Row, report
 
-from shell_router.core.intervals import quantile, wilson
-from shell_router.engines.simulated import PairCosts
-from shell_router.prediction.ranking import kendall_distance
-from shell_router.scheduling.model_choice import Candidate, ModelChoiceSettings, choose_model
-from shell_router.simulation.settings import load_profiles
+from benchmarks.chimera.picture import Point, draw
+from benchmarks.chimera.tasks import Blur, Foreseen, tasks
+from benchmarks.chimera.world import DATA, FLEETS, Outcome, Policy, oracles, policies, run
+from shell_router.core.statistics import quantile, wilson
+from shell_router.lab.simulation.settings import load_profiles
+from shell_router.prediction.fitting import kendall_distance
+from shell_router.routing.model_choice import Candidate, ModelChoiceSettings, choose_model
+from shell_router.standins.simulated import PairCosts
 
 ROOT = Path(__file__).parents[1]
 PROFILES = ROOT / "configs/engines/a6000.yaml"
@@ -157,7 +157,7 @@ def _figures(runs: Sequence[Outcome], first: Sequence[Outcome], smallest: str) -
 
 
 def decision_rows(bench: Bench) -> list[Row]:
-    """Real time of one choice among so many models."""
+    """Real time of one choice among N models."""
     rows = []
     for models in (2, 3, 64):
         draws = random.Random(0)
@@ -175,7 +175,7 @@ def decision_rows(bench: Bench) -> list[Row]:
 
 
 def predictor_rows(bench: Bench) -> list[Row]:
-    """How good the blurred predictors are, beside the paper's."""
+    """How good the blurred predictors are, compared with the paper's."""
     return [row for data in bench.data for row in _predictors(data, max(500, bench.tasks))]
 
 
@@ -184,7 +184,7 @@ def _predictors(data: str, count: int) -> list[Row]:
     asked = tasks(count, found.abilities, 0)
     foreseen = Foreseen(asked, found.blur, 0)
     for name in found.abilities:
-        told = [foreseen.lengths(number, task, name, 1)[1] for number, task in enumerate(asked)]
+        predicted = [foreseen.lengths(number, task, name, 1)[1] for number, task in enumerate(asked)]
         true = [float(sum(task.tokens[name])) for task in asked]
         scores = [foreseen.scores(number, task, (name,))[name] for number, task in enumerate(asked)]
         rows.append(
@@ -194,7 +194,7 @@ def _predictors(data: str, count: int) -> list[Row]:
                 "right_pct": 100 * statistics.fmean(task.right[name] for task in asked),
                 "tokens_mean": statistics.fmean(true),
                 "tokens_deviation": statistics.stdev(true),
-                "kendall_distance": kendall_distance(told, true),
+                "kendall_distance": kendall_distance(predicted, true),
                 "paper_distance": found.distance[name],
                 "average_precision": average_precision(scores, [task.right[name] for task in asked]),
                 "paper_macro_precision": found.precision,

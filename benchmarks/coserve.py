@@ -1,23 +1,24 @@
-"""CoServe's circuit boards: hundreds of experts, memory for a few dozen, in virtual time.
+"""CoServe's circuit boards: hundreds of components, memory for a few dozen, in virtual time.
 
     python benchmarks/coserve.py [--table NAME] [--images N] [--seeds N] [--json]
 
-The paper's tasks and devices (section 5.1); what it leaves open is assumed in `coserving/boards.py` and
-`coserving/devices.py`. Means over the seeds; each seed draws another stream of images.
+The paper's tasks and devices (section 5.1); what it leaves open is assumed in `coserve/runs.py`, with
+reasons. Means over the seeds; each seed draws another stream of images.
 
     systems     Samba-CoE and its variants, CoServe as published, and ours
     ablations   CoServe's techniques added one after the other (section 5.3), then ours
-    splits      how much of the GPU's memory holds experts: as searched for on other images, beside all shares
-    deciding    what assigning, taking and evicting cost at 400 experts with 10,000 requests waiting
+    splits      how much of the GPU's memory holds components: as searched for on other images, and all shares
+    deciding    what assigning, taking and evicting cost at 400 components with 10,000 requests waiting
     real        150 small torch modules on this machine's disk, memory for 20: nothing is simulated
-    foretold    the same modules profiled, and their pools in virtual time, beside what they do for real
+    predicted   the same modules profiled, and their pools in virtual time and for real
 
     per_s       images a second; x: times Samba-CoE's; switches: loads after the start; from_disk: of these
     fewer       switches, less than those of Samba-CoE Parallel, in percent, which has as many executors
     over_any    switches over the fewest in any order; over_order: over the fewest for the batches as they were served
     paper       what the paper measured, where it says so
     best        percent of the memory, of every tenth the one with which the task is done soonest; best_per_s with it
-    experts     the last window of the paper's search, which counts experts on the GPU; window: of ours, in percent of
+    components     the last window of the paper's search, which counts components on the GPU; window: of ours, in
+    percent of
                 the memory; of_experts, of_window: shares drawn from it, as in the paper, over best_per_s
     ours        what is taken of all that was tried; trials: how many were
     whole_batch what the largest useful batch leaves; casual: 75 %
@@ -34,24 +35,23 @@ from statistics import fmean
 from report import Row, report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.coserving.boards import IMAGE_EVERY_S, TASKS, Task
-from benchmarks.coserving.deciding import deciding
-from benchmarks.coserving.devices import DEVICES, Device
-from benchmarks.coserving.runs import Outcome, run
-from benchmarks.coserving.splits import splits
-from shell_router.expert_pools import POLICIES, Policies
+from benchmarks.coserve.runs import DEVICES, IMAGE_EVERY_S, POLICIES, TASKS, Device, Outcome, Task, run
+from benchmarks.coserve.splits import deciding, splits
+from shell_router.experts.components import Policies
+from shell_router.experts.components.memory import two_stage
+from shell_router.experts.components.policies import least_extension_and_reading
 
 COSERVE, SAMBA, FIFO = POLICIES["coserve"], POLICIES["samba-coe"], POLICIES["samba-coe-fifo"]
 ONE = {"Samba-CoE": SAMBA, "Samba-CoE FIFO": FIFO}
 """On one executor with the whole GPU."""
 SEVERAL = {"Samba-CoE Parallel": SAMBA, "CoServe": COSERVE, "ours": POLICIES["ours"]}
-NONE = replace(FIFO, evict_host="two-stage")
+NONE = replace(FIFO, evict_host=two_stage)
 ABLATIONS = {
     "none": NONE,
-    "expert management": replace(NONE, evict="two-stage"),
-    "+ arranging": replace(NONE, evict="two-stage", window_s=COSERVE.window_s),
+    "component management": replace(NONE, evict=two_stage),
+    "+ arranging": replace(NONE, evict=two_stage, window_s=COSERVE.window_s),
     "+ assigning: CoServe": COSERVE,
-    "+ the disk is a queue": replace(COSERVE, assign="least-extension-and-reading"),
+    "+ the disk is a queue": replace(COSERVE, assign=least_extension_and_reading),
     "+ eviction reads the queue": replace(POLICIES["ours"], prefetch=0),
     "+ loading ahead: ours": POLICIES["ours"],
 }
@@ -62,7 +62,7 @@ def main() -> None:
     """Run everything and print one table; with `--json` the last line is one object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--table", choices=("systems", "ablations", "splits", "deciding", "real", "foretold"), default="systems"
+        "--table", choices=("systems", "ablations", "splits", "deciding", "real", "predicted"), default="systems"
     )
     parser.add_argument("--images", type=int, help="of each task, instead of 2,500 and 3,500")
     parser.add_argument("--seeds", type=int, default=3)
@@ -82,17 +82,17 @@ def main() -> None:
         ]
     elif options.table == "deciding":
         rows = deciding(options.images or 10_000)
-    elif options.table == "foretold":
+    elif options.table == "predicted":
         os.environ["KINETO_LOG_LEVEL"] = "99"  # or torch's profiler writes lines of its own
-        from benchmarks.coserving.foretold import foretold  # noqa: PLC0415 # see below
+        from benchmarks.coserve.real import predicted  # noqa: PLC0415 # see below
 
-        rows = foretold(options.images or 2000, options.seeds)
+        rows = predicted(options.images or 2000, options.seeds)
     else:
-        from benchmarks.coserving.real import real  # noqa: PLC0415 # the other tables need no torch
+        from benchmarks.coserve.real import real  # noqa: PLC0415 # the other tables need no torch
 
         rows = real(options.images or 2000, options.seeds)
-    real_run = options.table in ("real", "foretold")
-    report(f"CoServe: {options.table}", rows, engine="expert pools", simulated=not real_run, as_json=options.json)
+    real_run = options.table in ("real", "predicted")
+    report(f"CoServe: {options.table}", rows, engine="component pools", simulated=not real_run, as_json=options.json)
 
 
 def systems(device: Device, task: Task, seeds: Sequence[int]) -> list[Row]:

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from report import Row, report
 
-from shell_router.core.embedding import TokenStates
-from shell_router.early_exit import ClusterGate, EarlyExit, features, similarity
-from shell_router.engines.embedder import SentenceTransformerEmbedder
+from shell_router.core.predictors import TokenStates
+from shell_router.early_exit import ClusterGate, features, similarity
+from shell_router.engines.embedding import SentenceTransformerEmbedder
 
 TITLE = "Early exit: milliseconds per step of the gate"
 ENGINE = "all-MiniLM-L6-v2, CPU, 1 thread"
@@ -94,11 +94,12 @@ def _correlation(states: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[An
 def _gate_ms(states: Sequence[TokenStates], rounds: int) -> float:
     times = []
     for _ in range(rounds):
-        gate = ClusterGate(EarlyExit())
+        gate = ClusterGate(tau=0.7, min_completed=2)
         for one in states[:-1]:
-            gate.complete(0.9, features(one))
+            gate.completed("a", 0.9, features(one))
         started = time.perf_counter()
-        gate.complete(0.9, features(states[-1]))
+        gate.completed("a", 0.9, features(states[-1]))
+        gate.score()
         times.append(1e3 * (time.perf_counter() - started))
     return statistics.median(times)
 

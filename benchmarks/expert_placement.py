@@ -1,12 +1,12 @@
-"""Where experts live: Gimbal's algorithms and ours beside SGLang's own EPLB, on the same records.
+"""Where experts live: Gimbal's algorithms and ours, compared with SGLang's own EPLB, on the same records.
 
     python benchmarks/expert_placement.py [--layers N] [--tokens N] [--gpus 2,4,8] [--limit-s SECONDS] [--json]
 
 Four models. `tiny qwen3-moe` was recorded on real SGLang on a CPU: 4 layers of 16 experts with random weights, top-4.
-The others are drawn (benchmarks/routing), 48 layers of 128 experts, top-8, as Qwen3-30B-A3B has: `sparse pairs`, where
+The others are drawn (`drawn.py`), 48 layers of 128 experts, top-8, like Qwen3-30B-A3B: `sparse pairs`, where
 a quarter of the experts has one strong follower, as in Gimbal's figures 3 and 4; `topics`, where each of 8 kinds of
 text prefers experts of its own; and `even`, with neither, where there is nothing to find. Each is placed by one record
-and measured on it, and on a second one of other tokens, which nobody has seen (`fresh_`).
+and measured on it, and on a second one of other tokens (`fresh_`).
 
     over_even_%   how far the fullest GPU of a layer is above the mean, a mean over the layers
     worst_%       the same of the worst layer
@@ -19,19 +19,22 @@ out with 0. `milp` is left to the tests: it is hopeless at these sizes.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import Row, report
-from routing.drawn import Routing, drawn
 
-from shell_router.placement import ALGORITHMS, ExpertRecord, PlacementSettings, measures
-from shell_router.placement.files import read_record
+from benchmarks.expert_placement.drawn import Routing, drawn
+from shell_router.experts.placement import ALGORITHMS, ExpertRecord, PlacementSettings
+from shell_router.experts.placement.files import read_record
+from shell_router.experts.placement.records import measures
 
 TITLE = "Expert placement"
-RECORDED = Path(__file__).parent / "routing"
+RECORDED = Path(__file__).parent / "expert_placement"
 CASES = {
     "contiguous": ("contiguous", 0.0),
     "eplb": ("eplb", 0.0),

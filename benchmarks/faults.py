@@ -1,4 +1,4 @@
-"""What becomes of requests when something breaks: shell-router beside sglang-router 0.3.2, on one real SGLang pair.
+"""What becomes of requests when something breaks: shell-router and sglang-router 0.3.2, on one real SGLang pair.
 
     python benchmarks/faults.py [--only FAULT] [--rounds N] [--json]
 
@@ -8,7 +8,7 @@ Between faults the pair is made whole: killed servers are started again, all req
 
     error_s     from the fault, or from the sending of a request that meets one, until the client knows that its
                 request has failed; a client that has heard nothing after 30 s leaves
-    client_got  how it was told: an HTTP status, an error event or an abort in the stream, a broken connection
+    client_got  what it received: an HTTP status, an error event or an abort in the stream, a broken connection
     held        requests that the servers still hold 2 s after the fault, running or in whatever queue; one that is
                 killed or stalled then is not asked
     held_after  the same, 2 s after the client knew or left, a stalled server going on
@@ -27,11 +27,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from faulting.engines import running_engines
-from faulting.faults import FAULTS
-from faulting.measured import Row, measured_rows
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import report
 
+from benchmarks.faults.measured import FAULTS, Row, measured_rows
+from benchmarks.faults.servers import running_engines
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 
 TITLE = "Faults: shell-router and sglang-router 0.3.2 in front of one SGLang pair"

@@ -5,9 +5,9 @@
     rates        the paper's 1.0, 1.2 and 1.4 requests a second, over its five distributions of lengths
     scaled       the same at higher rates: the highest is where round robin's 99th percentile of TTFT is 4.9 s, as the
                  paper's is at 1.4 a second, the others 1.0 / 1.4 and 1.2 / 1.4 of it
-    lengths      the highest of these by distribution, beside the paper's figures at 1.4 a second
+    lengths      the highest of these by distribution, with the paper's figures at 1.4 a second
     room         the highest rate, by what engines do where KV runs out: claim all that will be written, or let requests
-                 in by their prompts and take some back, with prefill and decode beside each other; then vLLM's
+                 in by their prompts and preempt some, with prefill and decode in parallel; then vLLM's
                  scheduler step by step (all other tables but the next); and the same in step, as expert parallelism has
                  it
     prefixes     users who talk: prompts found in prefix caches
@@ -15,7 +15,7 @@
     fairness     ten users, one of whom asks five times as often: tokens each was served, by Jain's index
 
 Latencies are seconds, TPOT milliseconds; changes are against round robin in front of engines that serve in order of
-arrival. How long prompts and outputs are, and what engines cost, is said in benchmarks/balancing.
+arrival. How long prompts and outputs are, and what engines cost, is said in benchmarks/gimbal.
 """
 
 import argparse
@@ -25,17 +25,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
-from balancing.conversations import conversations
-from balancing.decisions import decision_rows
-from balancing.engines import VLLM_RESERVES, costs
-from balancing.lengths import PROMPTS, Request, from_burstgpt, requests
-from balancing.serving import Kind, Served, served
-from balancing.settings import Setting, scheduling, settings
 from report import Row, report
 
-from shell_router.engines.simulated import PairCosts
-from shell_router.scheduling.queue_order import ORDERS
+from benchmarks.gimbal.decisions import decision_rows
+from benchmarks.gimbal.requests import PROMPTS, Request, conversations, from_burstgpt, requests
+from benchmarks.gimbal.serving import VLLM_RESERVES, Kind, Served, Setting, costs, scheduling, served, settings
+from shell_router.routing.queue import ORDERS
+from shell_router.standins.simulated import PairCosts
 
 PAPER_RATES = (1.0, 1.2, 1.4)
 PAPER_TTFT = {"Random": -17.6, "Central": -18.7, "Descending": -16.4, "Two-end": -17.8, "Average": -18.3}
@@ -108,7 +106,7 @@ def _figures(run: Served) -> list[float]:
         float(1e3 * np.mean(run.tpot_s)),
         float(1e3 * np.percentile(run.tpot_s, 99)),
         len(run.ttft_s) / run.elapsed_s,
-        run.taken_back / len(run.ttft_s),
+        run.preemptions / len(run.ttft_s),
     ]
 
 
@@ -178,15 +176,15 @@ def lengths(bench: Bench) -> list[Row]:
         per_s = bench.saturating(name)
         done = {setting: bench.figures(how, name, per_s) for setting, how in settings(bench.room).items()}
         for setting, found in done.items():
-            told = setting == "DPLB+SJFS"
+            known = setting == "DPLB+SJFS"
             rows.append(
                 {
                     "lengths": name,
                     "requests/s": per_s,
                     "setting": setting,
                     **_columns(found, _change(found, done["round robin"])),
-                    "paper TTFT": f"{PAPER_TTFT[name]:+.1f}%" if told else "",
-                    "paper TPOT": f"{PAPER_TPOT[name]:+.1f}%" if told else "",
+                    "paper TTFT": f"{PAPER_TTFT[name]:+.1f}%" if known else "",
+                    "paper TPOT": f"{PAPER_TPOT[name]:+.1f}%" if known else "",
                 }
             )
     return rows

@@ -2,8 +2,8 @@
 
     python benchmarks/mosaic.py [--limit-s SECONDS] [--rounds N] [--json]
 
-The paper's six experts on four workers that load two each (its Tables 2 and 3). It gives no costs per prompt; they are
-worked out so that round-robin takes as long as in the paper: the ratios between the experts from the four workers of
+The paper's six models on four workers that load two each (its Tables 2 and 3). It gives no costs per prompt; they are
+worked out so that round-robin takes as long as in the paper: the ratios between the models from the four workers of
 Figure 2b, and one factor per benchmark from Figure 6. Loads lie between the 38 and 47 s that it states.
 Larger workloads are drawn at random, in the same ranges.
 
@@ -20,9 +20,7 @@ import time
 
 from report import Row, report
 
-from shell_router.batch.baselines import data_parallel, longest_first, round_robin
-from shell_router.batch.plan import Expert, Plan, Workload
-from shell_router.batch.planner import plan
+from shell_router.batch.planner import ModelWork, Plan, Session, Workload, longest_first, plan, round_robin
 
 TITLE = "MOSAIC: plans, with the paper's costs"
 WORKERS, CAPACITY = 4, 2
@@ -59,8 +57,8 @@ def main() -> None:
         for name in PROMPTS
     ]
     rows += [
-        {"workload": f"{experts} experts", **_row(drawn(experts, workers, capacity), options.limit_s, 1), "paper": None}
-        for experts, workers, capacity in LARGER
+        {"workload": f"{models} models", **_row(drawn(models, workers, capacity), options.limit_s, 1), "paper": None}
+        for models, workers, capacity in LARGER
     ]
     report(TITLE, rows, engine="OR-tools CP-SAT", simulated=True, as_json=options.json)
 
@@ -76,22 +74,22 @@ def paper_workload(name: str) -> Workload:
 
 
 def _paper_workload(name: str, factor: float) -> Workload:
-    experts = [Expert(one, PROMPTS[name][one], LOAD_S[one], factor * PER_PROMPT_S[one]) for one in LOAD_S]
-    return Workload(tuple(experts), WORKERS, CAPACITY)
+    models = [ModelWork(one, PROMPTS[name][one], LOAD_S[one], factor * PER_PROMPT_S[one]) for one in LOAD_S]
+    return Workload(tuple(models), WORKERS, CAPACITY)
 
 
-def drawn(experts: int, workers: int, capacity: int) -> Workload:
-    """A random workload; a third of the experts reason, and take ten times as long for a prompt."""
-    draw = random.Random(f"{experts}/{workers}/{capacity}")
+def drawn(models: int, workers: int, capacity: int) -> Workload:
+    """A random workload; a third of the models reason, and take ten times as long for a prompt."""
+    draw = random.Random(f"{models}/{workers}/{capacity}")
     return Workload(
         tuple(
-            Expert(
+            ModelWork(
                 f"e{number}",
                 draw.randint(50, 2000),
                 draw.uniform(38, 47),
                 draw.uniform(0.1, 0.2) * draw.choice((1, 1, 12)),
             )
-            for number in range(experts)
+            for number in range(models)
         ),
         workers,
         capacity,
@@ -114,6 +112,23 @@ def _row(workload: Workload, limit_s: float, rounds: int) -> Row:
         "optimal": made.optimal,
         "solve_ms": statistics.median(times_ms),
     }
+
+
+def data_parallel(workload: Workload) -> Plan:
+    """Every model on all workers at once, one model after the other (section A.6). It knows no limits."""
+    sessions: list[Session] = []
+    begin_s = 0.0
+    for model in workload.asked:
+        each, rest = divmod(model.prompts, workload.workers)
+        counts = [each + (worker < rest) for worker in range(workload.workers)]
+        sessions += [
+            Session(worker, model.name, count, begin_s, begin_s + model.session_s(count))
+            for worker, count in enumerate(counts)
+            if count
+        ]
+        begin_s = max(session.end_s for session in sessions)
+    ordered = sorted(sessions, key=lambda session: (session.worker, session.begin_s))
+    return Plan("data-parallel", tuple(ordered), workload.bound_s)
 
 
 if __name__ == "__main__":

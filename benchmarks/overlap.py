@@ -1,11 +1,13 @@
 """What the tree, incremental prefill and early exit each save, on the embedded pair or on real SGLang.
 
-    python benchmarks/overlap.py [--rounds N] [--new-tokens N] [--question-tokens N] [--json]
-    python benchmarks/overlap.py --engine sglang [--config FILE]
+    python benchmarks/overlap.py [--rounds N] [--new-tokens N,N] [--clients N,N] [--question-tokens N] [--json]
+    python benchmarks/overlap.py --engine sglang [--model smollm2] [--attention new-tokens] [--shape 3-1]
+    python benchmarks/overlap.py --engine sglang --config FILE
+    python benchmarks/overlap.py --measure chunks | lengths
 
-The four settings of Faster-MoA, 5.3, take turns in every round, each with a question nobody has asked before, one
-request at a time. Outputs are drawn as the topologies say and are never ended by the model, which often has random
-weights, so that their lengths are known.
+The four settings of Faster-MoA, 5.3, take turns in every round, each with a new question; --clients ask at a time.
+Outputs are drawn as the topologies say and are not ended by the model, so that their lengths are known. With
+`--new-tokens free` the model ends them, and each setting of a round answers the same real question.
 
     end_to_end_ms      from the request to the root's last token
     second_layer_ms    mean over the aggregators of layer two: from the end of the last precursor to the own end
@@ -19,16 +21,23 @@ weights, so that their lengths are known.
                        every agent's decoding, as measured in the same run
     over_bound         end_to_end_ms / bound_ms - 1
 
-Medians over the rounds; ratios are medians of each round's ratio.
+Medians over the rounds; ratios are medians of each round's ratio. `..._95` is the interval of the column before it: of
+seven rounds it is the smallest and the largest.
 
 `--engine sglang` starts the deployment configs/sglang-cpu.yaml on free ports, once launch/sglang_cpu/environment.sh has
 built its environment. `--config` names another deployment with the aliases small, medium and large: its pairs with
-`launch` are started, the others are expected to run, and its cache and embedder are used.
+`launch` are started, the others are expected to run, and its cache and embedder are used. `--model` is what the pair
+serves: `random` weights, `tiny`, the large model of models/, or `smollm2`, SmolLM2-135M-Instruct.
+
+SGLang's attention on a CPU costs each prefill as if no token were cached. `--attention new-tokens` replaces that
+function by one that leaves out cached tokens, as GPU kernels do.
 
 The three sizes of a Mixture of Agents end at different times, and that is when incremental prefill fills the next slot:
 the first one streams in, the others can only follow once those before them have ended. Where one pair serves all three
 aliases they would all end together, so there lengths stand for speeds: small writes half of --new-tokens, medium
 three quarters, large all of them. Elsewhere every agent writes --new-tokens.
+
+`--measure chunks` is what a prompt costs in chunks, against one pass; `lengths` how long free outputs get by layer.
 """
 # ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
 
@@ -38,18 +47,26 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from overlapping.measure import Amount
     from report import Row
 
+    from benchmarks.overlap.measure import Amount
+    from shell_router.api import Services
     from shell_router.config import Config
+    from shell_router.topology import Topology
 
-TITLE = "Overlap: four settings of one question, tree 9-3-1 and all-to-all 9-9-1"
-LENGTHS = {"embedded": (128, 200), "sglang": (64, 100)}
+    Measure = Callable[[Config, Services], Awaitable[list[Row]]]
+
+TITLES = {
+    "overlap": "Overlap: settings of one question, tree {shape} and all-to-all",
+    "chunks": "A prompt of 1,024 tokens, prefilled in chunks",
+    "lengths": "Tokens of outputs that the model ends, tree {shape}",
+}
+LENGTHS = {"embedded": ("128", 200), "sglang": ("64", 100)}
 """Tokens of an output and of a question; on a CPU, SGLang takes 4 s for a tree of the shorter ones."""
 WRONG_INPUT = 2
 
@@ -61,52 +78,104 @@ def main() -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the router's command does
     logging.basicConfig(level="INFO" if options.engine == "sglang" else "WARNING", format="%(message)s")
     import uvloop
-    from overlapping.engines import embedded_pairs, sglang_deployment
-    from overlapping.measure import Amount
     from report import report
 
-    from shell_router.cli.arguments import whole_numbers
+    from benchmarks.overlap.engines import CpuPair, embedded_pairs, sglang_deployment
     from shell_router.errors import ShellRouterError
 
-    new_tokens, question_tokens = LENGTHS[options.engine]
-    chunks = whole_numbers(options.chunks) if options.chunks else ()
-    amount = Amount(options.rounds, options.new_tokens or new_tokens, options.question_tokens or question_tokens)
     try:
-        config = sglang_deployment(options.config) if options.engine == "sglang" else embedded_pairs()
-        engine, rows = uvloop.run(measure(config, amount, chunks))
+        pair = CpuPair(options.model, options.attention, options.flags)
+        config = sglang_deployment(options.config, pair) if options.engine == "sglang" else embedded_pairs()
+        engine, rows = uvloop.run(measured(config, measure_of(options)))
     except ShellRouterError as error:
         print(f"overlap.py: {error}", file=sys.stderr)
         return WRONG_INPUT
-    report(TITLE, rows, engine=engine, simulated=False, as_json=options.json)
+    report(
+        TITLES[options.measure].format(shape=options.shape), rows, engine=engine, simulated=False, as_json=options.json
+    )
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--measure", choices=tuple(TITLES), default="overlap")
     found.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     found.add_argument("--config", type=Path, metavar="FILE", help="a deployment, with --engine sglang")
+    found.add_argument("--model", choices=("random", "tiny", "smollm2"), default="random", help="without --config")
+    found.add_argument("--attention", choices=("released", "new-tokens"), default="released", help="without --config")
+    found.add_argument("--flags", default="", help="further flags of the SGLang engines: '--dtype bfloat16'")
     found.add_argument("--rounds", type=int, default=7)
-    found.add_argument("--new-tokens", type=int, help="default 128, with --engine sglang 64")
+    found.add_argument("--settings", default="1,2,3,4", help="1 all-to-all, 2 tree, 3 + incremental prefill, 4 full")
+    found.add_argument("--new-tokens", help="lengths, or `free`; default 128, with --engine sglang 64")
+    found.add_argument("--clients", default="1", help="requests at a time")
+    found.add_argument("--shape", default="9-3-1", help="the tree's agents by layer")
+    found.add_argument("--chunks", default="", help="also tree + incremental prefill in chunks of these sizes: 16,64")
     found.add_argument("--question-tokens", type=int, help="default 200, with --engine sglang 100")
-    found.add_argument("--chunks", default="", help="also tree + incremental prefill in chunks of so many: 16,64")
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     return found
 
 
-async def measure(config: "Config", amount: "Amount", chunks: "Sequence[int]") -> tuple[str, "list[Row]"]:
-    """What ran, in words, and one row per setting. SIGTERM stops all that was started."""
-    from overlapping.engines import engine_words, running_deployment
-    from overlapping.measure import measured_rows
-    from overlapping.settings import four_settings, in_chunks, tokens_by_model
+def measure_of(options: argparse.Namespace) -> "Measure":
+    """What to do with the running engines."""
+    from benchmarks.overlap.engines import flush
+    from benchmarks.overlap.measure import (
+        SETTINGS,
+        chunk_costs,
+        four_settings,
+        free_lengths,
+        in_chunks,
+        measured_rows,
+        output_lengths,
+    )
+    from shell_router.cli.options import whole_numbers
+
+    clients, chosen = whole_numbers(options.clients), {SETTINGS[n - 1] for n in whole_numbers(options.settings)}
+
+    fixed = whole_numbers(options.chunks) if options.chunks else ()
+
+    def settings_of(config: "Config", new_tokens: int | None) -> "Mapping[str, Topology]":
+        return four_settings(output_lengths(config, new_tokens), [int(agents) for agents in options.shape.split("-")])
+
+    async def overlap(config: "Config", services: "Services") -> "list[Row]":
+        rows: list[Row] = []
+        for amount in amounts(options):
+            settings = settings_of(config, amount.new_tokens)
+            asked = {name: topology for name, topology in settings.items() if name in chosen | {"tree"}}
+            forget = None if amount.new_tokens else lambda: flush(config)
+            rows += await measured_rows(services, asked | in_chunks(settings["tree"], fixed), amount, forget)
+        return rows
+
+    async def lengths(config: "Config", services: "Services") -> "list[Row]":
+        return await free_lengths(services, settings_of(config, None)["tree"], options.rounds, max(clients))
+
+    async def chunks(_config: "Config", services: "Services") -> "list[Row]":
+        return await chunk_costs(services, options.rounds)
+
+    return {"overlap": overlap, "lengths": lengths, "chunks": chunks}[options.measure]
+
+
+def amounts(options: argparse.Namespace) -> "Iterator[Amount]":
+    """Every length with every number of clients."""
+    from benchmarks.overlap.measure import Amount
+    from shell_router.cli.options import names, whole_numbers
+
+    new_tokens, question_tokens = LENGTHS[options.engine]
+    for length in names(options.new_tokens or new_tokens):
+        for clients in whole_numbers(options.clients):
+            tokens = None if length == "free" else int(length)
+            yield Amount(options.rounds, tokens, options.question_tokens or question_tokens, clients)
+
+
+async def measured(config: "Config", measure: "Measure") -> "tuple[str, list[Row]]":
+    """What ran, in words, and the rows. SIGTERM stops all that was started."""
+    from benchmarks.overlap.engines import engine_words, running_deployment
 
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    settings = dict(four_settings(tokens_by_model(config, amount.new_tokens)))
-    settings |= in_chunks(settings["tree"], chunks)
     async with running_deployment(config) as services:
-        return await engine_words(config), await measured_rows(services, settings, amount)
+        return await engine_words(config), await measure(config, services)
 
 
 if __name__ == "__main__":

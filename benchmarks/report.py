@@ -12,9 +12,15 @@ from rich.table import Table
 Row = dict[str, Any]
 
 
-def report(title: str, rows: Sequence[Row], *, engine: str, simulated: bool, as_json: bool) -> None:
+def report(
+    title: str, rows: Sequence[Row], *, engine: str, simulated: bool, as_json: bool, markdown: bool = False
+) -> None:
     """Print `rows` under `title`; all rows have the same keys, which head the columns. Floats show three digits."""
     shown = f"{title} (simulated)" if simulated else title
+    if markdown:
+        lines = [rows[0].keys(), ["---"] * len(rows[0]), *(map(_cell, row.values()) for row in rows)]
+        print(f"{shown}\n", *(f"| {' | '.join(line)} |" for line in lines), "", sep="\n")
+        return
     table = Table(title=f"{shown}\n{engine}; {machine()}", title_justify="left")
     for key in rows[0]:
         table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")

@@ -27,15 +27,17 @@ import argparse
 import asyncio
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import uvloop
-from overhead.goals import goals
-from overhead.processes import Cores, spread
-from overhead.rounds import FULL, LIMIT_S, QUICK, Amount, measured_rows
-from overhead.setups import running_setups
 from report import Row, report
+
+from benchmarks.router_overhead.goals import goals
+from benchmarks.router_overhead.rounds import FULL, LIMIT_S, QUICK, Amount, measured_rows
+from benchmarks.router_overhead.setups import Cores, running_setups, spread
 
 TITLE = "Router overhead: shell-router and sglang-router 0.3.2 in front of one scripted engine"
 

@@ -12,7 +12,7 @@ are read from /proc: this runs on Linux only.
     mean_ms, p95_ms               the same, simulated
     mean_error, p95_error         simulated / real - 1
     decode_error, prefill_error   of the mean length of the agents' decode and prefill spans
-    cores                         of the machine, less those that other processes used meanwhile; so many are simulated
+    cores                         of the machine, less those that other processes used meanwhile; as simulated
     real_cut_off, cut_off         agents of a request that an early exit ended
 """
 # ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from report import Row
-    from simulating.real import Measured
-    from simulating.settings import Trace, Workload
 
+    from benchmarks.simulation_error.real import Measured, Trace, Workload
     from shell_router.config import Config
 
 TITLE = "Simulated against real: three embedded pairs and an embedder that share the machine's cores"
@@ -48,11 +47,11 @@ def main() -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the router's command does
     logging.basicConfig(level="WARNING", format="%(message)s")
     import uvloop
-    from overlapping.engines import embedded_pairs
     from report import report
-    from simulating.settings import Workload
 
-    from shell_router.cli.arguments import whole_numbers
+    from benchmarks.overlap.engines import embedded_pairs
+    from benchmarks.simulation_error.real import Workload
+    from shell_router.cli.options import whole_numbers
     from shell_router.errors import ShellRouterError
 
     workload = Workload(
@@ -81,11 +80,9 @@ def parser() -> argparse.ArgumentParser:
 
 async def measure(config: "Config", workload: "Workload", rounds: int) -> tuple["Measured", str]:
     """What was measured, and what ran, in words. SIGTERM stops all that was started."""
-    from overlapping.engines import engine_words
-    from simulating.real import Measured, running_deployment
-    from simulating.settings import all_settings
-
-    from shell_router.simulation.profiling import Amount
+    from benchmarks.overlap.engines import engine_words
+    from benchmarks.simulation_error.real import Measured, all_settings, running_deployment
+    from shell_router.lab.simulation.profiling import Amount
 
     task = asyncio.current_task()
     assert task is not None
@@ -101,9 +98,8 @@ async def measure(config: "Config", workload: "Workload", rounds: int) -> tuple[
 
 def rows(measured: "Measured", workload: "Workload") -> "Iterator[Row]":
     """A row per setting and number of clients."""
-    from simulating.simulated import simulated_traces
-
-    from shell_router.simulation.settings import SimulatedEmbedding
+    from benchmarks.simulation_error.simulated import simulated_traces
+    from shell_router.lab.simulation.settings import SimulatedEmbedding
 
     costs, (text_s, token_s) = measured.costs, measured.embedding_s
     for (name, at_once), real in measured.traces.items():
@@ -161,7 +157,7 @@ def mean_span_s(traces: "Sequence[Trace]", name: str) -> float:
 def cut_off(traces: "Sequence[Trace]") -> float:
     """Agents of a request that were cut off, in the mean."""
     return statistics.mean(
-        sum(agent["state"] not in ("finished", "passed_on") for agent in trace["agents"].values()) for trace in traces
+        sum(agent["state"] not in ("finished", "skipped") for agent in trace["agents"].values()) for trace in traces
     )
 
 

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from loading.measure import Round
     from report import Row
+
+    from benchmarks.under_load.measure import Round
 
 TITLE = "Under load: which engine, and whose turn"
 AMOUNTS = {"embedded": (40, 8, 1.0), "sglang": (40, 8, 0.4)}
@@ -75,10 +76,18 @@ def parser() -> argparse.ArgumentParser:
 
 async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     """What ran, in words, and one row per setting. SIGTERM stops all that was started."""
-    from loading.engines import EMBEDDED, SGLANG, embedded, sglang
-    from loading.measure import alone_s, capacity_per_s, run
-    from loading.settings import DEFAULT, ORDERS, POLICIES, settings
-    from loading.stream import alone, stream
+    from benchmarks.under_load.engines import EMBEDDED, SGLANG, embedded, sglang
+    from benchmarks.under_load.measure import (
+        DEFAULT,
+        ORDERS,
+        POLICIES,
+        alone,
+        alone_s,
+        capacity_per_s,
+        run,
+        settings,
+        stream,
+    )
 
     task = asyncio.current_task()
     assert task is not None
@@ -106,7 +115,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
 
 def row(name: str, runs: "Sequence[Round]", default: "Sequence[Round]") -> "Row":
     """Milliseconds of all the setting's requests, and ratios to the default: by round, but for 99th percentiles."""
-    from loading.measure import merged
+    from benchmarks.under_load.measure import merged
 
     pooled, usual = merged(runs), merged(default)
     found: Row = {"setting": name}
@@ -121,7 +130,7 @@ def row(name: str, runs: "Sequence[Round]", default: "Sequence[Round]") -> "Row"
 
 def spread(ratios: "Sequence[float]") -> str:
     """The median, and the middle half."""
-    from shell_router.core.intervals import quantile
+    from shell_router.core.statistics import quantile
 
     low, high = (quantile(ratios, share) for share in (0.25, 0.75))
     return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"

@@ -62,7 +62,7 @@ def fresh_questions(number: int) -> list[str]:
 
 
 def recording_deployment() -> str:
-    """The three models, and everything recorded beside this file, texts included."""
+    """The three models, and everything recorded in the same folder, texts included."""
     models = "".join(f"  {name}: {{path: {HERE.resolve() / name}}}\n" for name in MODELS)
     return f"models:\n{models}embedder: {{model: none}}\nrecord: {{folder: traces, prompts: true}}\n"
 

@@ -4,7 +4,7 @@
 
 About an hour on two CPU cores. State is saved in the work folder; started again, it goes on where it was.
 
-1. solve      every size learns to solve problems, beside drills of bare equations
+1. solve      every size learns to solve problems, along with drills of bare equations
 2. samples    every size solves fresh problems as proposers do, at temperature 0.7
 3. combine    every size learns to turn those drafts into one answer, and goes on solving
 4. measure    accuracy per difficulty on the committed test set

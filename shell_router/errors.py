@@ -1,43 +1,4 @@
-"""Every error that a caller of the router may meet.
-
-ShellRouterError
-├── ConfigError              a configuration file is wrong
-│   ├── TopologyError        a topology file is wrong: file, line and remedy
-│   └── DataError            a file of questions is wrong: file, line and remedy
-├── InvalidRequest           the client's request cannot be served as it stands
-│   ├── InvalidField         one field of its body is missing, of a wrong type or out of range
-│   ├── UnknownModel         neither a topology nor a model alias
-│   ├── UnknownExpert        no expert of that name is in the pool
-│   ├── PromptTooLong        prompt and output do not fit the model's context
-│   ├── DuplicateAgent       this program already has an agent of that id
-│   ├── UnknownProgram       no such program
-│   ├── UnknownTrace         no such trace
-│   ├── UnknownFile          no such file
-│   ├── UnknownBatch         no such batch
-│   ├── BatchEnded           the batch has ended, so it cannot be cancelled
-│   ├── BatchesOff           this deployment keeps no files and runs no batches
-│   └── FileTooLarge         an uploaded file is over the limit
-├── Unauthorized             missing or wrong API key
-│   └── RemoteRefused        no API keys are set, and the caller is not on this machine
-├── Overloaded               a limit on running requests is reached
-├── RouterStopping           the router was stopped before the request had ended
-├── StorageFailed            the folder of the files and batches could not be read or written
-├── EngineError              an engine could not serve
-│   ├── EngineUnreachable    connection refused, reset or closed early
-│   ├── EngineUnavailable    it failed so often of late that nothing is sent to it for now
-│   ├── EngineRejected       the engine answered with an error status
-│   ├── AdapterFailed        the engine could not load the request's adapter
-│   ├── AdapterMissing       the engine does not have an adapter that it was taken to have
-│   ├── EngineAborted        the engine ended the request as aborted, and not for the router's sake
-│   └── EngineStalled        nothing came within the limit
-├── ExpertError              an expert of a pool could not serve
-│   ├── ExpertTooLarge       it fits into no executor's memory
-│   ├── ExpertFailed         it did not load, or failed on its batch
-│   └── MemoryBudgetExceeded more was to be reserved than a budget has left
-├── AgentFailed              an agent failed whose topology says `on_failure: fail`
-├── PrecursorTimeout         a precursor's output did not come within the limit
-└── DeadlineExceeded         the request's own time limit passed
-"""
+"""Every error that a caller of the router may meet, as one tree below `ShellRouterError`."""
 
 
 class ShellRouterError(Exception):
@@ -80,12 +41,12 @@ class UnknownModel(InvalidRequest):
     """The model is neither a topology nor a model alias."""
 
 
-class UnknownExpert(InvalidRequest):
+class UnknownComponent(InvalidRequest):
     """The pool has no expert of that name."""
 
 
 class PromptTooLong(InvalidRequest):
-    """Prompt and wanted output together exceed the model's context length."""
+    """Prompt and requested output together exceed the model's context length."""
 
 
 class DuplicateAgent(InvalidRequest):
@@ -149,11 +110,11 @@ class EngineUnreachable(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """All servers that could serve the request failed so often of late that it was not sent."""
+    """The circuit breakers of all servers that could serve the request are open, so it was not sent."""
 
 
 class EngineAborted(EngineError):
-    """Somebody other than the router had the engine abort the request."""
+    """The engine ended the request as aborted, and the router had not asked for it."""
 
 
 class AdapterFailed(EngineError):
@@ -161,7 +122,7 @@ class AdapterFailed(EngineError):
 
 
 class AdapterMissing(EngineError):
-    """The engine does not have an adapter that was loaded there: it was started again, or somebody unloaded it."""
+    """The engine lost an adapter that was loaded there: it was restarted, or another client unloaded it."""
 
 
 class EngineRejected(EngineError):
@@ -176,19 +137,19 @@ class EngineStalled(EngineError):
     """The engine sent nothing within the limit."""
 
 
-class ExpertError(ShellRouterError):
+class ComponentError(ShellRouterError):
     """An expert of a pool could not serve a request."""
 
 
-class ExpertTooLarge(ExpertError):
+class ComponentTooLarge(ComponentError):
     """The expert and one sample fit into no executor's memory, however empty."""
 
 
-class ExpertFailed(ExpertError):
+class ComponentFailed(ComponentError):
     """The expert did not load, or failed on the batch that the request was in; the cause is chained."""
 
 
-class MemoryBudgetExceeded(ExpertError):
+class MemoryBudgetExceeded(ComponentError):
     """More memory was to be reserved than its budget has left: nothing was allocated."""
 
 
@@ -202,3 +163,9 @@ class PrecursorTimeout(ShellRouterError):
 
 class DeadlineExceeded(ShellRouterError):
     """The request did not end within its time limit."""
+
+
+def require(holds: bool, message: str, remedy: str = "") -> None:
+    """Raise ConfigError unless `holds`; the reader of the file adds its name and the line."""
+    if not holds:
+        raise ConfigError(message, remedy=remedy)

@@ -1,6 +1,7 @@
 """The real SGLang pair, started once for all tests that ask for it, and a summary of what they measured."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,14 +11,25 @@ import pytest
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair
 from shell_router.engines.address import PairAddress
-from shell_router.engines.embedded.checkpoint import make_checkpoint
+from shell_router.launching.random_checkpoint import make_checkpoint
 from tests.fakes.pairs_under_test import SGLANG_VARIABLES, PairUnderTest, of_model
+from tests.fakes.shared_engines import SharedEngines, shared_engines
 
 RUN_COMMAND = f"{BUILD_COMMAND} && python -m pytest -m sglang"
-hypothesis.settings.register_profile("untimed", deadline=None)  # no test asserts a time: the machine is shared
-hypothesis.settings.load_profile("untimed")
+UNTIMED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+"""No test asserts a time: the machine is shared."""
+hypothesis.settings.register_profile("few", UNTIMED, max_examples=25, derandomize=True)
+hypothesis.settings.register_profile("many", UNTIMED, max_examples=400)
+hypothesis.settings.load_profile("few")
 
 MEASUREMENTS = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
+    """Embedded pairs for all tests; the first that asks waits for torch to be imported."""
+    with shared_engines(tmp_path_factory.mktemp("engines")) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="session")
@@ -29,8 +41,6 @@ def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def own_sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuPair]:
     """A real SGLang pair on this machine's CPU, whose servers a test may kill as long as it starts them again."""
-    if "sglang" not in request.config.option.markexpr:
-        pytest.skip(f"real SGLang runs only when asked for (5 GB of memory, a minute to start): {RUN_COMMAND}")
     venv = built_environment()
     if venv is None:
         pytest.skip(f"real SGLang is not built for these tests: {RUN_COMMAND}")
@@ -57,6 +67,12 @@ def measured(request: pytest.FixtureRequest) -> Callable[[str, float], None]:
     """Reports a time in seconds at the end of the run. No test asserts one: the machine is shared."""
     lines = request.config.stash.setdefault(MEASUREMENTS, [])
     return lambda what, seconds: lines.append(f"{what}: {1000 * seconds:.0f} ms")
+
+
+def pytest_collection_finish() -> None:
+    """Networks compute on one thread: threads that share a busy machine make tiny products a hundred times as slow."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""The Agent Prompt Cache over Redis: memory first, Redis for everybody else."""
+"""The Agent Prompt Cache over Redis: logs live in memory; Redis shows them to other processes."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,15 +6,82 @@ from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
-from agent_cache.log import Writer, joined
-from agent_cache.protocol import CacheError, LogExists, LogKey, LogRead, LogTimeout, LogWriter
+from agent_cache.memory import MemoryAgentPromptCache, Writer, forgotten, joined
+from agent_cache.protocol import (
+    CacheError,
+    CacheStats,
+    CacheUnavailable,
+    LogExists,
+    LogKey,
+    LogRead,
+    LogTimeout,
+    LogWriter,
+)
 from agent_cache.redis.connection import AWAY, Connection, RedisClient, connect
-from agent_cache.redis.layout import Layout
-from agent_cache.redis.publication import Publication
+from agent_cache.redis.layout import Layout, read_entries, stream_entries
 from agent_cache.redis.publisher import Publisher
-from agent_cache.redis.reader import RemoteReader
-from agent_cache.shelf import LogShelf
-from agent_cache.stats import CacheStats
+
+LONGEST_BLOCK_S = 3.0
+"""A blocked XREAD is asked anew this often, to notice a dead connection and a log deleted in between."""
+
+RETRY_S = 0.1
+
+
+class RemoteReader:
+    """Reads streams with one blocking XREAD, on a connection of its own, per waiting read."""
+
+    def __init__(self, connection: Connection, layout: Layout, stats: CacheStats) -> None:
+        self._connection = connection
+        self._layout = layout
+        self._stats = stats
+
+    async def read(self, key: LogKey, position: int, *, at_least: int, wait_s: float) -> LogRead:
+        """As `AgentPromptCache.read`. Raises CacheUnavailable if nothing came and Redis is away when the wait ends.
+
+        A Redis that neither answers nor refuses makes it last longer, up to the connection's limit for a reply.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + wait_s
+        reads: list[LogRead] = []
+        reached = position
+        while True:
+            left_s = max(0.0, deadline_s - loop.time())
+            away: BaseException | None = None
+            try:
+                found = await self._look(key, reached, block_s=min(left_s, LONGEST_BLOCK_S))
+                if found is not None:
+                    reads.append(found)
+                    reached = found.position
+                    if found.end is not None or reached - position >= at_least:
+                        return joined(reads, reached, found.end, found.detail)
+            except AWAY as error:
+                away = error
+                self._stats.failed_reads += 1
+                await asyncio.sleep(min(RETRY_S, left_s))
+            if loop.time() >= deadline_s:
+                if reached > position:
+                    return joined(reads, reached)
+                message = f"nothing came after position {position} of {key} within {wait_s:g} s"
+                if away is not None:
+                    raise CacheUnavailable(f"{message}; Redis is away ({away!r})") from away
+                raise LogTimeout(message, begun=await self._begun(key))
+
+    async def _look(self, key: LogKey, position: int, *, block_s: float) -> LogRead | None:
+        """What follows `position`, waiting `block_s` for it. None if nothing came and the log may still be written."""
+        name, block_ms = self._layout.log(key), int(1000 * block_s)
+        block = ("BLOCK", block_ms) if block_ms else ()  # BLOCK 0 would wait for ever
+        command = ("XREAD", *block, "STREAMS", name, f"{position}-1")
+        entries = stream_entries(await self._connection.call(*command, blocks_s=block_s, keys=[name]))
+        if entries:
+            return read_entries(entries, position)
+        gone = position and not await self._connection.call("EXISTS", name)
+        return forgotten(position) if gone else None
+
+    async def _begun(self, key: LogKey) -> bool:
+        try:
+            return bool(await self._connection.call("EXISTS", self._layout.log(key)))
+        except AWAY:
+            return False
 
 
 class RedisAgentPromptCache:
@@ -55,30 +122,35 @@ class RedisAgentPromptCache:
         layout = Layout(prefix, owner or uuid4().hex, ttl_s)
         self._publisher = Publisher(self._connection, layout, self.stats, clock=clock)
         self._reader = RemoteReader(self._connection, layout, self.stats)
-        self._shelf = LogShelf(clock=clock, ttl_s=ttl_s, dropped=self._publisher.drop)
+        self._memory = MemoryAgentPromptCache(clock=clock, ttl_s=ttl_s, dropped=self._publisher.drop)
 
     def __len__(self) -> int:
-        return len(self._shelf)
+        return len(self._memory)
 
     async def create(self, key: LogKey) -> LogWriter:
         self._check_open()
-        if self._shelf.find(key) is not None:
+        if self._memory.find(key) is not None:
             raise LogExists(f"the log of {key} was begun before")
         publication = await self._publisher.begin(key)
-        publication.log = log = self._shelf.begin(key)
-        return Writer(log, lambda: self._written(publication))
+        publication.log = log = self._memory.begin(key)
+
+        def written() -> None:
+            self._memory.touch(log)
+            self._publisher.mark(publication)
+
+        return Writer(log, written)
 
     async def read(self, key: LogKey, position: int = 0, *, at_least: int = 1, wait_s: float) -> LogRead:
         self._check_open()
-        if self._shelf.find(key) is not None:
-            return await self._shelf.read(key, position, at_least=at_least, wait_s=wait_s)
+        if self._memory.find(key) is not None:
+            return await self._memory.read(key, position, at_least=at_least, wait_s=wait_s)
         if position:
             return await self._reader.read(key, position, at_least=at_least, wait_s=wait_s)
         return await self._read_from_the_start(key, at_least, wait_s)
 
     async def forget(self, tenant: str, program: str) -> None:
         self._check_open()
-        self._shelf.forget(tenant, program)
+        self._memory.drop(tenant, program)
         await self._publisher.delete(tenant, program)
 
     async def flush(self, *, limit_s: float) -> bool:
@@ -102,7 +174,7 @@ class RedisAgentPromptCache:
             return
         self._closed = True
         await self._publisher.close(limit_s)
-        self._shelf.forget_all()
+        await self._memory.close()
         if self._owned is not None:
             await self._owned.aclose()
 
@@ -117,10 +189,6 @@ class RedisAgentPromptCache:
     def _check_open(self) -> None:
         if self._closed:
             raise CacheError("the cache is closed")
-
-    def _written(self, publication: Publication) -> None:
-        self._shelf.touch(publication.log)
-        self._publisher.mark(publication)
 
     async def _read_from_the_start(self, key: LogKey, at_least: int, wait_s: float) -> LogRead:
         """Read a log that is not known here: where its first chunk was found, the rest is read."""
@@ -138,13 +206,13 @@ class RedisAgentPromptCache:
 
     async def _read_wherever_it_begins(self, key: LogKey, wait_s: float) -> LogRead:
         """The first of a log that is not known here: it may be another process's, or yet begin in this one."""
-        here = asyncio.create_task(self._shelf.wait(key, 0, 1))
+        here = asyncio.create_task(self._memory.wait(key, 0, 1))
         elsewhere = asyncio.create_task(self._reader.read(key, 0, at_least=1, wait_s=wait_s))
         try:
             await asyncio.wait({here, elsewhere}, return_when=asyncio.FIRST_COMPLETED)
             return (here if here.done() else elsewhere).result()
         except LogTimeout as error:  # it may have begun here while Redis was away
-            error.begun |= self._shelf.find(key) is not None
+            error.begun |= self._memory.find(key) is not None
             raise
         finally:
             here.cancel()

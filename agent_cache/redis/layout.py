@@ -7,17 +7,18 @@ ids grow by themselves, so a write that is sent twice is refused the second time
     <position>-0    chunks; field `chunks` is JSON, [[text, [id, ...]], ...]
     <position>-2    end mark; fields `end` and `detail`
 
-Each program has a set of its agents beside its streams, so that it can be deleted without a scan.
+Each program has a set of its agents as well as its streams, so that it can be deleted without a scan.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, cast
 from urllib.parse import quote
 
-from agent_cache.log import FORGOTTEN, chunks_after, joined
+from agent_cache.memory import FORGOTTEN, boundary, joined
 from agent_cache.protocol import Chunk, End, LogKey, LogRead
 
 Command = tuple[str | bytes | int, ...]
@@ -85,7 +86,7 @@ class Layout:
         return [("PEXPIRE", name, ttl_ms) for name in (self.log(key), self.agents(key.tenant, key.program))]
 
     def delete(self, log: str) -> list[Command]:
-        """Wake the log's blocked readers with an end mark, then delete it: a deletion alone wakes nobody.
+        """Wake the log's blocked readers with an end mark, then delete it: a deletion alone wakes no reader.
 
         The mark's id is the server's time, which is greater than any position. The two must not become one
         transaction: readers are woken when it ends, and would then find the log deleted.
@@ -119,7 +120,8 @@ def read_entries(entries: Sequence[Entry], position: int) -> LogRead:
         if b"chunks" in fields:
             batch = decode(fields[b"chunks"])
             start, reached = reached, id_parts(entry_id)[0]
-            chunks += chunks_after(batch, reached - sum(map(len, batch)), start)
+            ends = list(accumulate(map(len, batch), initial=reached - sum(map(len, batch))))
+            chunks += batch[boundary(ends, start) :]
     return joined(chunks, reached)
 
 

@@ -1,22 +1,181 @@
-"""The one task that writes this process's logs to Redis, behind their writers' backs.
+"""The one task that copies this process's logs to Redis.
 
 While a round trip is under way more chunks come in; the next round sends them all, each log's as one entry. So the
-work is per round trip and not per token, and nobody who writes ever waits.
+work is per round trip and not per token, and writers never wait.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import islice
+from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 
-from agent_cache.protocol import LogExists, LogKey
+from agent_cache.memory import Log
+from agent_cache.protocol import CacheStats, LogExists, LogKey
 from agent_cache.redis.connection import AWAY, Connection
-from agent_cache.redis.deletions import Deletions
-from agent_cache.redis.layout import Layout
-from agent_cache.redis.publication import Outcome, Publication, Writes
-from agent_cache.stats import CacheStats
+from agent_cache.redis.layout import END_KIND, Command, Entry, Layout, id_parts
+
+PROGRAMS_PER_ROUND = 128
+REMEMBERED = 10_000
+"""In a long outage the oldest are dropped beyond this; their keys are left to expire."""
+
+Program = tuple[str, str]
+
+
+class Deletions:
+    """A queue without duplicates: what is asked for stays in it until Redis has done it."""
+
+    def __init__(self, connection: Connection, layout: Layout) -> None:
+        self._connection = connection
+        self._layout = layout
+        self._waiting: dict[Program, asyncio.Future[None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, program: Program) -> asyncio.Future[None]:
+        """Ask for a deletion. The future says that it was done, or that it should not be awaited any longer."""
+        done = self._waiting.get(program)
+        if done is None or done.done():
+            done = self._waiting[program] = asyncio.get_running_loop().create_future()
+        if len(self._waiting) > REMEMBERED:
+            _answer(self._waiting.pop(next(iter(self._waiting))))
+        return done
+
+    async def run(self) -> None:
+        """Delete the programs that wait, in two round trips for many of them."""
+        while self._waiting:
+            programs = list(islice(self._waiting, PROGRAMS_PER_ROUND))
+            await self._delete(programs)
+            for program in programs:
+                _answer(self._waiting.pop(program, None))
+
+    def release(self) -> None:
+        """Let the callers that wait go on; the deletions are still done later."""
+        for done in self._waiting.values():
+            _answer(done)
+
+    async def _delete(self, programs: list[Program]) -> None:
+        sets = await self._connection.ask([("SMEMBERS", self._layout.agents(*program)) for program in programs])
+        commands: list[Command] = []
+        for program, agents in zip(programs, sets, strict=True):
+            for agent in agents:
+                commands += self._layout.delete(self._layout.log_named(*program, agent.decode()))
+            commands.append(("UNLINK", self._layout.agents(*program)))
+        await self._connection.ask(commands)
+
+
+def _answer(future: "asyncio.Future[Any] | None", result: object = None) -> None:
+    if future is not None and not future.done():
+        future.set_result(result)
+
+
+CHUNKS_PER_ENTRY = 256
+"""With the publisher's logs per round it bounds how long catching up holds the event loop: some 20 ms."""
+
+
+class Outcome(Enum):
+    """What became of a log's writes."""
+
+    PUBLISHED = auto()
+    TAKEN = auto()
+    GONE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """Commands for one log, and where it stands once Redis has taken them. `entries` counts stream entries."""
+
+    publication: "Publication"
+    commands: list[Command]
+    entries: int
+    chunks: int
+    ended: bool
+    renewed_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Publication:
+    """One log's way to Redis: `chunks` of them are there, the begin mark if `begun`, the end mark if `ended`.
+
+    Its keys' time to live was renewed at `renewed_s`. `answer` gives the log's creator the outcome of its
+    begin mark, None if Redis did not say. A `withdrawn` log is served to this process only.
+    """
+
+    key: LogKey
+    log: Log = field(default_factory=Log)
+    begun: bool = False
+    chunks: int = 0
+    ended: bool = False
+    renewed_s: float = -math.inf
+    withdrawn: bool = False
+    answer: asyncio.Future[Outcome | None] | None = None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the log's creator still waits for the outcome."""
+        return self.answer is not None and not self.answer.done()
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is anything to send."""
+        behind = self.chunks < len(self.log.chunks) or (self.log.end is not None and not self.ended)
+        return not self.withdrawn and (behind or not self.begun)
+
+    def writes(self, layout: Layout, now_s: float) -> Writes:
+        """What to send next: the begin mark alone, as another process may have set it, or what waits behind it."""
+        if not self.begun:
+            return Writes(self, layout.begin(self.key), 1, 0, ended=False, renewed_s=now_s)
+        log, upto = self.log, min(len(self.log.chunks), self.chunks + CHUNKS_PER_ENTRY)
+        ended = log.end is not None and upto == len(log.chunks)
+        commands: list[Command] = []
+        if self.chunks < upto:
+            position = log.position_of(upto)
+            commands.append(layout.chunks(self.key, log.chunks[self.chunks : upto], position))
+        if log.end is not None and ended and not self.ended:
+            commands.append(layout.end(self.key, log.position, log.end, log.detail))
+        entries, renewed_s = len(commands), self.renewed_s
+        if ended or now_s >= renewed_s + layout.renew_s:
+            commands, renewed_s = commands + layout.keep(self.key), now_s
+        return Writes(self, commands, entries, upto, ended, renewed_s)
+
+    def settle(self, writes: Writes, replies: Sequence[object]) -> Outcome:
+        """Take note of Redis's `replies`. Raises the first error that is not an answer."""
+        refusal = replies[0]
+        if not self.begun and isinstance(refusal, ResponseError) and "equal or smaller" in str(refusal):
+            return Outcome.TAKEN
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        if any(reply is None for reply in replies[: writes.entries]):
+            return Outcome.GONE
+        self.begun, self.chunks, self.ended = True, writes.chunks, writes.ended
+        self.renewed_s = writes.renewed_s
+        return Outcome.PUBLISHED
+
+    def resume(self, first: Sequence[Entry], last: Sequence[Entry], owner: str) -> bool:
+        """Go on from a stream's first and last entry, found after an outage.
+
+        False if it is another process's, or another process was about to delete it.
+        """
+        self.begun, self.chunks, self.ended, self.renewed_s = bool(first), 0, False, -math.inf
+        if not first:
+            return True
+        if first[0][1].get(b"owner") != owner.encode():
+            return False
+        position, kind = id_parts(last[0][0])
+        if position > self.log.position:
+            return False
+        self.chunks = self.log.index_of(position)
+        self.ended = kind == END_KIND
+        return True
+
 
 LOGS_PER_ROUND = 128
 FIRST_BACKOFF_S = 0.05
@@ -83,7 +242,7 @@ class Publisher:
             _answer(publication.answer)
 
     async def delete(self, tenant: str, program: str) -> None:
-        """Delete the program's logs, whoever began them; at once, or, with Redis away, when it is back."""
+        """Delete the program's logs, those of other processes too; at once, or, with Redis away, when it is back."""
         done = self._deletions.add((tenant, program))
         self._wake()
         if not self._stats.degraded:
@@ -136,7 +295,10 @@ class Publisher:
             await self._deletions.run()
             await self._publish([self._dirty.pop(key) for key in list(islice(self._dirty, LOGS_PER_ROUND))])
         if self._stats.degraded:
-            self._regained()
+            self._stats.degraded = False
+            self._stats.reconnects += 1
+            self._backoff_s = FIRST_BACKOFF_S
+            log.warning("Redis is back and has every log again that this process still holds.")
 
     async def _publish(self, batch: Sequence[Publication]) -> None:
         now_s = self._clock()
@@ -147,8 +309,10 @@ class Publisher:
         except AWAY:
             self._stats.lost_writes += sum(write.entries for write in writes)
             raise
-        if gone:
-            await self._explain(gone)
+        if gone and await self._connection.server_identity() != self._server:  # lost with the server's memory
+            raise RedisConnectionError("the server was restarted or replaced")
+        for publication in gone:
+            self._withdraw(publication, "Redis dropped it (deleted by another process, expired or evicted)")
 
     def _settle(self, writes: Iterable[Writes], replies: Iterable[object]) -> list[Publication]:
         """Give each log its replies; returns those that Redis no longer has."""
@@ -160,27 +324,15 @@ class Publisher:
                 self._stats.published += write.entries
             elif outcome is Outcome.GONE:
                 gone.append(publication)
+            elif publication.awaited:  # another process has begun that log: its creator here gets an error
+                _answer(publication.answer, Outcome.TAKEN)
+                self.drop(publication.key)
             else:
-                self._refused(publication)
+                self._withdraw(publication, "another process had begun it")
             _answer(publication.answer, outcome)
             if publication.pending:
                 self._dirty[publication.key] = publication
         return gone
-
-    def _refused(self, publication: Publication) -> None:
-        """Another process has begun that log: the one who asks is told, who was let begin in an outage keeps it."""
-        if publication.awaited:
-            _answer(publication.answer, Outcome.TAKEN)
-            self.drop(publication.key)
-        else:
-            self._withdraw(publication, "another process had begun it")
-
-    async def _explain(self, gone: Iterable[Publication]) -> None:
-        """Find out whether logs were deleted by somebody or lost with the server's memory."""
-        if await self._connection.server_identity() != self._server:
-            raise RedisConnectionError("the server was restarted or replaced")
-        for publication in gone:
-            self._withdraw(publication, "Redis dropped it (deleted by another process, expired or evicted)")
 
     def _withdraw(self, publication: Publication, why: str) -> None:
         self.drop(publication.key)
@@ -202,24 +354,18 @@ class Publisher:
                     self._withdraw(publication, "another process had begun or deleted it")
 
     def _lost(self, error: BaseException) -> None:
-        """Redis is away: say so once, and let nobody wait for it."""
+        """Redis is away: log it once, and let no caller wait for it."""
         if not self._stats.degraded:
             log.warning(
-                "Redis is away (%s). Agent logs are kept in this process only, where requests go on; other "
+                "Redis is away (%s). Agent logs are kept in this process only, where requests are still served; other "
                 "processes cannot read them until Redis is back.",
                 repr(error),
             )
         self._stats.degraded = True
         self._release()
 
-    def _regained(self) -> None:
-        self._stats.degraded = False
-        self._stats.reconnects += 1
-        self._backoff_s = FIRST_BACKOFF_S
-        log.warning("Redis is back and has every log again that this process still holds.")
-
     def _release(self) -> None:
-        """Let go whoever waits for an answer."""
+        """Let the callers that wait for an outcome go on."""
         for publication in self._publications.values():
             _answer(publication.answer)
         self._deletions.release()
@@ -229,8 +375,3 @@ class Publisher:
             log.critical("The Agent Prompt Cache stopped publishing.", exc_info=task.exception())
             self._stats.degraded = True
             self._release()
-
-
-def _answer(future: asyncio.Future[Outcome | None] | None, result: Outcome | None = None) -> None:
-    if future is not None and not future.done():
-        future.set_result(result)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shell_router.core.grading import grader_of, is_right
+from shell_router.batch.questions import grader_of, is_right
 
 
 def graded(question: Mapping[str, Any], answers: Sequence[str]) -> dict[str, float]:

@@ -14,10 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shell_router.config import load_config
+from shell_router.app import load_config
 from shell_router.errors import ShellRouterError
-from shell_router.launching import EngineCommand
-from shell_router.launching.commands import commands
+from shell_router.launching.plan import EngineCommand, commands
 
 SUBMIT_LIMIT_S = 120
 

@@ -9,6 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD_COMMAND = "launch/sglang_cpu/environment.sh"
+PLUGINS = "sglang.srt.plugins"
 
 
 def built_environment() -> Path | None:
@@ -37,6 +38,7 @@ def engine_variables(site: Path) -> Mapping[str, str]:
 def install_plugin(site: Path) -> None:
     """Make this working tree's plugin, and nothing else of it, importable and discoverable from `site`.
 
+    The plugin of stand_in/ is discoverable there too; it does nothing unless its variable is set.
     Done for each pair instead of once in the environment, which several working trees share.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -50,7 +52,9 @@ def install_plugin(site: Path) -> None:
     (metadata / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8"
     )
-    (metadata / "entry_points.txt").write_text(_entry_points(project["entry-points"]), encoding="utf-8")
+    groups = {**project["entry-points"]}
+    groups[PLUGINS] = {**groups[PLUGINS], "cpu_attention": "cpu_attention:register"}
+    (metadata / "entry_points.txt").write_text(_entry_points(groups), encoding="utf-8")
 
 
 def _entry_points(groups: Mapping[str, Mapping[str, str]]) -> str:

@@ -21,10 +21,11 @@ from launch.sglang_cpu.environment import (  # noqa: E402 - found by the line ab
 )
 
 
-def installed_plugin(beside: Path) -> Path:
+def installed_plugin(folder: Path) -> Path:
     """A folder with this working tree's plugin, made once. The two engines of a pair start at the same time."""
-    tree = hashlib.sha256(bytes(ROOT) + (ROOT / "pyproject.toml").read_bytes()).hexdigest()
-    site = beside / f"plugin-{tree[:12]}"
+    contents = [(ROOT / file).read_bytes() for file in ("pyproject.toml", "launch/sglang_cpu/environment.py")]
+    tree = hashlib.sha256(b"".join((bytes(ROOT), *contents))).hexdigest()
+    site = folder / f"plugin-{tree[:12]}"
     site.mkdir(exist_ok=True)
     with (site / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from shell_router.engines.embedded.checkpoint import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
+from shell_router.launching.random_checkpoint import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
 from shell_router.topology.prompting import AGGREGATOR
 from training.problems import problems
 
@@ -63,9 +63,9 @@ def make_tokenizer() -> Tokenizer:
         special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
         show_progress=False,
     )
-    told = [f"{one.question}\n{one.solution}" for one in islice(problems(random.Random("tokenizer")), 2000)]
+    texts = [f"{one.question}\n{one.solution}" for one in islice(problems(random.Random("tokenizer")), 2000)]
     spoken = ["system", "user", "assistant", AGGREGATOR.prefix, AGGREGATOR.slot, AGGREGATOR.suffix]
-    tokenizer.train_from_iterator([*told, *spoken * 50], trainer)
+    tokenizer.train_from_iterator([*texts, *spoken * 50], trainer)
     return tokenizer
 
 

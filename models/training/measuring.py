@@ -6,7 +6,7 @@ from typing import TypedDict
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
-from shell_router.core.answers import stated_answer
+from shell_router.early_exit.answers import stated_answer
 from training.lessons import Lessons
 from training.problems import Problem
 from training.sampling import write

@@ -1,7 +1,7 @@
 """A small world of word problems: stories of one to four arithmetic steps, with worked solutions.
 
-Somebody has a number of things; sentence by sentence things are bought, lost, shared, compared; at the end one number
-is asked for. Some sentences matter to nobody. A solution works out one equation per step and ends with the answer:
+A person has a number of things; sentence by sentence things are bought, lost, shared, compared; at the end one number
+is asked for. Some sentences do not matter. A solution works out one equation per step and ends with the answer:
 `24+13=37. 37*3=111. Answer: 111`. Where there are choices they are ranges, and the answer is a letter: `Answer: C`.
 (Four bare numbers to choose from were tried three ways; models of this size cannot tell which of them equals theirs.)
 """
@@ -57,7 +57,7 @@ def _letter(value: int) -> str:
 
 
 def drill(rng: random.Random, equations: int) -> tuple[str, str]:
-    """So many equations of such stories without their stories: what is asked, and what shall be said."""
+    """Equations of such stories without their stories: what is asked, and what shall be said."""
     worked = [one for _ in range(equations) for one in make_problem(rng, 4, "number").solution.split(". ")[:-1]]
     chosen = rng.sample(worked, equations)
     return " ".join(one.split("=")[0] for one in chosen), ". ".join(chosen) + "."
@@ -65,7 +65,7 @@ def drill(rng: random.Random, equations: int) -> tuple[str, str]:
 
 @dataclass
 class _Story:
-    """What was told so far. `who` holds `value` of the things that the question will be about."""
+    """The sentences so far. `who` holds `value` of the things that the question will be about."""
 
     rng: random.Random
     sentences: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ class _Story:
         return len(self.equations)
 
     def stranger(self) -> str:
-        """Somebody nobody spoke of yet."""
+        """A person who was not mentioned yet."""
         return self._strangers.pop()
 
     def work_out(self, left: int, sign: str, right: int) -> int:
@@ -105,10 +105,10 @@ class _Story:
 
     def with_distractors(self) -> list[str]:
         """The sentences, with up to two among them that change nothing."""
-        told = list(self.sentences)
+        sentences = list(self.sentences)
         for _ in range(self.rng.choice((0, 0, 1, 1, 2))):
-            told.insert(self.rng.randint(1, len(told)), self._distractor())
-        return told
+            sentences.insert(self.rng.randint(1, len(sentences)), self._distractor())
+        return sentences
 
     def _distractor(self) -> str:
         number, other = self.rng.randint(2, 99), self.rng.choice(self._other_things)

@@ -64,7 +64,7 @@ def _drafted() -> Sequence[Problem]:
 
 
 def _stories(rng: random.Random, number: int) -> list[Problem]:
-    """So many problems, less those that are kept for testing."""
+    """Problems, less those that are kept for testing."""
     kept = held_out()
     return [one for one in islice(problems(rng), number) if one.question not in kept]
 

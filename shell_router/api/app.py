@@ -1,39 +1,37 @@
-"""The HTTP application: its routes, and the one middleware before them."""
+"""The HTTP application: its routes, the one middleware before them, and the sockets it is served on."""
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 from aiohttp import web
 
-from shell_router.api import agents, batches, chat, files, native, views
-from shell_router.api.batch.folder import BatchFolder
-from shell_router.api.batch.runner import ChatLines
-from shell_router.api.batch.runs import BatchRuns
-from shell_router.api.batch.split import SplitLines
-from shell_router.api.batches import BATCH_RUNS
-from shell_router.api.chat import CHATS
-from shell_router.api.chat_run import Chats
-from shell_router.api.drain import DRAIN, Drain
-from shell_router.api.gate import Gate
-from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, Services
-from shell_router.api.settings import ApiSettings
-from shell_router.api.targets import TARGETS, Targets
+from shell_router.api import agents, chat, native, views
+from shell_router.api.admission import ADMISSION, DRAIN, Admission, Drain
+from shell_router.api.chat import CHATS, Chats
+from shell_router.api.models import TARGETS, Targets
+from shell_router.api.plain import Handler, PlainServer
+from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
+from shell_router.errors import BatchesOff
+
+
+def _post(path: str, handler: Handler) -> web.RouteDef:
+    return web.post(path, cast(Any, handler))
+
 
 ROUTES = (
-    web.post("/v1/chat/completions", chat.chat_completions),
+    _post("/v1/chat/completions", chat.chat_completions),
     web.get("/v1/models", views.list_models),
     web.get("/v1/models/{model}", views.show_model),
-    web.post("/v1/agent/requests", agents.run_agent),
+    _post("/v1/agent/requests", agents.run_agent),
     web.get("/v1/agent/requests/{program}", agents.show_program),
     web.delete("/v1/agent/requests/{program}", agents.cancel_program),
-    web.post("/v1/files", files.upload_file),
-    web.get("/v1/files", files.list_files),
-    web.get("/v1/files/{file_id}", files.show_file),
-    web.get("/v1/files/{file_id}/content", files.file_content),
-    web.delete("/v1/files/{file_id}", files.delete_file),
-    web.post("/v1/batches", batches.create_batch),
-    web.get("/v1/batches", batches.list_batches),
-    web.get("/v1/batches/{batch_id}", batches.show_batch),
-    web.post("/v1/batches/{batch_id}/cancel", batches.cancel_batch),
-    web.post("/generate", native.generate),
-    web.post("/prefill_only", native.prefill_only),
+    _post("/generate", native.generate),
+    _post("/prefill_only", native.prefill_only),
     web.get("/v1/traces/{trace_id}", views.show_trace),
     web.get("/health", views.health),
     web.get("/ready", views.ready),
@@ -47,8 +45,9 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
     Raises ConfigError where a topology and a model share a name.
     """
     drain = Drain()
-    gate = Gate(services, settings, drain)
-    app = web.Application(middlewares=[gate.serve], client_max_size=settings.max_body_bytes)
+    gate = Admission(services, settings, drain)
+    app = web.Application(middlewares=[cast(Any, gate.serve)], client_max_size=settings.max_body_bytes)
+    app[ADMISSION] = gate
     app[DRAIN] = drain
     app[SERVICES] = services
     app[SETTINGS] = settings
@@ -56,22 +55,96 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
     app[CHATS] = Chats(services, settings, app[TARGETS], drain)
     app[STARTED_AT] = int(services.wall())
     app.add_routes(ROUTES)
-    if services.batch_folder is not None:
-        _run_batches(app, services.batch_folder)
     return app
 
 
-def _run_batches(app: web.Application, folder: BatchFolder) -> None:
-    """From the server's start to its stop, when lines make room at once for the requests that still run."""
-    settings = app[SETTINGS]
-    runner = SplitLines(ChatLines(app[CHATS], settings.batch_concurrency), app[SERVICES].batch_pools)
-    runs = app[BATCH_RUNS] = BatchRuns(folder, runner, app[SERVICES], settings.max_body_bytes)
+def refuse_batches(app: web.Application) -> None:
+    """Answer /v1/files and /v1/batches with BatchesOff, where the deployment has no folder for them."""
 
-    async def resume(_: web.Application) -> None:
-        runs.resume()
+    async def refuse(_: web.Request) -> web.Response:
+        raise BatchesOff(
+            "This router keeps no files and runs no batches.", remedy="Set batches.folder in its configuration."
+        )
 
-    async def stop(_: web.Application) -> None:
-        await runs.stop()
+    app.router.add_route("*", "/v1/{what:files|batches}{rest:(/.*)?}", refuse)
 
-    app.on_startup.append(resume)
-    app.on_shutdown.append(stop)
+
+@contextmanager
+def bound_sockets(host: str = "127.0.0.1", port: int = 0) -> Iterator[list[socket.socket]]:
+    """One socket per address of `host`, all on one port, free where `port` is 0; closed in the end.
+
+    They are bound and do not listen yet: no other process can take the port, and clients are refused until a server
+    listens. Addresses that this machine lacks are left out while there are others. Raises OSError.
+    """
+    with ExitStack() as stack:
+        taken: list[socket.socket] = []
+        lacking: OSError | None = None
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            chosen = taken[0].getsockname()[1] if taken else port
+            try:
+                taken.append(stack.enter_context(_bound(family, (address[0], chosen, *address[2:]))))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                lacking = error
+        if not taken:
+            raise lacking or OSError(errno.EADDRNOTAVAIL, "no address")
+        yield taken
+
+
+def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
+    one = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        one.bind(address)
+    except BaseException:
+        one.close()
+        raise
+    return one
+
+
+CLOSE_LIMIT_S = 1.0
+"""For what is left after the drain: requests that only look, and clients that take nothing."""
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    app: web.Application,
+    sockets: Sequence[socket.socket],
+    *,
+    drain_s: float = 30.0,
+    force_shutdown: asyncio.Event | None = None,
+) -> AsyncIterator[str]:
+    """Serve `app` on bound `sockets` while the context is open; gives its base URL.
+
+    A request whose client has gone is cancelled. On leaving no new requests are taken and running ones get
+    `drain_s` to end; those that do not, or all of them once `force_shutdown` is set, end with RouterStopping.
+    """
+    force = force_shutdown or asyncio.Event()
+    app.on_shutdown.append(lambda app: app[DRAIN].finish(drain_s, force))
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_LIMIT_S)
+    await runner.setup()
+    assert runner.server is not None
+    posts: Mapping[bytes, Any] = {one.path.encode(): one.handler for one in ROUTES if one.method == "POST"}
+    plain = PlainServer(app, posts, app[ADMISSION].serve, runner.server, app[SETTINGS])
+    loop, servers = asyncio.get_running_loop(), list[asyncio.Server]()
+    try:
+        for one in sockets:
+            servers.append(await loop.create_server(plain, sock=one))
+        yield f"http://{_authority(sockets[0].getsockname())}"
+    finally:
+        for server in servers:
+            server.close()
+        await asyncio.sleep(0)  # as aiohttp does: requests that are here already begin
+        plain.stop()
+        await runner.cleanup()
+        await plain.left(CLOSE_LIMIT_S)
+        plain.abort()
+
+
+def _authority(address: tuple[str, int]) -> str:
+    host, port = address[0], address[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

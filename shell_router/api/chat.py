@@ -1,27 +1,207 @@
 """POST /v1/chat/completions: a topology, or a single model, answers."""
 
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from aiohttp import web
 
-from shell_router.api.bodies import read_body
-from shell_router.api.chat_body import ignored_fields
-from shell_router.api.chat_run import Chats
-from shell_router.api.fields import parse_body
-from shell_router.api.live_run import LiveRun
+from shell_router.api.admission import Drain
+from shell_router.api.fields import Fields, as_object, parse_body, read_body, read_sampling, shown
+from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
+from shell_router.api.models import Targets
+from shell_router.api.observed import Observed
+from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
-from shell_router.api.services import TENANT, TRACE
-from shell_router.api.streaming import stream_run
+from shell_router.api.services import TENANT, TRACE, ApiSettings, Emit, Services
+from shell_router.api.streaming import LiveRun, stream_run
+from shell_router.core.engine import UNSTREAMED_INTERVAL, value
+from shell_router.moa import Answer, MoaRequest
+from shell_router.topology import Graph
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+INERT = frozenset(
+    {
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""OpenAI fields that never change an answer: billing, storage, speed."""
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "best_of": (1,),
+    "echo": (False,),
+}
+"""Fields that would make the answer another one and that are not served, with the values that ask for nothing."""
+
+
+@value
+class ChatRequest(MoaRequest):
+    """A chat completion as asked. Of several `models` one is to be chosen. `labels` are the body's `metadata`."""
+
+    models: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    include_agents: bool = False
+
+
+def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float) -> ChatRequest:
+    """Raises InvalidField for what is missing, wrong or not served. Without a `seed` one is made from `run_id`."""
+    for name in body.given(REFUSED):
+        if body.raw(name) not in REFUSED[name]:
+            raise body.refuse(name, "is not served as asked", f"Leave {name} out.")
+    options, metadata = body.object("stream_options"), body.object("metadata")
+    stream, sampling, seed = body.flag("stream"), read_sampling(body), body.raw("seed")
+    return ChatRequest(
+        id=run_id,
+        tenant=tenant,
+        messages=_messages(body),
+        sampling=sampling if stream else {"stream_interval": UNSTREAMED_INTERVAL, **sampling},
+        seed=zlib.crc32(run_id.encode()) if seed is None else seed,
+        timeout_s=timeout_s,
+        labels=_labels(metadata) if metadata else {},
+        models=body.names("model"),
+        stream=stream,
+        include_usage=options.flag("include_usage") if options else False,
+        include_agents=body.flag("include_agents"),
+    )
+
+
+def ignored_fields(body: Fields) -> tuple[str, ...]:
+    """Fields of a body already read that are set, unknown here, and so without effect."""
+    unread = body.unread
+    return tuple(name for name in unread if name not in INERT) if unread else ()
+
+
+def _labels(metadata: Fields) -> Mapping[str, str]:
+    return {name: text for name in metadata.unread if (text := metadata.text(name)) is not None}
+
+
+def _messages(body: Fields) -> tuple[Mapping[str, str], ...]:
+    listed = body.listed("messages")
+    if not listed:
+        raise body.refuse("messages", "is missing or empty", "Send at least one user message.")
+    messages: list[Mapping[str, str]] = []
+    for at, one in enumerate(listed):
+        role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
+        if isinstance(content, str) and isinstance(role, str) and role in ROLES:
+            messages.append({"role": ROLES[role], "content": content})
+        else:
+            messages.append(_message(as_object(one, f"messages[{at}]")))
+    if messages[-1]["role"] != "user":
+        raise body.refuse(
+            f"messages[{len(messages) - 1}].role", "must be user", "Put the question in the last message."
+        )
+    return tuple(messages)
+
+
+def _message(message: Fields) -> Mapping[str, str]:
+    role = message.text("role")
+    if role not in ROLES:
+        raise message.refuse("role", f"must be one of {', '.join(ROLES)}, not {role!r}")
+    return {"role": ROLES[role], "content": _content(message)}
+
+
+def _content(message: Fields) -> str:
+    value = message.raw("content")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise message.refuse("content", f"must be a string or an array of text parts, not {shown(value)}")
+    path = message.path("content")
+    return "".join(_part(as_object(part, f"{path}[{at}]")) for at, part in enumerate(value))
+
+
+def _part(part: Fields) -> str:
+    if part.text("type") != "text":
+        raise part.refuse("type", "must be text", "Only text is served; leave other parts out.")
+    text = part.text("text")
+    if text is None:
+        raise part.refuse("text", "is missing")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Chats:
+    """Begins chat completions."""
+
+    services: Services
+    settings: ApiSettings
+    targets: Targets
+    drain: Drain
+
+    def begin(self, body: Fields, tenant: str) -> "ChatRun":
+        """Check everything that can be checked before anything runs. Raises InvalidRequest."""
+        chat = read_chat(body, self.services.new_id(), tenant, self.settings.request_timeout_s)
+        target = self.targets.by_name.get(chat.models[0]) if len(chat.models) == 1 else None
+        return ChatRun(self, chat, target or self.targets.choice(chat.models))
+
+
+class ChatRun:
+    """One completion under way. `asked.id` is its trace's."""
+
+    def __init__(self, chats: Chats, asked: ChatRequest, topology: Graph) -> None:
+        self._chats = chats
+        self._topology = topology
+        self.asked = asked
+        name, answering, graph = topology.name, topology.answering, topology.waits_for
+        self._seen = Observed(chats.services, asked.id, asked.tenant, name, answering, graph)
+        self.trace = self._seen.trace
+        self._seen.record(asked, topology)
+
+    async def answer(self, also: Emit | None = None) -> Answer:
+        """Run; `also` gets the events. If the server ends first, raises RouterStopping."""
+        self._seen.also = also
+        async with self._chats.drain.deadline():
+            with self._seen as seen:
+                return await self._chats.services.executor.run(self._topology, self.asked, seen.emit)
+
+    def reply(self, answer: Answer) -> dict[str, Any]:
+        """The completion as one object."""
+        body = completion(self.asked.id, self._seen.created, self._topology.name, answer)
+        if self.asked.include_agents:
+            body["agents"] = agents(answer, self.trace)
+        return body
+
+    async def stream(self, request: Request) -> Reply:
+        """Run, and write the completion in chunks meanwhile."""
+        base = chunk_base(self.asked.id, self._seen.created, self._topology.name)
+        asked, answering = self.asked, self._topology.answering
+        frames = ChatFrames(base, answering, self.trace, asked.include_usage, asked.include_agents)
+        async with LiveRun(self.answer, frames.wants) as live:
+            return await stream_run(request, live, frames)
+
 
 CHATS = web.AppKey("CHATS", Chats)
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
+async def chat_completions(request: Request) -> Reply:
     """Check everything that can be checked, then run."""
     body = parse_body(await read_body(request))
     run = request.app[CHATS].begin(body, request[TENANT])
     request[TRACE] = run.trace
     note_ignored(request, ignored_fields(body))
-    if not run.streams:
-        return json_reply(request, await run.reply())
-    frames = run.frames()
-    async with LiveRun(run.answer, frames.wants) as live:
-        return await stream_run(request, live, frames)
+    if run.asked.stream:
+        return await run.stream(request)
+    return json_reply(request, run.reply(await run.answer()))

@@ -1,10 +1,13 @@
-"""Reading a JSON object field by field, with errors that name the field's path."""
+"""Reading a request's body: JSON fields with errors that name their path, and sampling parameters."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import orjson
 
+from shell_router.api.plain import PlainRequest, Request
+from shell_router.api.services import SETTINGS
 from shell_router.errors import InvalidField, InvalidRequest
 
 SHOWN_CHARACTERS = 40
@@ -20,8 +23,12 @@ class Fields:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Fields that are set and that nobody asked for."""
-        return tuple(name for name, value in self._value.items() if name not in self._asked and value is not None)
+        """Fields that are set and were not read."""
+        return tuple([name for name, value in self._value.items() if name not in self._asked and value is not None])
+
+    def given(self, names: Container[str]) -> list[str]:
+        """Those of `names` that are set, in the body's order."""
+        return [name for name, value in self._value.items() if value is not None and name in names]
 
     def path(self, name: str) -> str:
         """The path of field `name` from the body's root."""
@@ -54,6 +61,8 @@ class Fields:
     def names(self, name: str) -> tuple[str, ...]:
         """A string, or an array of several different ones; there, and nothing of it empty."""
         value = self.raw(name)
+        if isinstance(value, str) and value:
+            return (value,)
         if not isinstance(value, list):
             return (self.required_text(name),)
         if not value or not all(isinstance(one, str) and one for one in value) or len(set(value)) < len(value):
@@ -62,7 +71,8 @@ class Fields:
 
     def flag(self, name: str) -> bool:
         """A boolean; False where absent."""
-        value = self.raw(name)
+        self._asked.add(name)
+        value = self._value.get(name)
         if value is None or isinstance(value, bool):
             return bool(value)
         raise self.refuse(name, f"must be true or false, not {shown(value)}")
@@ -99,7 +109,8 @@ class Fields:
 
     def object(self, name: str) -> "Fields | None":
         """An object, to be read in turn."""
-        value = self.raw(name)
+        self._asked.add(name)
+        value = self._value.get(name)
         return None if value is None else as_object(value, self.path(name))
 
 
@@ -131,3 +142,136 @@ def shown(value: Any) -> str:
         case str() if len(value) > SHOWN_CHARACTERS:
             return "a string"
     return orjson.dumps(value).decode()
+
+
+async def read_body(request: Request) -> bytes:
+    """All of the body; aiohttp itself refuses one over `max_body_bytes`."""
+    if isinstance(request, PlainRequest):
+        return request.body
+    limit_s = request.app[SETTINGS].body_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            return await request.read()
+    except TimeoutError:
+        raise InvalidRequest(f"The body did not arrive within {limit_s:g} s.", remedy="Send it at once.") from None
+
+
+MAX_TOKENS = 2**31 - 1
+MAX_SEED = 2**63 - 1
+
+NUMBERS: dict[str, tuple[str, float, float]] = {
+    "temperature": ("temperature", 0.0, 100.0),
+    "top_p": ("top_p", 1e-6, 1.0),
+    "min_p": ("min_p", 0.0, 1.0),
+    "frequency_penalty": ("frequency_penalty", -2.0, 2.0),
+    "presence_penalty": ("presence_penalty", -2.0, 2.0),
+    "repetition_penalty": ("repetition_penalty", 0.0, 2.0),
+}
+INTEGERS: dict[str, tuple[str, int, int]] = {
+    "top_k": ("top_k", -1, MAX_TOKENS),
+    "min_tokens": ("min_new_tokens", 0, MAX_TOKENS),
+    "max_tokens": ("max_new_tokens", 1, MAX_TOKENS),
+    "max_completion_tokens": ("max_new_tokens", 1, MAX_TOKENS),
+    "seed": ("sampling_seed", -MAX_SEED - 1, MAX_SEED),
+}
+FLAGS = ("ignore_eos", "no_stop_trim", "skip_special_tokens")
+GRAMMARS = ("regex", "ebnf", "json_schema")
+
+
+def read_sampling(body: Fields) -> dict[str, Any]:
+    """The `sampling_params` that the body's fields ask for; raises InvalidField."""
+    params: dict[str, Any] = {}
+    constraint = ""
+    for name in body.given(SAMPLING):
+        native, value = SAMPLING[name](body, name)
+        if value is None:
+            continue
+        if name in CONSTRAINTS:  # at most one way to constrain the output
+            if constraint:
+                raise body.refuse(name, f"cannot go with {constraint}", "Send only one of them.")
+            constraint = name
+        elif params.get(native, value) != value:
+            raise body.refuse("max_tokens", "differs from max_completion_tokens", "Send only one of them.")
+        params[native] = value
+    return params
+
+
+def _number(body: Fields, name: str) -> tuple[str, Any]:
+    native, low, high = NUMBERS[name]
+    return native, body.number(name, low, high)
+
+
+def _integer(body: Fields, name: str) -> tuple[str, Any]:
+    native, low, high = INTEGERS[name]
+    return native, body.integer(name, low, high)
+
+
+def _flag(body: Fields, name: str) -> tuple[str, Any]:
+    return name, body.flag(name)
+
+
+def _stop(body: Fields, name: str) -> tuple[str, Any]:
+    value = body.raw(name)
+    if isinstance(value, str):
+        return name, value
+    if not isinstance(value, list):
+        raise body.refuse(name, f"must be a string or an array of strings, not {shown(value)}")
+    for place, one in enumerate(value):
+        if not isinstance(one, str):
+            raise body.refuse(f"stop[{place}]", f"must be a string, not {shown(one)}")
+    return name, value
+
+
+def _stop_token_ids(body: Fields, name: str) -> tuple[str, Any]:
+    ids = body.listed(name)
+    if ids is None or all(type(one) is int and one >= 0 for one in ids):
+        return name, ids
+    raise body.refuse(name, "must be an array of token ids")
+
+
+def _grammar(body: Fields, name: str) -> tuple[str, Any]:
+    value = body.raw(name)
+    if name == "json_schema" and isinstance(value, dict):
+        return name, orjson.dumps(value).decode()
+    return name, body.text(name)
+
+
+def _response_format(body: Fields, name: str) -> tuple[str, Any]:
+    return "json_schema", _response_schema(body)
+
+
+def _response_schema(body: Fields) -> str | None:
+    """The JSON schema that `response_format` asks for, as text."""
+    wanted = body.object("response_format")
+    if wanted is None:
+        return None
+    match wanted.text("type"):
+        case "text":
+            return None
+        case "json_object":
+            return '{"type": "object"}'
+        case "json_schema":
+            return _named_schema(wanted)
+        case other:
+            raise wanted.refuse("type", f"must be text, json_object or json_schema, not {other!r}")
+
+
+def _named_schema(wanted: Fields) -> str:
+    named = wanted.object("json_schema")
+    schema = named.object("schema") if named else None
+    if named is None or schema is None:
+        raise wanted.refuse("json_schema", "must be an object with the schema in its field 'schema'")
+    return orjson.dumps(named.raw("schema")).decode()
+
+
+SAMPLING: Mapping[str, Callable[[Fields, str], tuple[str, Any]]] = {
+    **dict.fromkeys(NUMBERS, _number),
+    **dict.fromkeys(INTEGERS, _integer),
+    **dict.fromkeys(FLAGS, _flag),
+    "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
+    **dict.fromkeys(GRAMMARS, _grammar),
+    "response_format": _response_format,
+}
+"""How each field is read: SGLang's name for it, and the value."""
+CONSTRAINTS = {*GRAMMARS, "response_format"}

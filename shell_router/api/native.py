@@ -5,24 +5,22 @@ from collections.abc import Collection, Mapping
 
 from aiohttp import ClientConnectionResetError, web
 
-from shell_router.api.bodies import read_body
-from shell_router.api.drain import DRAIN
-from shell_router.api.fields import parse_body
-from shell_router.api.problems import problem_body, told_in_stream
-from shell_router.api.replies import common_headers, json_reply
+from shell_router.api.admission import DRAIN
+from shell_router.api.fields import parse_body, read_body
+from shell_router.api.plain import PlainStream, Reply, Request
+from shell_router.api.replies import common_headers, json_reply, problem_body, stream_error
 from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS
-from shell_router.api.sse import EventStream, data_frame, open_stream
-from shell_router.core.engine_errors import error_message
-from shell_router.core.relay import NativeRoute, Relay, Relayed
+from shell_router.api.streaming import EventStream, data_frame, open_stream
+from shell_router.core.engine import NativeRoute, Relay, Relayed, error_message
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 
 
-async def generate(request: web.Request) -> web.StreamResponse:
+async def generate(request: Request) -> Reply:
     """Prefill and decode."""
     return await _forwarded(request, "generate")
 
 
-async def prefill_only(request: web.Request) -> web.StreamResponse:
+async def prefill_only(request: Request) -> Reply:
     """Prefill, keep the KV, decode nothing."""
     return await _forwarded(request, "prefill_only")
 
@@ -32,7 +30,7 @@ def pick_relay(relays: Mapping[str, Relay], header: str | None, body: bytes, ada
 
     Those named in `adapters` are only meant where they are named.
     """
-    name = header or _named_in(body)
+    name = header or (parse_body(body).text("model") if b'"model"' in body else None)  # mostly nothing is parsed
     if name is not None:
         if name not in relays:
             raise UnknownModel(f"No model {name!r} takes native requests.", remedy=_known(relays))
@@ -43,16 +41,11 @@ def pick_relay(relays: Mapping[str, Relay], header: str | None, body: bytes, ada
     return meant[0]
 
 
-def _named_in(body: bytes) -> str | None:
-    """A long body is parsed only where the word occurs in it at all."""
-    return parse_body(body).text("model") if b'"model"' in body else None
-
-
 def _known(relays: Mapping[str, Relay]) -> str:
     return f"Known: {', '.join(sorted(relays)) or 'none'}."
 
 
-async def _forwarded(request: web.Request, route: NativeRoute) -> web.StreamResponse:
+async def _forwarded(request: Request, route: NativeRoute) -> Reply:
     limit_s = request.app[SETTINGS].request_timeout_s
     body = await read_body(request)
     services = request.app[SERVICES]
@@ -61,11 +54,10 @@ async def _forwarded(request: web.Request, route: NativeRoute) -> web.StreamResp
     answer = NativeAnswer(request)
     try:
         async with (
-            request.app[DRAIN].until_cut(),
-            asyncio.timeout(limit_s),
+            request.app[DRAIN].deadline(limit_s),
             relay.forward(route, body, affinity=request.headers.get("x-routing-key")) as relayed,
         ):
-            return await answer.passed_on(relayed)
+            return await answer.forward(relayed)
     except TimeoutError:
         return await answer.failed(
             DeadlineExceeded(f"The engine did not end within {limit_s:g} s.", remedy="Ask for fewer tokens.")
@@ -79,11 +71,11 @@ async def _forwarded(request: web.Request, route: NativeRoute) -> web.StreamResp
 class NativeAnswer:
     """The answer to one native request: the engine's, whole or streamed, its errors in this API's shape."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: Request) -> None:
         self._request = request
-        self._stream: EventStream | None = None
+        self._stream: EventStream | PlainStream | None = None
 
-    async def passed_on(self, relayed: Relayed) -> web.StreamResponse:
+    async def forward(self, relayed: Relayed) -> Reply:
         """`relayed` as it comes."""
         self._request[PLACED] = lambda: relayed.placed
         if not relayed.content_type.startswith("text/event-stream"):
@@ -96,13 +88,13 @@ class NativeAnswer:
             await self._stream.send(chunk)
         return await self._stream.end()
 
-    async def failed(self, error: Exception) -> web.StreamResponse:
-        """`error` told in the stream, or raised where its head has not gone."""
+    async def failed(self, error: Exception) -> Reply:
+        """Send `error` in the stream, or raise it if its head has not gone."""
         if self._stream is None:
             if isinstance(error, EngineRejected):  # its status is the engine's own, as for one that is passed through
                 return json_reply(self._request, problem_body(error, self._request[REQUEST_ID]), status=error.status)
             raise error
-        await self._stream.send(data_frame(told_in_stream(error, self._request[REQUEST_ID])))
+        await self._stream.send(data_frame(stream_error(error, self._request[REQUEST_ID])))
         return await self._stream.end()
 
     async def _whole(self, relayed: Relayed) -> web.Response:

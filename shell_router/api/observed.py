@@ -1,81 +1,87 @@
-"""A run with its trace and its metrics."""
+"""A run with its trace, its metrics, and its lines in the trace files."""
 
 import asyncio
-import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
 
-from shell_router.api.recorded import Recording, Run
 from shell_router.api.services import Emit, Services
 from shell_router.core.events import Event
+from shell_router.moa import AgentRequest, MoaRequest
 from shell_router.telemetry import RunMetrics, Trace
+from shell_router.topology import Graph
+
+if TYPE_CHECKING:
+    from shell_router.api.recording import Recording
 
 
 class Observed:
-    """What is seen of one run: its id is the trace's id and fresh for every run.
+    """Keeps a run's trace, metrics and lines. The run goes inside its context; `emit` takes its events.
 
-    The tokens of `answering` agents are the answer, of whom at least one is named; `precursors` is the graph, by agent.
+    `id` is fresh for every run, and its trace's. The tokens of `answering` agents are the answer, of whom at least
+    one is named; `precursors` is the graph, by agent.
     """
 
     def __init__(
         self,
         services: Services,
+        id: str,
         tenant: str,
         target: str,
         answering: Collection[str],
         precursors: Mapping[str, Sequence[str]],
     ) -> None:
-        self.id = services.new_id()
-        self.started_s = services.clock()
-        self.created = int(services.wall())
-        self._clock = services.clock
-        self._metrics = RunMetrics(services.metrics, target, answering, self.started_s)
+        wall_s = services.wall()
+        self.id = id
+        self.created = int(wall_s)
+        self._services = services
         self.trace = Trace(
             self.id,
             tenant=tenant,
             target=target,
             root=min(answering),
-            started_s=self.started_s,
-            wall_s=services.wall(),
+            started_s=services.clock(),
+            wall_s=wall_s,
             precursors=precursors,
         )
         services.traces.add(self.trace)
-        self._services = services
+        self._metrics = RunMetrics(services.metrics, self.trace, answering)
         self._recording: Recording | None = None
+        self.also: Emit | None = None
+        """Gets every event, too: what a stream is written from."""
 
-    def recorded(self, run: Run) -> None:
+    def record(self, request: MoaRequest | AgentRequest, graph: Graph | None = None) -> None:
         """Have the run's lines written to the trace files, where there are any."""
         if self._services.recorder is not None:
-            self._recording = Recording(self._services.recorder, run, self.trace, self._services.models)
+            from shell_router.api.recording import Recording  # noqa: PLC0415 - most deployments write no traces
 
-    def tell(self, also: Emit | None = None) -> Emit:
-        """Where the run emits: into trace and metrics, and on to `also`."""
+            models = self._services.models
+            self._recording = Recording(self._services.recorder, request, graph, self.trace, models)
 
-        def emit(event: Event) -> None:
-            self.trace.add(event)
-            self._metrics.observe(event)
-            if self._recording is not None:
-                self._recording.observe(event)
-            if also is not None:
-                also(event)
+    def emit(self, event: Event) -> None:
+        """Put an event into the trace, the metrics and the recording, and pass it on."""
+        self.trace.add(event)
+        self._metrics.observe(event)
+        if self._recording is not None:
+            self._recording.observe(event)
+        if self.also is not None:
+            self.also(event)
 
-        return emit
+    def __enter__(self) -> "Observed":
+        return self
 
-    @contextlib.contextmanager
-    def until_end(self) -> Iterator[None]:
-        """The run itself goes inside; how it ends is recorded."""
-        try:
-            yield
-        except asyncio.CancelledError:
-            self._ended("cancelled")
-            raise
-        except Exception as error:
-            self._ended("failed", f"{type(error).__name__}: {error}")
-            raise
-        self._ended("finished")
-
-    def _ended(self, outcome: str, error: str = "") -> None:
-        at_s = self._clock()
-        self.trace.ended(at_s, outcome, error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Note how the run has ended."""
+        at_s = self._services.clock()
+        if error is None:
+            outcome, text = "finished", ""
+        elif isinstance(error, asyncio.CancelledError):
+            outcome, text = "cancelled", ""
+        else:
+            outcome, text = "failed", f"{type(error).__name__}: {error}"
+        self.trace.ended(at_s, outcome, text)
         self._metrics.ended(at_s, outcome)
         if self._recording is not None:
             self._recording.end()

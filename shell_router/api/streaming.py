@@ -1,17 +1,147 @@
-"""Streams a live run to its client, in either route's frames."""
+"""Server-sent events: a run that is read while it goes on, and the stream to its client."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, Protocol
 
+import orjson
 from aiohttp import ClientConnectionResetError, web
 
-from shell_router.api.live_run import LiveRun
-from shell_router.api.problems import told_in_stream
-from shell_router.api.services import REQUEST_ID, SETTINGS
-from shell_router.api.sse import PING, EventStream, open_stream
+from shell_router.api.plain import PlainRequest, PlainStream, Reply, Request
+from shell_router.api.replies import common_headers, stream_error
+from shell_router.api.services import REQUEST_ID, SETTINGS, Emit
 from shell_router.core.events import Event
-from shell_router.execution import Answer
+from shell_router.moa import Answer
+
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+NO_HEADERS: Mapping[str, str] = {}
+
+
+def data_frame(body: Any) -> bytes:
+    """One unnamed event."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+class EventStream:
+    """A streamed answer of aiohttp's; `PlainStream` is the other kind."""
+
+    def __init__(self, request: web.Request, response: web.StreamResponse, write_timeout_s: float) -> None:
+        self._request = request
+        self._response = response
+        self._write_timeout_s = write_timeout_s
+
+    async def send(self, frames: bytes) -> None:
+        """Write; waits while the client takes nothing.
+
+        Raises ClientConnectionResetError when the client has gone, or took nothing within the limit.
+        """
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._response.write(frames)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ClientConnectionResetError(f"nothing taken for {self._write_timeout_s:g} s") from None
+
+    async def end(self) -> web.StreamResponse:
+        """Close the stream in order."""
+        await self._response.write_eof()
+        return self._response
+
+
+async def open_stream(
+    request: Request,
+    write_timeout_s: float,
+    *,
+    status: int = 200,
+    content_type: str = "text/event-stream; charset=utf-8",
+    headers: Mapping[str, str] = NO_HEADERS,
+) -> EventStream | PlainStream:
+    """Begin a streamed answer."""
+    sent = {
+        "Content-Type": content_type,
+        "Cache-Control": "no-cache",
+        "X-Accel-Buffering": "no",  # or nginx would hold the stream back
+        **common_headers(request),
+        **headers,
+    }
+    if isinstance(request, PlainRequest):
+        return PlainStream(request.connection, status, sent, write_timeout_s)
+    response = web.StreamResponse(status=status, headers=sent)
+    await response.prepare(request)
+    return EventStream(request, response, write_timeout_s)
+
+
+class LiveRun:
+    """Runs `start(emit)` as a task of its own, for as long as the context is open.
+
+    Those events that are `wanted` wait here for the reader. The run never waits for it: agents feed each other, so a
+    client that does not read must not slow them. What can pile up is bounded by the run's own output. Leaving the
+    context cancels the run and waits until it has cleaned up.
+    """
+
+    def __init__(self, start: Callable[[Emit], Awaitable[Answer]], wanted: Callable[[Event], bool]) -> None:
+        self._start = start
+        self._wanted = wanted
+        self._begun = False
+        self._waiting: list[Event] = []
+        self._news = asyncio.Event()
+
+    async def __aenter__(self) -> "LiveRun":
+        self._task = asyncio.ensure_future(self._start(self._put))
+        self._task.add_done_callback(lambda _: self._news.set())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.exception()  # read, or asyncio would report it as lost
+
+    @property
+    def drained(self) -> bool:
+        """Whether the run has ended and all its events have been taken."""
+        return self._task.done() and not self._waiting
+
+    async def begun(self, limit_s: float) -> None:
+        """Return with the first event or after `limit_s`; raises what ended the run before any event."""
+        if not self._begun:
+            await self._some_news(limit_s)
+        if self._task.done() and not self._begun:
+            self.answer()
+
+    async def take(self, limit_s: float) -> list[Event]:
+        """All events that wait, or the next to come; may be empty, after `limit_s` of silence or at the end."""
+        if not self._waiting:
+            await self._some_news(limit_s)
+        taken, self._waiting = self._waiting, []
+        return taken
+
+    def answer(self) -> Answer:
+        """The ended run's answer; raises its error."""
+        return self._task.result()
+
+    def _put(self, event: Event) -> None:
+        first, self._begun = not self._begun, True
+        if self._wanted(event):
+            self._waiting.append(event)
+            self._news.set()
+        elif first:
+            self._news.set()
+
+    async def _some_news(self, limit_s: float) -> None:
+        if self._task.done():
+            return
+        self._news.clear()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._news.wait()
+        except TimeoutError:
+            return
 
 
 class Frames(Protocol):
@@ -30,11 +160,11 @@ class Frames(Protocol):
         ...
 
 
-async def stream_run(request: web.Request, run: LiveRun, frames: Frames) -> web.StreamResponse:
+async def stream_run(request: Request, run: LiveRun, frames: Frames) -> Reply:
     """Write the run as it happens.
 
     The head goes out with the run's first event, so that a request refused before anything ran still gets its
-    status. What fails later is told inside the stream.
+    status. A later failure is sent inside the stream.
     """
     settings = request.app[SETTINGS]
     await run.begun(settings.ping_s)
@@ -45,12 +175,12 @@ async def stream_run(request: web.Request, run: LiveRun, frames: Frames) -> web.
     except (asyncio.CancelledError, ClientConnectionResetError):
         raise
     except Exception as error:
-        last = frames.error(told_in_stream(error, request[REQUEST_ID]))
+        last = frames.error(stream_error(error, request[REQUEST_ID]))
     await stream.send(last)
     return await stream.end()
 
 
-async def _pump(run: LiveRun, frames: Frames, stream: EventStream, ping_s: float) -> None:
+async def _pump(run: LiveRun, frames: Frames, stream: EventStream | PlainStream, ping_s: float) -> None:
     """Events as they come, all that wait in one write; a comment after `ping_s` in which nothing was written."""
     now_s = asyncio.get_running_loop().time
     quiet_since_s = now_s()

@@ -6,9 +6,9 @@ import logging
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from shell_router.api.models import TARGETS
 from shell_router.api.replies import common_headers, json_reply
 from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, TENANT, ReadinessCheck
-from shell_router.api.targets import TARGETS
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ async def ready(request: web.Request) -> web.Response:
     outcomes = await asyncio.gather(*(_holds(name, check, limit_s) for name, check in checks.items()))
     holding = dict(zip(checks, outcomes, strict=True))
     away = [name for name, holds in holding.items() if not holds]
-    failing = [name for name in away if name not in services.dispensable]
-    degraded = [name for name in away if name in services.dispensable]
+    failing = [name for name in away if name not in services.optional_checks]
+    degraded = [name for name in away if name in services.optional_checks]
     body = {"ready": not failing, "not_ready": failing, "degraded": degraded, "checks": holding}
     return json_reply(request, body, status=503 if failing else 200)
 
@@ -60,10 +60,10 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def _holds(name: str, check: ReadinessCheck, limit_s: float) -> bool:
-    """A check that fails or takes too long says no; why, the log tells."""
+    """Whether the check holds; one that fails or takes too long does not, and the log says why."""
     try:
         async with asyncio.timeout(limit_s):
             return await check()
     except Exception as error:
-        log.warning("readiness of %s could not be told: %s: %s", name, type(error).__name__, error)
+        log.warning("readiness check of %s failed: %s: %s", name, type(error).__name__, error)
         return False

@@ -8,6 +8,7 @@ A run that was killed goes on from `outputs.jsonl`: its last line may be torn an
 """
 
 import fcntl
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ import orjson
 
 from shell_router.errors import ConfigError
 
-Role = Literal["expert", "aggregator"]
+Role = Literal["proposer", "aggregator"]
 Key = tuple[str, Role, str]
 """Question, role and model: each is answered once."""
 
@@ -59,14 +60,15 @@ class Journal:
 
     def add(self, output: Output) -> None:
         """Write one output down. Raises ConfigError where it cannot be, as on a full disk."""
-        line = orjson.dumps(asdict(output)) + b"\n"
+        content = b"\n" * self._torn + orjson.dumps(asdict(output)) + b"\n"
         try:
-            self._write(b"\n" + line if self._torn else line)
+            while content:  # a disk that runs full first takes a part
+                content = content[self._opened.write(content) :]
         except OSError as error:
             self._torn = True
             raise ConfigError(
                 f"{self._file}: {error.strerror}.",
-                remedy="Make room and run the same command again: it goes on where it was.",
+                remedy="Free disk space and run the same command again: it goes on where it was.",
             ) from error
         self._torn = False
         self._keep(output)
@@ -80,13 +82,8 @@ class Journal:
         output = self._outputs.get(key)
         return output is None or bool(output.error)
 
-    def _write(self, content: bytes) -> None:
-        """All of it: a disk that runs full first takes a part."""
-        while content:
-            content = content[self._opened.write(content) :]
-
     def _keep(self, output: Output) -> None:
-        """An expert that answers late, after an error, makes void what the aggregator wrote without it."""
+        """A proposer that answers late, after an error, voids what the aggregator wrote without it."""
         self._outputs[output.key] = output
         if output.role == "aggregator":
             self._aggregated[output.question] = output.key
@@ -106,35 +103,33 @@ def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
             folder.mkdir(parents=True, exist_ok=True)
             _require_same(folder / "run.json", depends_on)
             journal = stack.enter_context(file.open("ab+", buffering=0))
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by whatever ends this process
-            outputs = list(_read_back(journal))
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by whatever ends this process
+            journal.seek(0)
+            content = journal.read()
+            journal.truncate(content.rfind(b"\n") + 1)
         except BlockingIOError as error:
             raise ConfigError(
                 f"{folder}: another run is at work there.", remedy="Wait for its end, or name another folder."
             ) from error
         except OSError as error:
-            told = f"{error.filename or folder}: {error.strerror}."
-            raise ConfigError(told, remedy="Name another folder.") from error
-        yield Journal(file, journal, outputs)
+            raise ConfigError(
+                f"{error.filename or folder}: {error.strerror}.", remedy="Name another folder."
+            ) from error
+        yield Journal(file, journal, _outputs(content))
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file as a whole or not at all. Raises ConfigError."""
-    part = file.with_name(f"{file.name}.part")
+    """Write a file as a whole, so that it is on the disk for good, or leave it as it was. Raises OSError."""
+    draft = file.with_suffix(".tmp")
     try:
-        part.write_bytes(content)
-        part.replace(file)
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}.", remedy="Make room there, and run the same again.") from error
-
-
-def read_outputs(folder: Path) -> list[Output]:
-    """The outputs of a run. Raises ConfigError where there is none."""
-    try:
-        with (folder / "outputs.jsonl").open("rb") as journal:
-            return list(_lines(journal.read()))
-    except OSError as error:
-        raise ConfigError(f"{folder} holds no run: {error.strerror}.", remedy="Name a run's folder.") from error
+        with draft.open("wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        draft.replace(file)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _require_same(file: Path, depends_on: Mapping[str, Any]) -> None:
@@ -142,7 +137,12 @@ def _require_same(file: Path, depends_on: Mapping[str, Any]) -> None:
     if not file.exists():
         write_whole(file, orjson.dumps(wanted, option=orjson.OPT_INDENT_2) + b"\n")
         return
-    begun = _object(file)
+    try:
+        begun = orjson.loads(file.read_bytes())
+    except orjson.JSONDecodeError:
+        begun = None
+    if not isinstance(begun, dict):
+        raise ConfigError(f"{file} is not what a run writes.", remedy="Name another folder.")
     if changed := [name for name in {**begun, **wanted} if begun.get(name) != wanted.get(name)]:
         raise ConfigError(
             f"{file.parent} holds a run with other {', '.join(changed)}.",
@@ -150,25 +150,7 @@ def _require_same(file: Path, depends_on: Mapping[str, Any]) -> None:
         )
 
 
-def _object(file: Path) -> dict[str, Any]:
-    try:
-        found = orjson.loads(file.read_bytes())
-    except orjson.JSONDecodeError:
-        found = None
-    if isinstance(found, dict):
-        return found
-    raise ConfigError(f"{file} is not what a run writes.", remedy="Name another folder.")
-
-
-def _read_back(journal: BinaryIO) -> Iterator[Output]:
-    """Its outputs; what follows the last whole line is cut off."""
-    journal.seek(0)
-    content = journal.read()
-    journal.truncate(content.rfind(b"\n") + 1)
-    return _lines(content)
-
-
-def _lines(content: bytes) -> Iterator[Output]:
+def _outputs(content: bytes) -> Iterator[Output]:
     whole = content[: content.rfind(b"\n") + 1]
     for line in whole.splitlines():
         try:

@@ -1,29 +1,29 @@
-"""Which experts answer a question: those that were right about questions like it (MOSAIC, section 3; Symbolic-MoE)."""
+"""Which models answer a question: those that were right about questions like it (MOSAIC, section 3; Symbolic-MoE)."""
 
 import random
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shell_router.batch.results import Result
+from shell_router.core.statistics import Floats
 from shell_router.errors import ConfigError
 
-Floats = NDArray[np.float64]
-NEIGHBOURS = 32
-LEAST = 0.01
-"""What an expert that was never right still weighs, so that a few questions do not rule it out for good."""
+NEIGHBORS = 32
+LEAST_WEIGHT = 0.01
+"""Of a model that was never right, so that a few questions do not rule it out for good."""
 
 
-def skills_alike(asked: Sequence[frozenset[str]], known: Sequence[frozenset[str]]) -> Floats:
+def skill_similarity(asked: Sequence[frozenset[str]], known: Sequence[frozenset[str]]) -> Floats:
     """[asked, known]: the skills that two questions share, as a share of all that they have (Jaccard)."""
     return np.array([[len(one & other) / (len(one | other) or 1) for other in known] for one in asked])
 
 
-def texts_alike(asked: Floats, known: Floats) -> Floats:
-    """[asked, known]: cosine of embeddings [asked, dimensions] and [known, dimensions], nearest neighbours alone."""
+def text_similarity(asked: Floats, known: Floats) -> Floats:
+    """[asked, known]: cosine of embeddings [asked, dimensions] and [known, dimensions], nearest neighbors alone."""
     alike = np.clip(_unit(asked) @ _unit(known).T, 0.0, None)
-    if alike.shape[1] > NEIGHBOURS:
-        least = np.partition(alike, -NEIGHBOURS, axis=1)[:, -NEIGHBOURS, None]
+    if alike.shape[1] > NEIGHBORS:
+        least = np.partition(alike, -NEIGHBORS, axis=1)[:, -NEIGHBORS, None]
         return np.where(alike >= least, alike, 0.0)
     return alike
 
@@ -34,7 +34,7 @@ def _unit(vectors: Floats) -> Floats:
 
 
 def skill_scores(alike: Floats, known: Floats) -> Floats:
-    """[asked, experts]: the mean of each expert's scores `known` [known, experts], each 0 to 1.
+    """[asked, models]: the mean of each model's scores `known` [known, models], each 0 to 1.
 
     Known questions are weighed by how `alike` [asked, known] they are; a question that is like none gets the mean.
     """
@@ -44,18 +44,26 @@ def skill_scores(alike: Floats, known: Floats) -> Floats:
 
 
 def recruited(scores: Mapping[str, float], number: int, rng: random.Random) -> tuple[str, ...]:
-    """`number` different experts, drawn one after the other by their scores, in the order of `scores`.
-
-    ConfigError where there are not as many.
-    """
-    if not 1 <= number <= len(scores):
-        raise ConfigError(
-            f"{number} experts cannot be recruited of {len(scores)}", remedy=f"Give a number from 1 to {len(scores)}."
-        )
-    left = {name: max(score, LEAST) for name, score in scores.items()}
+    """`number` different models, at most all, drawn one after the other by their scores, in the order of `scores`."""
+    left = {name: max(score, LEAST_WEIGHT) for name, score in scores.items()}
     drawn: set[str] = set()
     for _ in range(number):
         (one,) = rng.choices(list(left), list(left.values()))
         drawn.add(one)
         del left[one]
     return tuple(name for name in scores if name in drawn)
+
+
+def answered_by_all(results: Sequence[Result], names: Sequence[str]) -> list[Result]:
+    """The questions that all models answered, and of which the right answer is known. Raises ConfigError."""
+    found = [
+        result
+        for result in results
+        if set(names) <= {proposal.model for proposal in result.proposals if proposal.right is not None}
+    ]
+    if not found:
+        raise ConfigError(
+            "recruit.skills: in that run no question with a known answer was answered by all proposers.",
+            remedy="Run questions that have an answer, with recruit.proposers as many as there are.",
+        )
+    return found

@@ -1,45 +1,72 @@
-"""A plan in words: a table of its sessions, and how good it is."""
+"""A batch for people: its plan as a table or a picture, its progress on a terminal, and what it came to."""
 
+import re
 from collections import Counter
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import StringIO
 
+from rich.bar import Bar
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from shell_router.batch.plan import OPTIMAL_GAP, Plan, Session
-from shell_router.batch.results import Result
-from shell_router.batch.run import Stage
-from shell_router.batch.tau import Trial
-from shell_router.core.intervals import wilson
+from shell_router.batch.journal import Output
+from shell_router.batch.planner import OPTIMAL_GAP, Plan
+from shell_router.batch.results import Result, Trial
+from shell_router.batch.run import Follow, Stage
+from shell_router.batch.sessions import Sessions
+from shell_router.core.statistics import wilson
+
+WIDTH = 120
+COLORS = ("blue", "green", "yellow", "magenta", "cyan", "red")
 
 
 def plan_table(plan: Plan) -> Table:
-    """A line per worker."""
+    """A line per session with its place on the plan's time axis, and a color per model, worker after worker."""
     table = Table(title=f"Plan: {plan.method}", title_justify="left")
-    for heading in ("worker", "sessions: expert \u00d7 prompts, from second to second", "done after s"):
-        table.add_column(heading, justify="left" if heading.startswith("sessions") else "right")
-    for worker, sessions in groupby(plan.sessions, key=lambda session: session.worker):
-        row = list(sessions)
-        table.add_row(str(worker), Text("\n".join(map(_session, row))), f"{row[-1].end_s:.1f}")
+    for heading in ("worker", "model \u00d7 prompts", "from s", "to s", f"0 to {plan.makespan_s:.1f} s"):
+        table.add_column(heading, justify="left" if "model" in heading else "right")
+    names = sorted({session.model for session in plan.sessions})
+    worker = None
+    for session in plan.sessions:
+        if session.worker != worker:
+            table.add_section()
+        worker = session.worker
+        color = COLORS[names.index(session.model) % len(COLORS)]
+        table.add_row(
+            str(worker),
+            Text(f"{session.model} \u00d7 {session.prompts}"),
+            f"{session.begin_s:.1f}",
+            f"{session.end_s:.1f}",
+            Bar(plan.makespan_s, session.begin_s, session.end_s, color=color),
+        )
     return table
 
 
-def _session(session: Session) -> str:
-    return f"{session.expert} \u00d7 {session.prompts}, {session.begin_s:.1f} to {session.end_s:.1f}"
+def draw_plan(plan: Plan) -> str:
+    """The table as the text of an SVG."""
+    console = Console(record=True, file=StringIO(), width=WIDTH)
+    console.print(plan_table(plan))
+    return recorded_svg(console, f"{plan.makespan_s:.1f} s")
 
 
-def said(plan: Plan, others: Sequence[Plan]) -> list[str]:
-    """How long the plan takes, how much better another may be, and how it stands to `others`."""
+def recorded_svg(console: Console, title: str) -> str:
+    """What a recording console printed, as the text of an SVG that loads nothing from elsewhere."""
+    drawn = console.export_svg(title=title, unique_id="shell-router")
+    return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
+
+
+def plan_summary(plan: Plan, others: Sequence[Plan]) -> list[str]:
+    """How long the plan takes, how much better another may be, and how it compares with `others`."""
     if plan.optimal:
         judged = f"no plan within the same limits is shorter by more than {OPTIMAL_GAP:.2%}"
     else:
         judged = f"the best plan within the same limits may be up to {plan.gap:.2%} shorter"
     lines = [f"{plan.makespan_s:.1f} s in all; {judged}."]
-    for other in others if plan.makespan_s else ():
-        unlimited = ", loading every expert on every worker" if other.method == "data-parallel" else ""
-        lines.append(f"{other.method} takes {other.makespan_s / plan.makespan_s:.2f} times as long{unlimited}.")
-    return lines
+    compared = others if plan.makespan_s else ()
+    return [*lines, *(f"{one.method} takes {one.makespan_s / plan.makespan_s:.2f} times as long." for one in compared)]
 
 
 def outcome(results: Sequence[Result], stages: Sequence[Stage]) -> list[str]:
@@ -50,9 +77,9 @@ def outcome(results: Sequence[Result], stages: Sequence[Stage]) -> list[str]:
         if stage.sessions
     ]
     by = Counter(result.by for result in results)
-    asked = by["experts"] + by["aggregator"]
+    asked = by["proposers"] + by["aggregator"]
     lines.append(
-        f"{len(results)} lines: {by['experts']} answered by experts alone, {by['aggregator']} by the aggregator."
+        f"{len(results)} lines: {by['proposers']} answered by proposers alone, {by['aggregator']} by the aggregator."
     )
     if failed := [result for result in results if result.error]:
         lines.append(f"{len(failed)} with an error; the first, line {failed[0].line}: {failed[0].error}")
@@ -64,11 +91,15 @@ def outcome(results: Sequence[Result], stages: Sequence[Stage]) -> list[str]:
 
 
 def trial_table(tried: Sequence[Trial], chosen: Trial) -> Table:
-    """A line per tau, of many such as differ in what they skip by a twentieth; the chosen one is marked."""
+    """A line per tau that skips the aggregator a twentieth more often than the one before; the chosen one is marked."""
     table = Table(title="Gate", title_justify="left")
     for heading in ("tau", "aggregator skipped", "right, % [95 %]", "points lost [95 %]", ""):
         table.add_column(heading, justify="right")
-    for trial in _told_apart(tried, chosen):
+    last_skipped = -1.0
+    for trial in tried:
+        if trial not in (chosen, tried[-1]) and trial.skipped - last_skipped < 0.05:
+            continue
+        last_skipped = trial.skipped
         right, loss = trial.accuracy, trial.loss
         table.add_row(
             "always asked" if trial is tried[0] else f"{trial.tau:.3g}",
@@ -80,9 +111,36 @@ def trial_table(tried: Sequence[Trial], chosen: Trial) -> Table:
     return table
 
 
-def _told_apart(tried: Sequence[Trial], chosen: Trial) -> list[Trial]:
-    told = [tried[0]]
-    for trial in tried[1:]:
-        if trial is chosen or trial is tried[-1] or trial.skipped - told[-1].skipped >= 0.05:
-            told.append(trial)
-    return told
+class _OnScreen(Follow):
+    """Follows a batch on a terminal: its plans, its outputs, and lines of text."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task: TaskID | None = None
+        self._sessions: Sessions | None = None
+
+    def on_stage(self, stage: Stage, sessions: Sessions) -> None:
+        """Print the plan, and begin a bar."""
+        total = sum(session.prompts for session in stage.plan.sessions)
+        if total:
+            self._progress.console.print(plan_table(stage.plan))
+        name = "proposers" if stage.role == "proposer" else stage.role
+        self._task = self._progress.add_task(name, total=total, left="")
+        self._sessions = sessions
+
+    def on_output(self, _output: Output) -> None:
+        """Move the bar."""
+        assert self._task is not None and self._sessions is not None
+        self._progress.update(self._task, advance=1, left=f"about {self._sessions.left_s:.0f} s left")
+
+    def on_progress(self, line: str) -> None:
+        """Print the line above the bar."""
+        self._progress.console.print(line, markup=False, highlight=False)
+
+
+@contextmanager
+def on_screen(console: Console) -> Iterator[Follow]:
+    """What follows a batch there."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
+    with Progress(*columns, console=console, refresh_per_second=4) as progress:
+        yield _OnScreen(progress)

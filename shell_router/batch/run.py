@@ -1,41 +1,44 @@
-"""A whole batch: experts planned and run, then the gate, then the aggregator where they do not agree."""
+"""A whole batch: proposers planned and run, then the gate, then the aggregator where they do not agree."""
 
+import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shell_router.batch.answering import Prompt
-from shell_router.batch.asking import Batch
 from shell_router.batch.journal import Journal, Output, Role
-from shell_router.batch.likeness import compared
-from shell_router.batch.plan import Expert, Plan, Session, Workload
+from shell_router.batch.planner import ModelWork, Plan, Session, Workload
 from shell_router.batch.profile import PoolProfile
-from shell_router.batch.sessions import Sessions, Watch, Workers
-from shell_router.batch.ungrouped import ungrouped
-from shell_router.core.embedding import Embedder
+from shell_router.batch.prompts import Batch, Outputs, Prompt
+from shell_router.batch.queues import WorkerQueues
+from shell_router.batch.results import Result, results_of
+from shell_router.batch.sessions import Clock, Sessions, Workers, ungrouped
+from shell_router.core.predictors import Embedder, TokenStates
+from shell_router.early_exit.algorithm1 import ClusterGate, features
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 Planner = Callable[[Workload], Plan]
+MEASURED = EarlyExit(policy="threshold")
 
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """What it runs on: `places` workers, each of which loads at most `capacity` models, and answers `at_once` prompts.
+    """What a batch runs on: the pool's workers, what its models cost there, and monotonic seconds.
 
-    `clock` is monotonic seconds. A gate that judges by similarity needs the `embedder`.
+    A gate that judges by similarity needs the `embedder`.
     """
 
     workers: Workers
-    places: int
-    capacity: int
-    at_once: int
     profile: PoolProfile
-    clock: Callable[[], float]
+    clock: Clock
     embedder: Embedder | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The experts' sessions, or the aggregator's: as planned, and as they were."""
+    """The proposers' sessions, or the aggregator's: as planned, and as they were."""
 
     role: Role
     plan: Plan
@@ -43,67 +46,92 @@ class Stage:
 
     @property
     def measured(self) -> Plan:
-        """The sessions that were run, as a plan, so that they can be drawn and told in the same way."""
+        """The sessions that were run, as a plan."""
         return Plan(f"{self.plan.method}, measured", self.sessions, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
+class Finished:
+    """A batch that has ended: one result per line, and the stages as planned and as run."""
+
+    results: list[Result]
+    stages: Sequence[Stage]
+
+
 class Follow:
-    """Told of each stage that is planned, with its sessions before they run; of each output; and of each step."""
+    """What a batch calls as it goes on; this one logs the lines of text and ignores the rest."""
 
-    stage: Callable[[Stage, Sessions], None]
-    output: Callable[[Output], None]
-    tell: Callable[[str], None]
+    def on_stage(self, stage: Stage, sessions: Sessions) -> None:
+        """A stage has been planned, and its sessions are about to run."""
+
+    def on_output(self, output: Output) -> None:
+        """An output is on disk."""
+
+    def on_progress(self, line: str) -> None:
+        """Something happened that a person may want to read."""
+        log.info("%s", line)
 
 
-async def run_batch(
-    batch: Batch, rig: Rig, journal: Journal, planner: Planner, follow: Follow
-) -> tuple[Batch, list[Stage]]:
-    """Ask what the journal lacks, and return the batch as the gate saw it, and the stages as they were.
+async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, follow: Follow) -> Finished:
+    """Ask what the journal lacks, and return what came of everything.
 
-    Afterwards the journal holds an output or an error of every expert for every question, and of the aggregator for
+    Afterwards the journal holds an output or an error of every proposer for every question, and of the aggregator for
     those that do not pass the gate. Raises ConfigError where there is no plan, or no more can be written down, and
     EngineError where the embedder fails.
     """
-    run = _Run(rig, journal, planner, follow)
-    stages = [await run.stage("expert", batch.expert_prompts(), rig.capacity)]
-    batch = await compared(batch, journal.get, rig.embedder)
-    if batch.aggregating is not None:
-        stages.append(await run.stage("aggregator", batch.aggregator_prompts(journal.get), 1))
-    return batch, stages
+    pool = batch.pool
 
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    rig: Rig
-    journal: Journal
-    planner: Planner
-    follow: Follow
-
-    async def stage(self, role: Role, prompts: Sequence[Prompt], capacity: int) -> Stage:
-        """Plan and run what the journal lacks of these prompts."""
-        wanted: dict[str, list[Prompt]] = {}
+    async def stage(role: Role, prompts: Sequence[Prompt], capacity: int) -> Stage:
+        asked: dict[str, list[Prompt]] = {}
         for prompt in prompts:
-            if self.journal.lacks(prompt.key):
-                wanted.setdefault(prompt.model, []).append(prompt)
-        experts = tuple(self._cost(role, model, len(asked)) for model, asked in wanted.items())
-        plan = self.planner(Workload(experts, self.rig.places, capacity))
-        measured: list[Session] = []
-        watch = Watch(self._note, measured.append, self.follow.tell)
-        sessions = Sessions(experts, wanted, self.rig.workers, watch, at_once=self.rig.at_once, clock=self.rig.clock)
-        self.follow.stage(Stage(role, plan), sessions)
-        await ungrouped(sessions.run(plan, self.rig.places))
-        return Stage(role, plan, tuple(sorted(measured, key=lambda one: (one.worker, one.begin_s))))
+            if journal.lacks(prompt.key):
+                asked.setdefault(prompt.model, []).append(prompt)
+        count = len(pool.workers)
+        models = tuple(_cost(rig.profile, role, model, len(its), count) for model, its in asked.items())
+        plan = planner(Workload(models, count, capacity))
+        queues = WorkerQueues(models, asked, plan, count)
+        sessions = Sessions(
+            queues, rig.workers, note, follow.on_progress, concurrency=pool.concurrency, clock=rig.clock
+        )
+        follow.on_stage(Stage(role, plan), sessions)
+        return Stage(role, plan, await ungrouped(sessions.run()))
 
-    def _cost(self, role: Role, model: str, prompts: int) -> Expert:
-        profile = self.rig.profile
-        if role == "expert":
-            return profile.cost(model, prompts)
-        if profile.aggregator is None:
-            raise ConfigError("The profile has no aggregator.", remedy="Run shell-router batch profile again.")
-        # MOSAIC runs it on all GPUs (section 5.3); equation 8 would spare loads that nothing else waits for
-        return replace(profile.aggregator.cost(model, prompts), most_workers=self.rig.places)
+    def note(output: Output) -> None:
+        journal.add(output)
+        follow.on_output(output)
 
-    def _note(self, output: Output) -> None:
-        self.journal.add(output)
-        self.follow.output(output)
+    stages = [await stage("proposer", batch.proposer_prompts(), pool.capacity or len(pool.proposer_names))]
+    batch = await with_similarity(batch, journal.get, rig.embedder)
+    if pool.aggregate is not None:
+        stages.append(await stage("aggregator", batch.aggregator_prompts(journal.get), 1))
+    return Finished(results_of(batch, journal.get), stages)
+
+
+def _cost(profile: PoolProfile, role: Role, model: str, prompts: int, workers: int) -> ModelWork:
+    if role == "proposer":
+        return profile.cost(model, prompts)
+    if profile.aggregator is None:
+        raise ConfigError("The profile has no aggregator.", remedy="Run shell-router batch profile again.")
+    # MOSAIC runs it on all GPUs (section 5.3); equation 8 would spare loads that nothing else waits for
+    return replace(profile.aggregator.cost(model, prompts), most_workers=workers)
+
+
+async def with_similarity(batch: Batch, outputs: Outputs, embedder: Embedder | None) -> Batch:
+    """The batch with the similarity of every question's drafts, where its gate asks for it. Raises EngineError."""
+    if embedder is None or not batch.pool.judges_by_similarity:
+        return batch
+    similarity = {}
+    for question in batch.questions.asked:
+        drafts = batch.judged(question, outputs).drafts
+        states = [await embedder.embed(draft.text) for draft in drafts]
+        similarity[question.id] = await asyncio.to_thread(_similarity, drafts, states)
+    return replace(batch, similarity=similarity)
+
+
+def _similarity(drafts: Sequence[Output], states: Sequence[TokenStates]) -> float:
+    """P of all drafts together (Faster-MoA's Algorithm 1, lines 3 to 11), by confidence; 0 for fewer than two."""
+    gate = ClusterGate(tau=MEASURED.tau, min_completed=MEASURED.min_completed)
+    for draft, one in zip(drafts, states, strict=True):
+        gate.completed(draft.model, draft.confidence, features(one))
+    score = gate.score()
+    return score.agreement if score else 0.0

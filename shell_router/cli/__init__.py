@@ -1,46 +1,75 @@
 """The `shell-router` command. What a command needs is imported when it runs, so that `--help` answers at once."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
 
 from shell_router import errors
-from shell_router.cli import batching, evaluating, experts, profiling, serving, simulating, topologies, training
-from shell_router.cli.running import INTERRUPTED
+from shell_router.cli import batch, experts, lab, serving, train
+from shell_router.cli.options import examples
+
+__all__ = ["app", "main"]
 
 WRONG_INPUT = 2
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for an error, 130 after Ctrl-C, 143 after SIGTERM."""
-    chosen = parser().parse_args(arguments)
+class Commands(TyperGroup):
+    """Prints the project's own errors in one line, and ends quietly when the reader of the output is gone."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except errors.ShellRouterError as error:
+            print(f"shell-router: {error}", file=sys.stderr)
+            raise typer.Exit(WRONG_INPUT) from error
+        except BrokenPipeError:  # `head`, for example, has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return None
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Serve Mixture-of-Agents requests on prefill-decode engine pairs.",
+    epilog=examples("shell-router demo", "shell-router serve --config configs/embedded.yaml"),
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for part in (serving.app, lab.app):
+    app.add_typer(part)
+app.add_typer(serving.topology, name="topology")
+app.add_typer(batch.app, name="batch")
+app.add_typer(experts.app, name="experts")
+app.add_typer(experts.components, name="components")
+app.add_typer(train.app, name="train")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"shell-router {version('shell-router')}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     # NumPy's threads spin against each other on busy cores; the gate's matrices are small. Read when NumPy loads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 2 for an error, 130 after Ctrl-C, 143 after SIGTERM."""
     try:
-        return int(chosen.command(chosen))
-    except errors.ShellRouterError as error:
-        print(f"shell-router: {error}", file=sys.stderr)
-        return WRONG_INPUT
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """All commands and options."""
-    top = argparse.ArgumentParser(
-        prog="shell-router", description="Serve Mixture-of-Agents requests on prefill-decode engine pairs."
-    )
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
-    serving.add_commands(commands)
-    evaluating.add_commands(commands)
-    batching.add_commands(commands)
-    simulating.add_commands(commands)
-    profiling.add_commands(commands)
-    experts.add_commands(commands)
-    training.add_commands(commands)
-    topologies.add_commands(commands)
-    return top
+        app(arguments, prog_name="shell-router")
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0

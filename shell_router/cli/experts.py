@@ -1,124 +1,322 @@
-"""`shell-router experts`: record, place, report, watch; and profile."""
+"""`shell-router experts`: record, place, report, watch; and `shell-router components profile`."""
 
-# ruff: noqa: PLC0415 - see the package's docstring
-
-import argparse
+import itertools
+import json as jsonlib
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from shell_router.cli.arguments import Commands, names, positive
-from shell_router.cli.pool_profile import add_profile
-from shell_router.cli.running import run
-from shell_router.errors import ConfigError
+import typer
+
+from shell_router.cli.options import (
+    NONE,
+    Json,
+    KeyVariable,
+    Names,
+    WholeNumbers,
+    argument,
+    examples,
+    listed,
+    names,
+    option,
+    print_table,
+    require_writable,
+    run,
+    say,
+    secret,
+    takes,
+    whole_numbers,
+    write,
+)
+from shell_router.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from shell_router.placement import PlacementSettings
+    from shell_router.experts.placement import ExpertRecord, Measures, Placement, PlacementSettings
+    from shell_router.experts.server_control import ExpertRecorder
 
-ALGORITHMS = ("swap", "layerwise", "gimbal", "milp", "eplb", "contiguous")
-"""The keys of `placement.ALGORITHMS`, which would have to be imported for `--help`."""
-QUICK = ("contiguous", "eplb", "gimbal", "swap")
+app = typer.Typer(help="Place the experts of a model on GPUs.", no_args_is_help=True)
 
+components = typer.Typer(help="Measure a pool of components.", no_args_is_help=True)
 
-def add_commands(commands: Commands) -> None:
-    """What these commands take."""
-    experts = commands.add_parser("experts", help="place a model's experts on GPUs; profile a pool of experts")
-    parts = experts.add_subparsers(required=True, metavar="COMMAND")
-    _add_record(parts.add_parser("record", help="have an engine record which experts its tokens choose"))
-    _add_place(parts.add_parser("place", help="write the placement that SGLang loads with --init-expert-location"))
-    _add_report(parts.add_parser("report", help="compare placements on a record"))
-    _add_watch(parts.add_parser("watch", help="record, place and write the file again and again"))
-    add_profile(parts.add_parser("profile", help="measure what a pool's experts cost, and split its memory"))
+Algorithm = Literal["swap", "layerwise", "gimbal", "eplb", "contiguous"]
+QUICK = Names(("contiguous", "eplb", "gimbal", "swap"))
+POOL_BATCHES = WholeNumbers((1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
+
+Record = Annotated[Path, argument("RECORD", "What `experts record` wrote.")]
+PlacementFile = Annotated[Path, option("The placement, as SGLang's JSON.", "--out", metavar="FILE")]
+Chosen = Annotated[Algorithm, option("Placement algorithm; `eplb` and `contiguous` are baselines.", "--algorithm")]
 
 
-def _add_record(record: argparse.ArgumentParser) -> None:
-    _add_engine(record)
-    record.add_argument("--out", type=Path, required=True, metavar="FILE", help="the record, as NumPy's .npz")
-    what = record.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompts", type=Path, metavar="FILE", help='ask these: JSONL, one {"question": …} per line')
-    what.add_argument("--seconds", type=float, metavar="S", help="ask nothing, and record for S seconds what it serves")
-    record.add_argument("--new-tokens", type=positive, default=64, help="tokens that each answer has (default 64)")
-    record.add_argument("--concurrency", type=positive, default=8, help="prompts at once (default 8)")
-    record.set_defaults(command=_record)
+@dataclass(frozen=True)
+class Server:
+    """An SGLang server, the environment variable that holds its key, and the limit for a request."""
+
+    url: Annotated[str, argument("URL", "An SGLang server that records experts.")]
+    api_key_env: KeyVariable = None
+    timeout_s: Annotated[float, option("Limit for one request, in seconds.", "--timeout-s")] = 600.0
+
+    @asynccontextmanager
+    async def recorder(self) -> "AsyncIterator[ExpertRecorder]":
+        """What has it record while the context is open. Raises ConfigError where it cannot."""
+        import aiohttp
+
+        from shell_router.experts.server_control import ExpertRecorder
+
+        key = secret(self.api_key_env)
+        async with aiohttp.ClientSession() as session:
+            found = ExpertRecorder(session, self.url, api_key=key, limit_s=self.timeout_s)
+            await found.mode()
+            yield found
 
 
-def _add_engine(command: argparse.ArgumentParser) -> None:
-    command.add_argument("url", metavar="URL", help="an SGLang server that records experts")
-    command.add_argument("--api-key-env", metavar="NAME", help="the environment variable that holds its key")
-    command.add_argument("--timeout-s", type=float, default=600.0, help="limit for one request (default 600)")
+def settings_of(
+    gpus: Annotated[int, option("Expert-parallel size: GPUs that share the experts.", metavar="N", least=1)],
+    slack: Annotated[float, option("Load that a GPU may have above the mean, as a share of it.")] = 0.0,
+    anchor_gpu: Annotated[int, option("gimbal: GPU of the experts that are used together.")] = 0,
+    affinity_pairs: Annotated[int, option("gimbal: pairs of such experts per layer.")] = 8,
+    limit_s: Annotated[float, option("Longest run of a solver, in seconds.", "--limit-s")] = 60.0,
+) -> "PlacementSettings":
+    """The placement settings. Raises ConfigError."""
+    from shell_router.experts.placement import PlacementSettings
+
+    return PlacementSettings(gpus, slack, anchor_gpu, affinity_pairs, limit_s)
 
 
-def _add_settings(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--gpus", type=positive, required=True, metavar="N", help="expert-parallel size")
-    command.add_argument("--slack", type=float, default=0.0, help="load that a GPU may have above the mean (default 0)")
-    command.add_argument("--anchor-gpu", type=int, default=0, help="gimbal: where related experts go (default 0)")
-    command.add_argument("--affinity-pairs", type=int, default=8, help="gimbal: such pairs per layer (default 8)")
-    command.add_argument("--one-partition", action="store_true", help="gimbal, milp: place all layers alike")
-    command.add_argument("--alpha", type=float, default=1.0, help="milp: weight of the imbalance (default 1)")
-    command.add_argument("--beta", type=float, default=1.0, help="milp: weight of the traffic (default 1)")
-    command.add_argument("--limit-s", type=float, default=60.0, help="longest run of a solver (default 60)")
+@app.command(
+    epilog=examples("shell-router experts record http://127.0.0.1:30000 --prompts questions.jsonl --out record.npz")
+)
+@takes(server=Server)
+def record(
+    server: Server,
+    out: Annotated[Path, option("The record, as NumPy's .npz.", metavar="FILE")],
+    prompts: Annotated[Path | None, option('Ask these: JSONL, one {"question": …} per line.', metavar="FILE")] = None,
+    seconds: Annotated[
+        float | None, option("Ask nothing; record for S seconds what the server serves.", metavar="S")
+    ] = None,
+    new_tokens: Annotated[int, option("Tokens that each answer has.", least=1)] = 64,
+    concurrency: Annotated[int, option("Prompts that are asked at the same time.", least=1)] = 8,
+) -> None:
+    """Have a server record which experts its tokens choose."""
+    if (prompts is None) == (seconds is None):
+        raise typer.BadParameter("exactly one of the two is required.", param_hint="--prompts / --seconds")
+    run(recorded(server, out, prompts, seconds or 0.0, new_tokens=new_tokens, concurrency=concurrency))
 
 
-def _settings(chosen: argparse.Namespace) -> "PlacementSettings":
-    from shell_router.placement import PlacementSettings
+@app.command(
+    epilog=examples("shell-router experts place record.npz --gpus 8 --out placement.json --algorithm layerwise")
+)
+@takes(settings=settings_of)
+def place(record: Record, out: PlacementFile, settings: "PlacementSettings", algorithm: Chosen = "swap") -> None:
+    """Write the placement that SGLang loads with --init-expert-location."""
+    from shell_router.experts.placement.files import placement_text, read_record
 
-    names = ("gpus", "slack", "anchor_gpu", "affinity_pairs", "one_partition", "alpha", "beta", "limit_s")
+    require_writable(out)
+    known = read_record(record)
+    found, row = _timed(algorithm, known, settings)
+    write(out, placement_text(found, known))
+    rows = {name: _timed(name, known, settings)[1] for name in ("contiguous", "eplb")}
+    _show(known, settings.gpus, {**rows, algorithm: row})
+    print(f"{out}: start SGLang with --ep-size {settings.gpus} --init-expert-location {out}")
+
+
+@app.command(epilog=examples("shell-router experts report record.npz placement.json --gpus 8 --algorithms all"))
+@takes(settings=settings_of)
+def report(
+    record: Record,
+    settings: "PlacementSettings",
+    placements: Annotated[list[Path] | None, argument("PLACEMENT", "Files of placements to compare.")] = None,
+    algorithms: Annotated[Names, listed(names, "Algorithms to compare, or `all`.")] = QUICK,
+    json: Json = None,
+) -> None:
+    """Compare placements on a record: balance and traffic between GPUs."""
+    from shell_router.experts.placement import ALGORITHMS, measures
+    from shell_router.experts.placement.files import read_placement, read_record
+
+    require_writable(json)
+    known = read_record(record)
+    chosen = tuple(ALGORITHMS) if algorithms == ("all",) else algorithms
+    rows: dict[str, Shown] = {
+        str(file): (measures(known, read_placement(file, known, settings.gpus)), None) for file in placements or ()
+    }
+    rows |= {name: _timed(name, known, settings)[1] for name in chosen}
+    _show(known, settings.gpus, rows)
+    if json:
+        figures = {name: {**asdict(of), "seconds": seconds} for name, (of, seconds) in rows.items()}
+        write(json, jsonlib.dumps({"gpus": settings.gpus, "placements": figures}, indent=2) + "\n")
+
+
+@app.command(
+    epilog=examples("shell-router experts watch http://127.0.0.1:30000 --gpus 8 --out placement.json --every-s 3600")
+)
+@takes(server=Server, settings=settings_of)
+def watch(
+    server: Server,
+    out: PlacementFile,
+    settings: "PlacementSettings",
+    every_s: Annotated[float, option("Record for S seconds per round.", "--every-s", metavar="S")] = 600.0,
+    rounds: Annotated[int | None, option("Stop after N rounds. Default: never.", metavar="N", least=1)] = None,
+    margin: Annotated[float, option("Relative gain that is worth a restart of the server.")] = 0.05,
+    algorithm: Chosen = "swap",
+) -> None:
+    """Record and place in rounds.
+
+    The file is written when its placement is worth a restart of the server.
+    """
+    run(watched(server, out, settings, algorithm, every_s, rounds, margin))
+
+
+Shown = tuple["Measures", float | None]
+"""A row of the table: measures, and the seconds that they took to find; None where they were read from a file."""
+
+
+async def recorded(
+    server: Server, out: Path, prompts: Path | None, seconds: float = 0.0, *, new_tokens: int = 64, concurrency: int = 8
+) -> None:
+    """Have the server record while it answers `prompts`, or for `seconds`, and write what it recorded."""
+    import asyncio
+
+    require_writable(out)
+    texts = [] if prompts is None else _texts(prompts)
+    async with server.recorder() as recorder:
+        work: Callable[[], Awaitable[None]] = partial(asyncio.sleep, seconds)
+        if texts:
+            work = await recorder.asking(texts, new_tokens=new_tokens, at_once=concurrency)
+        found = _kept(out, await recorder.record(work))
+    print(f"{out}: {_summary(found)}")
+
+
+async def watched(
+    server: Server, out: Path, settings: "PlacementSettings", algorithm: str, every_s: float, rounds: int | None,
+    margin: float = 0.05,
+) -> None:  # fmt: skip
+    """Record what the server serves, place, and write the file where that is worth a restart; `rounds` times."""
+    import asyncio
+
+    require_writable(out)
+    if not every_s > 0 or not margin > 0:
+        raise ConfigError("--every-s and --margin must be above 0.", remedy="Correct them.")
+    async with server.recorder() as recorder:
+        for _ in itertools.count() if rounds is None else range(rounds):
+            archive = await recorder.record(partial(asyncio.sleep, every_s))
+            try:
+                found = _kept(out.with_suffix(".npz"), archive)
+            except DataError as error:
+                say(f"not placed: {error}")
+            else:
+                say(_round(out, settings, algorithm, margin, found))
+
+
+def _round(out: Path, settings: "PlacementSettings", algorithm: str, margin: float, record: "ExpertRecord") -> str:
+    """Place once more; the line to print."""
+    from shell_router.experts import placement
+    from shell_router.experts.placement.files import placement_text, read_placement
+    from shell_router.experts.placement.records import verdict
+
+    found = placement.place(algorithm, record, settings)
+    if out.exists():
+        now = read_placement(out, record, settings.gpus)
+    else:
+        now = placement.place("contiguous", record, settings)
+    worth_it, reason = verdict(placement.measures(record, now), placement.measures(record, found), margin)
+    if not worth_it:
+        return f"not worth a restart, {reason}; {_summary(record)}"
+    write(out, placement_text(found, record))
+    return f"worth a restart with {out}, {reason}; {_summary(record)}"
+
+
+def _texts(file: Path) -> Sequence[str]:
+    from shell_router.batch.questions import FORM, read_questions
+
+    questions = read_questions(file, ())
+    if questions.refused:
+        first = questions.refused[0]
+        raise DataError(f"{file}:{first.line}: {first.error}", remedy=FORM)
+    return [question.text for question in questions.asked]
+
+
+def _kept(file: Path, archive: bytes) -> "ExpertRecord":
+    """The record that a server sent, written to `file`. Raises DataError where it holds none."""
+    from shell_router.experts.placement.files import read_record
+
     try:
-        return PlacementSettings(**{name: getattr(chosen, name) for name in names})
-    except ValueError as error:
-        raise ConfigError(f"{error}.", remedy="Correct the option of that name.") from error
+        file.write_bytes(archive)
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}.", remedy="Name a file that you may write.") from error
+    return read_record(file)
 
 
-def _add_place(place: argparse.ArgumentParser) -> None:
-    place.add_argument("record", type=Path, metavar="RECORD", help="what `experts record` wrote")
-    place.add_argument("--algorithm", choices=ALGORITHMS, default=ALGORITHMS[0], help="how (default swap)")
-    place.add_argument("--out", type=Path, required=True, metavar="FILE", help="the placement, as SGLang's JSON")
-    _add_settings(place)
-    place.set_defaults(command=_place)
+def _timed(name: str, record: "ExpertRecord", settings: "PlacementSettings") -> tuple["Placement", Shown]:
+    from shell_router.experts import placement
+
+    started_s = time.perf_counter()
+    found = placement.place(name, record, settings)
+    return found, (placement.measures(record, found), time.perf_counter() - started_s)
 
 
-def _add_report(report: argparse.ArgumentParser) -> None:
-    report.add_argument("record", type=Path, metavar="RECORD", help="what `experts record` wrote")
-    report.add_argument("placements", type=Path, nargs="*", metavar="PLACEMENT", help="files of placements")
-    report.add_argument(
-        "--algorithms", type=names, default=QUICK, help=f"compare these (default {','.join(QUICK)}), or all: all"
-    )
-    report.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    _add_settings(report)
-    report.set_defaults(command=_report)
+def _summary(record: "ExpertRecord") -> str:
+    followed = "with transitions" if record.has_transitions else "without transitions"
+    counted = f"{record.activations.sum():,.0f} activations"
+    return f"{len(record.layers)} layers of {record.experts} experts, {counted}, {followed}"
 
 
-def _add_watch(watch: argparse.ArgumentParser) -> None:
-    _add_engine(watch)
-    watch.add_argument("--out", type=Path, required=True, metavar="FILE", help="the placement, as SGLang's JSON")
-    watch.add_argument("--every-s", type=float, default=600.0, metavar="S", help="record for so long (default 600)")
-    watch.add_argument("--rounds", type=positive, metavar="N", help="stop after so many (default: never)")
-    watch.add_argument("--margin", type=float, default=0.05, help="gain that is worth a restart (default 0.05)")
-    watch.add_argument("--algorithm", choices=ALGORITHMS, default=ALGORITHMS[0], help="how (default swap)")
-    _add_settings(watch)
-    watch.set_defaults(command=_watch)
+def _show(record: "ExpertRecord", gpus: int, rows: Mapping[str, Shown]) -> None:
+    shown = [
+        {
+            "placement": name,
+            "balance": f"{of.balance:.4f}",
+            "worst layer": f"{of.worst_balance:.4f}",
+            "D": f"{of.deviation:.2%}",
+            "traffic": f"{of.traffic:.2%}" if record.has_transitions else "-",
+            "seconds": "-" if seconds is None else f"{seconds:.2f}",
+        }
+        for name, (of, seconds) in rows.items()
+    ]
+    print_table(f"{_summary(record)}, on {gpus} GPUs", shown, width=max(100, 60 + max(map(len, rows))))
 
 
-def _record(chosen: argparse.Namespace) -> int:
-    from shell_router.cli.expert_work import record
+@components.command(
+    epilog=examples("shell-router components profile pool.yaml --sample requests.jsonl --devices cuda:0")
+)
+def profile(
+    pool: Annotated[Path, argument("POOL", "The pool's YAML file; the results are written to it.")],
+    devices: Annotated[Names, listed(names, "Measure only these devices. Default: all.")] = NONE,
+    keep_costs: Annotated[
+        bool, option("Measure nothing; update only usage and the split of memory.", "--keep-costs")
+    ] = False,
+    rounds: Annotated[int, option("Report medians of this many rounds.", least=1)] = 5,
+    batches: Annotated[WholeNumbers, listed(whole_numbers, "Batch sizes to measure.", "N,N,…")] = POOL_BATCHES,
+    warm_files: Annotated[bool, option("Time loads of files that the system has in memory.", "--warm-files")] = False,
+    sample: Annotated[Path | None, option('Requests: JSONL, one {"chain": […]} per line.', metavar="FILE")] = None,
+    requests: Annotated[int, option("Requests that are drawn from rules to try splits on.", least=1)] = 2000,
+    every_s: Annotated[
+        float, option("One request each S seconds; 0 sends all at once.", "--every-s", metavar="S")
+    ] = 0.0,
+) -> None:
+    """Measure what a pool's components cost, and split its memory.
 
-    return run(record(chosen))
+    The costs, usages and shares of memory are written to the pool's file.
+    """
+    sys.path.insert(0, str(Path.cwd()))  # where the modules that the pool names lie, unless they are installed
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler logs to stderr otherwise
+    from shell_router.experts.components.measuring import Amount
+    from shell_router.lab.simulation.component_profile import ProfileOptions, measure_costs, update_components
+    from shell_router.lab.simulation.component_split import SplitOptions, find_split, know_usage
 
-
-def _place(chosen: argparse.Namespace) -> int:
-    from shell_router.cli.expert_work import place
-
-    place(chosen, _settings(chosen))
-    return 0
-
-
-def _report(chosen: argparse.Namespace) -> int:
-    from shell_router.cli.expert_work import report
-
-    report(chosen, _settings(chosen))
-    return 0
-
-
-def _watch(chosen: argparse.Namespace) -> int:
-    from shell_router.cli.expert_work import watch
-
-    return run(watch(chosen, _settings(chosen)))
+    if not every_s >= 0:
+        raise ConfigError(f"--every-s is {every_s}.", remedy="Give 0 or more seconds.")
+    date = datetime.now(UTC).date().isoformat()
+    measuring = ProfileOptions(pool, date, devices, Amount(batches, rounds), not warm_files)
+    update_components(measuring, say)
+    splitting = SplitOptions(pool, date, sample, requests, every_s)
+    chains = know_usage(splitting, say)  # before the long measurements: a bad sample is reported at once
+    if not keep_costs:
+        run(measure_costs(measuring, say))
+    if chains:
+        find_split(splitting, chains, say)

@@ -1,71 +1,188 @@
-"""`shell-router serve` and `launch`."""
+"""`shell-router serve`, `launch` and `topology`."""
 
-# ruff: noqa: PLC0415 - see the package's docstring
-
-import argparse
+import json
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from shell_router.cli.arguments import Commands
-from shell_router.cli.running import run
+import typer
+
+from shell_router.cli.options import NONE, Names, argument, examples, listed, names, option, run, say
 
 if TYPE_CHECKING:
     from shell_router.config import Config
 
+app = typer.Typer()
+topology = typer.Typer(help="Check and draw topology files.", no_args_is_help=True)
 
-def add_commands(commands: Commands) -> None:
-    """What these commands take."""
-    _add_serve(commands.add_parser("serve", help="serve a deployment over HTTP"))
-    _add_launch(commands.add_parser("launch", help="start a deployment's engines, keep them running, and serve it"))
-
-
-def _add_serve(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument("--config", type=Path, required=True, help="the deployment's YAML file")
-    serve.add_argument("--host", help="listen here instead of where the file says")
-    serve.add_argument("--port", type=int, help="listen on this port instead; 0 takes a free one")
-    serve.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    serve.set_defaults(command=_serve)
+Deployment = Annotated[Path, option("The deployment's YAML file.", "--config", metavar="FILE")]
+Host = Annotated[str | None, option("Listen on this address instead of the file's.")]
+Port = Annotated[int | None, option("Listen on this port instead of the file's; 0 takes a free one.")]
+Level = Annotated[Literal["debug", "info", "warning", "error"], option("Least level to log.", "--log-level")]
+Topologies = Annotated[list[Path], argument("FILE", "Topology files.")]
+Aliases = Annotated[Names | None, listed(names, "The deployment's model aliases; others are refused.")]
 
 
-def _add_launch(launch: argparse.ArgumentParser) -> None:
-    _add_serve(launch)
-    launch.add_argument("--dry-run", action="store_true", help="print the commands, one to a line, and run nothing")
-    launch.add_argument("--machine", metavar="HOST", help="start only the engines whose URLs name this host")
-    launch.add_argument("--engines-only", action="store_true", help="no router on this machine")
-    launch.set_defaults(command=_launch)
+@app.command(epilog=examples("shell-router serve --config configs/embedded.yaml --port 8000"))
+def serve(config: Deployment, host: Host = None, port: Port = None, log_level: Level = "info") -> None:
+    """Serve a deployment over HTTP."""
+    from shell_router.app import serve
+
+    run(serve(_deployment(config, host, port, log_level), ready=_print_url))
 
 
-def _serve(chosen: argparse.Namespace) -> int:
-    from shell_router.wiring import serve
+@app.command(
+    epilog=examples(
+        "shell-router launch --config configs/sglang-one-gpu.yaml",
+        "shell-router launch --config configs/sglang-two-machines.yaml --machine gpu-2 --engines-only",
+    )
+)
+def launch(
+    config: Deployment,
+    host: Host = None,
+    port: Port = None,
+    log_level: Level = "info",
+    dry_run: Annotated[bool, option("Print the commands, one to a line, and run nothing.", "--dry-run")] = False,
+    machine: Annotated[str | None, option("Start only the engines whose URLs name this host.", metavar="HOST")] = None,
+    engines_only: Annotated[bool, option("Start no router on this machine.", "--engines-only")] = False,
+) -> None:
+    """Start a deployment's engines and serve it over HTTP.
 
-    return run(serve(_deployment(chosen), ready=_say_where))
+    Engines that end are started again.
+    """
+    from shell_router.app.launching import launch, plan_launch
 
-
-def _launch(chosen: argparse.Namespace) -> int:
-    from shell_router.wiring import launch, plan_launch
-
-    keys_asked = not (chosen.dry_run or chosen.engines_only)
-    launched = plan_launch(_deployment(chosen, with_keys=keys_asked), chosen.config.stem, chosen.machine, os.environ)
-    if chosen.dry_run:
-        router = () if chosen.engines_only else (f"shell-router serve --config {shlex.quote(str(chosen.config))}",)
+    chosen = _deployment(config, host, port, log_level, with_keys=not (dry_run or engines_only))
+    launched = plan_launch(chosen, config.stem, machine, os.environ)
+    if dry_run:
+        router = () if engines_only else (f"shell-router serve --config {shlex.quote(str(config))}",)
         print("\n".join((*launched.lines, *router)))
-        return 0
-    return run(launch(launched, engines_only=chosen.engines_only, ready=_say_where))
+        return
+    run(launch(launched, engines_only=engines_only, ready=_print_url))
 
 
-def _deployment(chosen: argparse.Namespace, *, with_keys: bool = True) -> "Config":
+def _deployment(file: Path, host: str | None, port: int | None, log_level: str, *, with_keys: bool = True) -> "Config":
     """The configuration that the command line names, and logging as it asks."""
     import logging
 
-    from shell_router.config import load_config
-    from shell_router.wiring import with_address
+    from shell_router.app import load_config, with_address
 
-    logging.basicConfig(level=chosen.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = load_config(chosen.config, os.environ, with_keys=with_keys)
-    return with_address(config, chosen.host, chosen.port)
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return with_address(load_config(file, os.environ, with_keys=with_keys), host, port)
 
 
-def _say_where(url: str) -> None:
-    print(f"Serving on {url}", flush=True)
+def _print_url(url: str) -> None:
+    say(f"Serving on {url}")
+
+
+@topology.command(epilog=examples("shell-router topology check topologies/*.yaml"))
+def check(files: Topologies, models: Aliases = None) -> None:
+    """Check topology files.
+
+    A mistake is reported with its file, line and remedy.
+    """
+    from shell_router.topology import Conditional, load_with_others
+
+    for file, found in load_with_others(files, models=models).items():
+        if isinstance(found, Conditional):
+            shape = f"{len(found.steps)} steps, {len(found.agents)} agents"
+        else:
+            layers = "-".join(str(len(layer)) for layer in found.layers)
+            shape = f"{len(found.agents)} agents in layers of {layers}"
+        print(f"{file}: {found.name} is right: {shape}")
+
+
+@topology.command(epilog=examples("shell-router topology show topologies/tree-9-3-1.yaml --mermaid"))
+def show(
+    file: Annotated[Path, argument("FILE", "A topology file.")],
+    models: Aliases = None,
+    mermaid: Annotated[bool, option("Print a Mermaid flowchart.", "--mermaid")] = False,
+) -> None:
+    """Draw a topology."""
+    from shell_router.topology import load_with_others
+    from shell_router.topology.draw import draw
+
+    print(draw(load_with_others([file], models=models)[file], mermaid=mermaid), end="")
+
+
+class Chance(NamedTuple):
+    """A topology's step, and the share of requests that go on to each next step."""
+
+    step: tuple[str, str]
+    shares: dict[str, float]
+
+
+def _chance(text: str) -> Chance:
+    """`triage/quick=careful:0.4,end:0.6`."""
+    place, equals, shares = text.partition("=")
+    graph, slash, step = place.partition("/")
+    try:
+        found = {target: float(share) for target, _, share in (one.rpartition(":") for one in names(shares))}
+    except ValueError:
+        found = {}
+    if not (equals and slash and found):
+        raise ValueError(f"must be TOPOLOGY/STEP=NEXT:SHARE,… and not {text!r}")
+    return Chance((graph, step), found)
+
+
+@topology.command("models", epilog=examples("shell-router topology models topologies/*.yaml --sample requests.jsonl"))
+def models_of(
+    files: Topologies,
+    sample: Annotated[
+        Path | None,
+        option('JSONL of requests, one {"model": …, "metadata": …} per line.', metavar="FILE"),
+    ] = None,
+    chances: Annotated[
+        list[Chance] | None,
+        option(
+            "How often each step, or `end`, follows on a step, or on `start`. May be repeated.",
+            metavar="TOPOLOGY/STEP=NEXT:SHARE,…",
+            parser=_chance,
+        ),
+    ] = None,
+    auto: Annotated[Names, listed(names, "The models that `auto` stands for.")] = NONE,
+) -> None:
+    """List which models follow on which, and how often.
+
+    Topologies with steps give the probabilities that component pools plan with.
+    """
+    from shell_router.experts.components.usage import SampledRequest, component_uses, read_sample
+    from shell_router.topology import load_with_others
+    from shell_router.topology.load import read_text
+
+    graphs = {one.name: one for one in load_with_others(files).values()}
+    if sample is None:
+        asked = [SampledRequest(name, labels=None) for name in graphs]
+    else:
+        asked = read_sample(read_text(sample), source=str(sample))
+    uses = component_uses(graphs, asked, auto, dict(chances or ()))
+    width = max(map(len, ("model", *uses)))
+    print(f"{'model':<{width}}  usage  after")
+    for name, use in sorted(uses.items(), key=lambda one: -one[1].probability):
+        print(f"{name:<{width}}  {use.probability:5.3f}  {', '.join(sorted(use.after)) or '-'}")
+
+
+@topology.command()
+def schema() -> None:
+    """Print the JSON Schema of topology files, for editors."""
+    schema_of("topology")
+
+
+FileKind = Literal["topology", "deployment", "batch-pool", "component-pool", "simulation"]
+
+
+@app.command("schema", epilog=examples("shell-router schema deployment > deployment.schema.json"))
+def schema_of(kind: Annotated[FileKind, argument("KIND", "The kind of file.")]) -> None:
+    """Print the JSON Schema of a kind of YAML file, for editors."""
+    from shell_router.app.wings import kind_settings
+    from shell_router.batch.pool import Pool
+    from shell_router.config import Config, json_schema
+    from shell_router.experts.components.pool_file import ComponentPoolFile
+    from shell_router.lab.simulation.settings import Simulation
+    from shell_router.topology import json_schema as topology_schema
+
+    classes = {"deployment": Config, "batch-pool": Pool, "component-pool": ComponentPoolFile, "simulation": Simulation}
+    title = f"Shell router {kind.replace('-', ' ')}"
+    found = topology_schema() if kind == "topology" else json_schema(classes[kind], title, kind_settings())
+    print(json.dumps(found, indent=2))

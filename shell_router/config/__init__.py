@@ -1,22 +1,27 @@
-"""A deployment's configuration: one YAML file, read into frozen dataclasses."""
+"""A deployment's configuration: one YAML file, read into frozen dataclasses that describe and check themselves."""
 
-from shell_router.config.adapters_section import AdaptersSection
-from shell_router.config.batches_settings import BatchesSettings
-from shell_router.config.choice_settings import AutoSettings, PredictionSettings, RecordSettings
-from shell_router.config.launch_settings import LaunchSettings, PairLaunch
-from shell_router.config.load import load_config
+from shell_router.config.models import (
+    AdaptersSection,
+    LaunchSettings,
+    ModelSettings,
+    PairLaunch,
+    PairSettings,
+    RandomWeights,
+)
+from shell_router.config.read import Setting, describe, json_schema, read_file
 from shell_router.config.settings import (
+    AutoSettings,
+    BatchesSettings,
     CacheSettings,
     Config,
-    EmbeddedSection,
     EmbedderSettings,
     FromEnvironment,
     Limits,
     Listen,
-    ModelSettings,
-    PairSettings,
-    RandomWeights,
+    PredictionSettings,
+    RecordSettings,
     Traces,
+    read_config,
 )
 
 __all__ = [
@@ -25,7 +30,6 @@ __all__ = [
     "BatchesSettings",
     "CacheSettings",
     "Config",
-    "EmbeddedSection",
     "EmbedderSettings",
     "FromEnvironment",
     "LaunchSettings",
@@ -37,6 +41,10 @@ __all__ = [
     "PredictionSettings",
     "RandomWeights",
     "RecordSettings",
+    "Setting",
     "Traces",
-    "load_config",
+    "describe",
+    "json_schema",
+    "read_config",
+    "read_file",
 ]

@@ -1,28 +1,50 @@
-"""Reads a YAML file into frozen dataclasses, by their annotations. Every error begins with `file:line:`."""
+"""Reads YAML files into frozen dataclasses. Their annotations are the table of keys, forms and meanings.
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
-from difflib import get_close_matches
+`Annotated[int, "What it is for."]` describes a setting; a form, as in `Annotated[int, Number("...", above=0)]`, checks
+its values too. The same table gives the JSON Schema and the reference page. Errors begin with `file:line:`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shell_router.errors import ConfigError
 from shell_router.topology.document import Document, read_document
 from shell_router.topology.document import Path as Place
+from shell_router.topology.forms import (
+    Block,
+    Deferred,
+    Either,
+    Form,
+    ListOf,
+    MappingOf,
+    Nothing,
+    Number,
+    OneOf,
+    Schema,
+    Switch,
+    Text,
+    check,
+)
 
-NOUNS: Mapping[type, str] = {
-    str: "text",
-    Path: "a path",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-}
-SEE_PAGE = "docs/configuration.md explains every setting."
+SEE_PAGE = "docs/reference/settings.md explains every setting."
+LARGEST = 1e300
+
+Kinds = Mapping[str, Callable[[], type]]
+"""Per engine kind what gives the dataclass of its settings."""
+NO_KINDS: Kinds = {}
+_MAPPINGS = (Mapping, dict)
+_SCALARS: Mapping[Any, Callable[[Any], Any]] = {bool: lambda value: value in (True, "on"), float: float}
+KIND_KEYS = object()
+"""Annotates the field that takes the key of an engine kind: a mapping from its name to its settings."""
 
 
-def read_file(path: Path, kind: type, *, see: str = SEE_PAGE) -> tuple[Any, Callable[[Place], str]]:
+def read_file(
+    path: Path, kind: type, *, see: str = SEE_PAGE, kinds: Kinds = NO_KINDS
+) -> tuple[Any, Callable[[Place], str]]:
     """The file's content as a `kind`, a dataclass, and what gives `file:line` of a place in it.
 
     Relative paths in the file count from its folder. `see` names the page that explains the file. Raises ConfigError.
@@ -35,119 +57,181 @@ def read_file(path: Path, kind: type, *, see: str = SEE_PAGE) -> tuple[Any, Call
         raise ConfigError(f"{path}: is not UTF-8 text.", remedy="Save it as UTF-8.") from error
     if not text.strip():
         raise ConfigError(f"{path}:1: the file is empty.", remedy=see)
-    document = read_document(text, source=str(path))
-    return _Reader(document, path.parent, see).read(kind, ()), lambda at: f"{path}:{document.line_of(at)}"
+    document = read_document(text, source=str(path), error=ConfigError)
+    document.refuse(check(form_of(kind, kinds=kinds), document.value, ()))
+    found = _Builder(document, path.parent, see, kinds).build(kind, document.value, ())
+    return found, lambda at: f"{path}:{document.line_of(at)}"
 
 
-class _Reader:
-    """Turns the values of one document into what annotations ask for."""
-
-    def __init__(self, document: Document, folder: Path, see: str) -> None:
-        self._see = see
-        self._document = document
-        self._folder = folder
-
-    def read(self, kind: Any, at: Place) -> Any:
-        """The value at `at` as a `kind`: a dataclass, scalar, Path, Literal, tuple, Mapping, or a union."""
-        value = self._value(at)
-        if get_origin(kind) is UnionType:
-            return None if value is None else self.read(_fitting(get_args(kind), value), at)
-        if is_dataclass(kind):
-            return self._section(kind, at)
-        if get_origin(kind) is tuple:
-            self._require(list, "a list", at)
-            return tuple(self.read(get_args(kind)[0], (*at, index)) for index in range(len(value)))
-        if get_origin(kind) is Literal:
-            return self._choice(get_args(kind), at)
-        if get_origin(kind) is not None:
-            self._require(dict, "named entries", at)
-            return {name: self.read(get_args(kind)[1], (*at, name)) for name in value}
-        return self._scalar(kind, at)
-
-    def _section(self, kind: Any, at: Place) -> Any:
-        given = self._require(dict, "settings", at)
-        hints = get_type_hints(kind)
-        for name in given:
-            if name not in hints:
-                self._fail((*at, name), f"unknown setting {name!r}", _suggestion(name, hints))
-        for each in fields(kind):
-            if _is_required(each) and each.name not in given:
-                self._fail(at, f"{each.name!r} is missing", f"Add {each.name} there.")
-        values = {name: self.read(hints[name], (*at, name)) for name in given}
-        try:
-            return kind(**values)
-        except ConfigError as error:
-            self._fail(at, str(error.args[0]).rstrip("."), error.remedy or self._see)
-
-    def _choice(self, choices: tuple[str, ...], at: Place) -> str:
-        value = self._value(at)
-        if value not in choices:
-            self._fail(at, f"{_shown(value)} is not known", f"Choose {' or '.join(choices)}.")
-        return str(value)
-
-    def _scalar(self, kind: type, at: Place) -> Any:
-        wanted = {Path: str, float: (int, float)}.get(kind, kind)
-        value = self._require(wanted, NOUNS[kind], at)
-        if kind is Path:
-            return self._folder / Path(value).expanduser()
-        try:
-            return kind(value)
-        except OverflowError:
-            self._fail(at, "the number is too large", self._see)
-
-    def _require(self, kind: Any, noun: str, at: Place) -> Any:
-        value = self._value(at)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            self._fail(at, f"expected {noun}, not {_shown(value)}", _remedy(kind, value) or self._see)
-        return value
-
-    def _value(self, at: Place) -> Any:
-        value = self._document.value
-        for step in at:
-            value = value[step]
-        return value
-
-    def _fail(self, at: Place, message: str, remedy: str) -> NoReturn:
-        raise ConfigError(f"{self._document.source}:{self._document.line_of(at)}: {message}.", remedy=remedy)
+def json_schema(kind: type, title: str, kinds: Kinds = NO_KINDS) -> Schema:
+    """JSON Schema 2020-12 of the files that are read as `kind`."""
+    form = form_of(kind, kinds=kinds)
+    assert isinstance(form, Block)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **form.definition()}
 
 
-def _fitting(kinds: tuple[Any, ...], value: Any) -> Any:
-    """The member of a union that a value is meant for: the dataclass for settings, else the scalar."""
-    wanted = [kind for kind in kinds if kind is not NoneType]
-    return next((kind for kind in wanted if is_dataclass(kind) == isinstance(value, dict)), wanted[0])
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key of a file, for the reference page. `default` is None where it is required or nothing is the default."""
+
+    path: str
+    form: str
+    default: object
+    required: bool
+    about: str
+
+
+def describe(kind: type, kinds: Kinds = NO_KINDS, path: str = "") -> Iterator[Setting]:
+    """Every setting of the files that are read as `kind`, in their order; sections come before what is in them."""
+    above = f"{path}." if path else ""
+    for each in file_fields(kind):
+        hint = _hints(kind)[each.name]
+        if takes_kinds(hint):
+            for name, load in kinds.items():
+                yield Setting(above + name, "a mapping", None, False, _first_line(load()))
+                yield from describe(load(), kinds, above + name)
+            continue
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        shown = None if default is MISSING or is_dataclass(default) else default
+        note = get_args(hint)[1] if get_origin(hint) is Annotated else ""  # a section's class says what the section is
+        about = note if isinstance(note, str) else str(getattr(note, "about", ""))
+        yield Setting(above + each.name, form_of(hint, kinds=kinds).noun, shown, _is_required(each), about)
+        inner, suffix = _inner(hint)
+        if inner is not None:
+            yield from describe(inner, kinds, above + each.name + suffix)
+
+
+def _inner(hint: Any) -> tuple[type | None, str]:
+    """The dataclass that values of this annotation hold, and how its settings are spelled below the key."""
+    kind, suffix = _plain(hint), ""
+    while get_origin(kind) is tuple or get_origin(kind) in _MAPPINGS:
+        listed = get_origin(kind) is tuple
+        suffix += "[]" if listed else ".<name>"
+        kind = _plain(get_args(kind)[0 if listed else 1])
+    found = next((one for one in _members(kind) if is_dataclass(one)), None)
+    return (found if isinstance(found, type) else None), suffix
+
+
+def _plain(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, without None; else the kind alone."""
+    return tuple(one for one in get_args(kind) if one is not NoneType) if _is_union(kind) else (kind,)
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (UnionType, Union)
+
+
+def file_fields(kind: type) -> list[Field[Any]]:
+    """The fields that files may set. `metadata={"file": False}` keeps one for code: a constant of an algorithm."""
+    return [each for each in fields(kind) if each.metadata.get("file", True)]
+
+
+def takes_kinds(hint: Any) -> bool:
+    """Whether a field of this annotation takes the keys of engine kinds."""
+    return get_origin(hint) is Annotated and KIND_KEYS in get_args(hint)[1:]
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _first_line(kind: type) -> str:
+    return (kind.__doc__ or "").strip().partition("\n")[0]
 
 
 def _is_required(each: Field[Any]) -> bool:
     return each.default is MISSING and each.default_factory is MISSING
 
 
-def _shown(value: Any) -> str:
-    match value:
-        case None:
-            return "nothing"
-        case bool():
-            return str(value).lower()
-        case dict():
-            return "settings"
-        case list():
-            return "a list"
-    return repr(value)
+def form_of(hint: Any, about: str = "", kinds: Kinds = NO_KINDS) -> Form:
+    """The form of values of this annotation: a dataclass, scalar, Path, Literal, tuple, Mapping, or a union."""
+    note: Any = get_args(hint)[1] if get_origin(hint) is Annotated else about
+    kind = _plain(hint)
+    if not isinstance(note, str):
+        form: Form = note
+        return _optional(form, kind)
+    if _is_union(kind):
+        forms = tuple(form_of(one, note, kinds) for one in _members(kind))
+        return _optional(forms[0] if len(forms) == 1 else Either(note, forms), kind)
+    return _form_of_one(kind, note, kinds)
 
 
-def _remedy(kind: Any, value: Any) -> str:
-    """For a value of the wrong kind, where there is one to give. YAML takes 1e3 for text."""
-    if kind is str:
-        return "Put it in quotes."
-    if kind not in (int, (int, float)) or not isinstance(value, str):
-        return ""
-    try:
-        number = float(value)
-    except ValueError:
-        return ""
-    fits = math.isfinite(number) and (kind is not int or number.is_integer())
-    return f"Write {number:.15g}." if fits else ""
+def _optional(form: Form, kind: Any) -> Form:
+    if not _is_union(kind) or NoneType not in get_args(kind):
+        return form
+    return Either(getattr(form, "about", ""), (form, Nothing("Left out.")))
 
 
-def _suggestion(name: str, known: Mapping[str, Any]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f"Did you mean {close[0]!r}?" if close else f"Known here: {', '.join(known)}."
+def _form_of_one(kind: Any, about: str, kinds: Kinds) -> Form:
+    origin, inner = get_origin(kind), get_args(kind)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return _block(kind, about or _first_line(kind), kinds)
+    if origin is tuple:
+        return ListOf(about, form_of(inner[0], kinds=kinds))
+    if origin is Literal:
+        return OneOf(about, inner)
+    if origin is not None:
+        return MappingOf(about, Text("Name."), form_of(inner[1], kinds=kinds), at_least=0)
+    scalars: dict[type, Form] = {
+        str: Text(about),
+        Path: Text(about, called="a path"),
+        bool: Switch(about),
+        int: Number(about, whole=True, limit=LARGEST),
+        float: Number(about, limit=LARGEST),
+    }
+    return scalars[kind]
+
+
+def _block(kind: type, about: str, kinds: Kinds) -> Block:
+    hints = _hints(kind)
+    given = file_fields(kind)
+    names = [each.name for each in given if not takes_kinds(hints[each.name])]
+    forms: dict[str, Form] = {name: form_of(hints[name], kinds=kinds) for name in names}
+    if len(names) < len(given):
+        for name, load in kinds.items():
+            settings = Deferred("", lambda load=load: form_of(load(), kinds=kinds))  # type: ignore[misc]
+            forms[name] = Either("An engine kind.", (settings, Nothing("Left out.")))
+    required = tuple(each.name for each in given if _is_required(each))
+    return Block(about, forms, required)
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Turns checked values into what annotations ask for. Dataclasses check what forms cannot, such as sums."""
+
+    document: Document
+    folder: Path
+    see: str
+    kinds: Kinds
+
+    def build(self, hint: Any, value: Any, at: Place) -> Any:
+        """The value at `at` as the annotation has it."""
+        kind = _plain(hint)
+        if _is_union(kind):
+            fitting = (one for one in _members(kind) if form_of(one).fits(value))
+            return None if value is None else self.build(next(fitting), value, at)
+        if is_dataclass(kind) and isinstance(kind, type):
+            return self._section(kind, value, at)
+        inner = get_args(kind)
+        if get_origin(kind) is tuple:
+            return tuple(self.build(inner[0], item, (*at, position)) for position, item in enumerate(value))
+        if get_origin(kind) in _MAPPINGS:
+            return {name: self.build(inner[1], item, (*at, name)) for name, item in value.items()}
+        return self.folder / Path(value).expanduser() if kind is Path else _SCALARS.get(kind, lambda one: one)(value)
+
+    def _section(self, kind: type, given: Mapping[str, Any], at: Place) -> Any:
+        hints = _hints(kind)
+        values = {name: self.build(hints[name], item, (*at, name)) for name, item in given.items() if name in hints}
+        if engine := {name: item for name, item in given.items() if name not in hints and item is not None}:
+            taking = next(name for name, hint in hints.items() if takes_kinds(hint))
+            values[taking] = {name: self.build(self.kinds[name](), item, (*at, name)) for name, item in engine.items()}
+        try:
+            return kind(**values)
+        except ConfigError as error:
+            where = f"{self.document.source}:{self.document.line_of(at)}"
+            raise ConfigError(f"{where}: {str(error.args[0]).rstrip('.')}.", remedy=error.remedy or self.see) from None

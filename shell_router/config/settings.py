@@ -1,30 +1,30 @@
-"""What a deployment's YAML file may say, section by section. docs/configuration.md explains each setting."""
+"""What a deployment's YAML file says, section by section."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from shell_router.config.adapters_section import AdaptersSection
-from shell_router.config.batches_settings import BatchesSettings
-from shell_router.config.choice_settings import AutoSettings, PredictionSettings, RecordSettings
-from shell_router.config.launch_settings import LaunchSettings, PairLaunch
-from shell_router.config.refusal import require as _require
-from shell_router.engines.embedded.settings import LoraSettings
-from shell_router.scheduling.settings import SchedulingSettings
+from shell_router.config.models import LaunchSettings, ModelSettings, count, seconds
+from shell_router.config.read import NO_KINDS, Kinds, read_file
+from shell_router.errors import require
+from shell_router.routing.dispatcher import SchedulingSettings
+from shell_router.routing.holdout import HoldoutSettings
+from shell_router.routing.model_choice import ModelChoiceSettings, ModelPolicy
 from shell_router.topology import AUTO
+from shell_router.topology.forms import MappingOf, Number, Text
 
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where the router listens. Port 0 takes a free one."""
+    """Where the router listens."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: Annotated[str, "Address to listen on; one that other machines reach needs `api_keys`."] = "127.0.0.1"
+    port: Annotated[int, Number("TCP port; 0 takes a free one.", at_least=0, at_most=65535, whole=True)] = 8000
 
     def __post_init__(self) -> None:
-        _require(0 <= self.port <= 65535, f"port must be between 0 and 65535, not {self.port}")
+        require(0 <= self.port <= 65535, f"port must be between 0 and 65535, not {self.port}")
 
     @property
     def loopback(self) -> bool:
@@ -39,160 +39,73 @@ class Listen:
 
 @dataclass(frozen=True, slots=True)
 class FromEnvironment:
-    """A secret that stands in an environment variable."""
+    """A secret in an environment variable."""
 
-    env: str
+    env: Annotated[str, "Name of the environment variable."]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the router refuses, and when it ends what takes too long. docs/configuration.md explains each."""
+    """What the router refuses, and when it ends what takes too long."""
 
-    max_running: int = 1024
-    max_body_bytes: int = 32 * 2**20
-    request_timeout_s: float = 600.0
-    body_timeout_s: float = 30.0
-    write_timeout_s: float = 60.0
-    engine_stall_s: float = 60.0
-    engine_start_s: float = 180.0
-    engine_attempts: int = 3
-    breaker_failures: int = 5
-    breaker_open_s: float = 5.0
-    drain_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        for limit in fields(self):
-            value = getattr(self, limit.name)
-            _require(value > 0, f"{limit.name} must be above 0, not {value}")
+    max_running: Annotated[int, count("Requests that run at a time; one more is answered 429.")] = 1024
+    max_body_bytes: Annotated[int, count("Largest body of a request and line of a batch.")] = 32 * 2**20
+    request_timeout_s: Annotated[float, seconds("Longest time that a request may take.")] = 600.0
+    body_timeout_s: Annotated[
+        float, seconds("Longest time to send a body, and pause while a file is uploaded; raise it for slow uplinks.")
+    ] = 30.0
+    write_timeout_s: Annotated[
+        float, seconds("How long a client may read nothing of its stream before its run is canceled.")
+    ] = 60.0
+    engine_stall_s: Annotated[
+        float, seconds("How long an engine may be silent on a request, queue included; raise it for long prefills.")
+    ] = 60.0
+    engine_start_s: Annotated[float, seconds("How long engines may take to start; raise it for large models.")] = 180.0
+    engine_attempts: Annotated[
+        int, count("How often a request that fails before its first token is sent in all; 1 never retries.")
+    ] = 3
+    breaker_failures: Annotated[int, count("Failures in a row that open a server's circuit breaker.")] = 5
+    breaker_open_s: Annotated[float, seconds("Time between probes of a server whose circuit breaker is open.")] = 5.0
+    drain_s: Annotated[
+        float,
+        seconds(
+            "How long running requests may go on after SIGTERM. Then, or at a second signal, they end with "
+            "`router_stopping`; "
+            "stay below your orchestrator's grace period."
+        ),
+    ] = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """The Agent Prompt Cache: in the router's memory, or in Redis, where replicas of the router share it."""
+    """The Agent Prompt Cache: what each agent has written so far."""
 
-    backend: Literal["memory", "redis"] = "memory"
-    url: str = "redis://127.0.0.1:6379/0"
-    ttl_s: float = 3600.0
-
-    def __post_init__(self) -> None:
-        _require(self.ttl_s > 0, f"ttl_s must be above 0, not {self.ttl_s}")
-        scheme = self.url.partition("://")[0]
-        _require(
-            scheme in ("redis", "rediss", "unix"),
-            f"url must begin with redis://, rediss:// or unix://, not {self.url!r}",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RandomWeights:
-    """A small model with random weights, made when the router starts: for trials and tests."""
-
-    hidden: int = 64
-    layers: int = 2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _require(self.hidden % 32 == 0 and self.hidden > 0, f"hidden must be a multiple of 32, not {self.hidden}")
-        _require(self.layers > 0, f"layers must be at least 1, not {self.layers}")
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedSection:
-    """A prefill and a decode process that the router starts and ends itself."""
-
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    threads: int = 1
-    cores: tuple[int, ...] = ()
-    max_total_tokens: int = 65_536
-    max_running_requests: int = 32
-    lora: LoraSettings | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("threads", "max_total_tokens", "max_running_requests"):
-            value = getattr(self, name)
-            _require(value > 0, f"{name} must be above 0, not {value}")
-        for core in self.cores:
-            _require(core >= 0, f"cores counts from 0, so {core} is none")
-
-
-@dataclass(frozen=True, slots=True)
-class PairSettings:
-    """An SGLang pair. `bootstrap_host` is where decode finds prefill, by default prefill's host.
-
-    It runs already, or has `launch`: `shell-router launch` then starts it where its URLs say.
-    """
-
-    prefill: str
-    decode: str
-    bootstrap_port: int = 8998
-    bootstrap_host: str | None = None
-    launch: PairLaunch | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("prefill", "decode"):
-            url = getattr(self, name)
-            _require(url.startswith(("http://", "https://")), f"{name} must be an http(s) URL, not {url!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSettings:
-    """A model: its folder (or random weights) and who serves it, an embedded pair or an SGLang pair.
-
-    `path` holds the tokenizer and, for an embedded pair, the weights. `adapters` are models beside it, on its servers.
-    """
-
-    path: Path | None = None
-    random: RandomWeights | None = None
-    embedded: EmbeddedSection | None = None
-    pairs: tuple[PairSettings, ...] = ()
-    context_length: int | None = None
-    adapters: AdaptersSection | None = None
-
-    def __post_init__(self) -> None:
-        _require(
-            (self.path is None) != (self.random is None),
-            "a model needs path or random, and not both",
-            remedy="Give the model's folder as path, or random to have one made.",
-        )
-        _require(
-            not (self.pairs and self.embedded),
-            "a model is served either by an embedded pair or by pairs, not by both",
-            remedy="Leave one of them out.",
-        )
-        bootstraps = {(pair.prefill, pair.bootstrap_host, pair.bootstrap_port) for pair in self.pairs}
-        _require(
-            len(bootstraps) == len({pair.prefill for pair in self.pairs}),
-            "a prefill server stands in several pairs with different bootstrap hosts or ports",
-            remedy="It has one; correct the others.",
-        )
-        _require(
-            not (self.random and any(pair.launch is None for pair in self.pairs)),
-            "pairs serve weights of their own, so random has no place beside them",
-            remedy="Give the folder of the pairs' model as path, or each pair launch, to start it with these weights.",
-        )
-        lora = self.embedded.lora if self.embedded else None
-        _require(
-            lora is None or self.adapters is None or lora.room >= self.adapters.room,
-            "embedded.lora.room is below adapters.room",
-            remedy="Raise it, or leave embedded.lora out: it then has room for the adapters.",
-        )
-        _require(
-            self.context_length is None or self.context_length > 0,
-            f"context_length must be above 0, not {self.context_length}",
-        )
+    backend: Annotated[
+        Literal["memory", "redis"], "`redis` where replicas of the router share agents, else `memory`."
+    ] = "memory"
+    url: Annotated[
+        str,
+        Text(
+            "Where Redis is; TLS and Unix sockets work too.",
+            r"(redis|rediss|unix)://.*",
+            "a redis://, rediss:// or unix:// URL",
+        ),
+    ] = "redis://127.0.0.1:6379/0"
+    ttl_s: Annotated[
+        float, seconds("When outputs expire that were not removed; must be above `limits.request_timeout_s`.")
+    ] = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedderSettings:
-    """The embedding model of the early-exit gate.
+    """The embedding model that early exit and classifiers compare texts with."""
 
-    `model` is `default` (a small one that needs no download), `hash` (no model: word hashes, for tests),
-    `none` (topologies with an early exit are refused), or a sentence-transformers name or folder.
-    """
-
-    model: str = "default"
-    device: str = "cpu"
+    model: Annotated[
+        str,
+        "`default` (small, needs no download), a sentence-transformers name or folder (`./...` counts from the file), "
+        "`hash` (no model, for tests), or `none` (topologies that embed are refused).",
+    ] = "default"
+    device: Annotated[str, "Where it runs: `cpu`, `cuda`, `cuda:1`, ..."] = "cpu"
 
     def found_from(self, folder: Path) -> "EmbedderSettings":
         """A model that begins with a dot is a folder, as seen from `folder`; another may be a name."""
@@ -201,22 +114,98 @@ class EmbedderSettings:
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """How many finished requests can still be looked up."""
+    """Finished requests that can still be looked up."""
 
-    kept: int = 1000
+    kept: Annotated[int, count("Requests that `GET /v1/traces/{id}` still finds; each takes some kilobytes.")] = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class BatchesSettings:
+    """The Batch API: files of requests that are answered while online requests run."""
+
+    folder: Annotated[Path | None, "Keeps files, batches and their results. Without it there is no Batch API."] = None
+    concurrency: Annotated[int, count("Lines that run at a time, all batches together, besides online requests.")] = 32
+    max_file_bytes: Annotated[int, count("Largest file that may be uploaded.")] = 200 * 2**20
+    pools: Annotated[Mapping[str, Path], "Files of pools, by the name that lines give as their model."] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
-        _require(self.kept > 0, f"kept must be at least 1, not {self.kept}")
+        require(not self.pools or self.folder is not None, "pools answer batches, which are off", "Set batches.folder.")
+
+
+@dataclass(frozen=True, slots=True)
+class AutoSettings:
+    """What the model `auto` stands for, and how one of its models is chosen."""
+
+    models: Annotated[tuple[str, ...], "Models to choose from; all of the deployment's by default."] = ()
+    policy: Annotated[
+        ModelPolicy, "How a model is chosen: `chimera`, `worth`, `least_loaded`, `round_robin` or `best_score`."
+    ] = "chimera"
+    latency_slack: Annotated[
+        float, "Chimera's tau: a model may be expected to take (1 + tau) times as long as the fastest."
+    ] = 1.0
+    score_margin: Annotated[float, "Chimera's Delta s: by how much a slower model's score must be higher."] = 0.05
+    slack_s: Annotated[float, "Seconds added to the latency slack, which is 0 while any model is idle."] = 0.0
+    answer_worth_s: Annotated[float, "Of policy `worth`: seconds of waiting that a right answer makes up for."] = 20.0
+    profile: Annotated[Path | None, "File of `shell-router profile`: measured costs."] = None
+    max_batch: Annotated[
+        Mapping[str, int],
+        MappingOf(
+            "Sequences that a model decodes together.",
+            Text("Model."),
+            count("Sequences."),
+            at_least=0,
+        ),
+    ] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(len(set(self.models)) == len(self.models), "models names one twice", "Name each model once.")
+        try:
+            self.choice()
+        except ValueError as error:
+            require(False, str(error))
+
+    def choice(self) -> ModelChoiceSettings:
+        """The part that the policies read."""
+        return ModelChoiceSettings(
+            self.policy, self.latency_slack, self.score_margin, self.slack_s, self.answer_worth_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionSettings:
+    """Trained predictors, each in a process of its own."""
+
+    scores: Annotated[Path | None, "Folder of `shell-router train router`: scores of models."] = None
+    lengths: Annotated[Path | None, "Folder of `shell-router train lengths`: expected output tokens."] = None
+    limit_s: Annotated[float, seconds("Longest wait for predictions; then requests go on without.")] = 0.2
+    device: Annotated[str, "Where they run: `cpu`, `cuda`, ..."] = "cpu"
+    threads: Annotated[int, count("CPU threads of each predictor.")] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSettings:
+    """Trace files with a line per agent run, to train predictors on."""
+
+    folder: Annotated[Path | None, "Takes the files; nothing is recorded without it."] = None
+    prompts: Annotated[bool, "Whether questions are recorded too, which training scores needs."] = False
+    max_file_bytes: Annotated[int, count("When a file is full and the next is begun.")] = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A whole deployment. `topologies` are folders or files; `api_keys` name their tenants."""
+    """A whole deployment."""
 
-    models: Mapping[str, ModelSettings]
-    topologies: tuple[Path, ...] = ()
+    models: Annotated[Mapping[str, ModelSettings], "Alias by alias, the models that topologies and requests may name."]
+    topologies: Annotated[
+        tuple[Path, ...], "Topology files and folders of them; each file's `name` becomes a model name."
+    ] = ()
     listen: Listen = Listen()
-    api_keys: Mapping[str, str | FromEnvironment] = field(default_factory=dict)
+    api_keys: Annotated[
+        Mapping[str, str | FromEnvironment],
+        "Key per tenant: `{alice: {env: ALICE_KEY}}` reads it from the environment, `{alice: secret}` has it here.",
+    ] = field(default_factory=dict)
     limits: Limits = Limits()
     cache: CacheSettings = CacheSettings()
     embedder: EmbedderSettings = EmbedderSettings()
@@ -227,25 +216,26 @@ class Config:
     prediction: PredictionSettings = field(default_factory=PredictionSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
+    holdout: HoldoutSettings = field(default_factory=HoldoutSettings)
 
     def __post_init__(self) -> None:
-        _require(AUTO not in self.models, f"a model is named {AUTO!r}, which means any of them", "Rename it.")
+        require(bool(self.models), "models is empty", remedy="Name at least one model.")
+        require(AUTO not in self.models, f"a model is named {AUTO!r}, which means any of them", "Rename it.")
         for name in (*self.auto.models, *self.auto.max_batch):
-            _require(
+            require(
                 self._may_name(name),
                 f"auto names {name!r}, which is not among the models",
                 f"Name some of: {', '.join(self.models)}.",
             )
-        _require(
+        require(
             self.cache.ttl_s > self.limits.request_timeout_s,
             f"cache.ttl_s ({self.cache.ttl_s:g}) must be above limits.request_timeout_s"
             f" ({self.limits.request_timeout_s:g}): an output must outlive the requests that read it",
         )
-        _require(bool(self.models), "models is empty", remedy="Name at least one model.")
         self._require_own_servers()
-        _require(
+        require(
             bool(self.api_keys) or self.listen.loopback,
-            f"listening on {self.listen.host} lets other machines in, and there are no api_keys",
+            f"other machines can reach {self.listen.host}, and there are no api_keys",
             remedy="Add api_keys, or listen on 127.0.0.1.",
         )
 
@@ -255,13 +245,41 @@ class Config:
         for alias, model in self.models.items():
             for url in {url for pair in model.pairs for url in (pair.prefill, pair.decode) if model.adapters}:
                 other = taken.setdefault(url, alias)
-                _require(
+                require(
                     other == alias,
                     f"models {other!r} and {alias!r} both load adapters on {url}",
                     remedy="Give the adapters to one of them.",
                 )
 
     def _may_name(self, name: str) -> bool:
-        """Whether it is a model, or may be an adapter of one: which there are, their folder says."""
+        """Whether it is a model, or may be an adapter of one; the adapters' folder has their names."""
         base = self.models.get(name.partition(":")[0])
         return name in self.models or (base is not None and base.adapters is not None)
+
+
+def read_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = True, kinds: Kinds = NO_KINDS) -> Config:
+    """The deployment that `path` describes, with API keys from the environment unless `with_keys` is off.
+
+    `kinds` are the engine kinds that models may name. Raises ConfigError, whose message begins with the file and, where
+    known, the line.
+    """
+    config, where = read_file(path, Config, kinds=kinds)
+    assert isinstance(config, Config)
+    config = replace(config, embedder=config.embedder.found_from(path.parent))
+    if not with_keys:
+        return config
+    keys: dict[str, str] = {}
+    for tenant, key in config.api_keys.items():
+        found = environ.get(key.env, "") if isinstance(key, FromEnvironment) else key
+        require(
+            bool(found),
+            f"{where(('api_keys', tenant))}: the API key of {tenant!r} is empty.",
+            f"Set the environment variable {key.env}."
+            if isinstance(key, FromEnvironment)
+            else "Write a key, or {env: NAME}.",
+        )
+        other = next((one for one, theirs in keys.items() if theirs == found), None)
+        same = f"{path}: {other!r} and {tenant!r} have the same API key."
+        require(other is None, same, "Give each tenant its own.")
+        keys[tenant] = found
+    return replace(config, api_keys=keys)

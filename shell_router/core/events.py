@@ -4,19 +4,17 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
-from shell_router.core.generation import FinishReason
-from shell_router.core.placement import Placed
+from shell_router.core.engine import FinishReason, Placement, value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelChosen:
-    """One of several models was chosen for `agents`, which share it. `why` is a word of scheduling.model_choice.
+    """One of several models was chosen for `agents`, which share it. `why` is a reason of routing.model_choice.
 
-    `scores` are chances of a right answer, empty where nobody could tell. `waits` are what the models' load was taken
-    for: seconds, or tokens where `unmeasured` names models whose tokens' cost is not known.
+    `scores` are chances of a right answer, empty without a predictor. `waits` are the models' load: seconds, or tokens
+    where `unmeasured` names models whose tokens' cost is not known.
     """
 
     at_s: float
@@ -30,7 +28,7 @@ class ModelChosen:
     unmeasured: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepChosen:
     """A rule of a topology with steps chose what is next: `step`, or "end", after the step that has ended, or "start".
 
@@ -49,7 +47,7 @@ class StepChosen:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AgentStarted:
     """The agent's task began: a leaf goes to its engine, another starts on its prefix."""
 
@@ -58,7 +56,7 @@ class AgentStarted:
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PrefillIncrement:
     """One prefill-only update ended. `slot` is the precursor last read from, None for the fixed prefix."""
 
@@ -72,7 +70,7 @@ class PrefillIncrement:
     """Tokens of this prompt that earlier increments had prefilled: what `cached_tokens` should reach."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PromptReady:
     """All slots are filled; the agent's real request goes out now."""
 
@@ -81,16 +79,16 @@ class PromptReady:
     prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AgentPlaced:
-    """The agent's real request was sent: an engine of each role that takes part, and why. Told again for a retry."""
+    """The agent's real request was sent: an engine of each role that takes part, and why. Emitted again for a retry."""
 
     at_s: float
     agent: str
-    placed: tuple[Placed, ...]
+    placed: tuple[Placement, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AgentTokens:
     """The agent decoded these tokens."""
 
@@ -100,7 +98,7 @@ class AgentTokens:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AgentFinished:
     """The agent's output is complete. `confidence` is the geometric mean token probability, where measured."""
 
@@ -113,7 +111,7 @@ class AgentFinished:
     confidence: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ExitScored:
     """The early-exit gate scored a cluster after a completion (Faster-MoA, Algorithm 1)."""
 
@@ -130,8 +128,8 @@ class ExitScored:
     aborted: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AgentPassedOn:
+@value
+class AggregationSkipped:
     """The agent wrote nothing: those it reads agree, and its output is `text`, that of `source`, and as sure."""
 
     at_s: float
@@ -141,16 +139,16 @@ class AgentPassedOn:
     confidence: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AgentStopped:
-    """The agent was cut off and its output discarded: by its cluster's exit, or because nobody needs it."""
+    """The agent was cut off and its output discarded: by its cluster's exit, or because no agent needs it."""
 
     at_s: float
     agent: str
     why: Literal["early_exit", "unneeded"]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AgentErred:
     """The agent failed. With `dropped` the run goes on without it."""
 
@@ -160,7 +158,7 @@ class AgentErred:
     dropped: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Degraded:
     """Something that only makes a run faster, or its choices better, failed; the run goes on without it.
 
@@ -182,7 +180,7 @@ Event = (
     | AgentPlaced
     | AgentTokens
     | AgentFinished
-    | AgentPassedOn
+    | AggregationSkipped
     | ExitScored
     | AgentStopped
     | AgentErred

@@ -1,25 +1,18 @@
-"""The early-exit gate of Faster-MoA (section 4.2, Algorithm 1), as pure functions of completed outputs."""
+"""When the unfinished agents of a cluster are cut off: Faster-MoA's gate (section 4.2, Algorithm 1) and ours."""
 
-from shell_router.early_exit.agreement import Features, features, similarity
-from shell_router.early_exit.confidence import Confidence, rms_confidence, token_confidence
-from shell_router.early_exit.gate import ClusterGate, Score, decide, score
-from shell_router.early_exit.in_flight import NO_QUORUM, InFlightGate, Overlap
-from shell_router.early_exit.settings import POLICIES, EarlyExit
+from shell_router.early_exit.algorithm1 import ClusterGate, Confidence, features, similarity
+from shell_router.early_exit.answers import Ballot, ballot, elected
+from shell_router.early_exit.settings import POLICIES, EarlyExit, Gate
 
 __all__ = [
-    "NO_QUORUM",
     "POLICIES",
+    "Ballot",
     "ClusterGate",
     "Confidence",
     "EarlyExit",
-    "Features",
-    "InFlightGate",
-    "Overlap",
-    "Score",
-    "decide",
+    "Gate",
+    "ballot",
+    "elected",
     "features",
-    "rms_confidence",
-    "score",
     "similarity",
-    "token_confidence",
 ]

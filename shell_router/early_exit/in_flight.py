@@ -6,11 +6,10 @@ needs no embedding model and costs a few operations per word.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from shell_router.core.answers import AnswerReader, comparable
-from shell_router.early_exit.confidence import rms_confidence
-from shell_router.early_exit.gate import Score
+from shell_router.early_exit.algorithm1 import Features, Judgement, Score, rms_confidence
+from shell_router.early_exit.answers import AnswerReader, comparable
 
 _BLANKS = re.compile(r"\s+")
 
@@ -91,8 +90,11 @@ class _Member:
 class InFlightGate:
     """Follows one cluster's outputs while they are written, and says how well the leading answer is supported."""
 
-    def __init__(self, members: Iterable[str], *, quorum: int) -> None:
+    embeds = False
+
+    def __init__(self, members: Iterable[str], *, quorum: int, threshold: float = 0.8) -> None:
         self._quorum = quorum
+        self._threshold = threshold
         self._members = {name: _Member() for name in members}
         self._ended: set[str] = set()
 
@@ -102,7 +104,7 @@ class InFlightGate:
         member.confidence = confidence
         member.write(text)
 
-    def completed(self, name: str) -> None:
+    def completed(self, name: str, confidence: float = 0.0, output: Features | None = None) -> None:
         """Member `name` has ended. If it is the first with its answer, the others are compared with it from now on."""
         ended = self._members[name]
         ended.end()
@@ -113,11 +115,16 @@ class InFlightGate:
             if not other.complete:
                 other.compare(ended.answer, ended)
 
-    def surest(self, running: Collection[str]) -> str:
-        """The completed member that states the leading answer with the most confidence; there is one with a quorum."""
+    def judge(self, running: Collection[str], draw: Callable[[], float]) -> Judgement:
+        """Exits when the leading answer's support reaches the threshold. Its sources are the completed members that
+        state the leading answer; there is one with a quorum."""
+        scored = self.score(running)
+        if scored is NO_QUORUM or scored.probability < self._threshold:
+            return Judgement(scored, self._threshold, exits=False)
         answer = _leading(self._counted(running))
         stating = [name for name, one in self._members.items() if one.complete and one.answer == answer]
-        return max(stating, key=lambda name: self._members[name].confidence)
+        stating.sort(key=lambda name: self._members[name].confidence, reverse=True)
+        return Judgement(scored, self._threshold, exits=True, sources=tuple(stating))
 
     def _counted(self, running: Collection[str]) -> list[_Member]:
         return [one for name, one in self._members.items() if one.complete or name in running]

@@ -63,7 +63,7 @@ class PairAddress:
         return Server("decode", URL(self.decode_url))
 
 
-def random_room() -> int:
+def random_bootstrap_room() -> int:
     """A fresh bootstrap room, below 2^62 so that a batch may count on from it."""
     return random.getrandbits(62)
 

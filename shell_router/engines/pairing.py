@@ -3,54 +3,66 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-from shell_router.core.placement import Placed
-from shell_router.engines.adapters.lease import Lease, no_lease
-from shell_router.engines.adapters.on_servers import Adapters
-from shell_router.engines.adapters.settings import AdapterSettings
+from shell_router.core.engine import Placement
+from shell_router.engines.adapter_leases import Adapters, Lease
 from shell_router.engines.address import Bootstrap, PairAddress, Server
-from shell_router.engines.dispatch import Dispatcher
-from shell_router.engines.place import Place, Wanted
-from shell_router.engines.retries import RetrySettings
+from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.server_client import ServerClient, Transport
-from shell_router.errors import EngineError, EngineUnavailable
-from shell_router.scheduling.settings import SchedulingSettings
+from shell_router.errors import AdapterMissing, EngineError, EngineUnavailable
+from shell_router.routing.adapter_cache import AdapterSettings
+from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
+from shell_router.routing.engine_selection import PlacementRequest
+from shell_router.routing.failures import Breaker, RetrySettings
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pair:
-    """The places of one attempt, and its adapter on both servers; `close` it in the end.
+    """The slots of one attempt, and its adapter's leases on both servers; `close` it in the end.
 
     `bootstrap` gives the fields by which decode finds prefill.
     """
 
-    prefill: Place[ServerClient]
-    decode: Place[ServerClient]
+    prefill: EngineSlot[ServerClient]
+    decode: EngineSlot[ServerClient]
     bootstrap: Bootstrap
-    prefill_lease: Lease = field(default_factory=no_lease)
-    decode_lease: Lease = field(default_factory=no_lease)
+    leases: tuple[Lease, Lease] | None = None
 
     @property
-    def placed(self) -> tuple[Placed, Placed]:
+    def placed(self) -> tuple[Placement, Placement]:
         """Where it went, and why."""
+        if self.leases is None:
+            return self.prefill.placement(), self.decode.placement()
+        prefill, decode = self.leases
+        return self.prefill.placement(prefill.waited_s), self.decode.placement(decode.waited_s)
+
+    @property
+    def priorities(self) -> tuple[int | None, int | None] | None:
+        """Each server's priority for it, as that server counts, or None if it has none; None if neither has one."""
+        if self.prefill.priority is None and self.decode.priority is None:
+            return None
+        prefill, decode = self.prefill.engine.priority_sign, self.decode.engine.priority_sign
         return (
-            replace(self.prefill.placed, adapter_s=self.prefill_lease.waited_s),
-            replace(self.decode.placed, adapter_s=self.decode_lease.waited_s),
+            None if prefill is None or self.prefill.priority is None else prefill * self.prefill.priority,
+            None if decode is None or self.decode.priority is None else decode * self.decode.priority,
         )
 
     def prefilled(self) -> None:
         """The prefill server has done its part."""
-        self.prefill_lease.close()
+        if self.leases is not None:
+            self.leases[0].close()
         self.prefill.close()
         self.decode.prefilled()
 
     def close(self) -> None:
         """The attempt is over, however it ended."""
-        for held in (self.prefill_lease, self.decode_lease, self.prefill, self.decode):
-            held.close()
+        for lease in self.leases or ():
+            lease.close()
+        self.prefill.close()
+        self.decode.close()
 
 
 class Pairing:
@@ -68,112 +80,103 @@ class Pairing:
             at.prefill: Bootstrap(at.bootstrap_host, at.bootstrap_port, room) for at in addresses
         }
         clients = {server: ServerClient(server, transport) for server in prefills}
-        decodes = dict.fromkeys(at.decode for at in addresses)
+        decodes = [ServerClient(one, transport) for one in dict.fromkeys(at.decode for at in addresses)]
         self.limits = transport.limits
+        self.retried = 0
         self.bootstraps = {clients[server]: bootstrap for server, bootstrap in prefills.items()}
-        prefill_servers, decode_servers = [*clients.values()], [ServerClient(one, transport) for one in decodes]
-        servers = (*prefill_servers, *decode_servers)
-        self.adapters = Adapters(servers, adapters, transport.tasks, transport.clock)
-        self.prefills = _dispatcher(prefill_servers, scheduling, transport, self.adapters)
-        self.decodes = _dispatcher(decode_servers, scheduling, transport, self.adapters)
-
-    @property
-    def servers(self) -> tuple[ServerClient, ...]:
+        self.servers = (*clients.values(), *decodes)
         """Prefill servers, then decode servers."""
-        return self.prefills.engines + self.decodes.engines
+        self.adapters = Adapters(self.servers, adapters, transport.tasks, transport.clock)
+        has_adapter, clock = self.adapters.will_have, transport.clock
+        self.prefills = Dispatcher(_named(clients.values()), scheduling, clock, has_adapter, decodes=False)
+        self.decodes = Dispatcher(_named(decodes), scheduling, clock, has_adapter, prefills=False)
 
-    async def pick(self, wanted: Wanted, avoid: Collection[ServerClient] = ()) -> Pair:
-        """Places for one attempt, which is made as soon as it has them and its adapter; see `Dispatcher.place`.
+    async def pick(self, request: PlacementRequest, avoid: Collection[ServerClient] = ()) -> Pair:
+        """Slots for one attempt, which is sent as soon as it has them and its adapter; see `engine_slot`.
 
-        The place on decode comes first, as in SGLang's disaggregation: whoever waits for one on prefill keeps no decode
-        from its work, and nobody who has that waits for anything more but an adapter (`Adapters.of_pair`).
+        The slot on decode comes first, as in SGLang's disaggregation: a request that waits for one on prefill keeps no
+        decode server from its work, and one that has that waits for nothing more but an adapter (`Adapters.of_pair`).
         """
-        self.prefills.require_serving()
-        self.decodes.require_serving()
-        decode = await self.decode_for(wanted, avoid)
+        self.prefills.serving()
+        decode = await engine_slot(self.decodes, request, avoid)
         try:
-            prefill = await self.prefills.place(replace(wanted, most_output=0), avoid)
+            prefill = await engine_slot(self.prefills, request, avoid)
         except BaseException:
             decode.close()
             raise
         return Pair(prefill, decode, self.bootstraps[prefill.engine])
 
-    async def with_adapter(self, pair: Pair, adapter: str | None) -> Pair:
-        """The same places, and the adapter loaded on both servers. Raises what `Adapters.of_pair` does."""
-        if adapter is None:
-            return pair
-        leases = await self.adapters.of_pair(pair.prefill.engine, pair.decode.engine, adapter)
-        return Pair(pair.prefill, pair.decode, pair.bootstrap, *leases)
 
-    async def adapter_missing(self, pair: Pair, suspects: Collection[ServerClient]) -> None:
-        """A server of the pair says that it does not have the attempt's adapter: the next attempt finds it loaded."""
-        for place, lease in ((pair.prefill, pair.prefill_lease), (pair.decode, pair.decode_lease)):
-            if place.engine in suspects:
-                await self.adapters.missing(place.engine, lease)
-
-    async def decode_for(self, wanted: Wanted, avoid: Collection[ServerClient] = ()) -> Place[ServerClient]:
-        """A place on decode for a request that is prefilled elsewhere."""
-        return await self.decodes.place(replace(wanted, affinity=None, ids=None, prefills=False), avoid)
-
-
-def _dispatcher(
-    servers: Sequence[ServerClient], scheduling: SchedulingSettings, transport: Transport, adapters: Adapters
-) -> Dispatcher[ServerClient]:
-    named = [(server, f"{server.server.role}-{index}", server.breaker) for index, server in enumerate(servers)]
-    return Dispatcher(named, scheduling, transport.clock, adapters.will_have)
+def _named(servers: Collection[ServerClient]) -> list[tuple[ServerClient, str, Breaker]]:
+    return [(server, f"{server.server.role}-{index}", server.breaker) for index, server in enumerate(servers)]
 
 
 class Attempts:
     """The attempts of one request, each on other servers than those before where there are others.
 
-    `draw` is uniform in [0, 1); `on_retry` is told of each attempt after the first.
+    `draw` is uniform in [0, 1).
     """
 
     def __init__(
         self,
         pairing: Pairing,
-        wanted: Wanted,
+        request: PlacementRequest,
         settings: RetrySettings,
         draw: Callable[[], float],
-        on_retry: Callable[[], None],
     ) -> None:
         self.made = 0
         self._pairing = pairing
-        self._wanted = wanted
+        self._request = request
         self._settings = settings
         self._draw = draw
-        self._on_retry = on_retry
         self._avoid: set[ServerClient] = set()
         self._last: EngineError | None = None
 
     async def pick(self) -> Pair:
-        """Places for the next attempt, and its adapter there; an attempt that gets none of its adapter is one, too.
+        """Slots for the next attempt, and its adapter there; an attempt that does not get its adapter is one, too.
 
-        Raises EngineUnavailable, what the attempt before failed of, AdapterFailed, or UnknownModel for the adapter.
+        Raises EngineUnavailable, the error of the attempt before, AdapterFailed, or UnknownModel for the adapter.
         """
         while True:
             try:
-                pair = await self._pairing.pick(self._wanted, self._avoid)
+                pair = await self._pairing.pick(self._request, self._avoid)
             except EngineUnavailable as refusal:
                 raise self._last or refusal from None
-            if self.made:
-                self._on_retry()
+            self._pairing.retried += self.made > 0
+            if self._request.adapter is None:
+                return pair
+            prefill, decode, adapters = pair.prefill.engine, pair.decode.engine, self._pairing.adapters
             try:
-                return await self._pairing.with_adapter(pair, self._wanted.adapter)
+                pair.leases = await adapters.of_pair(prefill, decode, self._request.adapter)
+                return pair
             except BaseException as error:
                 pair.close()
                 if not isinstance(error, EngineError):
                     raise
                 failure = error
-            await self.failed(failure, self._pairing.adapters.failing(pair.prefill.engine, pair.decode.engine))
+            await self._next_due(failure, adapters.failing(prefill, decode))
 
-    async def failed(self, error: EngineError, suspects: Collection[ServerClient]) -> None:
-        """Return when the next attempt is due; raises `error` where there is none."""
+    async def failed(
+        self, pair: Pair, error: EngineError, blamed_servers: Collection[ServerClient], *, final: bool = False
+    ) -> None:
+        """The attempt on `pair` failed: return when the next is due, or raise `error` if it was `final` or the last.
+
+        An adapter that a server of the pair lost is loaded again.
+        """
+        if isinstance(error, AdapterMissing):
+            for slot, lease in zip((pair.prefill, pair.decode), pair.leases or (), strict=False):
+                if slot.engine in blamed_servers:
+                    await self._pairing.adapters.missing(slot.engine, lease)
+        if final:
+            raise error
+        await self._next_due(error, blamed_servers)
+
+    async def _next_due(self, error: EngineError, blamed_servers: Collection[ServerClient]) -> None:
         self.made += 1
         wait_s = self._settings.wait_s(error, self.made, self._draw())
         if wait_s is None:
             raise error
         self._last = error
-        self._avoid.update(suspects)
+        self._avoid.update(blamed_servers)
         log.warning("attempt %d failed, and another is due in %.0f ms: %s", self.made, 1e3 * wait_s, error)
         await asyncio.sleep(wait_s)

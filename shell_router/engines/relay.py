@@ -1,24 +1,93 @@
 """Native requests passed through: the client's bytes there, the engine's bytes back."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-from shell_router.core.relay import NativeRoute, Relayed
-from shell_router.engines.adapters.lease import Lease
-from shell_router.engines.address import Bootstrap
-from shell_router.engines.answer import refused
-from shell_router.engines.http import Exchange
-from shell_router.engines.input_logprobs import InputLogprobs, StreamWithInputLogprobs
-from shell_router.engines.legs import LegBodies, Legs
-from shell_router.engines.native import NativeBody, NativeRules, read_native
+import orjson
+
+from shell_router.core.engine import NativeRoute, Relayed
+from shell_router.engines.adapter_leases import Lease
+from shell_router.engines.dispatching import engine_slot
+from shell_router.engines.http_client import Exchange
+from shell_router.engines.legs import Legs
+from shell_router.engines.native_body import NativeBody, NativeRules, as_list, read_native
 from shell_router.engines.pairing import Attempts, Pair, Pairing
-from shell_router.engines.place import Wanted
 from shell_router.engines.prefill_only import PrefillOnly
-from shell_router.engines.retries import INTERNAL_ERROR, PASSING_STATUSES
 from shell_router.engines.server_client import HTTP_OK, ServerClient
-from shell_router.engines.wire import missing_adapter, tells_missing_adapter
+from shell_router.engines.wire import EventSplitter, broken_wire, missing_adapter, tells_missing_adapter
 from shell_router.errors import AdapterMissing, EngineError
+from shell_router.routing.engine_selection import PlacementRequest
+from shell_router.routing.failures import INTERNAL_ERROR, RETRYABLE_STATUSES
+
+_DONE = b"[DONE]"
+_NO_OUTPUT = (orjson.JSONDecodeError, KeyError, TypeError, AttributeError)
+
+
+class InputLogprobs:
+    """What a prefill server's answer says of its prompts' tokens: the `input_*logprobs*` fields of each output.
+
+    Outputs are identified by their place in the body, not by `id`: for parallel samples each server makes ids of its
+    own. `where` names the decode server in errors, which are EngineRejected for what is not its format.
+    """
+
+    def __init__(self, prefill: str, answer: bytes) -> None:
+        """Read `answer`, whole or a stream to its end; raises EngineRejected, naming `prefill`."""
+        try:
+            if answer.startswith(b"data:"):  # only a batch's events have an `index`
+                events = [orjson.loads(payload) for payload in EventSplitter().feed(answer) if payload != _DONE]
+                outputs = [(event.get("index", 0), event) for event in events]
+            else:
+                outputs = list(enumerate(as_list(orjson.loads(answer))))
+            self._fields = {
+                index: {  # encoded once: a stream repeats them in each of its events
+                    name: orjson.Fragment(orjson.dumps(value))
+                    for name, value in output["meta_info"].items()
+                    if name.startswith("input_") and "logprobs" in name
+                }
+                for index, output in outputs
+            }
+        except _NO_OUTPUT as error:
+            raise broken_wire(prefill, f"{answer[:200]!r}") from error
+
+    def in_whole(self, where: str, answer: bytes) -> bytes:
+        """Decode's answer of one request or of a batch, with these fields; all others keep their values."""
+        try:
+            found = orjson.loads(answer)
+            outputs = found if isinstance(found, list) else [found]
+            if len(outputs) != len(self._fields):
+                raise broken_wire(where, f"{len(outputs)} outputs of {len(self._fields)} prefilled")
+            for index, output in enumerate(outputs):
+                output["meta_info"].update(self._fields[index])
+        except _NO_OUTPUT as error:
+            raise broken_wire(where, f"{answer[:200]!r}") from error
+        return orjson.dumps(found)
+
+    def in_event(self, where: str, payload: bytes) -> bytes:
+        """The payload of one event of decode's stream, with these fields. Error events and the end are as they were."""
+        if payload == _DONE:
+            return payload
+        try:
+            event = orjson.loads(payload)
+            if "error" in event:
+                return payload
+            event["meta_info"].update(self._fields[event.get("index", 0)])
+        except _NO_OUTPUT as error:
+            raise broken_wire(where, f"{payload[:200]!r}") from error
+        return orjson.dumps(event)
+
+
+class StreamWithInputLogprobs:
+    """Decode's stream, rewritten event by event. `where` names the decode server in errors."""
+
+    def __init__(self, found: InputLogprobs, where: str) -> None:
+        self._found = found
+        self._where = where
+        self._events = EventSplitter()
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The events that `chunk` completes, as they go to the client; raises EngineRejected."""
+        payloads = self._events.feed(chunk)
+        return b"".join(b"data: %b\n\n" % self._found.in_event(self._where, payload) for payload in payloads)
 
 
 class PairRelay:
@@ -28,7 +97,7 @@ class PairRelay:
         self,
         pairing: Pairing,
         prefill_only: Mapping[ServerClient, PrefillOnly],
-        attempts: Callable[[Wanted], Attempts],
+        attempts: Callable[[PlacementRequest], Attempts],
         rid: Callable[[], str],
         rules: NativeRules,
     ) -> None:
@@ -38,146 +107,149 @@ class PairRelay:
         self._rid = rid
         self._rules = rules
 
-    @asynccontextmanager
-    async def forward(
+    def forward(
         self, route: NativeRoute, body: bytes, affinity: str | None, adapter: str | None
-    ) -> AsyncIterator[Relayed]:
-        """See `PairPool.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
+    ) -> AbstractAsyncContextManager[Relayed]:
+        """See `SglangPair.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
         native = read_native(body, self._rid(), self._rules, adapter)
-        wanted = Wanted(_tokens_in(body), affinity=affinity, update=route == "prefill_only", adapter=adapter)
+        tokens = max(1, len(body) // 4)  # about: it is not tokenized here
+        wanted = PlacementRequest(tokens, affinity=affinity, update=route == "prefill_only", adapter=adapter)
         if route == "prefill_only" and all(only.way != "pair" for only in self._prefill_only.values()):
-            async with self._prefilled_alone(native, wanted) as relayed:
-                yield relayed
-            return
-        pair, legs, relayed = await self._begun(route, body, native, wanted)
-        try:
-            yield relayed
-        finally:
-            legs.close()
-            pair.close()
+            return self._prefilled_alone(native, wanted)
+        return _ByPair(self, route, body, native, wanted)
 
     @asynccontextmanager
-    async def _prefilled_alone(self, native: NativeBody, wanted: Wanted) -> AsyncIterator[Relayed]:
-        place = await self._pairing.prefills.place(wanted)
+    async def _prefilled_alone(self, native: NativeBody, wanted: PlacementRequest) -> AsyncIterator[Relayed]:
+        slot = await engine_slot(self._pairing.prefills, wanted)
+        server, adapters = slot.engine, self._pairing.adapters
         try:
-            async with (
-                self._pairing.adapters.leased(place.engine, wanted.adapter) as lease,
-                self._prefill_only[place.engine].forward(native) as response,
-            ):
-                if wanted.adapter is not None and response.status != HTTP_OK:
-                    await self._refused_alone(place.engine, response, lease)
-                placed = replace(place.placed, adapter_s=lease.waited_s)
-                yield Relayed(response.status, response.content_type, place.engine.body(response), (placed,))
+            async with AsyncExitStack() as stack:
+                lease: Lease | None = None
+                if wanted.adapter is not None:
+                    lease = await stack.enter_async_context(adapters.leased(server, wanted.adapter))
+                response = await stack.enter_async_context(self._prefill_only[server].forward(native))
+                if lease is not None and response.status != HTTP_OK:
+                    try:
+                        await server.read_all(response)
+                    except AdapterMissing:
+                        await adapters.missing(server, lease)
+                        raise
+                placed = slot.placement(0.0 if lease is None else lease.waited_s)
+                yield Relayed(response.status, response.content_type, _body(response), (placed,))
         finally:
-            place.close()
+            slot.close()
 
-    async def _refused_alone(self, server: ServerClient, response: Exchange, lease: Lease) -> None:
-        """Raises EngineRejected with the server's words, or AdapterMissing; the adapter is then loaded again."""
-        try:
-            await server.read_all(response)
-        except AdapterMissing:
-            await self._pairing.adapters.missing(server, lease)
-            raise
-
-    async def _begun(
-        self, route: NativeRoute, body: bytes, native: NativeBody, wanted: Wanted
+    async def begun(
+        self, route: NativeRoute, body: bytes, native: NativeBody, wanted: PlacementRequest
     ) -> tuple[Pair, Legs, Relayed]:
         """The first attempt whose answer began, its legs running on. Raises EngineError and PromptTooLong."""
         attempts = self._attempts(wanted)
         while True:
             pair = await attempts.pick()
             try:
-                bodies = self._bodies(route, native, pair.bootstrap)
-                legs = Legs(pair.prefill.engine, pair.decode.engine, bodies, pair.prefilled)
+                legs = self._legs(route, native, pair)
             except BaseException:
                 pair.close()
                 raise
             try:
-                return pair, legs, replace(await _beginning(legs, native, wanted.adapter), placed=pair.placed)
+                return pair, legs, await _beginning(legs, native, pair)
             except BaseException as error:
                 legs.close()
                 pair.close()
-                if isinstance(error, AdapterMissing):
-                    await self._pairing.adapter_missing(pair, legs.suspects)
-                # a client's own id cannot be used again: the engines may not have let go of it yet
-                if native.named or not isinstance(error, EngineError):
+                if not isinstance(error, EngineError):
                     raise
-                await attempts.failed(error, legs.suspects)
+                # a client's own id cannot be used again: the engines may still hold it
+                await attempts.failed(pair, error, legs.blamed_servers, final=native.named)
             native = read_native(body, self._rid(), self._rules, wanted.adapter)
 
-    def _bodies(self, route: NativeRoute, native: NativeBody, bootstrap: Bootstrap) -> LegBodies:
-        fields = bootstrap.fields()
+    def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair) -> Legs:
+        fields, limits = pair.bootstrap.fields(), self._pairing.limits
         if route == "prefill_only":
             sent = native.replaced({**fields, "stream": False, "sampling_params": {"max_new_tokens": 1}})
         else:
             sent = native.with_fields(fields)
-        limits = self._pairing.limits
-        return LegBodies(native.rids, sent, sent, limits.stall_s if native.stream else limits.answer_s)
+        read_timeout_s = limits.stall_s if native.stream else limits.answer_s
+        prefill, decode = pair.prefill.engine, pair.decode.engine
+        return Legs(prefill, decode, native.rids, (sent, sent), read_timeout_s, pair.prefilled)
 
 
-def _tokens_in(body: bytes) -> int:
-    """About four characters a token: what a client sent is not tokenized here."""
-    return max(1, len(body) // 4)
+class _ByPair(AbstractAsyncContextManager[Relayed]):
+    """A native request on a pair while the context is open."""
+
+    def __init__(
+        self, relay: PairRelay, route: NativeRoute, body: bytes, native: NativeBody, wanted: PlacementRequest
+    ) -> None:
+        self._relay = relay
+        self._request = (route, body, native, wanted)
+        self._pair: Pair
+        self._legs: Legs
+
+    async def __aenter__(self) -> Relayed:
+        self._pair, self._legs, relayed = await self._relay.begun(*self._request)
+        return relayed
+
+    async def __aexit__(self, *_: object) -> None:
+        self._legs.close()
+        self._pair.close()
 
 
-async def _beginning(legs: Legs, native: NativeBody, adapter: str | None) -> Relayed:
+async def _beginning(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
     """Decode's answer once its first bytes are here: what fails before can still be sent again."""
-    head = await legs.head()
-    if head.status in PASSING_STATUSES or head.status >= INTERNAL_ERROR:
-        await refused(legs, head.status)
-    first = await legs.read()
-    if adapter is not None and (head.status != HTTP_OK or _tells_failure(first)):
-        _refuse_missing_adapter(legs, first)
-    if head.status == HTTP_OK and not _tells_failure(first):
-        legs.begun_well()
-    chunks: AsyncIterator[bytes] = _PairBody(legs, head.status, first)
-    if native.input_logprobs and head.status == HTTP_OK:
-        found = InputLogprobs(legs.prefill_name, await legs.prefilled())
-        merge = _merged_stream if head.content_type.startswith("text/event-stream") else _merged_whole
-        chunks = merge(found, legs.decode_name, chunks)
-    return Relayed(head.status, head.content_type, chunks)
+    decode = legs.decode
+    await decode.head()
+    good = decode.status == HTTP_OK
+    if decode.status in RETRYABLE_STATUSES or decode.status >= INTERNAL_ERROR:
+        await legs.refused()
+    first = await decode.read()
+    # an error or an abort inside a good answer is no sign that decode serves
+    fails = b'"error"' in first or b'"abort"' in first
+    if pair.leases is not None and (fails or not good):
+        message = first.decode("utf-8", "replace")
+        if tells_missing_adapter(message):  # what the engine lost is loaded again, so that it is no answer yet
+            error = missing_adapter(legs.decode_server.name, message)
+            legs.failed(error)
+            raise error
+    if good and not fails:
+        legs.decode_server.succeeded()
+    chunks: AsyncIterator[bytes] = _DecodeBody(legs, first)
+    if native.input_logprobs and good:
+        found = InputLogprobs(legs.prefill_server.name, await legs.prefilled())
+        streamed = decode.content_type.startswith("text/event-stream")
+        chunks = _merged(found, legs.decode_server.name, chunks, streamed=streamed)
+    return Relayed(decode.status, decode.content_type, chunks, pair.placed)
 
 
-async def _merged_whole(found: InputLogprobs, where: str, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield found.in_whole(where, b"".join([chunk async for chunk in chunks]))
+class _DecodeBody(AsyncIterator[bytes]):
+    """Decode's answer from `first` on. Its end does not wait for the prefill leg's.
+
+    No generator: the loop keeps a weak reference to each, which costs more than a chunk.
+    """
+
+    def __init__(self, legs: Legs, first: bytes) -> None:
+        self._legs = legs
+        self._first: bytes | None = first
+
+    async def __anext__(self) -> bytes:
+        chunk, self._first = self._first, None
+        if chunk := await self._legs.decode.read() if chunk is None else chunk:
+            return chunk
+        if self._legs.decode.status == HTTP_OK:
+            self._legs.settle_later()
+        raise StopAsyncIteration
 
 
-async def _merged_stream(found: InputLogprobs, where: str, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _body(response: Exchange) -> AsyncIterator[bytes]:
+    while chunk := await response.read():
+        yield chunk
+
+
+async def _merged(
+    found: InputLogprobs, where: str, chunks: AsyncIterator[bytes], *, streamed: bool
+) -> AsyncIterator[bytes]:
+    if not streamed:
+        yield found.in_whole(where, b"".join([chunk async for chunk in chunks]))
+        return
     stream = StreamWithInputLogprobs(found, where)
     async for chunk in chunks:
         if merged := stream.feed(chunk):
             yield merged
-
-
-def _tells_failure(piece: bytes) -> bool:
-    """Whether it may be an error or an abort told inside a good answer: then it is no sign that decode serves."""
-    return b'"error"' in piece or b'"abort"' in piece
-
-
-def _refuse_missing_adapter(legs: Legs, piece: bytes) -> None:
-    """What the engine lost is loaded again, so that it is no answer yet."""
-    message = piece.decode("utf-8", "replace")
-    if tells_missing_adapter(message):
-        error = missing_adapter(legs.decode_name, message)
-        legs.refused(error)
-        raise error
-
-
-class _PairBody:
-    """Decode's answer from `first` on. Its end does not wait for the prefill leg's."""
-
-    def __init__(self, legs: Legs, status: int, first: bytes) -> None:
-        self._legs = legs
-        self._status = status
-        self._first = first
-
-    def __aiter__(self) -> "_PairBody":
-        return self
-
-    async def __anext__(self) -> bytes:
-        chunk, self._first = self._first, b""
-        if chunk := chunk or await self._legs.read():
-            return chunk
-        if self._status == HTTP_OK:
-            self._legs.settle_later()
-        raise StopAsyncIteration

@@ -2,26 +2,24 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import orjson
 
-from shell_router.core.engine_errors import error_message
+from shell_router.core.engine import error_message
 from shell_router.engines.address import PairLimits, Server
-from shell_router.engines.breaker import Breaker, BreakerSettings
-from shell_router.engines.http import Endpoint, Exchange, HttpClient
-from shell_router.engines.http.endpoint import endpoint
-from shell_router.engines.http.exchange import HELD_BYTES
-from shell_router.engines.task_owner import TaskOwner
+from shell_router.engines.http_client import MAX_BUFFERED_BYTES, Endpoint, Exchange, HttpClient, TaskOwner, endpoint
 from shell_router.engines.wire import rejected
 from shell_router.errors import EngineError, EngineRejected, EngineStalled, EngineUnreachable, PromptTooLong
+from shell_router.routing.failures import Breaker, BreakerSettings
 
 logger = logging.getLogger(__name__)
 
 HTTP_OK = 200
 
 ServerFailure = EngineError | PromptTooLong
+_SERVERS_FAULTS = (EngineUnreachable, EngineStalled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,7 @@ class ServerClient:
 
     def __init__(self, server: Server, transport: Transport) -> None:
         self.server = server
+        self.name = str(server)
         self.limits = transport.limits
         self.tasks = transport.tasks
         self.breaker = Breaker(transport.breaker)
@@ -52,74 +51,67 @@ class ServerClient:
         self.priority_sign: int | None = None
         self._http = transport.http
         self._clock = transport.clock
-        self._endpoints: dict[tuple[str, str], Endpoint] = {}
+        self._endpoints: dict[str, Endpoint] = {}  # reading a URL costs as much as a tenth of a small request
 
     def __str__(self) -> str:
-        return str(self.server)
+        return self.name
 
     def begin(
         self,
         route: str,
         body: bytes,
         *,
-        quiet_s: float | None = None,
+        read_timeout_s: float | None = None,
         ended: Callable[[Exchange], None] | None = None,
-        held_bytes: int | None = HELD_BYTES,
+        max_buffered_bytes: int | None = MAX_BUFFERED_BYTES,
     ) -> Exchange:
-        """Post `body`; its answer comes by the exchange, whose failure `failure` translates."""
+        """Post `body` to `route`. The exchange fails with EngineUnreachable or EngineStalled."""
 
         def over(exchange: Exchange) -> None:
             self.running -= 1
             if ended is not None:
                 ended(exchange)
 
-        at = self._endpoint("POST", route)
         self.running += 1
-        return self._http.begin(at, body, quiet_s=quiet_s or self.limits.stall_s, ended=over, held_bytes=held_bytes)
+        return self._http.begin(
+            self._endpoints.get(route) or self._endpoint("POST", route),
+            body,
+            read_timeout_s=read_timeout_s or self.limits.stall_s,
+            ended=over,
+            max_buffered_bytes=max_buffered_bytes,
+            explain=self.failure,
+        )
 
     def _endpoint(self, method: str, route: str) -> Endpoint:
-        """Read once per route: it costs as much as a tenth of a small request."""
-        found = self._endpoints.get((method, route))
+        known = route if method == "POST" else f"{method} {route}"
+        found = self._endpoints.get(known)
         if found is None:
-            found = self._endpoints[method, route] = endpoint(method, self.server.url / route)
+            found = self._endpoints[known] = endpoint(method, self.server.url / route)
         return found
-
-    async def head(self, exchange: Exchange) -> None:
-        """Return once the answer's head is there, whatever its status; raises EngineUnreachable or EngineStalled."""
-        try:
-            await exchange.head()
-        except (TimeoutError, OSError) as error:
-            raise self.failure(error) from error
 
     async def read_all(self, exchange: Exchange) -> bytes:
         """The whole body of a good answer; raises EngineRejected or PromptTooLong for an error status."""
-        try:
-            await exchange.head()
-            body = await exchange.read_all()
-        except (TimeoutError, OSError) as error:
-            raise self.failure(error) from error
-        return self._good(exchange, body)
+        await exchange.head()
+        return self.checked(exchange, await exchange.read_all())
 
-    def whole(self, exchange: Exchange) -> bytes:
-        """As `read_all`, of an exchange that has ended and of which nothing was read."""
+    def checked(self, exchange: Exchange, body: bytes) -> bytes:
+        """The body of a good answer; raises EngineRejected or PromptTooLong for another, or the exchange's failure."""
         if exchange.failure is not None:
-            raise self.failure(exchange.failure) from exchange.failure
-        return self._good(exchange, exchange.held())
-
-    def _good(self, exchange: Exchange, body: bytes) -> bytes:
+            raise exchange.failure
         if exchange.status != HTTP_OK:
-            raise rejected(str(self), exchange.status, error_message(body))
+            raise rejected(self.name, exchange.status, error_message(body))
         return body
 
     async def get(self, route: str, *, limit_s: float) -> bytes:
         """The body at `route`; raises EngineError."""
-        return await self._whole_within(self._http.begin(self._endpoint("GET", route), None, quiet_s=limit_s), limit_s)
+        return await self._whole_within(self._endpoint("GET", route), None, limit_s)
 
     async def post(self, route: str, body: bytes, *, limit_s: float) -> bytes:
-        """What `route` answers to `body`; raises EngineError. It is no request of the server's `running` ones."""
-        return await self._whole_within(self._http.begin(self._endpoint("POST", route), body, quiet_s=limit_s), limit_s)
+        """What `route` answers to `body`; raises EngineError. Not counted in `running`."""
+        return await self._whole_within(self._endpoint("POST", route), body, limit_s)
 
-    async def _whole_within(self, exchange: Exchange, limit_s: float) -> bytes:
+    async def _whole_within(self, at: Endpoint, body: bytes | None, limit_s: float) -> bytes:
+        exchange = self._http.begin(at, body, read_timeout_s=limit_s, explain=self.failure)
         try:
             async with asyncio.timeout(limit_s):
                 return await self.read_all(exchange)
@@ -128,34 +120,34 @@ class ServerClient:
         finally:
             exchange.close()
 
-    async def body(self, exchange: Exchange) -> AsyncIterator[bytes]:
-        """The body as it comes; raises EngineUnreachable or EngineStalled."""
-        try:
-            while chunk := await exchange.read():
-                yield chunk
-        except (TimeoutError, OSError) as error:
-            raise self.failure(error) from error
-
     def failure(self, error: Exception) -> EngineError:
-        """The router's error for what the HTTP client met."""
+        """The router's error for an OSError or TimeoutError of the HTTP client."""
         if isinstance(error, TimeoutError):
-            return EngineStalled(f"The {self} sent nothing within its limit.", remedy="Look at its load and its log.")
-        return EngineUnreachable(
-            f"The {self} cannot be reached: {error or type(error).__name__}.", remedy="Check that it runs."
-        )
+            found: EngineError = EngineStalled(
+                f"The {self} sent nothing within its limit.", remedy="Look at its load and its log."
+            )
+        else:
+            found = EngineUnreachable(
+                f"The {self} cannot be reached: {error or type(error).__name__}.", remedy="Check that it runs."
+            )
+        found.__cause__ = error
+        return found
 
     def failed(self, error: ServerFailure) -> None:
-        """Count `error` against the server if it is the server's fault: what is wrong with a request is not."""
-        if not _servers_fault(error):
+        """Count `error` against the server if it is the server's fault, not the request's."""
+        fault = error.status >= 500 if isinstance(error, EngineRejected) else isinstance(error, _SERVERS_FAULTS)
+        if not fault:
             return
         self.failures += 1
         if self.breaker.failed(self._clock()):
-            logger.warning("the %s failed again and again (%s); only now and then is it tried", self, error)
+            logger.warning(
+                "circuit breaker of the %s is open, probing every %g s (%s)", self, self.breaker.open_s, error
+            )
 
     def succeeded(self) -> None:
         """The server has answered a request well."""
         if self.breaker.succeeded():
-            logger.info("the %s serves again", self)
+            logger.info("circuit breaker of the %s is closed: it serves again", self)
 
     def abort(self, rids: Sequence[str]) -> None:
         """Abort `rids`, in the background and within a limit."""
@@ -171,9 +163,3 @@ class ServerClient:
             logger.warning("could not abort %s on the %s: %r", rid, self, error)
         finally:
             exchange.close()
-
-
-def _servers_fault(error: ServerFailure) -> bool:
-    if isinstance(error, EngineRejected):
-        return error.status >= 500
-    return isinstance(error, EngineUnreachable | EngineStalled)

@@ -11,7 +11,7 @@ reaches across one: no merge can then cross it. Where neither holds, nothing of 
 """
 
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import Encoding
@@ -26,9 +26,11 @@ class StablePrefix:
     def __init__(self, definition: Mapping[str, Any]) -> None:
         self._added = tuple(token["content"] for token in definition.get("added_tokens") or ())
         self._by_pre_tokens = _splits_words(definition.get("pre_tokenizer"))
-        pieces = _pieces(definition.get("model") or {})
+        vocabulary = (definition.get("model") or {}).get("vocab") or ()
+        pieces = list(vocabulary) if isinstance(vocabulary, Mapping) else [piece for piece, _ in vocabulary]
         marked = any(piece.startswith(_WORD_MARK) for piece in pieces)
-        self._by_marks = not self._by_pre_tokens and marked and not any(map(_crosses_words, pieces))
+        crossed = any(_WORD_MARK in piece.lstrip(_WORD_MARK) for piece in pieces)  # a mark after another character
+        self._by_marks = not self._by_pre_tokens and marked and not crossed
         self.splits = self._by_pre_tokens or self._by_marks
 
     def tokens(self, text: str, encoding: Encoding) -> int:
@@ -84,18 +86,8 @@ def _splits_words(pre_tokenizer: Mapping[str, Any] | None) -> bool:
     return True
 
 
-def _pieces(model: Mapping[str, Any]) -> Iterable[str]:
-    vocabulary = model.get("vocab") or ()
-    return list(vocabulary) if isinstance(vocabulary, Mapping) else [piece for piece, _ in vocabulary]
-
-
-def _crosses_words(piece: str) -> bool:
-    """Whether the piece has a word mark after something that is none."""
-    return _WORD_MARK in piece.lstrip(_WORD_MARK)
-
-
 def _marked_starts(tokens: Sequence[str], words: Sequence[int | None]) -> list[int]:
-    """Positions of tokens that open a word, or a run of word marks, and of those beside an added token."""
+    """Positions of tokens that open a word, or a run of word marks, and of those next to an added token."""
     return [
         at
         for at, token in enumerate(tokens)

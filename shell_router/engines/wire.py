@@ -6,9 +6,8 @@ from typing import Any
 
 import orjson
 
-from shell_router.core.engine_errors import error_message
-from shell_router.core.generation import Finish, Generation, Prefilled, Tokens
-from shell_router.errors import AdapterMissing, EngineAborted, EngineRejected, PromptTooLong
+from shell_router.core.engine import Finish, Generation, Prefilled, Tokens, error_message
+from shell_router.errors import AdapterMissing, EngineAborted, EngineRejected, PromptTooLong, ShellRouterError
 
 MAX_EVENT_BYTES = 256 * 2**20
 """A single event longer than this is taken for a broken stream (a cumulative event repeats the whole output)."""
@@ -39,6 +38,22 @@ def body_fields(request: Generation) -> dict[str, Any]:
     if request.priority is not None:
         fields["priority"] = request.priority
     return fields
+
+
+def leg_bodies(
+    request: Generation, fields: dict[str, Any], priorities: tuple[int | None, int | None] | None = None
+) -> tuple[bytes, bytes]:
+    """The `/generate` bodies of a request's prefill and decode legs, with the bootstrap `fields` that both need.
+
+    The prefill leg is not streamed, so that its errors come as HTTP statuses. `priorities` are each server's.
+    """
+    prefill = decode = orjson.dumps({**body_fields(request), **fields})[:-1]
+    if priorities is not None:
+        if priorities[0] is not None:
+            prefill += b',"priority":%d' % priorities[0]
+        if priorities[1] is not None:
+            decode += b',"priority":%d' % priorities[1]
+    return prefill + b',"stream":false}', decode + b',"stream":true}'
 
 
 Refusal = AdapterMissing | EngineAborted | EngineRejected | PromptTooLong
@@ -72,14 +87,34 @@ class OutputReader:
     ids number as many is cumulative.
     """
 
-    __slots__ = ("_logprobs", "_seen_characters", "_seen_ids", "_where", "finish")
+    __slots__ = ("_events", "_logprobs", "_seen_characters", "_seen_ids", "_where", "error", "finish")
 
     def __init__(self, where: str, *, logprobs: bool) -> None:
         self._where = where
         self._logprobs = logprobs
+        self._events = EventSplitter()
         self._seen_ids = 0
         self._seen_characters = 0
         self.finish: Finish | None = None
+        self.error: ShellRouterError | None = None
+
+    def feed(self, chunk: bytes) -> Tokens | None:
+        """The new tokens of all events that `chunk` completes, if any. Raises EngineRejected or PromptTooLong.
+
+        Where tokens came before an error in the same chunk, they are returned and `error` is set.
+        """
+        found: Tokens | None = None
+        for payload in self._events.feed(chunk):
+            try:
+                tokens = self.take(payload)
+            except ShellRouterError as error:
+                if found is None:
+                    raise
+                self.error = error
+                return found
+            if tokens is not None:
+                found = tokens if found is None else _joined(found, tokens)
+        return found
 
     def take(self, payload: bytes) -> Tokens | None:
         """New tokens in this event, if any. Raises EngineRejected or PromptTooLong for what is not an output."""
@@ -98,7 +133,9 @@ class OutputReader:
         if reason is not None and reason["type"] == "abort":
             raise aborted(self._where, reason)
         ids, text = self._advance(event, meta["completion_tokens"])
-        matched = 0 if reason is None else _stop_tokens(ids, reason.get("matched"))
+        # a stop string has no id; a stop token is the last of `ids`
+        stopped = reason is not None and isinstance(reason.get("matched"), int) and ids[-1:] == [reason["matched"]]
+        matched = 1 if stopped else 0
         logprobs: tuple[float, ...] = ()
         if self._logprobs and ids:
             entries = meta["output_token_logprobs"][-len(ids) :]
@@ -125,9 +162,8 @@ class OutputReader:
         return ids, text
 
 
-def _stop_tokens(ids: list[int], matched: object) -> int:
-    """1 if the last of `ids` is the stop token that ended the output, else 0 (a stop string has no id)."""
-    return int(isinstance(matched, int) and ids[-1:] == [matched])
+def _joined(first: Tokens, then: Tokens) -> Tokens:
+    return Tokens(first.ids + then.ids, first.text + then.text, first.logprobs + then.logprobs)
 
 
 def read_prefilled(where: str, payload: bytes) -> Prefilled:
@@ -139,15 +175,14 @@ def read_prefilled(where: str, payload: bytes) -> Prefilled:
         raise broken_wire(where, f"{payload[:200]!r}") from error
 
 
-def refuse_errors(where: str, payloads: list[bytes]) -> None:
-    """Raise EngineRejected or PromptTooLong if one of these stream events is an error or an abort."""
-    for payload in payloads:
-        if b'"error"' in payload or b'"abort"' in payload:
-            OutputReader(where, logprobs=False).take(payload)
-
-
-def refuse_aborted(where: str, answer: bytes) -> None:
-    """Raise if this whole answer, of one request or of a batch, ended as aborted."""
+def require_not_aborted(where: str, answer: bytes, *, streamed: bool) -> None:
+    """Raise EngineRejected or PromptTooLong if this whole answer, a stream or not, ended as an error or an abort."""
+    if streamed:
+        reader = OutputReader(where, logprobs=False)
+        for payload in EventSplitter().feed(answer):
+            if b'"error"' in payload or b'"abort"' in payload:
+                reader.take(payload)
+        return
     if b'"abort"' not in answer:
         return
     try:
@@ -178,8 +213,8 @@ def tells_missing_adapter(message: str) -> bool:
 
 def missing_adapter(where: str, message: str) -> AdapterMissing:
     """The error for a request whose adapter the engine does not have."""
-    told = message.strip().splitlines()[0].removesuffix(".")
-    return AdapterMissing(f"The {where} does not have the adapter: {told}.", remedy="Ask again: it is loaded anew.")
+    said = message.strip().splitlines()[0].removesuffix(".")
+    return AdapterMissing(f"The {where} does not have the adapter: {said}.", remedy="Ask again: it is loaded anew.")
 
 
 def rejected_event(where: str, event: dict[str, Any]) -> Refusal:
@@ -190,9 +225,9 @@ def rejected_event(where: str, event: dict[str, Any]) -> Refusal:
 
 
 def aborted(where: str, reason: dict[str, Any]) -> Refusal:
-    """The error for an output that ended as aborted although nobody here asked for that.
+    """The error for an output that ended as aborted although this router did not abort it.
 
-    With a status the engine itself gave up; without, somebody asked it to.
+    With a status the engine itself gave up; without, another client aborted it.
     """
     message, status = reason.get("message") or "aborted", reason.get("status_code")
     if status is None:
@@ -201,8 +236,8 @@ def aborted(where: str, reason: dict[str, Any]) -> Refusal:
 
 
 def _ended(where: str, message: str) -> EngineAborted:
-    told = message.removesuffix(".")
-    return EngineAborted(f"The {where} ended the request: {told}.", remedy="Ask again, unless an operator ended it.")
+    said = message.removesuffix(".")
+    return EngineAborted(f"The {where} ended the request: {said}.", remedy="Ask again, unless an operator ended it.")
 
 
 def broken_wire(where: str, found: str) -> EngineRejected:

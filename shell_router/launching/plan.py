@@ -1,15 +1,144 @@
-"""Which engines of a deployment are started on this machine, and what must be there before. Pure."""
+"""Which engines of a deployment are started on this machine, and with which commands. Pure: nothing is started here."""
 
 import shlex
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from shell_router.config import Config, ModelSettings, RandomWeights
+from yarl import URL
+
+from shell_router.config import (
+    AdaptersSection,
+    Config,
+    LaunchSettings,
+    ModelSettings,
+    PairLaunch,
+    PairSettings,
+)
 from shell_router.errors import ConfigError
-from shell_router.launching.commands import EngineCommand, commands
 
-MAKE_WEIGHTS = ("-m", "shell_router.launching.weights")
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, Role] = ("prefill", "decode")
+
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+HEARTBEAT = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
+# decode forgets a dead prefill after two missed heartbeats; one that is back sooner is taken for the old one, and every
+# later transfer hangs. 2 s is the shortest that SGLang takes.
+HEARTBEAT_S = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """What to run for one engine, and the URL that answers 200 when it serves.
+
+    `env` is added to the inherited variables; `host` is the machine's name in the deployment's URLs, `ports` are
+    taken there.
+    """
+
+    name: str
+    role: Role
+    host: str
+    ports: tuple[int, ...]
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    ready_url: str
+
+    @property
+    def shell(self) -> str:
+        """The command as a line for a shell, its variables in front."""
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
+
+
+def commands(config: Config, *, python: str) -> list[EngineCommand]:
+    """Prefill and decode of every pair that has `launch`; aliases of equal settings share their engines.
+
+    `python` is the interpreter where the deployment names none. Every launched model has a path. Raises ConfigError
+    where two engines of one host would share a port.
+    """
+    distinct: dict[str, ModelSettings] = {}
+    for alias, model in config.models.items():
+        if model not in distinct.values():
+            distinct[alias] = model
+    engines = [one for alias, model in distinct.items() for one in _of_model(config.launch, alias, model, python)]
+    _require_distinct_ports(engines)
+    return engines
+
+
+def _of_model(settings: LaunchSettings, alias: str, model: ModelSettings, python: str) -> Iterator[EngineCommand]:
+    """An engine that several pairs name is started once, as its first pair says and the others must agree."""
+    launched: dict[tuple[Role, str], PairLaunch] = {}
+    for number, pair in enumerate(model.pairs):
+        for role in ROLES if pair.launch else ():
+            url, launch = getattr(pair, role), pair.launch
+            assert launch is not None
+            if (role, url) in launched:
+                _require_agreement(f"models.{alias}.pairs[{number}]", role, launched[role, url], launch)
+                continue
+            launched[role, url] = launch
+            name = alias if len(model.pairs) == 1 else f"{alias}-{number + 1}"
+            yield _engine(f"{name}/{role}", role, model, pair, launch, settings, python)
+
+
+def _require_agreement(where: str, role: Role, first: PairLaunch, launch: PairLaunch) -> None:
+    for setting in ("flags", f"{role}_flags", f"{role}_gpus"):
+        if getattr(first, setting) != getattr(launch, setting):
+            raise ConfigError(
+                f"{where} launches a {role} engine that an earlier pair launches with other {setting}.",
+                remedy="Give both the same, or the engine another URL.",
+            )
+
+
+def _engine(
+    name: str, role: Role, model: ModelSettings, pair: PairSettings, launch: PairLaunch, settings: LaunchSettings,
+    python: str,
+) -> EngineCommand:  # fmt: skip
+    url = URL(getattr(pair, role))
+    host, port = url.host or "", url.port or 0
+    gpus: Sequence[int] = getattr(launch, f"{role}_gpus")
+    options = (
+        *("--model-path", str(model.path), "--host", host, "--port", str(port)),
+        *("--disaggregation-mode", role, "--disaggregation-transfer-backend", settings.transfer_backend),
+        *("--disaggregation-bootstrap-port", str(pair.bootstrap_port)),
+        # by default every streamed event repeats all earlier tokens
+        *("--incremental-streaming-output", "--enable-metrics"),
+        *(("--tp-size", str(len(gpus))) if len(gpus) > 1 else ()),
+        *(("--context-length", str(model.context_length)) if model.context_length else ()),
+        *(_adapter_options(model.adapters) if model.adapters else ()),
+        *(flag for one in (settings, launch) for flag in shlex.split(f"{one.flags} {getattr(one, f'{role}_flags')}")),
+    )
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    heartbeat = {HEARTBEAT: str(HEARTBEAT_S)} if role == "decode" else {}
+    return EngineCommand(
+        name=name,
+        role=role,
+        host=host,
+        ports=(port, pair.bootstrap_port) if role == "prefill" else (port,),
+        argv=(str(settings.python or python), "-m", "sglang.launch_server", *options),
+        env={**visible, **heartbeat, **settings.environment},
+        ready_url=str(url / "health"),
+    )
+
+
+def _adapter_options(adapters: AdaptersSection) -> tuple[str, ...]:
+    """Room in memory and in a batch; SGLang counts requests without an adapter as one more of a batch."""
+    loaded = str(adapters.max_loaded_adapters + 1)
+    return (
+        *("--enable-lora", "--max-lora-rank", str(adapters.max_rank), "--lora-target-modules", *ADAPTED),
+        *("--max-loras-per-batch", loaded, "--max-loaded-loras", loaded),
+    )
+
+
+def _require_distinct_ports(engines: Sequence[EngineCommand]) -> None:
+    taken = Counter((engine.host, port) for engine in engines for port in engine.ports)
+    for (host, port), times in taken.items():
+        if times > 1:
+            names = " and ".join(e.name for e in engines if e.host == host and port in e.ports)
+            raise ConfigError(
+                f"port {port} of {host} is given {times} times: {names}.",
+                remedy="Give each engine's URL, and each bootstrap_port, a port of its own.",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,52 +166,41 @@ def plan(config: Config, *, folder: Path, python: str, machine: str | None = Non
     `folder` takes logs and random weights, `python` is the router's own interpreter. Raises ConfigError.
     """
     made = {alias: model.random for alias, model in config.models.items() if model.random and model.pairs}
-    folders = {alias: folder / "models" / _weights_name(weights) for alias, weights in made.items()}
-    resolved = replace(config, models={alias: _on(model, folders.get(alias)) for alias, model in config.models.items()})
+    folders = {alias: folder / "models" / f"random-{one.hidden}-{one.layers}-{one.seed}" for alias, one in made.items()}
+    models = {
+        alias: replace(model, path=folders[alias], random=None) if alias in made else model
+        for alias, model in config.models.items()
+    }
+    weights = (
+        (
+            *(python, "-m", "shell_router.launching.random_checkpoint", str(folders[alias])),
+            *("--hidden", str(one.hidden), "--layers", str(one.layers), "--seed", str(one.seed)),
+        )
+        for alias, one in made.items()
+    )
+    resolved = replace(config, models=models)
     engines = commands(resolved, python=python)
     here = _machine(engines, machine)
     return LaunchPlan(
         config=resolved,
         folder=folder,
-        weights=_weights(made, folders, python),
+        weights=tuple(dict.fromkeys(weights)),
         engines=tuple(engine for engine in engines if engine.host == here),
         elsewhere=tuple(engine for engine in engines if engine.host != here),
     )
-
-
-def _on(model: ModelSettings, folder: Path | None) -> ModelSettings:
-    return model if folder is None else replace(model, path=folder, random=None)
-
-
-def _weights(
-    made: Mapping[str, RandomWeights], folders: Mapping[str, Path], python: str
-) -> tuple[tuple[str, ...], ...]:
-    """One command per different model, in the deployment's order."""
-    return tuple(
-        dict.fromkeys(
-            (
-                *(python, *MAKE_WEIGHTS, str(folders[alias])),
-                *("--hidden", str(weights.hidden), "--layers", str(weights.layers), "--seed", str(weights.seed)),
-            )
-            for alias, weights in made.items()
-        )
-    )
-
-
-def _weights_name(weights: RandomWeights) -> str:
-    return f"random-{weights.hidden}-{weights.layers}-{weights.seed}"
 
 
 def _machine(engines: list[EngineCommand], machine: str | None) -> str:
     hosts = list(dict.fromkeys(engine.host for engine in engines))
     if not hosts:
         raise ConfigError(
-            "no pair of this deployment is to be started.", remedy="Add `launch: {}` to a pair; see docs/launching.md."
+            "no pair of this deployment is to be started.",
+            remedy="Add `launch: {}` to a pair; see docs/how-to/launch-engines.md.",
         )
     if machine is None and len(hosts) == 1:
         return hosts[0]
     if machine not in hosts:
-        known = "which of them this machine is, is not said" if machine is None else f"{machine!r} is none of them"
+        known = "which of them is this machine is not known" if machine is None else f"{machine!r} is not among them"
         raise ConfigError(
             f"the engines are on {', '.join(hosts)}; {known}.",
             remedy=f"Name this machine, as in --machine {hosts[0]}.",

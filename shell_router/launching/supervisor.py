@@ -2,38 +2,101 @@
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from time import monotonic
 
 import aiohttp
 
 from shell_router.errors import EngineUnreachable
-from shell_router.launching.commands import EngineCommand
-from shell_router.launching.plan import LaunchPlan
-from shell_router.launching.process import EngineProcess
-from shell_router.launching.restarts import EngineRestarts
+from shell_router.launching.plan import HEARTBEAT_S, EngineCommand, LaunchPlan, Role
+from shell_router.launching.restarts import RestartPolicy, keep_running
+from shell_router.launching.with_parent import with_parent
 
 log = logging.getLogger(__name__)
+
+LOG_TAIL_CHARACTERS = 2000
+
+
+class EngineProcess:
+    """One run after the other of one command. It ends with this process, however that ends (Linux)."""
+
+    def __init__(self, command: EngineCommand, folder: Path) -> None:
+        self.command = command
+        self.log = folder / f"{command.name.replace('/', '-')}.log"
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether its process runs, ready or not."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Start the command; its output is added to the log."""
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *with_parent(self.command.argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.command.env},
+                start_new_session=True,  # Ctrl-C in the terminal is for the router, which stops its engines in order
+            )
+
+    async def ended(self) -> int:
+        """Wait for its end, kill what is left of its group, which may hold ports and GPUs, and give its exit code."""
+        assert self._process is not None
+        code = await self._process.wait()
+        self._signal(signal.SIGKILL)
+        return code
+
+    async def stop(self, limit_s: float) -> None:
+        """SIGTERM to the group, SIGKILL to what is left of it after `limit_s`; returns when the engine is gone."""
+        if self._process is None:
+            return
+        self._signal(signal.SIGTERM)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._process.wait()
+        self._signal(signal.SIGKILL)
+        await self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies is EPERM
+            os.killpg(self._process.pid, number)
+
 
 HTTP_OK = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds: for engines to be ready, for one to stop, between looks at those that start, and lines about them."""
+    """Seconds: for engines to be ready, for one to stop, between looks at those that start, and lines about them.
+
+    A prefill stays away for `prefill_away_s` at least: its decode has then missed two heartbeats and forgotten it.
+    """
 
     start_s: float = 300.0
     stop_s: float = 15.0
     poll_s: float = 0.5
     report_s: float = 10.0
     health_s: float = 5.0
+    prefill_away_s: float = 2 * HEARTBEAT_S + 1.0
+
+
+def policy_of(role: Role, policy: RestartPolicy, patience: Patience) -> RestartPolicy:
+    """The policy for an engine of this role."""
+    return replace(policy, least_delay_s=patience.prefill_away_s) if role == "prefill" else policy
 
 
 @asynccontextmanager
 async def running_engines(
-    launched: LaunchPlan, *, policy: EngineRestarts, patience: Patience, tell: Callable[[str], None] = log.info
+    launched: LaunchPlan, *, policy: RestartPolicy, patience: Patience, tell: Callable[[str], None] = log.info
 ) -> AsyncIterator["Engines"]:
     """Engines that serve, those elsewhere included; on leaving, and on any error, those of the plan are stopped.
 
@@ -60,7 +123,7 @@ class Engines:
     def __init__(
         self,
         launched: LaunchPlan,
-        policy: EngineRestarts,
+        policy: RestartPolicy,
         patience: Patience,
         tell: Callable[[str], None],
         http: aiohttp.ClientSession,
@@ -90,27 +153,20 @@ class Engines:
 
     async def keep(self, process: EngineProcess) -> None:
         """Start the engine again whenever it ends, as the policy says; return when it is to be left down."""
-        while True:
-            code = await process.ended()
-            if not await self._start_again(process, code):
-                return
+
+        async def ended() -> str:
+            return f"{process.command.name} ended with code {await process.ended()}; its output is in {process.log}."
+
+        async def start() -> None:
+            await process.start()
             try:
                 await self._until_ready([process.command])
-            except EngineUnreachable as error:
-                log.warning("%s", error)
+            except EngineUnreachable:
                 await process.stop(self._patience.stop_s)
+                raise
 
-    async def _start_again(self, process: EngineProcess, code: int) -> bool:
-        name = process.command.name
-        delay_s = self._policy.next_delay_s(process.command.role, self._restarted_s[name], monotonic())
-        if delay_s is None:
-            log.error("%s ended with code %d and is left down: restarted too often. Read %s.", name, code, process.log)
-            return False
-        log.warning("%s ended with code %d; it is started again in %.1f s. Read %s.", name, code, delay_s, process.log)
-        await asyncio.sleep(delay_s)
-        self._restarted_s[name].append(monotonic())
-        await process.start()
-        return True
+        policy = policy_of(process.command.role, self._policy, self._patience)
+        await keep_running(ended, start, restarted_s=self._restarted_s[process.command.name], policy=policy)
 
     async def _until_ready(self, waiting: Sequence[EngineCommand]) -> None:
         """Return when all of them serve, telling of each."""
@@ -123,12 +179,17 @@ class Engines:
             waiting = [command for command, ready in zip(waiting, serving, strict=True) if not ready]
             if not waiting:
                 return
+            names = ", ".join(command.name for command in waiting)
             self._require_alive(waiting)
             if now_s - began_s > self._patience.start_s:
-                raise self._late(waiting)
+                logs = " and ".join(str(process.log) for process in self.processes if process.command in waiting)
+                raise EngineUnreachable(
+                    f"{names}: not ready within {self._patience.start_s:g} s.",
+                    remedy=f"Raise limits.engine_start_s, or read {logs or 'the log where it was started'}.",
+                )
             if now_s - reported_s > self._patience.report_s:
                 reported_s = now_s
-                self._tell(f"{_names(waiting)}: starting for {now_s - began_s:.0f} s")
+                self._tell(f"{names}: starting for {now_s - began_s:.0f} s")
             await asyncio.sleep(self._patience.poll_s)
 
     async def _serves(self, command: EngineCommand) -> bool:
@@ -141,18 +202,8 @@ class Engines:
     def _require_alive(self, waiting: Sequence[EngineCommand]) -> None:
         for process in self.processes:
             if process.command in waiting and not process.running:
+                output = process.log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:].strip()
                 raise EngineUnreachable(
-                    f"{process.command.name} ended before it was ready: …{process.log_tail()}",
+                    f"{process.command.name} ended before it was ready: …{output}",
                     remedy=f"Read {process.log}.",
                 )
-
-    def _late(self, waiting: Sequence[EngineCommand]) -> EngineUnreachable:
-        logs = [str(process.log) for process in self.processes if process.command in waiting]
-        return EngineUnreachable(
-            f"{_names(waiting)}: not ready within {self._patience.start_s:g} s.",
-            remedy=f"Raise limits.engine_start_s, or read {' and '.join(logs) or 'the log where it was started'}.",
-        )
-
-
-def _names(waiting: Sequence[EngineCommand]) -> str:
-    return ", ".join(command.name for command in waiting)

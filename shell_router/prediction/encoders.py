@@ -10,8 +10,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-from shell_router.engines.embedder.default_model import WEIGHTS_SHA256, check_weights, default_model
-from shell_router.prediction.vectors import DEFAULT_ENCODER, Encode, Vectors
+from shell_router.engines.embedding import WEIGHTS_SHA256, check_weights, default_model
+from shell_router.prediction.files import DEFAULT_ENCODER, Encode, Vectors
 
 MOST_TOKENS = 8192
 BATCH = 32

@@ -1,49 +1,57 @@
-"""Predictors on disk: JSON and NumPy arrays, which cannot hold code."""
+"""Predictors on disk: a folder with JSON and NumPy arrays, which cannot hold code."""
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shell_router.core.predictors import Prediction
 from shell_router.errors import ConfigError
 
 Arrays = Mapping[str, NDArray[Any]]
+FILES: Mapping[Prediction, tuple[str, str]] = {
+    "scores": ("router.json", "head.npz"),
+    "lengths": ("lengths.json", "lengths.npz"),
+}
+"""What a folder of each kind holds: its description, and its arrays."""
+AGAIN = "Train the predictor again with this version."
 
 
-def write_description(file: Path, form: str, content: Mapping[str, Any]) -> None:
-    """Write `content`, marked with its form. Raises ConfigError."""
+def write_predictor(folder: Path, kind: Prediction, content: Mapping[str, Any], arrays: Arrays) -> None:
+    """Write `content`, marked with its form, and arrays by name, compressed. Raises ConfigError."""
+    description, archive = (folder / name for name in FILES[kind])
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"form": form, **content}, indent=1) + "\n", encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
+        form = {"form": f"shell-router {kind} 1"}
+        description.write_text(json.dumps({**form, **content}, indent=1) + "\n", encoding="utf-8")
+        np.savez_compressed(archive, **dict[str, Any](arrays))
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}.", remedy="Name a folder that you may write to.") from error
+        raise ConfigError(f"{description}: {error.strerror}.", remedy="Name a folder that you may write to.") from error
 
 
-def read_description(file: Path, form: str) -> dict[str, Any]:
-    """What `write_description` wrote in this form. Raises ConfigError for anything else."""
+def read_predictor(folder: Path, kind: Prediction) -> tuple[dict[str, Any], Arrays]:
+    """What `write_predictor` wrote of this kind. Objects, which could hold code, are refused. Raises ConfigError."""
+    description, archive = (folder / name for name in FILES[kind])
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(description.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}.", remedy="Train the predictor again.") from error
-    if not isinstance(found, dict) or found.get("form") != form:
-        raise ConfigError(f"{file} is not of the form {form!r}.", remedy="Train the predictor again with this version.")
-    return found
-
-
-def write_arrays(file: Path, arrays: Arrays) -> None:
-    """Write arrays by name, compressed."""
-    named: dict[str, Any] = dict(arrays)
-    np.savez_compressed(file, **named)
-
-
-def read_arrays(file: Path) -> Arrays:
-    """Arrays by name; objects, which could hold code, are refused. Raises ConfigError."""
+        raise ConfigError(f"{description} cannot be read: {error}.", remedy=AGAIN) from error
+    if not isinstance(found, dict) or found.get("form") != f"shell-router {kind} 1":
+        raise ConfigError(f"{description} is not of the form 'shell-router {kind} 1'.", remedy=AGAIN)
     try:
-        with np.load(file, allow_pickle=False) as found:
-            return {name: found[name] for name in found.files}
+        with np.load(archive, allow_pickle=False) as opened:
+            return found, {name: opened[name] for name in opened.files}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{file} cannot be read: {error}.", remedy="Train the predictor again.") from error
+        raise ConfigError(f"{archive} cannot be read: {error}.", remedy=AGAIN) from error
+
+
+DEFAULT_ENCODER = "default"
+"""The model that the embedder has by default."""
+
+Vectors = NDArray[np.float32]
+Encode = Callable[[Sequence[str]], Vectors]
+"""Texts to vectors [texts, features]."""

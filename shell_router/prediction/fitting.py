@@ -1,21 +1,115 @@
-"""Fits length predictors, and tells how well they order what they did not see (Chimera, table 3)."""
+"""Fits length predictors to recorded traces, and measures how well they order unseen ones (Chimera, table 3)."""
 
 import random
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 from quantile_forest import RandomForestQuantileRegressor
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from shell_router.errors import ConfigError
-from shell_router.prediction.forest import LEAF, Floats, Forest, Places
-from shell_router.prediction.lengths import Features, LengthModel
-from shell_router.prediction.ranking import kendall_distance
-from shell_router.prediction.sketch import Sketch
-from shell_router.prediction.traces import TracedRun
+from shell_router.core.predictors import Prospect
+from shell_router.errors import ConfigError, DataError, require
+from shell_router.prediction.lengths import LEAF, Features, Forest, LengthModel, Places, Sketch
+
+NUMBERS = ("system_tokens", "user_tokens", "known_tokens", "output_tokens", "started_at", "started_s")
+TEXTS = ("program", "topology", "agent", "stage", "model", "state")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRun:
+    """One agent's run: what was known before it, what it and all after it in its program wrote, and when it came."""
+
+    program: str
+    prospect: Prospect
+    model: str
+    own_tokens: int
+    total_tokens: int
+    prompt_tokens: int
+    arrived_s: float
+    whole: bool
+    """It and all after it ran to their ends."""
+
+
+def read_traces(paths: Sequence[Path]) -> list[TracedRun]:
+    """The runs in files, and in all .jsonl files of folders, in the order of their arrival. Raises ConfigError."""
+    files = [file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
+    require(bool(files), "There are no .jsonl files.", "Name the folder that `record.folder` names.")
+    programs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for file in files:
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}.", remedy="Name a file of traces.") from error
+        for number, line in enumerate(content.splitlines(), start=1):
+            found = _checked(line, f"{file}:{number}")
+            programs[found["program"]].append(found)
+    runs = [run for lines in programs.values() for run in _runs(lines)]
+    require(bool(runs), "The traces hold no run.", "Record some: docs/how-to/choose-models.md explains it.")
+    return sorted(runs, key=lambda run: run.arrived_s)
+
+
+def _checked(line: bytes, where: str) -> dict[str, Any]:
+    remedy = "Name files that the router recorded."
+    try:
+        found = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{where}: this is not JSON ({error}).", remedy=remedy) from None
+    fits = isinstance(found, dict) and all(isinstance(found.get(name), str) for name in TEXTS)
+    if not fits or not all(isinstance(found.get(name), int | float) for name in NUMBERS):
+        raise DataError(f"{where}: this is not a line of a trace file.", remedy=remedy)
+    return dict(found)
+
+
+def _runs(lines: Sequence[Mapping[str, Any]]) -> Iterator[TracedRun]:
+    """The runs of one program, each with what followed it."""
+    by_agent = {line["agent"]: line for line in lines}
+    readers: dict[str, list[str]] = defaultdict(list)
+    for line in lines:
+        for precursor in line.get("reads", ()):
+            readers[precursor].append(line["agent"])
+    for line in lines:
+        following, frontier = set(), [line["agent"]]  # the agent, and all that read it, directly or not
+        while frontier:
+            if (one := frontier.pop()) not in following:
+                following.add(one)
+                frontier.extend(readers.get(one, ()))
+        after = [by_agent[agent] for agent in following]
+        system, user, known = (int(line[name]) for name in ("system_tokens", "user_tokens", "known_tokens"))
+        models, text = (line["model"],), line.get("user", "")
+        yield TracedRun(
+            line["program"],
+            Prospect(line["topology"], line["stage"], text, system, user, known, models, scored=False),
+            line["model"],
+            int(line["output_tokens"]),
+            int(sum(one["output_tokens"] for one in after)),
+            int(line.get("prompt_tokens") or line["known_tokens"]),
+            line["started_at"] + line["started_s"],
+            line["state"] == "finished" and all(one["state"] in ("finished", "skipped") for one in after),
+        )
+
+
+def kendall_distance(predicted: Sequence[float], true: Sequence[float]) -> float:
+    """Share of pairs, of those that differ in truth, whose order `predicted` has wrong; a tie in it counts half.
+
+    0 is the right order, 1 the opposite, 0.5 chance. NaN where no two differ.
+    """
+    guess, truth = np.asarray(predicted, dtype=float), np.asarray(true, dtype=float)
+    wrong = pairs = 0.0
+    for place in range(len(truth) - 1):
+        real = np.sign(truth[place + 1 :] - truth[place])
+        seen = np.sign(guess[place + 1 :] - guess[place])
+        counted = real != 0
+        pairs += counted.sum()
+        wrong += (seen[counted] == -real[counted]).sum() + 0.5 * (seen[counted] == 0).sum()
+    return float(wrong / pairs) if pairs else float("nan")
+
 
 LEAST_PROGRAMS = 10
 
@@ -48,8 +142,8 @@ def train_lengths(runs: Sequence[TracedRun], settings: ForestSettings) -> tuple[
     """A predictor of `runs` that ended, trained on all but the held-out programs. Raises ConfigError for too few."""
     ended = [run for run in runs if run.whole]
     programs = sorted({run.program for run in ended})
-    if len(programs) < LEAST_PROGRAMS:
-        raise ConfigError(f"{len(programs)} whole programs are too few to learn from.", remedy="Record more.")
+    few = f"{len(programs)} whole programs are too few to learn from."
+    require(len(programs) >= LEAST_PROGRAMS, few, "Record more.")
     random.Random(settings.seed).shuffle(programs)
     judging = set(programs[: max(1, round(settings.held_out * len(programs)))])
     model = fit_lengths([run for run in ended if run.program not in judging], settings)
@@ -65,21 +159,19 @@ def fit_lengths(runs: Sequence[TracedRun], settings: ForestSettings) -> LengthMo
         _sketch([run.prospect.user for run in runs], settings),
     )
     rows = features.rows([(run.prospect, run.model) for run in runs])
-    own = fit_forest(rows, [run.own_tokens for run in runs], settings)
-    return LengthModel(features, own, fit_forest(rows, [run.total_tokens for run in runs], settings))
 
+    def forest(targets: Sequence[float]) -> Forest:
+        """One that keeps all targets of its leaves."""
+        fitted = RandomForestQuantileRegressor(
+            settings.trees,
+            min_samples_leaf=settings.leaf,
+            max_samples_leaf=None,
+            random_state=settings.seed,
+            n_jobs=1,
+        )
+        return exported(fitted.fit(rows, np.asarray(targets, dtype=float)))
 
-def fit_forest(rows: Floats, targets: Sequence[float], settings: ForestSettings) -> Forest:
-    """A quantile forest that keeps all targets of its leaves, as arrays."""
-    forest = RandomForestQuantileRegressor(
-        settings.trees,
-        min_samples_leaf=settings.leaf,
-        max_samples_leaf=None,
-        random_state=settings.seed,
-        n_jobs=1,
-    )
-    forest.fit(rows, np.asarray(targets, dtype=float))
-    return exported(forest)
+    return LengthModel(features, forest([run.own_tokens for run in runs]), forest([run.total_tokens for run in runs]))
 
 
 def exported(forest: RandomForestQuantileRegressor) -> Forest:
@@ -130,18 +222,14 @@ def _sketch(texts: Sequence[str], settings: ForestSettings) -> Sketch | None:
 
 def judged(model: LengthModel, runs: Sequence[TracedRun]) -> list[LengthScore]:
     """Per model, how `runs` are ordered by the predictor, by arrival, and by the prompt's length."""
-    by_model = {name: [run for run in runs if run.model == name] for name in model.features.models}
-    return [_score(model, name, found) for name, found in by_model.items() if found]
-
-
-def _score(model: LengthModel, name: str, runs: Sequence[TracedRun]) -> LengthScore:
-    told = [answer["total_tokens"][name] for answer in model.answers([run.prospect for run in runs])]
-    true = [float(run.total_tokens) for run in runs]
-    return LengthScore(
-        name,
-        len(runs),
-        kendall_distance(told, true),
-        kendall_distance([run.arrived_s for run in runs], true),
-        kendall_distance([float(run.prompt_tokens) for run in runs], true),
-        float(np.median(np.abs(np.array(told) - np.array(true)))),
-    )
+    scores = []
+    for name in model.features.models:
+        of = [run for run in runs if run.model == name]
+        predicted = [answer["total_tokens"][name] for answer in model.answers([run.prospect for run in of])]
+        true = [float(run.total_tokens) for run in of]
+        if of:
+            by_arrival = kendall_distance([run.arrived_s for run in of], true)
+            by_input = kendall_distance([float(run.prompt_tokens) for run in of], true)
+            error = float(np.median(np.abs(np.array(predicted) - np.array(true))))
+            scores.append(LengthScore(name, len(of), kendall_distance(predicted, true), by_arrival, by_input, error))
+    return scores

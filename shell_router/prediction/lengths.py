@@ -1,18 +1,85 @@
-"""How many tokens an agent will write, and its program from it on (Chimera, 3.4): the paper's features, two forests."""
+"""How many tokens an agent and its program from it on will write (Chimera, 3.4): features, and two quantile forests."""
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shell_router.core.prediction import Prospect
-from shell_router.prediction.files import read_arrays, read_description, write_arrays, write_description
-from shell_router.prediction.forest import Floats, Forest
-from shell_router.prediction.sketch import Sketch
+from shell_router.core.predictors import Prospect
+from shell_router.prediction.files import Arrays, read_predictor, write_predictor
 
-FORM = "shell-router lengths 1"
-DESCRIPTION, ARRAYS = "lengths.json", "lengths.npz"
+Floats = NDArray[np.float32]
+Places = NDArray[np.int32]
+LEAF = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """The nodes of all trees one behind the other: a row goes left where its `feature` is at most `threshold`.
+
+    `left` of a leaf is LEAF, and `values[begins[node]:ends[node]]` are the targets that fell into it.
+    """
+
+    roots: Places
+    left: Places
+    right: Places
+    feature: Places
+    threshold: NDArray[np.float64]
+    begins: Places
+    ends: Places
+    values: Floats
+
+    def medians(self, rows: Floats) -> list[float]:
+        """Per row [rows, features] the median of the targets in its leaves, all trees' together."""
+        nodes, row = np.tile(self.roots, (len(rows), 1)), np.arange(len(rows))[:, None]
+        while (inner := self.left[nodes] != LEAF).any():
+            goes_left = rows[row, self.feature[nodes]] <= self.threshold[nodes]
+            nodes = np.where(inner, np.where(goes_left, self.left[nodes], self.right[nodes]), nodes)
+        fell = ([self.values[self.begins[leaf] : self.ends[leaf]] for leaf in leaves] for leaves in nodes)
+        return [float(np.median(np.concatenate(targets))) for targets in fell]
+
+    def arrays(self, name: str) -> Arrays:
+        """All arrays, their names beginning with `name`."""
+        return {f"{name}.{field}": getattr(self, field) for field in self.__slots__}
+
+    @classmethod
+    def of_arrays(cls, name: str, arrays: Arrays) -> "Forest":
+        """The forest that `arrays` gave under this name."""
+        return cls(**{field: arrays[f"{name}.{field}"] for field in cls.__slots__})
+
+
+_WORD = re.compile(r"(?u)\b\w\w+\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """`vocabulary` gives each term its row in `idf` [terms] and `projection` [terms, components]."""
+
+    vocabulary: Mapping[str, int]
+    idf: NDArray[np.float64]
+    projection: NDArray[np.float64]
+
+    def of(self, texts: Sequence[str]) -> NDArray[np.float64]:
+        """[texts, components]; a text without a known term is all zeros."""
+        found = np.zeros((len(texts), self.projection.shape[1]))
+        for place, text in enumerate(texts):
+            counts = Counter(row for term in _terms(text) if (row := self.vocabulary.get(term)) is not None)
+            if counts:
+                rows = np.fromiter(counts, dtype=np.int64)
+                weights = np.fromiter(counts.values(), dtype=np.float64) * self.idf[rows]
+                found[place] = (weights / np.linalg.norm(weights)) @ self.projection[rows]
+        return found
+
+
+def _terms(text: str) -> list[str]:
+    """Words of at least two characters in lower case, and neighbouring pairs of them."""
+    words = _WORD.findall(text.lower())
+    return [*words, *(f"{one} {other}" for one, other in pairwise(words))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,39 +129,40 @@ class LengthModel:
 
     def answers(self, prospects: Sequence[Prospect]) -> list[Mapping[str, Mapping[str, float]]]:
         """Per prospect the medians per model; models that training did not meet are left out."""
-        asked = [(one, model) for one in prospects for model in one.models if model in self.features.models]
+        known = self.features.models
+        asked = [(one, model) for one in prospects for model in one.models if model in known]
         if not asked:
             return [{} for _ in prospects]
         rows = self.features.rows(asked)
-        found: list[dict[str, dict[str, float]]] = [{"own_tokens": {}, "total_tokens": {}} for _ in prospects]
         medians = iter(zip(self.own.medians(rows), self.total.medians(rows), strict=True))
-        for place, one in enumerate(prospects):
-            for model in one.models:
-                if model in self.features.models:
-                    found[place]["own_tokens"][model], found[place]["total_tokens"][model] = next(medians)
-        return [*found]
+        each = [{model: next(medians) for model in one.models if model in known} for one in prospects]
+        return [
+            {
+                "own_tokens": {model: own for model, (own, _) in found.items()},
+                "total_tokens": {model: total for model, (_, total) in found.items()},
+            }
+            for found in each
+        ]
 
     def save(self, folder: Path) -> None:
         """Write the folder. Raises ConfigError."""
-        features = self.features
-        vocabulary = None if features.sketch is None else dict(features.sketch.vocabulary)
+        features, sketch = self.features, self.features.sketch
         content = {
             "workflows": list(features.workflows),
             "stages": list(features.stages),
             "models": list(features.models),
-            "vocabulary": vocabulary,
+            "vocabulary": None if sketch is None else dict(sketch.vocabulary),
         }
-        write_description(folder / DESCRIPTION, FORM, content)
         arrays = {**self.own.arrays("own"), **self.total.arrays("total")}
-        if features.sketch is not None:
-            arrays |= {"idf": features.sketch.idf, "projection": features.sketch.projection}
-        write_arrays(folder / ARRAYS, arrays)
+        if sketch is not None:
+            arrays |= {"idf": sketch.idf, "projection": sketch.projection}
+        write_predictor(folder, "lengths", content, arrays)
 
     @classmethod
     def load(cls, folder: Path) -> "LengthModel":
         """Read the folder. Raises ConfigError."""
-        told = read_description(folder / DESCRIPTION, FORM)
-        arrays = read_arrays(folder / ARRAYS)
-        sketch = Sketch(told["vocabulary"], arrays["idf"], arrays["projection"]) if told["vocabulary"] else None
-        features = Features(told["workflows"], told["stages"], told["models"], sketch)
+        described, arrays = read_predictor(folder, "lengths")
+        words = described["vocabulary"]
+        sketch = Sketch(words, arrays["idf"], arrays["projection"]) if words else None
+        features = Features(described["workflows"], described["stages"], described["models"], sketch)
         return cls(features, Forest.of_arrays("own", arrays), Forest.of_arrays("total", arrays))

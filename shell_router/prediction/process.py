@@ -1,54 +1,41 @@
-"""A prediction process: prospects to scores or lengths (`side_process`)."""
+"""The process of one predictor, which `PredictionService` starts."""
 
-# ruff: noqa: PLC0415 - what a kind of model needs is loaded late, so that the end of the input is seen meanwhile
-
-import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from shell_router.core.prediction import Prospect
-from shell_router.prediction.wire import Answers, packed_answers, unpacked_prospects
-from shell_router.side_process.serving import Work, serve
+import orjson
 
-Predict = Callable[[Sequence[Prospect]], Answers]
+from shell_router.core.predictors import Prospect
+from shell_router.launching.side_process import Work, serve
 
 
 def main() -> None:
-    """Serve the predictor named on the command line."""
-    settings = _arguments()
-    serve(lambda: predicting(_load(settings)), settings.max_batch, settings.gather_s)
+    """Serve the predictor that the command line names (see PredictionService)."""
+    kind, folder, device, threads, max_batch, gather_s = sys.argv[1:]
+
+    def load() -> Work:
+        # loaded late, so that the end of the input is noticed meanwhile
+        from shell_router.prediction.lengths import LengthModel  # noqa: PLC0415
+        from shell_router.prediction.scores import load_scores  # noqa: PLC0415
+
+        if kind == "lengths":
+            return predicting(LengthModel.load(Path(folder)).answers)
+        return predicting(load_scores(Path(folder), device=device, threads=int(threads)).answers)
+
+    serve(load, int(max_batch), float(gather_s))
 
 
-def predicting(predict: Predict) -> Work:
-    """`predict` as the process's work: the prospects of all calls that wait are one batch."""
+def predicting(predict: Callable[[Sequence[Prospect]], Sequence[Any]]) -> Work:
+    """`predict` as the process's work: the prospects of all waiting calls are one batch."""
 
     def work(bodies: Sequence[bytes]) -> list[tuple[bytes]]:
-        calls = [unpacked_prospects(body) for body in bodies]
+        calls = [[Prospect(**{**one, "models": tuple(one["models"])}) for one in orjson.loads(body)] for body in bodies]
         answers = iter(predict([one for call in calls for one in call]))
-        return [(packed_answers([next(answers) for _ in call]),) for call in calls]
+        return [(orjson.dumps([next(answers) for _ in call]),) for call in calls]
 
     return work
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m shell_router.prediction.process")
-    parser.add_argument("kind", choices=("scores", "lengths"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--max-batch", type=int, required=True)
-    parser.add_argument("--gather-s", type=float, required=True)
-    return parser.parse_args()
-
-
-def _load(settings: argparse.Namespace) -> Predict:
-    if settings.kind == "lengths":
-        from shell_router.prediction.lengths import LengthModel
-
-        return LengthModel.load(settings.folder).answers
-    from shell_router.prediction.scores import load_scores
-
-    return load_scores(settings.folder, device=settings.device, threads=settings.threads).answers
 
 
 if __name__ == "__main__":

@@ -7,13 +7,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shell_router.core.prediction import Prospect
+from shell_router.core.predictors import Prospect
 from shell_router.errors import ConfigError
-from shell_router.prediction.files import read_arrays, read_description, write_arrays, write_description
-from shell_router.prediction.vectors import Encode, Vectors
+from shell_router.prediction.files import Encode, Vectors, read_predictor, write_predictor
 
-FORM = "shell-router scores 1"
-DESCRIPTION, ARRAYS, ENCODER = "router.json", "head.npz", "encoder"
+ENCODER = "encoder"
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One model's answer to one question, and whether it was right."""
+
+    question: str
+    model: str
+    right: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +66,15 @@ def save_scores(folder: Path, head: Head, encoder: str) -> None:
     """Write the folder. `encoder` is "default", a path or name as sentence-transformers takes it, or "encoder" for the
     fine-tuned one in the folder itself. Raises ConfigError.
     """
-    write_description(folder / DESCRIPTION, FORM, {"models": list(head.models), "encoder": encoder})
-    write_arrays(folder / ARRAYS, {"weights": head.weights, "bias": head.bias})
+    arrays = {"weights": head.weights, "bias": head.bias}
+    write_predictor(folder, "scores", {"models": list(head.models), "encoder": encoder}, arrays)
 
 
 def load_scores(folder: Path, *, device: str, threads: int) -> ScoreModel:
     """Read the folder, and load its encoder. Raises ConfigError."""
-    told, arrays = read_description(folder / DESCRIPTION, FORM), read_arrays(folder / ARRAYS)
-    head = Head(tuple(told["models"]), arrays["weights"], arrays["bias"])
-    return ScoreModel(encoder_of(folder, told["encoder"], device=device, threads=threads), head)
+    described, arrays = read_predictor(folder, "scores")
+    head = Head(tuple(described["models"]), arrays["weights"], arrays["bias"])
+    return ScoreModel(encoder_of(folder, described["encoder"], device=device, threads=threads), head)
 
 
 def encoder_of(folder: Path, named: str, *, device: str, threads: int) -> Encode:

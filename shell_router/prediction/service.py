@@ -1,87 +1,71 @@
-"""The router's side of the predictors: each a process of its own, asked in batches, given up at a limit (3.8)."""
+"""The router's side of predictors: each in a process of its own, asked in batches within a limit (Chimera, 3.8)."""
 
 import asyncio
+import logging
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 
-from shell_router.core.prediction import Forecast, Forecasts, Prediction, Prospect
+import orjson
+
+from shell_router.app.wings import RunningPredictor
+from shell_router.config import PredictionSettings
+from shell_router.core.predictors import Forecast, Forecasts, Prediction, Prospect
 from shell_router.errors import ConfigError, EngineError
-from shell_router.prediction.wire import Answers, packed_prospects, unpacked_answers
-from shell_router.side_process import ProcessLimits, SideProcess
+from shell_router.launching.side_process import ProcessLimits, SideProcess
+from shell_router.prediction.files import FILES
 
+log = logging.getLogger(__name__)
+
+Answers = Sequence[Mapping[str, Mapping[str, float]]]
+"""Per prospect, by kind ("scores", "own_tokens", "total_tokens"), per model."""
+
+GATHER_S, MAX_BATCH = 0.002, 32
+"""A batch takes the requests that come within GATHER_S of its first, MAX_BATCH at most."""
 HANG_S = 20.0
-"""A process that owes an answer for so long is killed and started anew; until then its calls end at their limit."""
-DESCRIPTIONS = {"scores": "router.json", "lengths": "lengths.json"}
-"""The file that a folder of each kind holds."""
+"""A process that has not answered for this time is killed and started anew; until then its calls end at their limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Most seconds for a call; how long a batch gathers and how large it gets; where the models run."""
-
-    call_s: float = 0.2
-    gather_s: float = 0.002
-    max_batch: int = 32
-    device: str = "cpu"
-    threads: int = 1
-
-
-class PredictionService:
+class PredictionService(SideProcess):
     """One predictor's process. Raises ConfigError where `folder` holds no predictor of this `kind`."""
 
-    def __init__(self, kind: Prediction, folder: Path, limits: Limits) -> None:
-        if not (folder / DESCRIPTIONS[kind]).is_file():
+    def __init__(self, kind: Prediction, folder: Path, settings: PredictionSettings) -> None:
+        description, _ = FILES[kind]
+        if not (folder / description).is_file():
             command = "router" if kind == "scores" else "lengths"
             raise ConfigError(
-                f"prediction.{kind}: {folder} holds no {DESCRIPTIONS[kind]}.",
+                f"prediction.{kind}: {folder} holds no {description}.",
                 remedy=f"Name a folder that `shell-router train {command}` wrote.",
             )
         self.kind = kind
-        self._call_s = limits.call_s
-        command_line = [sys.executable, "-m", "shell_router.prediction.process", kind, str(folder)]
-        command_line += ["--device", limits.device, "--threads", str(limits.threads)]
-        command_line += ["--max-batch", str(limits.max_batch), "--gather-s", str(limits.gather_s)]
-        self._process = SideProcess(
+        self._limit_s = settings.limit_s
+        threads = str(settings.threads)
+        working = (settings.device, threads, str(MAX_BATCH), str(GATHER_S))
+        offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        super().__init__(
             f"{kind} predicting",
-            command_line,
-            _environment(limits.threads),
-            ProcessLimits(limits.call_s, hang_s=HANG_S),
+            [sys.executable, "-m", "shell_router.prediction.process", kind, str(folder), *working],
+            {**os.environ, **offline, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads},
+            ProcessLimits(settings.limit_s, hang_s=HANG_S),
         )
-
-    @property
-    def pid(self) -> int | None:
-        """The running process's id."""
-        return self._process.pid
-
-    async def start(self) -> None:
-        """Start the process and wait until its model is loaded. EngineError if it cannot be."""
-        await self._process.start()
 
     async def answers(self) -> bool:
         """Whether the process is there and ready."""
-        return self._process.pid is not None
+        return self.pid is not None
 
-    async def ask(self, prospects: Sequence[Prospect]) -> Answers:
+    async def predict(self, prospects: Sequence[Prospect]) -> Answers:
         """One answer per prospect. EngineError, or TimeoutError at the limit, which counts a start, too."""
-        async with asyncio.timeout(self._call_s):
-            return unpacked_answers(await self._process.ask(packed_prospects(prospects)))
-
-    async def aclose(self) -> None:
-        """End the process."""
-        await self._process.aclose()
-
-
-def _environment(threads: int) -> dict[str, str]:
-    count = str(threads)
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**os.environ, **offline, "OMP_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count}
+        async with asyncio.timeout(self._limit_s):
+            answered = await self.ask(orjson.dumps([asdict(one) for one in prospects]))
+        found: Answers = orjson.loads(answered)
+        return found
 
 
 class Predictions:
-    """Asks both services at the same time (core.prediction.Predictor); either may be missing, slow or dead."""
+    """Asks both services at the same time (see `core.predictors.Predictor`); either may be missing, slow or dead."""
 
     def __init__(self, scores: PredictionService | None, lengths: PredictionService | None) -> None:
         self._scores = scores
@@ -113,9 +97,37 @@ async def _asked(
     if service is None or not prospects:
         return nothing
     try:
-        return await service.ask(prospects)
+        return await service.predict(prospects)
     except EngineError as error:
         trouble[service.kind] = str(error)
     except TimeoutError:
         trouble[service.kind] = "not ready, or too slow for prediction.limit_s"
     return nothing
+
+
+@asynccontextmanager
+async def running_predictor(settings: PredictionSettings) -> AsyncIterator[RunningPredictor]:
+    """The trained predictors while the context is open, each in its process; they load in the background.
+
+    Raises ConfigError for a folder that holds none.
+    """
+    folders: Mapping[Prediction, Path | None] = {"scores": settings.scores, "lengths": settings.lengths}
+    services = {kind: PredictionService(kind, folder, settings) for kind, folder in folders.items() if folder}
+    loading = [asyncio.create_task(_load(one), name=f"{kind}-load") for kind, one in services.items()]
+    try:
+        checks = {f"predicted {kind}": one.answers for kind, one in services.items()}
+        yield RunningPredictor(Predictions(services.get("scores"), services.get("lengths")), checks)
+    finally:
+        for task in loading:
+            task.cancel()
+        await asyncio.gather(*loading, return_exceptions=True)
+        for service in services.values():
+            await service.aclose()
+
+
+async def _load(service: PredictionService) -> None:
+    """Log a failed start; each choice reports it again, and it is tried again after a while."""
+    try:
+        await service.start()
+    except EngineError as error:
+        log.error("no predicted %s: %s", service.kind, error)

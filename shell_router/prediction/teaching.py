@@ -1,5 +1,6 @@
-"""Trains semantic routers, and tells how well they do on questions they did not see (Chimera, table 2)."""
+"""Trains the semantic router (Chimera, 3.3) on graded answers, and judges it on held-out questions."""
 
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,20 +11,11 @@ from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score
 
-from shell_router.errors import ConfigError
-from shell_router.prediction.scores import Head
-from shell_router.prediction.vectors import Vectors
+from shell_router.errors import require
+from shell_router.prediction.files import DEFAULT_ENCODER, Vectors
+from shell_router.prediction.scores import ENCODER, Graded, Head, encoder_of, save_scores
 
 LEAST_QUESTIONS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Graded:
-    """One model's answer to one question, and whether it was right."""
-
-    question: str
-    model: str
-    right: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +42,11 @@ def lessons_of(answers: Sequence[Graded]) -> Lessons:
     """All answers, several of one model to one question as their mean. Raises ConfigError for too few."""
     questions = tuple(dict.fromkeys(one.question for one in answers))
     models = tuple(dict.fromkeys(one.model for one in answers))
-    if len(questions) < LEAST_QUESTIONS or len(models) < 2:
-        raise ConfigError(
-            f"{len(questions)} questions answered by {len(models)} models are too few to learn from.",
-            remedy=f"Ask at least two models at least {LEAST_QUESTIONS} questions: docs/model-choice.md says how.",
-        )
+    require(
+        len(questions) >= LEAST_QUESTIONS and len(models) > 1,
+        f"{len(questions)} questions answered by {len(models)} models are too few to learn from.",
+        f"Ask at least two models at least {LEAST_QUESTIONS} questions: see docs/how-to/choose-models.md.",
+    )
     places = {question: place for place, question in enumerate(questions)}
     columns = {model: column for column, model in enumerate(models)}
     sums, counts = np.zeros((len(questions), len(models))), np.zeros((len(questions), len(models)))
@@ -103,9 +95,7 @@ class RouterScore:
 
 
 def judged_router(scores: NDArray[np.float64], lessons: Lessons) -> RouterScore:
-    """How well `scores` [questions, models] tell who will be right; questions that not all were asked count for
-    precision alone.
-    """
+    """How well `scores` [questions, models] order answers. Only precision counts questions that some model lacks."""
     precisions, shares = [], []
     for column in range(len(lessons.models)):
         asked = ~np.isnan(lessons.right[:, column])
@@ -167,3 +157,33 @@ def fine_tune(encoder: str, lessons: Lessons, settings: TuningSettings, device: 
     tokenizer.save_pretrained(out)
     weights = head.weight.detach().cpu().double().numpy().T
     return Head(lessons.models, weights, head.bias.detach().cpu().double().numpy())
+
+
+def train_router(
+    lessons: Lessons,
+    out: Path,
+    *,
+    encoder: str = DEFAULT_ENCODER,
+    tuning: TuningSettings | None = None,
+    held_out: float = 0.2,
+    seed: int = 0,
+    device: str = "cpu",
+    threads: int = 1,
+) -> RouterScore:
+    """Train on all but the held-out questions, write the folder `out`, and judge what it holds.
+
+    `encoder` stays as it is and gets a head, or with `tuning` is trained with it.
+    """
+    learned, judging = lessons.split(held_out, seed)
+    if tuning:
+        named = ENCODER
+        head = fine_tune(encoder, learned, tuning, device, out / ENCODER)
+    else:
+        named = encoder
+        if Path(named).is_dir():  # named as seen from `out`, so that both may move together
+            named = os.path.relpath(Path(named).resolve(), out.resolve())
+            named = named if named.startswith(".") else f"./{named}"
+        head = fit_head(encoder_of(out, named, device=device, threads=threads)(learned.questions), learned)
+    save_scores(out, head, named)
+    encode = encoder_of(out, named, device=device, threads=threads)
+    return judged_router(head.scores(encode(judging.questions)), judging)

@@ -1,7 +1,7 @@
 """Extends unmodified SGLang, through its own plugin framework, by what Faster-MoA asks of a prefill engine.
 
 SGLang calls `register` in every one of its processes (entry point group `sglang.srt.plugins`). This package runs there:
-it imports nothing of the router, and SGLang only where a function needs it. docs/sglang.md says what it changes.
+it imports nothing of the router, and SGLang only where a function needs it. See docs/reference/sglang.md.
 """
 
 import logging
@@ -10,23 +10,31 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from shell_router.sglang_plugin.experts import RECORD_FILE, ExpertCounter, record_file
-from shell_router.sglang_plugin.kv_transfer import index_on_host_without_cuda, status_of_room
-from shell_router.sglang_plugin.names import (
+from shell_router.sglang_plugin.compatibility import (
     CALC_PRIORITY,
     KV_CLASS,
     LAUNCH_SERVER,
     RECORDER,
     REQUEST,
     ROOM_STATUS,
+    SUPPORTED,
     has_waiting_queue,
+    is_supported,
     missing_names,
     missing_of_recorder,
 )
-from shell_router.sglang_plugin.pinned_memory import MAKERS, PIN, as_it_is, has_accelerator, unpinned
-from shell_router.sglang_plugin.prefix_cache import keep_prefill_only_kv
+from shell_router.sglang_plugin.experts import RECORD_FILE, ExpertCounter, record_file
+from shell_router.sglang_plugin.patches import (
+    MAKERS,
+    PIN,
+    as_it_is,
+    has_accelerator,
+    index_on_host_without_cuda,
+    keep_prefill_only_kv,
+    status_of_room,
+    unpinned,
+)
 from shell_router.sglang_plugin.routes import add_routes
-from shell_router.sglang_plugin.versions import SUPPORTED, is_supported
 from shell_router.sglang_plugin.waiting_queue import VARIABLE, asked_age_s, shortest_prefill_first
 
 logger = logging.getLogger(__name__)
@@ -47,7 +55,7 @@ def register() -> None:
 def _stay_off(reason: str) -> None:
     logger.error(
         "The shell_router plugin %s, and stays off: prefill-only requests will cost a KV transfer each. Install a "
-        "version that docs/sglang.md says was tried, or set SGLANG_PLUGINS to leave the plugin out.",
+        "version that docs/reference/sglang.md says was tried, or set SGLANG_PLUGINS to leave the plugin out.",
         reason,
     )
 
@@ -86,7 +94,7 @@ def _register_recording(registry: Any, kind: Any, file: Path) -> None:
     if missing := missing_of_recorder():
         logger.error(
             "The shell_router plugin finds no %s in this SGLang, and records no experts. Install a version that "
-            "docs/sglang.md says was tried, or leave %s unset.",
+            "docs/reference/sglang.md says was tried, or leave %s unset.",
             ", ".join(missing),
             RECORD_FILE,
         )

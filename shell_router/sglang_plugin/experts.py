@@ -1,4 +1,4 @@
-"""Which experts tokens choose, and which follow which: counted beside SGLang's own recorder, on request.
+"""Which experts tokens choose, and which follow which: counted next to SGLang's own recorder, on request.
 
 SGLang's `--expert-distribution-recorder-mode` counts activations, layer by layer. Placement also asks which expert of a
 layer follows which of the layer before (Gimbal, section V.A.6), so the same choices are counted here, and a dump of
@@ -21,7 +21,7 @@ NEEDED_MODE: Final = "--expert-distribution-recorder-mode stat"
 
 
 def record_file(variables: Mapping[str, str] = os.environ) -> Path | None:
-    """The file that RECORD_FILE names, None where nobody asked for a record."""
+    """The file that RECORD_FILE names, None where no record is asked for."""
     named = variables.get(RECORD_FILE)
     return Path(named) if named else None
 
@@ -34,7 +34,7 @@ def can_record(server_args: Any, file: Path | None) -> bool:
         logger.error("%s is set, but experts are recorded only with %s.", RECORD_FILE, NEEDED_MODE)
         return False
     if server_args.enable_two_batch_overlap:
-        logger.error("Experts are not recorded with --enable-two-batch-overlap: its halves cannot be told apart.")
+        logger.error("Experts are not recorded with --enable-two-batch-overlap: its halves cannot be distinguished.")
         return False
     return True
 

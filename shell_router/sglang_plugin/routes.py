@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shell_router.sglang_plugin.experts import can_record, record_file
-from shell_router.sglang_plugin.prefix_cache import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
+from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ def add_routes(server_args: Any, *_arguments: Any, **_named: Any) -> None:
         return
     found = capabilities(server_args, version("sglang"))
 
-    async def tell() -> dict[str, Any]:
+    async def report() -> dict[str, Any]:
         return found
 
-    http_server.app.add_api_route("/shell_router/capabilities", tell, methods=["GET"])
+    http_server.app.add_api_route("/shell_router/capabilities", report, methods=["GET"])
     if found["disaggregation_mode"] == "prefill":
         http_server.app.add_api_route("/prefill_only", prefill_only_route(), methods=["POST"])
     if found["expert_record"] and (file := record_file()) is not None:

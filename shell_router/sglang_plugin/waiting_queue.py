@@ -1,4 +1,4 @@
-"""Gimbal's Algorithm 2 in SGLang's own waiting queue: the shortest prefill first, and who has waited long before all.
+"""Gimbal's Algorithm 2 in SGLang's own waiting queue: the shortest prefill first, requests that waited long before all.
 
 SGLang's `--schedule-policy shortest-prefill-first` never ages. This is off unless SHELL_ROUTER_SHORTEST_PREFILL_AGE_S
 is set to the seconds after which a request goes first.
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from shell_router.sglang_plugin.prefix_cache import is_ours
+from shell_router.sglang_plugin.patches import is_ours
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ VARIABLE: Final = "SHELL_ROUTER_SHORTEST_PREFILL_AGE_S"
 
 
 def asked_age_s(environ: Mapping[str, str] = os.environ) -> float | None:
-    """The seconds that the environment asks for; None, told in the log, where they are no seconds."""
+    """The seconds that the environment asks for; None, with an error in the log, where they are no seconds."""
     given = environ.get(VARIABLE)
     if given is None:
         return None
@@ -37,18 +37,19 @@ def shortest_prefill_first(
 ) -> Callable[..., None]:
     """What is to run after `SchedulePolicy.calc_priority`; `clock` is that of `wait_queue_entry_time`.
 
-    It leaves alone servers that schedule by priority, which somebody asked for, and those of several ranks: each rank's
-    clock is its own, and ranks that choose different requests wait for each other for ever.
+    It leaves alone servers that schedule by priority and those of several ranks: each rank's
+    clock is its own, and ranks that choose different requests deadlock.
     """
     count = ranks or world_size
-    told: list[bool] = []
+    warned = False
 
     def reorder(_sorted: None, policy: Any, waiting_queue: list[Any], *_arguments: Any, **_named: Any) -> None:
+        nonlocal warned
         if len(waiting_queue) < 2 or policy.enable_priority_scheduling:
             return
         if count() > 1:
-            if not told:
-                told.append(True)
+            if not warned:
+                warned = True
                 logger.error("%s has no effect: it is for servers of one rank.", VARIABLE)
             return
         now_s = clock()
@@ -58,7 +59,7 @@ def shortest_prefill_first(
 
 
 def _key(request: Any, now_s: float, age_s: float) -> tuple[int, float]:
-    """Aged requests by their arrival, then those that somebody waits for, then prefill-only updates of ours."""
+    """Aged requests by their arrival, then those of clients, then prefill-only updates of ours."""
     arrived_s = request.time_stats.wait_queue_entry_time
     if now_s - arrived_s >= age_s:
         return 0, arrived_s

@@ -1,132 +1,207 @@
-"""Every metric the router exports, in one registry (docs/metrics.md lists them)."""
+"""Every metric the router exports (docs/reference/metrics.md), in one registry, and how events count into them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shell_router.telemetry.engine_metrics import PREFIX, EngineMetrics, EngineReports
-
-NO_ENGINES = EngineReports()
-SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
-    600.0,
+from shell_router.core.events import (
+    AgentErred,
+    AgentFinished,
+    AgentStarted,
+    AgentStopped,
+    AgentTokens,
+    AggregationSkipped,
+    Degraded,
+    Event,
+    ExitScored,
+    ModelChosen,
+    PrefillIncrement,
+    StepChosen,
 )
+from shell_router.telemetry.trace import Trace
+
+PREFIX = "shell_router_"
+Series = TypeVar("Series", Counter, Histogram)
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 SHARES = tuple(step / 10 for step in range(1, 11))
 
 
+class Family(Generic[Series]):
+    """A metric family; looking its series up costs a tenth of what prometheus_client's own `labels` does."""
+
+    def __init__(self, family: Series) -> None:
+        self._family: Series = family
+        self._series: dict[tuple[str, ...], Series] = {}
+
+    def labels(self, *values: str) -> Series:
+        """The series with these label values."""
+        found = self._series.get(values)
+        if found is None:
+            found = self._series[values] = self._family.labels(*values)
+        return found
+
+
 class Metrics:
-    """The metric families. `cache_degraded` and what `engines` holds are asked at every scrape."""
+    """The metric families; those of engines are `engines.metrics`. `cache_degraded` is read at every scrape.
 
-    def __init__(
-        self, *, cache_degraded: Callable[[], bool] = lambda: False, engines: EngineReports = NO_ENGINES
-    ) -> None:
+    A new one is an attribute here, and, if events count into it, a case in RunMetrics.observe.
+    """
+
+    def __init__(self, *, cache_degraded: Callable[[], bool] = lambda: False) -> None:
         self.registry = CollectorRegistry()
-        self._http()
-        self._choices()
-        self._agents()
-        self._prefill()
-        self._runs()
-        self._gate()
-        self._batches()
-        degraded = self._gauge("cache_degraded", "1 while the prompt cache is served from memory, Redis being away")
+        self._routes_and_runs()
+        self._agents_and_prefill()
+        self._gate_and_batches()
+        degraded = self._gauge("cache_degraded", "1 while Redis is away and prompts are cached in memory")
         degraded.set_function(lambda: float(cache_degraded()))
-        self.registry.register(EngineMetrics(engines))
 
-    def _http(self) -> None:
-        self.requests = self._counter("http_requests", "HTTP requests answered", "route", "status")
-        self._by_outcome: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
-        self.request_seconds = self._seconds("http_request_seconds", "Time to the end of the answer", "route")
-        self.running_requests = self._gauge("running_requests", "Requests to models and topologies under way")
-
-    def _choices(self) -> None:
-        self.model_choices = self._counter("model_choices", "Models chosen for `auto`", "model", "policy", "why")
-        self.model_choice_seconds = self._seconds("model_choice_seconds", "Time of one choice, predictions included")
-        self.steps_chosen = self._counter(
-            "steps_chosen", "Steps chosen by rules, ends included", "target", "after", "rule", "step"
+    def _routes_and_runs(self) -> None:
+        count, seconds = self._counter, self._seconds
+        self.requests = count("http_requests", "HTTP answers; 499: the client left", "route", "status")
+        self.request_seconds = seconds("http_request_seconds", "Time from arrival to the answer's end", "route")
+        self.running_requests = self._gauge("running_requests", "Running POST requests")
+        why = "Choices for `auto` and lists"
+        self.model_choices = count("model_choices", why, "model", "policy", "why")
+        self.model_choice_seconds = Histogram(
+            PREFIX + "model_choice_seconds",
+            "Time of one choice, predictions included",
+            buckets=SECONDS,
+            registry=self.registry,
         )
-        self.recorded_lines = self._counter("recorded_lines", "Lines of trace files, by what became of them", "outcome")
+        rules = "Rule `rule` of step `after` chose `step`, or `end`"
+        self.steps_chosen = count("steps_chosen", rules, "target", "after", "rule", "step")
+        self.recorded_lines = count("recorded_lines", "Lines of trace files: written or lost", "outcome")
+        self.first_token_seconds = seconds("first_token_seconds", "Time to the answer's first token", "target")
+        self.run_seconds = seconds("run_seconds", "Time of a run, by outcome", "target", "outcome")
+        without = "Runs that went on without an update, the embedder or a predictor"
+        self.degraded = count("degraded", without, "target", "what")
 
-    def _agents(self) -> None:
-        self.agents_started = self._counter("agents_started", "Agents started", "model")
-        self.agents_finished = self._counter("agents_finished", "Agents that finished", "model", "reason")
-        self.agents_failed = self._counter("agents_failed", "Agents that failed", "model", "dropped")
-        self.agents_passed_on = self._counter("agents_passed_on", "Agents that passed an agreed output on", "model")
-        self.agents_stopped = self._counter("agents_stopped", "Agents cut off", "model", "why")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished agents", "model")
-        self.cached_tokens = self._counter("cached_prompt_tokens", "Those found cached by the real request", "model")
-        self.completion_tokens = self._counter("completion_tokens", "Tokens decoded by finished agents", "model")
-        self.wasted_tokens = self._counter("wasted_tokens", "Tokens decoded by agents cut off later", "model", "why")
+    def _agents_and_prefill(self) -> None:
+        count, model = self._counter, "model"
+        self.agents_started = count("agents_started", "Agents started", model)
+        self.agents_finished = count("agents_finished", "Agents that finished, by finish reason", model, "reason")
+        self.agents_failed = count("agents_failed", "Failed agents; dropped: the run went on", model, "dropped")
+        forwarded = "Agents that forwarded a precursor's output: because precursors agree, or by vote"
+        self.aggregations_skipped = count("aggregations_skipped", forwarded, model)
+        self.agents_stopped = count("agents_stopped", "Agents cut off: early_exit or unneeded", model, "why")
+        self.prompt_tokens = count("prompt_tokens", "Prompt tokens of finished agents", model)
+        self.cached_tokens = count("cached_prompt_tokens", "Prompt tokens that requests found cached", model)
+        self.completion_tokens = count("completion_tokens", "Tokens decoded by finished agents", model)
+        self.wasted_tokens = count("wasted_tokens", "Tokens decoded by agents cut off later", model, "why")
+        self.increments = count("prefill_increments", "Prefill-only updates that ended", model)
+        self.increment_seconds = self._seconds("prefill_increment_seconds", "Time of one prefill-only update", model)
+        self.increment_new_tokens = count("prefill_new_tokens", "Tokens that updates computed", model)
+        self.increment_cached_tokens = count("prefill_cached_tokens", "Tokens updates found cached", model)
+        resident = "Tokens that earlier updates of the prompt prefilled"
+        self.increment_resident_tokens = count("prefill_resident_tokens", resident, model)
+        missing = "Resident tokens that an update did not find cached: evicted or tokenized anew"
+        self.retokenized_tokens = count("retokenized_tokens", missing, model)
 
-    def _prefill(self) -> None:
-        self.increments = self._counter("prefill_increments", "Prefill-only updates ended", "model")
-        self.increment_seconds = self._seconds("prefill_increment_seconds", "Time of one prefill-only update", "model")
-        self.increment_new_tokens = self._counter("prefill_new_tokens", "Tokens computed by updates", "model")
-        self.increment_cached_tokens = self._counter("prefill_cached_tokens", "Tokens updates found cached", "model")
-        self.increment_resident_tokens = self._counter(
-            "prefill_resident_tokens", "Tokens earlier updates of the same prompt had prefilled", "model"
-        )
-        self.retokenized_tokens = self._counter(
-            "retokenized_tokens",
-            "Resident tokens an update did not find cached: evicted or tokenized anew",
-            "model",
-        )
-
-    def _runs(self) -> None:
-        self.first_token_seconds = self._seconds("first_token_seconds", "Time to the root's first token", "target")
-        self.run_seconds = self._seconds("run_seconds", "Time from a run's start to its end", "target", "outcome")
-        self.degraded = self._counter(
-            "degraded", "Times a run went on without what only makes it faster", "target", "what"
-        )
-
-    def _gate(self) -> None:
-        self.gate_decisions = self._counter("gate_decisions", "Times the early-exit gate scored", "target", "exited")
-        self.gate_seconds = self._seconds("gate_seconds", "Time of one scoring, embedding included", "target")
+    def _gate_and_batches(self) -> None:
+        self.gate_decisions = self._counter("gate_decisions", "Scores of the early-exit gate", "target", "exited")
+        self.gate_seconds = self._seconds("gate_seconds", "Time of one score, embedding included", "target")
         self.gate_confidence = self._share("gate_confidence", "Confidence C of scored clusters", "target")
         self.gate_agreement = self._share("gate_agreement", "Weighted agreement P of scored clusters", "target")
         self.gate_probability = self._share("gate_probability", "Exit probability Q of scored clusters", "target")
+        self.batches_ended = self._counter("batches_ended", "Batches that ended, by status", "status")
+        self.batch_lines = self._counter("batch_lines", "Batch lines with a result, by outcome", "outcome")
+        self.running_batch_lines = self._gauge("running_batch_lines", "Running batch lines")
 
-    def _batches(self) -> None:
-        self.batches_ended = self._counter("batches_ended", "Batches that ended", "status")
-        self.batch_lines = self._counter("batch_lines", "Lines of batches with a result", "outcome")
-        self.running_batch_lines = self._gauge("running_batch_lines", "Lines of batches under way")
+    def _counter(self, name: str, meaning: str, *labels: str) -> Family[Counter]:
+        return Family(Counter(PREFIX + name, meaning, labels, registry=self.registry))
 
-    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, meaning, labels, registry=self.registry)
+    def _gauge(self, name: str, meaning: str) -> Gauge:
+        return Gauge(PREFIX + name, meaning, registry=self.registry)
 
-    def _gauge(self, name: str, meaning: str, *labels: str) -> Gauge:
-        return Gauge(PREFIX + name, meaning, labels, registry=self.registry)
+    def _seconds(self, name: str, meaning: str, *labels: str) -> Family[Histogram]:
+        return Family(Histogram(PREFIX + name, meaning, labels, buckets=SECONDS, registry=self.registry))
 
-    def _seconds(self, name: str, meaning: str, *labels: str) -> Histogram:
-        return self._histogram(name, meaning, labels, SECONDS)
-
-    def _share(self, name: str, meaning: str, *labels: str) -> Histogram:
-        return self._histogram(name, meaning, labels, SHARES)
-
-    def _histogram(self, name: str, meaning: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
-        return Histogram(PREFIX + name, meaning, labels, buckets=buckets, registry=self.registry)
+    def _share(self, name: str, meaning: str, *labels: str) -> Family[Histogram]:
+        return Family(Histogram(PREFIX + name, meaning, labels, buckets=SHARES, registry=self.registry))
 
     def http_request_ended(self, route: str, status: int, took_s: float) -> None:
         """Count one HTTP request; `route` is the route's pattern, never a client's path."""
-        counted = self._by_outcome.get((route, status))
-        if counted is None:
-            series = self.requests.labels(route, str(status)), self.request_seconds.labels(route)
-            counted = self._by_outcome.setdefault((route, status), series)
-        requests, seconds = counted
-        requests.inc()
-        seconds.observe(took_s)
+        self.requests.labels(route, str(status)).inc()
+        self.request_seconds.labels(route).observe(took_s)
+
+
+class RunMetrics:
+    """Counts one run's events, after `trace` has taken them; tokens of `answering` agents are its answer.
+
+    Events name only the agent; its model, and how much it has decoded, are looked up in the trace.
+    """
+
+    def __init__(self, metrics: Metrics, trace: Trace, answering: Collection[str]) -> None:
+        self._metrics = metrics
+        self._trace = trace
+        self._target = trace.target
+        self._answering = answering
+        self._answered = False
+
+    def observe(self, event: Event) -> None:
+        """Count `event`. Events that are not named here count nothing; dispatchers count their choices themselves."""
+        metrics, target = self._metrics, self._target
+        match event:
+            case AgentTokens():
+                self._written(event)
+            case AgentStarted():
+                metrics.agents_started.labels(event.model).inc()
+            case AgentFinished():
+                model = self._model(event.agent)
+                metrics.agents_finished.labels(model, event.reason).inc()
+                metrics.prompt_tokens.labels(model).inc(event.prompt_tokens)
+                metrics.cached_tokens.labels(model).inc(event.cached_tokens)
+                metrics.completion_tokens.labels(model).inc(event.completion_tokens)
+            case PrefillIncrement():
+                self._increment(event)
+            case AgentStopped():
+                model, tokens = self._model(event.agent), self._trace.agents[event.agent].tokens
+                metrics.agents_stopped.labels(model, event.why).inc()
+                metrics.wasted_tokens.labels(model, event.why).inc(tokens)
+            case AggregationSkipped():
+                metrics.aggregations_skipped.labels(self._model(event.agent)).inc()
+                self._written(event)
+            case AgentErred():
+                metrics.agents_failed.labels(self._model(event.agent), str(event.dropped).lower()).inc()
+            case ModelChosen():
+                metrics.model_choices.labels(event.model, event.policy, event.why).inc()
+                metrics.model_choice_seconds.observe(event.at_s - event.started_s)
+            case StepChosen():
+                metrics.steps_chosen.labels(target, event.after, str(event.rule), event.step).inc()
+                if event.text:
+                    self._first_tokens(event.at_s)
+            case ExitScored():
+                metrics.gate_decisions.labels(target, str(event.exited).lower()).inc()
+                metrics.gate_seconds.labels(target).observe(event.at_s - event.started_s)
+                metrics.gate_confidence.labels(target).observe(event.confidence)
+                metrics.gate_agreement.labels(target).observe(event.agreement)
+                metrics.gate_probability.labels(target).observe(event.probability)
+            case Degraded():
+                metrics.degraded.labels(target, event.what).inc()
+
+    def ended(self, at_s: float, outcome: str) -> None:
+        """Record the run's length; `outcome` is finished, failed or cancelled."""
+        self._metrics.run_seconds.labels(self._target, outcome).observe(at_s - self._trace.started_s)
+
+    def _model(self, agent: str) -> str:
+        found = self._trace.agents.get(agent)
+        return "unknown" if found is None else found.model
+
+    def _written(self, event: AgentTokens | AggregationSkipped) -> None:
+        if not self._answered and event.agent in self._answering:
+            self._first_tokens(event.at_s)
+
+    def _first_tokens(self, at_s: float) -> None:
+        if not self._answered:
+            self._answered = True
+            self._metrics.first_token_seconds.labels(self._target).observe(at_s - self._trace.started_s)
+
+    def _increment(self, event: PrefillIncrement) -> None:
+        model, metrics = self._model(event.agent), self._metrics
+        metrics.increments.labels(model).inc()
+        metrics.increment_seconds.labels(model).observe(event.at_s - event.started_s)
+        metrics.increment_new_tokens.labels(model).inc(event.prompt_tokens - event.cached_tokens)
+        metrics.increment_cached_tokens.labels(model).inc(event.cached_tokens)
+        metrics.increment_resident_tokens.labels(model).inc(event.resident_tokens)
+        metrics.retokenized_tokens.labels(model).inc(max(0, event.resident_tokens - event.cached_tokens))

@@ -33,7 +33,7 @@ class RecordTo:
 class Recorder:
     """Writes lines to `<folder>/<start, UTC>-<process>-<number>.jsonl`.
 
-    What cannot be written is lost, and no request with it: `count` is told of each line whether it was "written" or
+    What cannot be written is lost, and no request with it: `count` is called with how many lines were "written" or
     "lost", and the log says why when losing begins, and that it is over.
     """
 
@@ -57,7 +57,7 @@ class Recorder:
 
     def close(self, limit_s: float = 10.0) -> None:
         """Write what waits, and end; what is not written by the limit is lost. To be called off the event loop."""
-        with contextlib.suppress(queue.Full):  # told below
+        with contextlib.suppress(queue.Full):  # logged below
             self._waiting.put(None, timeout=limit_s)
         self._thread.join(limit_s)
         if self._thread.is_alive():

@@ -1,17 +1,19 @@
-"""One request's trace, built from its events."""
+"""One request's trace, built from its events, and the store of the latest ones."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shell_router.core.engine import Placement
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
-    AgentPassedOn,
     AgentPlaced,
     AgentStarted,
     AgentStopped,
     AgentTokens,
+    AggregationSkipped,
     Degraded,
     Event,
     ExitScored,
@@ -20,9 +22,146 @@ from shell_router.core.events import (
     PromptReady,
     StepChosen,
 )
-from shell_router.core.placement import Placed
-from shell_router.telemetry.agent_trace import AgentTrace, since
-from shell_router.telemetry.overlap import PrefillTimes, critical_path, summed
+from shell_router.errors import UnknownTrace
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """`hidden_s`: time of prefill-only updates spent while inputs were still being written.
+
+    `exposed_s`: from the last input's end to the first decoded token, which nothing hides: what is left of
+    the prefill, the queue, and the KV transfer.
+    """
+
+    hidden_s: float
+    exposed_s: float
+
+    @property
+    def overlap_share(self) -> float | None:
+        """Hidden part of the whole; None when nothing was prefilled."""
+        total = self.hidden_s + self.exposed_s
+        return self.hidden_s / total if total > 0 else None
+
+
+def prefill_times(updates: Iterable[tuple[float, float]], inputs_done_s: float, first_token_s: float) -> PrefillTimes:
+    """Times of one agent whose prefill-only updates ran over the (start, end) seconds in `updates`."""
+    hidden = sum(max(0.0, min(end, inputs_done_s) - start) for start, end in updates)
+    return PrefillTimes(hidden, max(0.0, first_token_s - inputs_done_s))
+
+
+def summed(times: Iterable[PrefillTimes]) -> PrefillTimes:
+    """Both times added up over agents."""
+    listed = tuple(times)
+    return PrefillTimes(sum(t.hidden_s for t in listed), sum(t.exposed_s for t in listed))
+
+
+def critical_path(root: str, precursors: Mapping[str, Sequence[str]], ended_s: Mapping[str, float]) -> tuple[str, ...]:
+    """From a leaf to `root`, the precursor that ended last at each step: the chain that set the latency."""
+    path = [root]
+    while last := [agent for agent in precursors.get(path[-1], ()) if agent in ended_s]:
+        path.append(max(last, key=ended_s.__getitem__))
+    return tuple(reversed(path))
+
+
+End = AgentFinished | AggregationSkipped | AgentStopped | AgentErred
+
+
+@dataclass(slots=True)
+class AgentTrace:
+    """One agent's events, its tokens only counted. Times are the run's clock, in seconds."""
+
+    model: str
+    started_s: float
+    increments: list[PrefillIncrement] = field(default_factory=list)
+    ready: PromptReady | None = None
+    placed: AgentPlaced | None = None
+    first_token_s: float | None = None
+    tokens: int = 0
+    end: End | None = None
+
+    @property
+    def state(self) -> str:
+        """running, finished, skipped, early_exit, unneeded or failed: the words of AgentUsage."""
+        match self.end:
+            case None:
+                return "running"
+            case AgentFinished():
+                return "finished"
+            case AggregationSkipped():
+                return "skipped"
+            case AgentStopped(why=why):
+                return why
+            case AgentErred():
+                return "failed"
+
+    @property
+    def confidence(self) -> float | None:
+        """Geometric mean token probability of the output, where measured."""
+        return self.end.confidence if isinstance(self.end, AgentFinished | AggregationSkipped) else None
+
+    def prefill_times(self, inputs_done_s: float) -> PrefillTimes | None:
+        """Hidden and exposed prefill, once the first token is there."""
+        if self.first_token_s is None:
+            return None
+        updates = ((one.started_s, one.at_s) for one in self.increments)
+        return prefill_times(updates, inputs_done_s, self.first_token_s)
+
+    def as_json(self, origin_s: float) -> dict[str, Any]:
+        """Facts and spans; times are seconds since `origin_s`."""
+        facts: dict[str, Any] = {
+            "model": self.model,
+            "state": self.state,
+            "started_s": since(self.started_s, origin_s),
+            "decoded_tokens": self.tokens,
+        }
+        if self.placed is not None:
+            facts["engines"] = [asdict(one) for one in self.placed.placed]
+        if self.end is not None:
+            facts["ended_s"] = since(self.end.at_s, origin_s)
+            facts |= {name: getattr(self.end, name) for name in OUTCOMES[type(self.end)]}
+        return facts | {"spans": self._spans(origin_s)}
+
+    def _spans(self, origin_s: float) -> list[dict[str, Any]]:
+        spans = [_span("queue", self.started_s, self._left_queue_s, origin_s)]
+        for one in self.increments:
+            facts = {name: getattr(one, name) for name in ("slot", "prompt_tokens", "cached_tokens", "resident_tokens")}
+            spans.append(_span("prefill_increment", one.started_s, one.at_s, origin_s) | facts)
+        if self.ready is not None:  # the real request, from when it was sent to its first token
+            cached = self.end.cached_tokens if isinstance(self.end, AgentFinished) else None
+            tokens = {"prompt_tokens": self.ready.prompt_tokens, "cached_tokens": cached}
+            spans.append(_span("prefill", self.ready.at_s, self.first_token_s, origin_s) | tokens)
+        if self.first_token_s is not None:
+            ended_s = self.end.at_s if self.end else None
+            spans.append(_span("decode", self.first_token_s, ended_s, origin_s) | {"tokens": self.tokens})
+        return spans
+
+    @property
+    def _left_queue_s(self) -> float | None:
+        """When its first request went out; one that never asked for anything waited to its end."""
+        if self.increments:
+            return min(one.started_s for one in self.increments)
+        last = self.ready or self.end
+        return last.at_s if last else None
+
+
+OUTCOMES: Mapping[type, tuple[str, ...]] = {
+    AgentFinished: ("reason", "prompt_tokens", "completion_tokens", "cached_tokens", "confidence"),
+    AggregationSkipped: ("source", "confidence"),
+    AgentErred: ("error", "dropped"),
+    AgentStopped: (),
+}
+"""What a trace says of each kind of end."""
+
+
+def _span(name: str, start_s: float, end_s: float | None, origin_s: float) -> dict[str, Any]:
+    """One span; an end not yet known is None."""
+    ended = None if end_s is None else since(end_s, origin_s)
+    return {"name": name, "start_s": since(start_s, origin_s), "end_s": ended}
+
+
+def since(at_s: float, origin_s: float) -> float:
+    """Seconds from `origin_s` to `at_s`, to the microsecond."""
+    return round(at_s - origin_s, 6)
 
 
 class Trace:
@@ -47,7 +186,7 @@ class Trace:
         self.id = trace_id
         self.tenant = tenant
         self.agents: dict[str, AgentTrace] = {}
-        self._target = target
+        self.target = target
         self._root = root
         self.started_s = started_s
         self.wall_s = wall_s
@@ -62,19 +201,23 @@ class Trace:
 
     def add(self, event: Event) -> None:
         """Take in the next event."""
+        if isinstance(event, AgentTokens):  # the one kind of which there are many
+            agent = self.agents.get(event.agent) or self._unstarted(event.agent, event.at_s)
+            if agent.first_token_s is None:
+                agent.first_token_s = event.at_s
+            agent.tokens += len(event.ids)
+            return
         match event:
-            case AgentTokens():
-                self._of(event.agent, event.at_s).add_tokens(event)
             case AgentStarted():
                 self.agents[event.agent] = AgentTrace(event.model, event.at_s)
             case PrefillIncrement():
-                self._of(event.agent, event.started_s).increments.append(event)
+                (self.agents.get(event.agent) or self._unstarted(event.agent, event.started_s)).increments.append(event)
             case PromptReady():
-                self._of(event.agent, event.at_s).ready = event
+                (self.agents.get(event.agent) or self._unstarted(event.agent, event.at_s)).ready = event
             case AgentPlaced():
-                self._of(event.agent, event.at_s).placed = event
-            case AgentFinished() | AgentPassedOn() | AgentStopped() | AgentErred():
-                self._of(event.agent, event.at_s).end = event
+                (self.agents.get(event.agent) or self._unstarted(event.agent, event.at_s)).placed = event
+            case AgentFinished() | AggregationSkipped() | AgentStopped() | AgentErred():
+                (self.agents.get(event.agent) or self._unstarted(event.agent, event.at_s)).end = event
             case ModelChosen():
                 self.choices.append(event)
             case StepChosen():
@@ -85,7 +228,7 @@ class Trace:
             case Degraded():
                 self._degraded.append(event)
 
-    def placed(self) -> tuple[Placed, ...]:
+    def placed(self) -> tuple[Placement, ...]:
         """Where the root's request went last, and why; empty before that."""
         root = self.agents.get(self._root)
         return root.placed.placed if root is not None and root.placed is not None else ()
@@ -99,52 +242,43 @@ class Trace:
         return {
             "id": self.id,
             "object": "trace",
-            "target": self._target,
+            "target": self.target,
             "state": self._outcome,
             "started_at": self.wall_s,
             "duration_s": None if self._ended_s is None else since(self._ended_s, self.started_s),
             **({"error": self._error} if self._error else {}),
             "choices": [self._timed_json(choice) for choice in self.choices],
-            "steps": [self._step_json(step) for step in self.steps],
+            "steps": [self._timed_json(step) for step in self.steps],
             "agents": {agent: self._agent_json(agent) for agent in self.agents},
             "exits": [self._timed_json(scored) for scored in self._exits],
-            "degraded": [self._degraded_json(event) for event in self._degraded],
+            "degraded": [asdict(event) | {"at_s": since(event.at_s, self.started_s)} for event in self._degraded],
             "overlap": self._overlap_json(),
         }
 
-    def _of(self, agent: str, at_s: float) -> AgentTrace:
-        """The agent's trace; one that failed before it started gets its record here."""
-        return self.agents.setdefault(agent, AgentTrace("unknown", at_s))
+    def _unstarted(self, agent: str, at_s: float) -> AgentTrace:
+        """The record of an agent that failed, or was cut off, before it started."""
+        found = self.agents[agent] = AgentTrace("unknown", at_s)
+        return found
 
     def _agent_json(self, agent: str) -> dict[str, Any]:
         facts = self.agents[agent].as_json(self.started_s)
         return facts | {"precursors": list(self._precursors.get(agent, ())), **times_json(self._times(agent))}
 
-    def _step_json(self, step: StepChosen) -> dict[str, Any]:
-        facts = self._timed_json(step)
-        del facts["text"]  # traces hold no texts
-        return facts
-
     def _timed_json(self, event: ModelChosen | StepChosen | ExitScored) -> dict[str, Any]:
         facts = asdict(event)
+        facts.pop("text", None)  # traces hold no texts
         times = {"start_s": facts.pop("started_s"), "end_s": facts.pop("at_s")}
         return {name: since(at, self.started_s) for name, at in times.items()} | facts
 
-    def _degraded_json(self, event: Degraded) -> dict[str, Any]:
-        at_s = since(event.at_s, self.started_s)
-        return {"at_s": at_s, "agent": event.agent, "what": event.what, "error": event.error}
-
     def _times(self, agent: str) -> PrefillTimes | None:
-        done_s = self._inputs_done_s(agent)
-        return None if done_s is None else self.agents[agent].prefill_times(done_s)
-
-    def _inputs_done_s(self, agent: str) -> float | None:
-        """When the agent's last input was complete; a leaf's inputs are there when it starts."""
+        """From when the agent's last input was complete; a leaf's inputs are there when it starts."""
         trace = self.agents[agent]
         if agent not in self._precursors:
-            return trace.ready.at_s if trace.ready else None
+            return trace.prefill_times(trace.ready.at_s) if trace.ready else None
         ended = self._ended_agents()
-        return max((ended[p] for p in self._precursors[agent] if p in ended), default=trace.started_s)
+        return trace.prefill_times(
+            max((ended[p] for p in self._precursors[agent] if p in ended), default=trace.started_s)
+        )
 
     def _ended_agents(self) -> dict[str, float]:
         return {agent: trace.end.at_s for agent, trace in self.agents.items() if trace.end is not None}
@@ -170,3 +304,32 @@ def times_json(times: PrefillTimes | None) -> dict[str, Any]:
         "exposed_prefill_s": round(times.exposed_s, 6),
         "overlap_share": times.overlap_share,
     }
+
+
+class TraceStore:
+    """The last `capacity` traces; a tenant sees only its own."""
+
+    def __init__(self, capacity: int = 1_000) -> None:
+        if capacity < 0:
+            raise ValueError(f"capacity must be at least 0, not {capacity}")
+        self._capacity = capacity
+        self._traces: OrderedDict[str, Trace] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._traces)
+
+    def add(self, trace: Trace) -> None:
+        """Keep `trace`, and forget the oldest beyond capacity."""
+        self._traces[trace.id] = trace
+        while len(self._traces) > self._capacity:
+            self._traces.popitem(last=False)
+
+    def get(self, tenant: str, trace_id: str) -> Trace:
+        """Raises UnknownTrace also for another tenant's."""
+        trace = self._traces.get(trace_id)
+        if trace is None or trace.tenant != tenant:
+            raise UnknownTrace(
+                f"No trace {trace_id!r} is held.",
+                remedy=f"The last {self._capacity} are kept; see x-trace-id.",
+            )
+        return trace

@@ -1,15 +1,73 @@
-"""From the plain values of a checked file to a `Topology`."""
+"""From the plain values of a checked file to a `Topology` or a `Conditional`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from graphlib import TopologicalSorter
-from typing import Any
+from typing import Any, Literal
 
 from shell_router.early_exit import EarlyExit
-from shell_router.scheduling import IncrementSettings
-from shell_router.topology.graph import AUTO, Agent, Cluster, Prefill, Topology
-from shell_router.topology.layered import Values, merged, write_out
+from shell_router.topology.document import Values
+from shell_router.topology.graph import AUTO, VOTE, Agent, Cluster, Conditional, Prefill, Step, Topology
 from shell_router.topology.prompting import AGGREGATOR, PROPOSER
+from shell_router.topology.rules import END, Classifier, Rule, Subject, When
+from shell_router.topology.step_checks import predecessors, subject_of
+
+
+def merged(base: Values, own: Values) -> dict[str, Any]:
+    """`own` over `base`; prompts and sampling parameters are merged key by key."""
+    blocks = {key: {**base[key], **own[key]} for key in ("prompt", "sampling") if key in base and key in own}
+    return {**base, **own, **blocks}
+
+
+def write_out(form: Literal["tree", "all_to_all"], layered: Values) -> dict[str, dict[str, Any]]:
+    """Agents of a checked short form, as the full form's `agents` would hold them, leaves first.
+
+    In a layer the agents take turns through `models`, so that a cluster of a 9-3-1 tree over three models holds
+    each of them once; the root has the last, or `root_model`.
+    """
+    layers = agent_ids(layered["shape"])
+    agents: dict[str, dict[str, Any]] = {}
+    for depth, layer in enumerate(layers):
+        below = layers[depth - 1] if depth else []
+        width = len(below) // len(layer) if form == "tree" else 0
+        role = _role(layered, depth, len(layers))
+        for position, agent in enumerate(layer):
+            mine = below[position * width : (position + 1) * width] if width else below
+            asked = {} if "vote" in role else {"model": _model(layered, position, is_root=depth == len(layers) - 1)}
+            agents[agent] = {**role, **asked, "precursors": list(mine)}
+    return agents
+
+
+def agent_ids(shape: Sequence[int]) -> list[list[str]]:
+    """Ids per layer, leaves first: proposer-1, ..., aggregator-1, ..., root.
+
+    With several layers of aggregators the layer's number joins in: aggregator2-1, ..., aggregator3-1.
+    """
+    several = len(shape) > 3
+    layers = [[f"proposer-{n}" for n in range(1, shape[0] + 1)]]
+    for depth, size in enumerate(shape[1:-1], start=2):
+        stem = f"aggregator{depth}" if several else "aggregator"
+        layers.append([f"{stem}-{n}" for n in range(1, size + 1)])
+    return [*layers, ["root"]]
+
+
+def _role(layered: Values, depth: int, layers: int) -> dict[str, Any]:
+    """What an agent of this layer is given. That aggregators vote does not make the root vote."""
+    if depth == 0:
+        return dict(layered.get("proposer", {}))
+    aggregator = dict(layered.get("aggregator", {}))
+    if depth < layers - 1:
+        return aggregator
+    aggregator.pop("vote", None)
+    return merged(aggregator, layered.get("root", {}))
+
+
+def _model(layered: Values, position: int, *, is_root: bool) -> str:
+    models: Sequence[str] = layered["models"]
+    if is_root:
+        return str(layered.get("root_model", models[-1]))
+    return models[position % len(models)]
+
 
 _ON, _OFF = (True, "on"), (False, "off")
 
@@ -41,9 +99,7 @@ def assemble(file: Values, *, name: str) -> Topology:
 def prefill_in(file: Values) -> Prefill:
     """The `prefill` block. Raises ValueError for settings that contradict each other."""
     said = dict(file.get("prefill", {}))
-    incremental = said.pop("incremental", True) in _ON
-    slot_order = said.pop("slot_order", "declared")
-    return Prefill(incremental=incremental, increments=IncrementSettings(**said), slot_order=slot_order)
+    return Prefill(said.pop("incremental", True) in _ON, **said)
 
 
 def early_exit_in(said: Any, base: Any = False) -> EarlyExit | None:
@@ -56,7 +112,8 @@ def early_exit_in(said: Any, base: Any = False) -> EarlyExit | None:
     own = said if isinstance(said, Mapping) else {}
     inherited = base if isinstance(base, Mapping) else {}
     settings = {**inherited, **own}
-    return EarlyExit(**{**settings, "pass_on": settings.get("pass_on", False) in _ON})
+    switches = {key: settings[key] in _ON for key in ("skip_aggregation", "self_similarity") if key in settings}
+    return EarlyExit(**{**settings, **switches})
 
 
 def agent_of(agent_id: str, own: Values, file: Values) -> Agent:
@@ -64,6 +121,8 @@ def agent_of(agent_id: str, own: Values, file: Values) -> Agent:
     topology_wide = {"on_failure": file["on_failure"]} if "on_failure" in file else {}
     said = merged(merged(topology_wide, file.get("defaults", {})), own)
     precursors = tuple(said.pop("precursors", ()))
+    if "vote" in own:
+        return Agent(agent_id, VOTE, precursors, on_failure=said.get("on_failure", "fail"), votes=True)
     prompt = replace(AGGREGATOR if precursors else PROPOSER, **said.pop("prompt", {}))
     models = said.pop("model")
     if isinstance(models, str):
@@ -80,11 +139,66 @@ def _clusters(said: Mapping[str, Values], file: Values) -> tuple[Cluster, ...]:
 
 
 def _default_clusters(topology: Topology, file: Values) -> tuple[Cluster, ...]:
-    """Agents read by the same successors, where there are several: one alone has nobody to be judged with."""
-    groups: dict[frozenset[str], list[str]] = {}
+    """Agents with the same successors, or all of a layer, two or more: a single output cannot be compared."""
+    early_exit = early_exit_in(file.get("early_exit", False))
+    groups: dict[object, list[str]] = {}
+    layers = {agent: depth for depth, layer in enumerate(topology.layers) for agent in layer}
+    by_layer = early_exit is not None and early_exit.scope == "layer"
     for agent, after in topology.successors.items():
         if after:
-            groups.setdefault(frozenset(after), []).append(agent)
-    early_exit = early_exit_in(file.get("early_exit", False))
+            groups.setdefault(layers[agent] if by_layer else frozenset(after), []).append(agent)
     shared = [tuple(group) for group in groups.values() if len(group) > 1]
     return tuple(Cluster(f"cluster-{n}", group, early_exit) for n, group in enumerate(shared, start=1))
+
+
+def assemble_steps(file: Values, *, name: str, topologies: Mapping[str, Topology]) -> Conditional:
+    """Build what a checked file describes; `topologies` hold those that its steps name."""
+    own = file.get("name", name)
+    order = TopologicalSorter(predecessors(file)).static_order()
+    return Conditional(
+        name=own,
+        start=_rules(file["start"], at_start=True),
+        steps={step: _step(step, own, file, topologies) for step in order},
+        classifiers={one: _classifier(one, said) for one, said in file.get("classifiers", {}).items()},
+        description=file.get("description", ""),
+    )
+
+
+def _step(step: str, own: str, file: Values, topologies: Mapping[str, Topology]) -> Step:
+    said = dict(file["steps"][step])
+    then = _rules(said.pop("then", END), at_start=False)
+    if "topology" in said:
+        return Step(step, topologies[said["topology"]].inside(step), then)
+    agent = agent_of(step, said, file)
+    alone = Topology(f"{own}/{step}", {step: replace(agent, precursors=())})
+    return Step(step, alone, then, agent.precursors)
+
+
+def _rules(said: Any, *, at_start: bool) -> tuple[Rule, ...]:
+    """With a last one that always holds: what no rule takes ends the request."""
+    if isinstance(said, str):
+        return (Rule(said),)
+    rules = tuple(Rule(one["go"], _when(one["when"], at_start) if "when" in one else None) for one in said)
+    return rules if rules[-1].when is None else (*rules, Rule(END))
+
+
+def _when(said: Values, at_start: bool) -> When:
+    of: Subject = "request" if subject_of(said, at_start=at_start) == "request" else "output"
+    return When(
+        labels={key: _several(values) for key, values in said.get("label", {}).items()},
+        matches=said.get("matches", ""),
+        classifier=said.get("classifier", ""),
+        classes=_several(said.get("is", [])),
+        confidence_below=said.get("confidence_below"),
+        scores_below=said.get("score_below", {}),
+        of=of,
+    )
+
+
+def _classifier(name: str, said: Values) -> Classifier:
+    examples = {label: tuple(texts) for label, texts in said["examples"].items()}
+    return Classifier(name, examples, said.get("min_similarity", -1.0))
+
+
+def _several(said: Any) -> tuple[str, ...]:
+    return (said,) if isinstance(said, str) else tuple(said)

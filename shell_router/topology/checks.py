@@ -9,11 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 from shell_router.topology.assemble import agents_in, early_exit_in, prefill_in
-from shell_router.topology.document import Path, Problem
-from shell_router.topology.grammar import shown, suggestion
+from shell_router.topology.document import Path, Problem, Values
+from shell_router.topology.forms import shown, spelled, suggestion
 from shell_router.topology.graph import AUTO
-from shell_router.topology.layered import Values
-from shell_router.topology.rule_checks import rules_of
+from shell_router.topology.step_checks import precursor_problems, rules_of
 from shell_router.topology.syntax import GRAPH_FORMS, MAX_AGENTS
 
 
@@ -41,13 +40,14 @@ def name_problems(file: Values, models: Collection[str] | None) -> Iterator[Prob
     agents = agents_in(file)
     yield from model_problems(file, models)
     for agent, said in file.get("agents", {}).items():
-        yield from _precursor_problems(agent, said.get("precursors", ()), agents)
+        yield from precursor_problems("agent", agent, said.get("precursors", ()), agents)
         if "slot" in said.get("prompt", {}) and not said.get("precursors"):
             yield _idle_slot(f"'{agent}'", ("agents", agent, "prompt", "slot"))
     for form in ("tree", "all_to_all"):
         if "slot" in file.get(form, {}).get("proposer", {}).get("prompt", {}):
             yield _idle_slot("a proposer", (form, "proposer", "prompt", "slot"))
     yield from _member_problems(file, agents)
+    yield from _vote_problems(file, agents)
 
 
 def graph_problems(file: Values) -> Iterator[Problem]:
@@ -63,7 +63,6 @@ def graph_problems(file: Values) -> Iterator[Problem]:
     yield from _root_problems(roots, precursors)
     if len(roots) == 1:
         yield from _root_misuse(roots[0], file)
-    yield from _starved(file, precursors)
 
 
 def _exit_problems(file: Values) -> Iterator[Problem]:
@@ -75,9 +74,14 @@ def _exit_problems(file: Values) -> Iterator[Problem]:
     }
     for at, value in said.items():
         try:
-            early_exit_in(value, base)
+            found = early_exit_in(value, base)
+            if found is not None and found.scope == "layer" and "clusters" in file:
+                yield Problem(at, "early_exit: 'clusters' says which agents are judged together.", _ONE_SCOPE)
         except ValueError as error:
             yield Problem(at, f"early_exit: {error}.", "Change one of them.")
+
+
+_ONE_SCOPE = "Remove 'scope', or 'clusters'."
 
 
 def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:
@@ -103,7 +107,7 @@ def model_problems(file: Values, models: Collection[str] | None) -> Iterator[Pro
     yield from _choice_problems(file)
     default = file.get("defaults", {}).get("model")
     for agent, said in file.get("agents", {}).items():
-        if "model" not in said and default is None:
+        if "model" not in said and "vote" not in said and default is None:
             yield Problem(("agents", agent), f"Agent '{agent}' has no model.", "Give it, or 'defaults', a 'model'.")
     if models is None:
         return
@@ -157,21 +161,30 @@ def _models_named(file: Values) -> Iterator[tuple[Path, str]]:
             yield (form, "root_model"), layered["root_model"]
 
 
-def _precursor_problems(agent: str, precursors: list[str], agents: Collection[str]) -> Iterator[Problem]:
-    for position, precursor in enumerate(precursors):
-        at = ("agents", agent, "precursors", position)
-        if precursor == agent:
-            yield Problem(at, f"Agent '{agent}' reads itself.", "Remove it from its own precursors.")
-        elif precursor not in agents:
-            wrong = f"Agent '{agent}' reads '{precursor}', which is not an agent."
-            yield Problem(at, wrong, suggestion(precursor, [other for other in agents if other != agent]))
-        elif precursor in precursors[:position]:
-            yield Problem(at, f"Agent '{agent}' reads '{precursor}' twice.", "Name it once.")
+def _vote_problems(file: Values, agents: Mapping[str, Values]) -> Iterator[Problem]:
+    """Votes that have nothing to count, and what only an agent that asks a model can have."""
+    blocks: dict[Path, Values] = {("agents", agent): said for agent, said in file.get("agents", {}).items()}
+    for form in ("tree", "all_to_all"):
+        layered = file.get(form, {})
+        blocks |= {(form, role): layered.get(role, {}) for role in ("proposer", "aggregator", "root")}
+        if "root_model" in layered and "vote" in layered.get("root", {}):
+            yield Problem((form, "root_model"), "The root votes, so that it asks no model.", "Remove one of the two.")
+    for at, said in blocks.items():
+        for key in ("model", "prompt", "sampling", "timeout_s"):
+            if "vote" in said and key in said:
+                wrong = f"{spelled(at)} votes, so that it asks no model: it has no '{key}'."
+                yield Problem((*at, key), wrong, f"Remove '{key}', or 'vote'.")
+    for agent, said in agents.items():
+        if "vote" in said and len(said.get("precursors", ())) < 2:
+            form = next(one for one in GRAPH_FORMS if one in file)
+            place: Path = (form, agent, "vote") if form == "agents" else (form, "shape")
+            wrong = f"Agent '{agent}' votes, but reads fewer than two agents."
+            yield Problem(place, wrong, "Give it at least two precursors, or a model.")
 
 
 def _idle_slot(who: str, at: Path) -> Problem:
     remedy = "Add 'precursors', or remove 'slot'."
-    return Problem(at, f"The prompt of {who} has a slot, but no precursor fills it.", remedy)
+    return Problem(at, f"The prompt of {who} has a slot, but no precursor to fill it.", remedy)
 
 
 def _member_problems(file: Values, agents: Collection[str]) -> Iterator[Problem]:
@@ -196,32 +209,18 @@ def _cycle(agents: list[str]) -> Problem:
 
 
 def _root_problems(roots: list[str], precursors: Mapping[str, Collection[str]]) -> Iterator[Problem]:
-    """Of several agents that nobody reads, those that read nobody either are unreachable, the rest roots."""
+    """Of several agents without successors, those without precursors are unreachable, the others roots."""
     connected = [agent for agent in roots if precursors[agent]]
     alone = [agent for agent in roots if connected and agent not in connected]
     for agent in alone:
-        unreachable = f"Agent '{agent}' is unreachable: it reads nobody and nobody reads it."
+        unreachable = f"Agent '{agent}' is unreachable: it has neither precursors nor successors."
         yield Problem(("agents", agent), unreachable, "Name it among another's precursors, or remove it.")
     ends = [agent for agent in roots if agent not in alone]
     if len(ends) > 1:
         counts = "two roots" if len(ends) == 2 else f"{len(ends)} roots"
         named = " and ".join(f"'{agent}'" for agent in ends)
-        remedy = "Exactly one agent may be read by nobody; name the others among somebody's precursors."
-        yield Problem(("agents", ends[1]), f"The graph has {counts}: {named} are read by nobody.", remedy)
-
-
-def _starved(file: Values, precursors: Mapping[str, Collection[str]]) -> Iterator[Problem]:
-    """An exit may leave any one of a cluster: an agent that reads some of it and nobody else could get nothing."""
-    for cluster, said in file.get("clusters", {}).items():
-        members = set(said["agents"])
-        if said.get("early_exit", file.get("early_exit", False)) in (False, "off"):
-            continue
-        for agent, read in precursors.items():
-            if read and members.issuperset(read) and members.difference(read):
-                wrong = f"Agent '{agent}' reads only a part of cluster '{cluster}', which exits early, and nobody else."
-                yield Problem(
-                    ("agents", agent, "precursors"), wrong, "Let it read the whole cluster, or split the cluster."
-                )
+        remedy = "Exactly one agent may have no successor; name the others among some agent's precursors."
+        yield Problem(("agents", ends[1]), f"The graph has {counts}: {named} have no successor.", remedy)
 
 
 def _root_misuse(root: str, file: Values) -> Iterator[Problem]:

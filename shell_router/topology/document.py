@@ -7,10 +7,13 @@ from typing import Any
 import yaml
 from yaml.constructor import SafeConstructor
 
-from shell_router.errors import TopologyError
+from shell_router.errors import ConfigError, TopologyError
 
 Path = tuple[str | int, ...]
 """Keys and positions that lead from a document's top to a value."""
+
+Values = Mapping[str, Any]
+"""A mapping of a file, as plain values."""
 
 MAX_CHARACTERS = 1_000_000
 MAX_VALUES = 50_000
@@ -37,6 +40,7 @@ class Document:
     source: str
     value: Any
     lines: Mapping[Path, int]
+    error: type[ConfigError] = TopologyError
 
     def line_of(self, at: Path) -> int:
         """Line of the value at `at`, or of what holds it where the file does not say it."""
@@ -45,28 +49,27 @@ class Document:
         return self.lines.get(at, 1)
 
     def refuse(self, problems: Iterable[Problem]) -> None:
-        """Raise TopologyError naming every problem, one to a line, in the file's order, if there is any."""
+        """Raise `error` naming every problem, one to a line, in the file's order, if there is any."""
         located = [(p.at if isinstance(p.at, int) else self.line_of(p.at), p.message, p.remedy) for p in problems]
         if not located:
             return
         lines = [(f"{self.source}:{line}: {message}", remedy) for line, message, remedy in sorted(set(located))]
         if len(lines) == 1:
-            raise TopologyError(lines[0][0], remedy=lines[0][1])
-        raise TopologyError("\n".join(f"{message} {remedy}" for message, remedy in lines))
+            raise self.error(lines[0][0], remedy=lines[0][1])
+        raise self.error("\n".join(f"{message} {remedy}" for message, remedy in lines))
 
 
-def read_document(text: str, *, source: str) -> Document:
-    """Read the one YAML document in `text`. Raises TopologyError naming `source` and the line."""
-    root = _compose(text, source)
+def read_document(text: str, *, source: str, error: type[ConfigError] = TopologyError) -> Document:
+    """Read the one YAML document in `text`. Raises `error` naming `source` and the line."""
+    root = _compose(text, Document(source, None, {}, error))
     reader = _NodeReader()
     value = reader.read(root, ())
-    document = Document(source, value, reader.lines)
+    document = Document(source, value, reader.lines, error)
     document.refuse(reader.problems)
     return document
 
 
-def _compose(text: str, source: str) -> yaml.Node:
-    nothing = Document(source, None, {})
+def _compose(text: str, nothing: Document) -> yaml.Node:
     if len(text) > MAX_CHARACTERS:
         nothing.refuse([Problem(1, f"The file holds over {MAX_CHARACTERS} characters.", "Make it smaller.")])
     try:
@@ -78,10 +81,12 @@ def _compose(text: str, source: str) -> yaml.Node:
     else:
         if root is not None:
             return root
-    raise TopologyError(
-        f"{source}:1: The file is empty.",
-        remedy="Describe a topology; docs/topologies.md shows the shortest one.",
+    remedy = (
+        "Describe a topology; docs/how-to/write-a-topology.md shows the shortest one."
+        if nothing.error is TopologyError
+        else ""
     )
+    raise nothing.error(f"{nothing.source}:1: The file is empty.", remedy=remedy)
 
 
 def _syntax_problem(error: yaml.YAMLError, text: str) -> Problem:

@@ -1,11 +1,19 @@
-"""A topology as text for the terminal, and as a Mermaid flowchart."""
+"""Topologies as text for the terminal, and as Mermaid flowcharts."""
 
 from collections.abc import Iterator, Sequence
 
 from shell_router.early_exit import EarlyExit
-from shell_router.topology.graph import Cluster, Topology
+from shell_router.topology.graph import Cluster, Conditional, Graph, Step, Topology
+from shell_router.topology.rules import END, START, Rule
 
 _ABOVE = "↑ above"
+
+
+def draw(graph: Graph, *, mermaid: bool) -> str:
+    """A topology of either kind as a Mermaid flowchart, or as text for the terminal."""
+    if isinstance(graph, Conditional):
+        return draw_steps_mermaid(graph) if mermaid else draw_steps_terminal(graph)
+    return draw_mermaid(graph) if mermaid else draw_terminal(graph)
 
 
 def draw_terminal(topology: Topology) -> str:
@@ -89,7 +97,7 @@ def _exit_text(early_exit: EarlyExit | None) -> str:
         return "no early exit"
     if early_exit.policy == "in_flight":
         agreed = count(early_exit.min_completed, "equal answer")
-        passed = ", whose output is passed on" if early_exit.pass_on else ""
+        passed = ", aggregation skipped" if early_exit.skip_aggregation else ""
         return f"early exit in flight at support >= {early_exit.threshold:g}, from {agreed} on{passed}"
     policy = early_exit.policy if early_exit.policy == "stochastic" else f"at Q >= {early_exit.threshold:g}"
     start = f"from {count(early_exit.min_completed, 'output')} on"
@@ -97,7 +105,7 @@ def _exit_text(early_exit: EarlyExit | None) -> str:
 
 
 def _prefill_line(topology: Topology) -> str:
-    prefill, chunk = topology.prefill, topology.prefill.increments.chunk_tokens
+    prefill, chunk = topology.prefill, topology.prefill.chunk_tokens
     if not prefill.incremental:
         return "Prefill: when all precursors have ended"
     size = "adaptive chunks" if chunk == "adaptive" else f"chunks of {count(chunk, 'token')}"
@@ -115,3 +123,56 @@ def escaped(text: str) -> str:
     for character, code in (("#", "#35;"), ("&", "#38;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
         text = text.replace(character, code)
     return " ".join(text.split())
+
+
+def draw_steps_terminal(topology: Conditional) -> str:
+    """The steps in order, each with what it asks and its rules; then the classifiers."""
+    sizes = f"{count(len(topology.steps), 'step')}, {count(len(topology.agents), 'agent')}"
+    head = [f"{topology.name}: {sizes}"]
+    head += [topology.description] if topology.description else []
+    lines = [*head, "", START, *_rule_branches(topology.start)]
+    for step in topology.steps.values():
+        lines += [_asked(step), *_rule_branches(step.then)]
+    return "\n".join([*lines, *_classifier_lines(topology)]) + "\n"
+
+
+def draw_steps_mermaid(topology: Conditional) -> str:
+    """The steps as a Mermaid flowchart, each rule on its way."""
+    names = {START: "start", END: "done"} | {step: f"s{number}" for number, step in enumerate(topology.steps)}
+    lines = ["flowchart LR", "    start((start))", "    done((end))"]
+    lines += [
+        f'    {names[step.id]}["{escaped(step.id)}<br/>{escaped(_what(step))}"]' for step in topology.steps.values()
+    ]
+    places = {START: topology.start} | {step.id: step.then for step in topology.steps.values()}
+    for place, rules in places.items():
+        lines += [f'    {names[place]} -- "{escaped(label)}" --> {names[rule.go]}' for label, rule in _labeled(rules)]
+    return "\n".join(lines) + "\n"
+
+
+def _rule_branches(rules: Sequence[Rule]) -> Iterator[str]:
+    for number, (label, rule) in enumerate(_labeled(rules), start=1):
+        yield f"{'└─' if number == len(rules) else '├─'} {label} -> {rule.go}"
+
+
+def _labeled(rules: Sequence[Rule]) -> Iterator[tuple[str, Rule]]:
+    unconditional = "otherwise" if len(rules) > 1 else "always"
+    return ((unconditional if rule.when is None else str(rule.when), rule) for rule in rules)
+
+
+def _asked(step: Step) -> str:
+    reads = f", reads {', '.join(step.reads)}" if step.reads else ""
+    return f"{step.id} [{_what(step)}]{reads}"
+
+
+def _what(step: Step) -> str:
+    """The model of an agent, or the topology and its size."""
+    agents = step.topology.agents
+    if len(agents) == 1 and step.root == step.id:
+        return agents[step.id].model_name
+    return f"{step.topology.name}: {count(len(agents), 'agent')}"
+
+
+def _classifier_lines(topology: Conditional) -> Iterator[str]:
+    for one in topology.classifiers.values():
+        examples = ", ".join(f"{label} ({count(len(texts), 'example')})" for label, texts in one.examples.items())
+        yield f"Classifier {one.id}: {examples}"

@@ -1,4 +1,4 @@
-"""The agent graph as a value: agents, their precursors, clusters, and what follows from them."""
+"""Agent graphs as values: a topology of agents, and a conditional topology of steps chosen by rules."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -6,14 +6,18 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shell_router.early_exit import EarlyExit
-from shell_router.scheduling import IncrementSettings, SlotOrder
+from shell_router.routing.increments import ChunkTokens, SlotOrder
+from shell_router.topology.rules import END, Classifier, Rule
 
 AUTO = "auto"
 """The model of an agent whose model is chosen when it is asked."""
 
+VOTE = "vote"
+"""What stands in the place of a model's name where an agent votes."""
+
 
 def own_name(agent: str) -> str:
-    """The agent's id as its own file has it, whatever step it runs in."""
+    """The agent's id as its own file has it, without the step it runs in."""
     return agent.rpartition("/")[2]
 
 
@@ -38,7 +42,7 @@ class Agent:
 
     Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
     `given` are outputs that are there before it is asked, each with the name of who wrote it; they fill slots before
-    those of precursors.
+    those of precursors. An agent that `votes` asks no model: it forwards the output that most precursors agree with.
     """
 
     id: str
@@ -50,11 +54,12 @@ class Agent:
     timeout_s: float = 600.0
     candidates: tuple[str, ...] = ()
     given: tuple[tuple[str, str], ...] = ()
+    votes: bool = False
 
     @property
     def model_name(self) -> str:
         """The model as people read it."""
-        return " or ".join(self.candidates) or self.model
+        return "majority vote" if self.votes else " or ".join(self.candidates) or self.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +73,18 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Whether and how successors are prefilled while their precursors decode (Faster-MoA, 4.3)."""
+    """Whether and how successors are prefilled while their precursors decode (Faster-MoA, 4.3).
+
+    An update goes out after `chunk_tokens` new tokens, or with `adaptive` when it pays.
+    """
 
     incremental: bool = True
-    increments: IncrementSettings = field(default_factory=IncrementSettings)
+    chunk_tokens: ChunkTokens = "adaptive"
     slot_order: SlotOrder = "declared"
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens != "adaptive" and self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be 'adaptive' or at least 1, not {self.chunk_tokens!r}")
 
 
 @dataclass(frozen=True)
@@ -93,10 +105,25 @@ class Topology:
         """The one agent without successors; its output is the answer."""
         return list(self.agents.values())[-1]
 
-    @property
+    @cached_property
     def answering(self) -> frozenset[str]:
         """The agent whose tokens are the answer, as they come."""
         return frozenset({self.root.id})
+
+    @cached_property
+    def models(self) -> frozenset[str]:
+        """The models that its agents name; AUTO may be among them."""
+        return frozenset(agent.model for agent in self.agents.values() if not agent.votes)
+
+    @cached_property
+    def voters(self) -> Mapping[str, bool]:
+        """The agents that some vote reads, and whether their outputs may be the answer as they are."""
+        found: dict[str, bool] = {}
+        for agent in reversed(tuple(self.agents.values())):
+            if agent.votes:
+                answers = agent.id == self.root.id or found.get(agent.id, False)
+                found |= {one: answers or found.get(one, False) for one in agent.precursors}
+        return found
 
     @cached_property
     def waits_for(self) -> Mapping[str, tuple[str, ...]]:
@@ -105,7 +132,7 @@ class Topology:
 
     @cached_property
     def beginning(self) -> frozenset[str]:
-        """Agents that wait for nobody."""
+        """Agents without precursors."""
         return frozenset(agent.id for agent in self.agents.values() if not agent.precursors)
 
     @property
@@ -169,7 +196,7 @@ class Topology:
         return replace(self, agents={agent.id: agent for agent in moved}, clusters=clusters)
 
     def needed(self, gone: Collection[str]) -> frozenset[str]:
-        """Agents whose output can still reach the root when those in `gone` have been cut off."""
+        """Agents whose output can still reach the root when those in `gone` have ended or been cut off."""
         found: set[str] = set()
         frontier = [self.root.id]
         while frontier:
@@ -179,3 +206,109 @@ class Topology:
             found.add(agent)
             frontier.extend(self.agents[agent].precursors)
         return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One expert: an agent, which is a topology of one, or a whole topology, with agents named `step/...`.
+
+    `reads` are earlier steps whose outputs stand in the agent's prompt, as far as they ran. `then` says what follows;
+    its last rule always holds.
+    """
+
+    id: str
+    topology: Topology
+    then: tuple[Rule, ...] = (Rule(END),)
+    reads: tuple[str, ...] = ()
+
+    @property
+    def root(self) -> str:
+        """The agent whose output is the step's."""
+        return self.topology.root.id
+
+    @property
+    def leads_to(self) -> tuple[str, ...]:
+        """What may follow, END included, each once."""
+        return tuple(dict.fromkeys(rule.go for rule in self.then))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing can follow."""
+        return self.leads_to == (END,)
+
+    @property
+    def may_be_last(self) -> bool:
+        """Whether its output may be the answer."""
+        return END in self.leads_to
+
+    @property
+    def reads_confidence(self) -> bool:
+        """Whether a rule asks how sure its output is."""
+        return any(rule.when is not None and rule.when.confidence_below is not None for rule in self.then)
+
+
+@dataclass(frozen=True)
+class Conditional:
+    """Steps without circles, all of which some request may reach, in an order in which each stands after those that
+    lead to it. `start` chooses the first; its last rule always holds.
+    """
+
+    name: str
+    start: tuple[Rule, ...]
+    steps: Mapping[str, Step]
+    classifiers: Mapping[str, Classifier] = field(default_factory=dict)
+    description: str = ""
+
+    @property
+    def parts(self) -> tuple[Topology, ...]:
+        """The graphs that are run as a whole: one per step."""
+        return tuple(step.topology for step in self.steps.values())
+
+    @cached_property
+    def agents(self) -> Mapping[str, Agent]:
+        """The agents of all steps."""
+        return {agent.id: agent for part in self.parts for agent in part.agents.values()}
+
+    @cached_property
+    def answering(self) -> frozenset[str]:
+        """Agents whose tokens are the answer as they come: the roots of steps that nothing can follow."""
+        return frozenset(step.root for step in self.steps.values() if step.is_last)
+
+    @cached_property
+    def beginning(self) -> frozenset[str]:
+        """Agents that may be the first of a request: those without precursors in the steps that `start` leads to."""
+        return frozenset().union(*(self.steps[rule.go].topology.beginning for rule in self.start))
+
+    @cached_property
+    def preceded_by(self) -> Mapping[str, tuple[str, ...]]:
+        """Per step those that may lead to it directly."""
+        found: dict[str, list[str]] = {step: [] for step in self.steps}
+        for step in self.steps.values():
+            for target in step.leads_to:
+                if target != END:
+                    found[target].append(step.id)
+        return {step: tuple(before) for step, before in found.items()}
+
+    @cached_property
+    def waits_for(self) -> Mapping[str, tuple[str, ...]]:
+        """Per agent those that end before its prompt is complete: precursors, or roots of steps that lead to its."""
+        return {
+            agent.id: agent.precursors or tuple(self.steps[before].root for before in self.preceded_by[step.id])
+            for step in self.steps.values()
+            for agent in step.topology.agents.values()
+        }
+
+    @cached_property
+    def scored_models(self) -> tuple[str, ...]:
+        """Models whose chances of being right some rule asks for."""
+        rules = [*self.start, *(rule for step in self.steps.values() for rule in step.then)]
+        return tuple(dict.fromkeys(model for rule in rules if rule.when for model in rule.when.scores_below))
+
+    @property
+    def embeds(self) -> bool:
+        """Whether a classifier or an early exit has to embed texts."""
+        return bool(self.classifiers) or any(part.embeds for part in self.parts)
+
+
+Graph = Topology | Conditional
+"""What requests may name."""

@@ -45,7 +45,7 @@ def fill_text(template: str, question: str) -> str:
 def slot_parts(template: str, agent: str, index: int) -> tuple[str, str]:
     """The texts before and after the output in the slot of precursor `agent`, the `index`-th in the prompt.
 
-    Raises ValueError unless the template holds `{output}` once, and beside it only `{agent}` and `{index}`.
+    Raises ValueError unless the template holds `{output}` once, and otherwise only `{agent}` and `{index}`.
     """
     pieces = template_pieces(template)
     names = [name for _, name in pieces]

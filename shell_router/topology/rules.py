@@ -1,10 +1,34 @@
-"""What a topology with steps decides by: rules in order, the first that holds is taken (CoServe, section 2.1)."""
+"""Rules between steps: the first that holds decides what follows (CoServe, section 2.1)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from functools import cache
+from typing import Any, Literal, get_args
 
-from shell_router.topology.patterns import found_in
+import re2
+
+
+def pattern_error(pattern: str) -> str:
+    """Why `pattern` is not a regular expression of RE2's, empty if it is one."""
+    try:
+        _compiled(pattern)
+    except re2.error as error:
+        said = error.args[0] if error.args else "cannot be read"
+        return said.decode() if isinstance(said, bytes) else str(said)
+    return ""
+
+
+def found_in(pattern: str, text: str) -> bool:
+    """Whether `text` holds the pattern somewhere."""
+    return _compiled(pattern).search(text) is not None
+
+
+@cache  # bounded by the patterns in topology files
+def _compiled(pattern: str) -> Any:
+    options = re2.Options()
+    options.log_errors = False  # the check of the file reports them
+    return re2.compile(pattern, options)
+
 
 START, END = "start", "end"
 """Where a request begins, and where it has its answer: no step may have these names."""
@@ -15,9 +39,9 @@ SUBJECTS: tuple[Subject, ...] = get_args(Subject)
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Tells the class of a text: that of the example most like it, if they are as alike as `min_similarity`.
+    """Classifies a text as its most similar example, if their similarity reaches `min_similarity`.
 
-    `examples` are texts by class; likeness is the cosine of the texts' embeddings.
+    `examples` are texts by class; the similarity is the cosine of the texts' embeddings.
     """
 
     id: str
@@ -38,7 +62,7 @@ class When:
     """What has to hold, all of it.
 
     `labels` are the values that the request's labels may have. `matches` is a pattern that the text named by `of` holds
-    somewhere. `classifier` tells the class of that text, which has to be one of `classes`. `confidence_below` is
+    somewhere. `classifier` must put that text into one of `classes`. `confidence_below` is
     compared with the geometric mean token probability of the output, `scores_below` per model with the predicted chance
     that it would answer the request rightly.
     """
@@ -73,7 +97,7 @@ class Facts:
     """What rules read: the request, and the output of the step that has just ended.
 
     `confidence` is None where nothing was decoded. `classes` holds what classifiers said of which text, None where one
-    could not be asked. `scores` are predicted chances by model, None before anybody was asked; a model may be missing.
+    could not be asked. `scores` are predicted chances by model, None before they are predicted; models may be missing.
     """
 
     labels: Mapping[str, str]
@@ -94,7 +118,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Transition:
     """The target that was chosen, the number of the rule among those asked, from 1, and what made it hold."""
 
     go: str
@@ -112,27 +136,27 @@ class Unclassified:
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """Nothing can be chosen before somebody has predicted scores."""
+    """Nothing can be chosen before scores are predicted."""
 
 
 Missing = Unclassified | Unscored
 
 
-def choose(rules: Sequence[Rule], facts: Facts) -> Choice | Unclassified | Unscored:
+def choose(rules: Sequence[Rule], facts: Facts) -> Transition | Unclassified | Unscored:
     """The first of `rules` that holds. The last has no condition, so that one always does."""
     for number, rule in enumerate(rules, start=1):
         if rule.when is None:
-            return Choice(rule.go, number, "otherwise" if len(rules) > 1 else "always")
+            return Transition(rule.go, number, "otherwise" if len(rules) > 1 else "always")
         why = _why(rule.when, facts)
         if isinstance(why, Missing):
             return why
         if why is not None:
-            return Choice(rule.go, number, why)
+            return Transition(rule.go, number, why)
     raise ValueError("no rule holds: the last one has a condition")
 
 
 def _why(when: When, facts: Facts) -> str | Missing | None:
-    """What makes `when` hold; None where it does not. Nobody is asked anything unless all else holds."""
+    """What makes `when` hold; None where it does not. Classifiers and predictors are asked last."""
     said: list[str] = []
     for part in (_labels, _pattern, _confidence, _scores, _class):
         found = part(when, facts)
@@ -160,7 +184,7 @@ def _pattern(when: When, facts: Facts) -> str | None:
 def _confidence(when: When, facts: Facts) -> str | None:
     if when.confidence_below is None:
         return ""
-    confidence = facts.confidence or 0.0  # of no tokens nobody can be sure
+    confidence = facts.confidence or 0.0  # no tokens: no confidence
     if confidence >= when.confidence_below:
         return None
     return f"confidence {confidence:.3f} is below {when.confidence_below:g}"

@@ -1,14 +1,93 @@
-"""What the form of a file with steps cannot show: names that lead nowhere, rules that nobody asks, circles."""
+"""What the form of a file with steps cannot show: names and rules that lead nowhere, cycles, unreachable steps."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
-from shell_router.topology.document import Path, Problem
-from shell_router.topology.grammar import spelled, suggestion
-from shell_router.topology.layered import Values
-from shell_router.topology.rule_checks import rule_problems, rules_of
-from shell_router.topology.rules import END, START
-from shell_router.topology.step_syntax import MAX_STEPS
+from shell_router.topology.document import Path, Problem, Values
+from shell_router.topology.forms import spelled, suggestion
+from shell_router.topology.rules import END, START, pattern_error
+from shell_router.topology.syntax import MAX_STEPS
+
+
+def rules_of(file: Values) -> Iterator[tuple[str, Path, Values]]:
+    """Every rule as the file's form allows: START or the step that is asked, where it stands, and what it says.
+
+    A bare step id is a rule without a condition.
+    """
+    lists: list[tuple[str, Path]] = [(START, ("start",))]
+    lists += [(step, ("steps", step, "then")) for step, said in file["steps"].items() if "then" in said]
+    for place, at in lists:
+        said = file["start"] if place == START else file["steps"][place]["then"]
+        if isinstance(said, str):
+            yield place, at, {"go": said}
+        else:
+            yield from ((place, (*at, position), rule) for position, rule in enumerate(said))
+
+
+def rule_problems(file: Values) -> Iterator[Problem]:
+    """Targets, classifiers and classes that do not exist; conditions that cannot be asked; rules never reached."""
+    targets = [*file["steps"], END]
+    always: dict[str, Path] = {}
+    used: set[str] = set()
+    for place, at, rule in rules_of(file):
+        if place in always:
+            wrong = f"{spelled(at)} is never reached: {spelled(always[place])} always holds."
+            yield Problem(at, wrong, "Put the rule without 'when' last.")
+        if rule["go"] not in targets or (place == START and rule["go"] == END):
+            known = list(file["steps"]) if place == START else targets
+            where = (*at, "go") if isinstance(at[-1], int) else at
+            yield Problem(where, f"'{rule['go']}' is not a step.", suggestion(rule["go"], known))
+        if "when" in rule:
+            yield from _when_problems(rule["when"], (*at, "when"), at_start=place == START)
+            yield from _class_problems(rule["when"], (*at, "when"), file.get("classifiers", {}))
+            used.add(rule["when"].get("classifier", ""))
+        else:
+            always.setdefault(place, at)
+    if START not in always:
+        wrong = "A request may meet no rule of 'start'."
+        yield Problem(("start",), wrong, "End it with a rule without 'when', such as {go: ...}.")
+    for classifier in file.get("classifiers", {}):
+        if classifier not in used:
+            at_it = ("classifiers", classifier)
+            yield Problem(at_it, f"No rule uses the classifier '{classifier}'.", "Remove it, or use it in a rule.")
+
+
+def subject_of(when: Values, *, at_start: bool) -> str:
+    """Which text a condition speaks of."""
+    return str(when.get("of", "request" if at_start else "output"))
+
+
+def _when_problems(when: Values, at: Path, *, at_start: bool) -> Iterator[Problem]:
+    if not when.keys() - {"of"}:
+        yield Problem(at, f"{spelled(at)} has no condition.", "Add one, or leave 'when' out.")
+    elif "of" in when and not {"matches", "classifier"} & when.keys():
+        yield Problem((*at, "of"), f"{spelled(at)} reads no text.", "Remove 'of', or add 'matches' or 'classifier'.")
+    if at_start and ("confidence_below" in when or subject_of(when, at_start=True) == "output"):
+        key = "of" if "of" in when else "confidence_below"
+        yield Problem((*at, key), "At the start there is no output yet.", "Ask about the request.")
+    if error := pattern_error(when.get("matches", "")):
+        remedy = "Patterns are RE2's: no look-around, no back-references."
+        yield Problem((*at, "matches"), f"{spelled((*at, 'matches'))} is not a regular expression: {error}.", remedy)
+
+
+def _class_problems(when: Values, at: Path, classifiers: Values) -> Iterator[Problem]:
+    name = when.get("classifier")
+    if (name is None) != ("is" not in when):
+        wrong = f"{spelled(at)} has only one of 'classifier' and 'is'."
+        yield Problem(at, wrong, "Write both: which classifier, and which class.")
+        return
+    if name is None:
+        return
+    if name not in classifiers:
+        yield Problem((*at, "classifier"), f"Unknown classifier '{name}'.", suggestion(name, list(classifiers)))
+        return
+    classes = list(classifiers[name]["examples"])
+    named = when["is"] if isinstance(when["is"], list) else [when["is"]]
+    for one in named:
+        if one not in classes:
+            wrong = f"The classifier '{name}' has no class '{one}'."
+            yield Problem((*at, "is"), wrong, suggestion(one, classes))
+
 
 ONLY_WITH_STEPS = ("start", "classifiers")
 NOT_WITH_STEPS = ("clusters", "early_exit", "prefill", "on_failure")
@@ -30,7 +109,7 @@ def step_form_problems(file: Values) -> Iterator[Problem]:
         wrong = "A step that fails fails its request: 'on_failure' does not go with 'steps'."
         yield Problem(("defaults", "on_failure"), wrong, "Remove it.")
     if "start" not in file:
-        yield Problem((), "It is not said which step is first.", "Add 'start', a step's id or rules.")
+        yield Problem((), "No step is named as the first.", "Add 'start', a step's id or rules.")
     if len(file["steps"]) > MAX_STEPS:
         yield Problem(("steps",), f"There are {len(file['steps'])} steps.", f"Write at most {MAX_STEPS}.")
 
@@ -46,12 +125,12 @@ def step_name_problems(
     for step, said in steps.items():
         at: Path = ("steps", step)
         if step in (START, END):
-            yield Problem(at, f"A step is named '{step}', which has a meaning of its own.", "Rename it.")
+            yield Problem(at, f"A step is named '{step}', a reserved name.", "Rename it.")
         if "topology" in said:
             yield from _topology_problems(at, said, topologies, with_steps)
         else:
             yield from _agent_problems(at, said, file)
-        yield from _precursor_problems(step, said.get("precursors", ()), steps)
+        yield from precursor_problems("step", step, said.get("precursors", ()), steps)
     yield from rule_problems(file)
 
 
@@ -133,11 +212,15 @@ def _agent_problems(at: Path, said: Values, file: Values) -> Iterator[Problem]:
         yield Problem((*at, "prompt", "slot"), wrong, "Add 'precursors', or remove 'slot'.")
 
 
-def _precursor_problems(step: str, precursors: list[str], steps: Values) -> Iterator[Problem]:
+def precursor_problems(kind: str, one: str, precursors: Sequence[str], known: Collection[str]) -> Iterator[Problem]:
+    """Precursors of an agent or a step that are itself, not there, or named twice."""
     for position, precursor in enumerate(precursors):
-        at = ("steps", step, "precursors", position)
-        if precursor not in steps:
-            wrong = f"Step '{step}' reads '{precursor}', which is not a step."
-            yield Problem(at, wrong, suggestion(precursor, [other for other in steps if other != step]))
+        at: Path = (f"{kind}s", one, "precursors", position)
+        reads = f"{kind.capitalize()} '{one}' reads"
+        if precursor == one:
+            yield Problem(at, f"{reads} itself.", "Remove it from its own precursors.")
+        elif precursor not in known:
+            wrong = f"{reads} '{precursor}', which is not {'an agent' if kind == 'agent' else 'a step'}."
+            yield Problem(at, wrong, suggestion(precursor, [other for other in known if other != one]))
         elif precursor in precursors[:position]:
-            yield Problem(at, f"Step '{step}' reads '{precursor}' twice.", "Name it once.")
+            yield Problem(at, f"{reads} '{precursor}' twice.", "Name it once.")

@@ -1,10 +1,135 @@
-"""Every key of a topology file, its form and its meaning, for the loader and for the editors' schema."""
+"""Every key of a topology file, its form and its meaning, for the loader and for the editors' JSON Schema."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from shell_router.early_exit import POLICIES
-from shell_router.topology.blocks import Block, Either, Json, ListOf, MappingOf
-from shell_router.topology.grammar import Choice, Form, Number, Switch, Template, Text
-from shell_router.topology.names import name_form
-from shell_router.topology.step_syntax import CLASSIFIER, RULE, START_RULES, STEP_FIELDS, WHEN
+from shell_router.topology.document import Path, Problem
+from shell_router.topology.forms import (
+    Block,
+    Either,
+    Form,
+    Json,
+    ListOf,
+    MappingOf,
+    Number,
+    OneOf,
+    Schema,
+    Switch,
+    Text,
+    name_form,
+    spelled,
+)
+from shell_router.topology.prompting import template_pieces
+from shell_router.topology.rules import SUBJECTS
+
+MAX_STEPS = 100
+MAX_RULES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Template(Form):
+    """Prompt text in which only `placeholders` may stand, `once` exactly one time."""
+
+    placeholders: tuple[str, ...]
+    once: str = ""
+
+    types = (str,)
+
+    @property
+    def noun(self) -> str:
+        return "text"
+
+    def problems(self, value: str, at: Path) -> Iterator[Problem]:
+        try:
+            names = [name for _, name in template_pieces(value) if name is not None]
+        except ValueError as error:
+            yield Problem(at, f"{spelled(at)}: {error}.", "Write {{ and }} for braces that are meant as text.")
+            return
+        for name in dict.fromkeys(names):
+            if name not in self.placeholders:
+                yield Problem(at, f"{spelled(at)}: unknown placeholder {{{name}}}.", self._remedy)
+        if self.once and names.count(self.once) != 1:
+            wrong = f"{spelled(at)} holds {{{self.once}}} {names.count(self.once)} times."
+            yield Problem(at, wrong, f"Write {{{self.once}}} exactly once.")
+
+    @property
+    def _remedy(self) -> str:
+        known = ", ".join(f"{{{name}}}" for name in self.placeholders)
+        return f"Known here: {known}; write {{{{ and }}}} for braces that are meant as text."
+
+    def schema(self) -> Schema:
+        return {"type": "string", "description": self.about}
+
+
+def _one_or_several(about: str, noun: str) -> Either:
+    return Either(about, (Text(about), ListOf(about, Text(noun), at_least=1)))
+
+
+WHEN = Block(
+    "What has to hold, all of it.",
+    {
+        "label": MappingOf(
+            "Values that labels of the request must have; of several values one.",
+            Text("Label, as requests name it.", r".+", "a label"),
+            _one_or_several("A value, or several of which one will do.", "Value."),
+        ),
+        "matches": Text("Regular expression (RE2) that the text holds somewhere.", r".+", "a regular expression"),
+        "classifier": name_form("The classifier of the text; `is` names the classes."),
+        "is": _one_or_several("The class that the text must have, or several of which one will do.", "Class."),
+        "confidence_below": Number(
+            "Holds when the step's output has a lower geometric mean token probability.", above=0, at_most=1
+        ),
+        "score_below": MappingOf(
+            "Holds when the deployment's trained router gives each of these models a lower chance of being right.",
+            Text("Model alias.", r".*\S.*", "a model alias"),
+            Number("The chance.", above=0, at_most=1),
+        ),
+        "of": OneOf("Which text is meant; the request at the start, else the step's output.", SUBJECTS),
+    },
+    name="when",
+)
+
+RULE = Block(
+    "Leads to a step, or to the end, when something holds; without `when` always.",
+    {"when": WHEN, "go": name_form("A step's id, or `end`.")},
+    required=("go",),
+    name="rule",
+)
+
+
+def _rules(about: str) -> Either:
+    rules = ListOf(about, RULE, at_least=1, at_most=MAX_RULES, called="a list of rules")
+    return Either(about, (name_form("The step that always follows, or `end`."), rules))
+
+
+START_RULES = _rules("Which step is first: its id, or rules, of which the first that holds is taken.")
+
+CLASSIFIER = Block(
+    "Classifies a text as its most similar example.",
+    {
+        "examples": MappingOf(
+            "Texts by class.",
+            Text("Class.", r".*\S.*", "a class"),
+            ListOf("Texts of this class.", Text("An example.", r".*\S.*", "a text"), at_least=1, at_most=1000),
+        ),
+        "min_similarity": Number(
+            "Least cosine similarity to the nearest example; a text that is less like any has no class.",
+            at_least=-1,
+            at_most=1,
+        ),
+    },
+    required=("examples",),
+    name="classifier",
+)
+
+STEP_FIELDS: dict[str, Form] = {
+    "topology": name_form("A topology's name: the step asks all of it."),
+    "then": _rules("What follows: a step's id, or rules, of which the first that holds is taken; by default `end`."),
+}
+"""The keys of a step that an agent lacks."""
+
 
 MAX_AGENTS = 1024
 MAX_LAYERS = 32
@@ -38,11 +163,11 @@ PROMPT = Block(
 _WORDS = "Text at which decoding stops."
 
 SAMPLING = Block(
-    "SGLang's sampling parameters. Names beyond these are passed on unchanged.",
+    "SGLang's sampling parameters. Other names are sent to the engine unchanged.",
     {
         "temperature": Number("0 decodes greedily.", at_least=0),
         "top_p": Number("Nucleus sampling.", above=0, at_most=1),
-        "top_k": Number("Sample from so many tokens; -1 for all.", at_least=-1, whole=True),
+        "top_k": Number("Sample from the k likeliest tokens; -1 from all.", at_least=-1, whole=True),
         "min_p": Number("Least probability relative to the likeliest token's.", at_least=0, at_most=1),
         "max_new_tokens": Number("Most tokens to decode.", at_least=1, whole=True),
         "min_new_tokens": Number("Fewest tokens to decode.", at_least=0, whole=True),
@@ -53,17 +178,21 @@ SAMPLING = Block(
         "stop_token_ids": ListOf("Tokens at which decoding stops.", Number("Token id.", at_least=0, whole=True)),
         "n": Number("An agent has one output; add agents for more.", at_least=1, at_most=1, whole=True),
     },
-    open_to=Json("Passed on unchanged."),
+    open_to=Json("Sent to the engine unchanged."),
     name="sampling",
 )
 
 _EARLY_EXIT_FIELDS = Block(
     "When a cluster's unfinished agents are cut off.",
     {
-        "policy": Choice(
+        "policy": OneOf(
             "'stochastic', the paper's, exits with probability Q; 'threshold' exits at Q >= threshold; 'in_flight' "
             "reads unfinished outputs too and exits when the leading answer's support reaches threshold.",
-            POLICIES,
+            tuple(POLICIES),
+        ),
+        "scope": OneOf(
+            "Which agents are judged together, without 'clusters': those with the same successors, or a whole layer.",
+            ("cluster", "layer"),
         ),
         "tau": Number("The preferred similarity of completed outputs.", above=0, at_most=1),
         "threshold": Number("Used by the policies 'threshold' and 'in_flight'.", at_least=0, at_most=1),
@@ -72,17 +201,18 @@ _EARLY_EXIT_FIELDS = Block(
             at_least=1,
             whole=True,
         ),
-        "similarity": Choice(
+        "similarity": OneOf(
             "'full' is the paper's; 'off_diagonal' leaves out the correlation matrices' diagonals.",
             ("full", "off_diagonal"),
         ),
-        "pass_on": Switch(
-            "With 'in_flight': who reads just this cluster writes nothing where it agrees, and passes the answer on."
+        "self_similarity": Switch("Whether P counts each output as similar to itself, as the paper's does."),
+        "skip_aggregation": Switch(
+            "With 'in_flight': if the cluster agrees, agents that read only it are skipped and forward its answer."
         ),
     },
     name="early_exit",
 )
-_EARLY_EXIT_SWITCH = Switch("'on' takes the topology's settings, or the defaults; 'off' lets everybody finish.")
+_EARLY_EXIT_SWITCH = Switch("'on' takes the topology's settings, or the defaults; 'off' lets all agents finish.")
 EARLY_EXIT = Either("Early exit: settings, on, or off.", (_EARLY_EXIT_FIELDS, _EARLY_EXIT_SWITCH))
 
 PREFILL = Block(
@@ -91,26 +221,19 @@ PREFILL = Block(
         "incremental": Switch("Prefill successors while precursors decode."),
         "chunk_tokens": Either(
             "New tokens per prefill-only update.",
-            (Number("Fixed.", at_least=1, whole=True), Choice("Follows measured cost.", ("adaptive",))),
+            (
+                Number("Fixed.", at_least=1, whole=True),
+                OneOf("An update goes out when it pays, by measured costs.", ("adaptive",)),
+            ),
         ),
-        "min_tokens": Number("Least chunk when adaptive.", at_least=1, whole=True),
-        "max_tokens": Number("Largest chunk when adaptive.", at_least=1, whole=True),
-        "busy_share": Number(
-            "Share of time all growing prompts of a model may keep its prefill engine busy when adaptive.",
-            above=0,
-            at_most=1,
-        ),
-        "tail_share": Number(
-            "A complete prompt is prefilled once more if more than this share of it is new.", at_least=0, at_most=1
-        ),
-        "slot_order": Choice(
+        "slot_order": OneOf(
             "'declared', or 'expected_finish' to put the precursor expected to end first in the first slot.",
             ("declared", "expected_finish"),
         ),
     },
 )
 
-ON_FAILURE = Choice(
+ON_FAILURE = OneOf(
     "A failed agent fails the request, or is dropped and its slot left out; a failed root always fails it.",
     ("fail", "drop"),
 )
@@ -121,6 +244,11 @@ _ASKED: dict[str, Form] = {
     "timeout_s": Number("Seconds the agent may take from its start to its end.", above=0, at_most=86_400),
 }
 _SHARED: dict[str, Form] = {**_ASKED, "on_failure": ON_FAILURE}
+
+VOTE = OneOf(
+    "Asks no model: forwards the output whose stated answer most precursors share; goes without a model and a prompt.",
+    ("majority",),
+)
 
 DEFAULTS = Block("What agents are given unless they say otherwise.", {"model": _models("As an agent's."), **_SHARED})
 
@@ -133,13 +261,14 @@ AGENT = Block(
     "One agent.",
     {
         "model": _ONE_MODEL,
+        "vote": VOTE,
         "precursors": ListOf("Agents whose outputs it reads, in slot order.", name_form("Agent id.")),
         **_SHARED,
     },
     name="agent",
 )
 
-ROLE = Block("What the agents of this role are given.", _SHARED, name="role")
+ROLE = Block("What the agents of this role are given.", {"vote": VOTE, **_SHARED}, name="role")
 
 LAYERED_FIELDS: dict[str, Form] = {
     "shape": ListOf(
@@ -196,7 +325,7 @@ TOPOLOGY = Block(
         "agents": MappingOf("The graph, agent by agent.", name_form("Agent id."), AGENT),
         "steps": MappingOf("Steps that run one after the other, chosen by rules.", name_form("Step id."), STEP),
         "start": START_RULES,
-        "classifiers": MappingOf("What tells the class of a text, by name.", name_form("Classifier id."), CLASSIFIER),
+        "classifiers": MappingOf("Classifiers of texts, by name.", name_form("Classifier id."), CLASSIFIER),
         "clusters": MappingOf(
             "Which agents are judged together; by default those with the same successors.",
             name_form("Cluster id."),
@@ -211,3 +340,14 @@ TOPOLOGY = Block(
 
 DEFINITIONS = (PROMPT, SAMPLING, _EARLY_EXIT_FIELDS, AGENT, ROLE, CLUSTER, STEP, RULE, WHEN, CLASSIFIER)
 """The blocks that the JSON Schema refers to by name."""
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema 2020-12 of a topology file: keys, kinds and bounds, but neither names nor the graph."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Shell router topology",
+        **TOPOLOGY.definition(),
+        "oneOf": [{"required": [form]} for form in GRAPH_FORMS],
+        "$defs": {block.name: block.definition() for block in DEFINITIONS},
+    }

@@ -42,7 +42,7 @@ class Backend:
     reader: AgentPromptCache
     settle: Callable[[], Awaitable[None]]
     blocked: Callable[[int], Awaitable[None]]
-    """Waits until so many reads wait."""
+    """Waits until this number of reads wait."""
 
 
 @pytest.fixture(scope="module")

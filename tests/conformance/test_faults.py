@@ -1,6 +1,6 @@
 """What breaks on a pair, embedded or real SGLang: one error that names the server, the other freed, the next served.
 
-How long that takes is told at the end of the run.
+The end of the run prints how long that takes.
 """
 
 import asyncio
@@ -14,10 +14,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from shell_router.core.generation import Finish, Generation, Tokens
+from shell_router.core.engine import Finish, Generation, Tokens
 from shell_router.engines.address import PairAddress, PairLimits
-from shell_router.engines.pool import PairPool
-from shell_router.engines.scripted_server import Fault, ScriptedPair, ScriptedSettings
+from shell_router.engines.sglang import SglangPair
 from shell_router.errors import (
     EngineAborted,
     EngineRejected,
@@ -26,8 +25,8 @@ from shell_router.errors import (
     PromptTooLong,
     ShellRouterError,
 )
-from tests.fakes.breakable_pair import BreakablePair, embedded_servers
-from tests.fakes.engine_loads import Slots, idle, slots
+from shell_router.standins.scripted_server import Fault, ScriptedPair, ScriptedSettings
+from tests.fakes.pairs_under_test import BreakablePair, Slots, embedded_servers, idle, slots
 
 LIMITS = PairLimits(stall_s=20)
 IMPATIENT = PairLimits(stall_s=2, abort_s=20)
@@ -51,7 +50,7 @@ class Served:
     """A pair that can be broken, with the router's client in front."""
 
     servers: BreakablePair
-    client: PairPool
+    client: SglangPair
     session: aiohttp.ClientSession
     measured: Measured
 
@@ -112,23 +111,23 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def told(request: pytest.FixtureRequest, measured: Measured) -> Measured:
+def timed(request: pytest.FixtureRequest, measured: Measured) -> Measured:
     """As `measured`, with the kind of the pair."""
     kind = request.node.callspec.params["servers"]
     return lambda what, seconds: measured(f"{kind}: {what}", seconds)
 
 
 @pytest_asyncio.fixture
-async def at(servers: BreakablePair, told: Measured) -> AsyncIterator[Served]:
+async def at(servers: BreakablePair, timed: Measured) -> AsyncIterator[Served]:
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(connector=connector) as session, client_of(servers.address) as client:
-        yield Served(servers, client, session, told)
+        yield Served(servers, client, session, timed)
     await servers.mend()
 
 
 @asynccontextmanager
-async def client_of(address: PairAddress, limits: PairLimits = LIMITS) -> AsyncIterator[PairPool]:
-    client = PairPool(address, limits=limits)
+async def client_of(address: PairAddress, limits: PairLimits = LIMITS) -> AsyncIterator[SglangPair]:
+    client = SglangPair(address, limits=limits)
     try:
         yield client
     finally:
@@ -142,14 +141,14 @@ def request(new_tokens: int, prompt_tokens: int = PROMPT) -> Generation:
     return Generation(f"fault-{salt:04}", ids, {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True})
 
 
-async def finish_of(client: PairPool, asked: Generation) -> Finish:
+async def finish_of(client: SglangPair, asked: Generation) -> Finish:
     events = [event async for event in client.generate(asked)]
     assert isinstance(events[-1], Finish)
     return events[-1]
 
 
 @asynccontextmanager
-async def decoding(client: PairPool) -> AsyncIterator[Stream]:
+async def decoding(client: SglangPair) -> AsyncIterator[Stream]:
     """A long answer of which the first tokens have come."""
     async with aclosing(client.generate(request(LONG))) as stream:
         await anext(stream)
@@ -200,8 +199,8 @@ async def test_a_caller_that_leaves_during_decode_frees_both(at: Served) -> None
     await at.serves()
 
 
-async def test_an_abort_by_somebody_else_before_the_first_token_is_one_error_and_frees_both(at: Served) -> None:
-    asked, what = request(LONG, LONG_PROMPT), "aborted by somebody else before the first token"
+async def test_an_abort_by_another_caller_before_the_first_token_is_one_error_and_frees_both(at: Served) -> None:
+    asked, what = request(LONG, LONG_PROMPT), "aborted by another caller before the first token"
     url = f"{at.servers.url('decode')}/abort_request"
     async with prefilling(at, asked) as task:
         async with at.fails(what, EngineAborted, names="engine http"):

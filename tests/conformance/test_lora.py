@@ -5,7 +5,6 @@ What both must say is what merged weights say: W + alpha / r * B A, merged by ha
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ import torch
 from launch.sglang_cpu.environment import built_environment
 from launch.sglang_cpu.pair import cpu_pair
 from shell_router.engines.address import PairAddress
-from shell_router.engines.embedded.adapter_checkpoint import make_adapter
-from shell_router.engines.embedded.adapter_config import MODULES
-from shell_router.engines.embedded.checkpoint import make_checkpoint
-from shell_router.engines.embedded.settings import LoraSettings
+from shell_router.launching.random_checkpoint import make_checkpoint
+from shell_router.standins.embedded.adapter_files import MODULES, make_adapter
+from shell_router.standins.embedded.settings import LoraSettings
 from tests.conformance.test_wire import Wire, prompt
-from tests.fakes.merged_weights import merge, one_thread, plain
-from tests.fakes.pairs_under_test import PairUnderTest, embedded, of_model, running
+from tests.fakes.pairs_under_test import PairUnderTest, embedded, of_model
+from tests.fakes.shared_engines import SharedEngines
+from tests.fakes.tiny_models import merge, plain
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ADAPTERS: Mapping[str, dict[str, Any]] = {
@@ -66,12 +65,6 @@ class Adapted:
         return said[len(ids) :]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def networks_run_on_one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
 @pytest.fixture(scope="module")
 def sglang_with_lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairUnderTest]:
     venv = built_environment()
@@ -82,24 +75,19 @@ def sglang_with_lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairU
         yield of_model(PairAddress(pair.prefill.url, pair.decode.url, pair.bootstrap_host, pair.bootstrap_port), model)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param("embedded", marks=pytest.mark.slow), pytest.param("sglang", marks=pytest.mark.sglang)],
-)
-def starting(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AbstractAsyncContextManager[PairUnderTest]:
+@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
+def under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     if request.param == "embedded":
-        return embedded(tmp_path_factory.mktemp("model"), incremental=True, lora=LoraSettings(room=4, max_rank=8))
-    return running(request.getfixturevalue("sglang_with_lora"))
+        engines: SharedEngines = request.getfixturevalue("engines")
+        return embedded(engines, incremental=True, lora=LoraSettings(max_loaded_adapters=4, max_rank=8))
+    pair: PairUnderTest = request.getfixturevalue("sglang_with_lora")
+    return pair
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def adapted(
-    starting: AbstractAsyncContextManager[PairUnderTest], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Adapted]:
+async def adapted(under_test: PairUnderTest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Adapted]:
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-    async with starting as under_test, aiohttp.ClientSession(connector=connector) as session:
+    async with aiohttp.ClientSession(connector=connector) as session:
         model, root = under_test.needs_model(), tmp_path_factory.mktemp("adapters")
         folders = {name: make_adapter(root / name, model, **arguments) for name, arguments in ADAPTERS.items()}
         networks = {None: plain(model), **{name: merge(model, folder) for name, folder in folders.items()}}
@@ -126,11 +114,11 @@ async def test_a_prefix_is_cached_for_its_own_adapter_alone(adapted: Adapted) ->
 
 
 async def test_an_adapter_that_was_never_loaded_is_refused_by_both(adapted: Adapted) -> None:
-    body = adapted.wire.body(prompt(), lora_path="nobody")
+    body = adapted.wire.body(prompt(), lora_path="unknown")
     for url in adapted.urls:
         status, answer = await adapted.wire.post(url, "generate", body)
         assert status == 400
-        assert "nobody" in orjson.loads(answer)["error"]["message"]
+        assert "unknown" in orjson.loads(answer)["error"]["message"]
 
 
 async def test_a_change_that_is_refused_is_400_and_says_why(adapted: Adapted, tmp_path: Path) -> None:
@@ -138,7 +126,7 @@ async def test_a_change_that_is_refused_is_400_and_says_why(adapted: Adapted, tm
     cases = [
         ("load_lora_adapter", {"lora_name": "algebra", "lora_path": str(adapted.folders["algebra"])}, "already loaded"),
         ("load_lora_adapter", {"lora_name": "wide", "lora_path": str(wide)}, "rank 9"),
-        ("unload_lora_adapter", {"lora_name": "nobody"}, "LoRA with name nobody does not exist"),
+        ("unload_lora_adapter", {"lora_name": "unknown"}, "LoRA with name unknown does not exist"),
     ]
     for url in adapted.urls:
         for route, body, words in cases:

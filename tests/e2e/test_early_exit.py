@@ -12,18 +12,16 @@ import pytest
 import pytest_asyncio
 
 from agent_cache.memory import MemoryAgentPromptCache
+from shell_router.core.engine import Generation, ServedModel
 from shell_router.core.events import AgentStopped
-from shell_router.core.generation import Generation
-from shell_router.core.model import ServedModel
 from shell_router.early_exit import EarlyExit
-from shell_router.engines.embedder import HashEmbedder
-from shell_router.engines.pool import PairPool
+from shell_router.engines.embedding import HashEmbedder
+from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.execution import Executor, MoaRequest
+from shell_router.moa import Executor, MoaRequest
 from shell_router.topology import Topology, load_topology
-from tests.fakes.engine_loads import held, idle
-from tests.fakes.pairs_under_test import PairUnderTest, embedded
-from tests.fakes.recorder import Recorder
+from tests.fakes.moa import Recorder
+from tests.fakes.pairs_under_test import PairUnderTest, embedded, held, idle
 
 TREE = load_topology(Path("topologies/tree-9-3-1.yaml"))
 STRAGGLERS = 5
@@ -33,10 +31,10 @@ Measured = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Served:
-    """A running pair, its client, and a session to ask its servers beside it."""
+    """A running pair, its client, and a session to ask its servers directly."""
 
     under_test: PairUnderTest
-    pair: PairPool
+    pair: SglangPair
     session: aiohttp.ClientSession
 
     @property
@@ -46,7 +44,7 @@ class Served:
 
 @asynccontextmanager
 async def client_of(under_test: PairUnderTest) -> AsyncIterator[Served]:
-    pair = PairPool(under_test.address)
+    pair = SglangPair(under_test.address)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(connector=connector) as session:
         await pair.probe(vocabulary=under_test.vocabulary)
@@ -55,13 +53,13 @@ async def client_of(under_test: PairUnderTest) -> AsyncIterator[Served]:
 
 
 @pytest_asyncio.fixture(params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
-async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Served]:
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     if request.param == "sglang":
-        async with client_of(request.getfixturevalue("real_sglang")) as client:
-            yield client
+        under_test = request.getfixturevalue("real_sglang")
     else:
-        async with embedded(tmp_path, incremental=True) as under_test, client_of(under_test) as client:
-            yield client
+        under_test = embedded(request.getfixturevalue("engines"), incremental=True)
+    async with client_of(under_test) as client:
+        yield client
 
 
 async def test_a_straggler_that_is_cut_off_leaves_the_decode_server(served: Served, measured: Measured) -> None:

@@ -15,7 +15,7 @@ from agent_cache import AgentPromptCache
 from agent_cache.memory import MemoryAgentPromptCache
 from agent_cache.redis import RedisAgentPromptCache
 from shell_router.core.events import Event
-from shell_router.execution import Executor
+from shell_router.moa import Executor
 from shell_router.topology.load import load_topology
 from tests.fakes.moa import ScriptedMoa, ask
 from tests.fakes.redis_server import RedisServer, find_redis_server
@@ -53,7 +53,7 @@ async def redis_cache() -> AsyncIterator[tuple[AgentPromptCache, CountKeys]]:
 
 
 class CancelAfter:
-    """Cancels a run when it has told of `events` events."""
+    """Cancels a run after `events` events."""
 
     def __init__(self, events: int) -> None:
         self._left = events

@@ -6,8 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from shell_router.config import load_config
-from shell_router.wiring import running_server
+from shell_router.app import load_config, running_server
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = [json.loads(line) for line in (ROOT / "models/data/test.jsonl").read_text("utf-8").splitlines()[:20]]

@@ -1,20 +1,39 @@
-"""The whole API over scripted engines, listening on a free port, with a client that speaks to it."""
+"""The whole API over scripted engines, listening on a free port, with clients that speak to it."""
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import aiohttp
+import openai
+from aiohttp import web
+from openai.types import Batch
 
-from shell_router.api import ApiSettings, BatchFolder, Runs, Services, bound_sockets, create_app, listening
-from shell_router.core.placement import Placed
-from shell_router.core.relay import NativeRoute, Relayed
+from shell_router.api import (
+    ApiSettings,
+    Runs,
+    Services,
+    bound_sockets,
+    create_app,
+    listening,
+    refuse_batches,
+)
+from shell_router.api.services import new_run_id
+from shell_router.batch.api.routes import add_batches
+from shell_router.batch.api.storage import opened_folder
+from shell_router.config import BatchesSettings
+from shell_router.core.engine import NativeRoute, Placement, Relayed
 from shell_router.errors import InvalidRequest
-from shell_router.telemetry import Metrics, Recorder
-from shell_router.topology import Agent, Prompt, Topology
+from shell_router.routing.holdout import Holdouts
+from shell_router.telemetry import Metrics
+from shell_router.telemetry.recorder import Recorder
+from shell_router.topology import Agent, Prefill, Prompt, Topology
 from tests.fakes.moa import ScriptedMoa
 
 LIMIT = aiohttp.ClientTimeout(total=60)
@@ -26,6 +45,7 @@ DUO = Topology(
         "right": Agent("right", "medium", on_failure="drop"),
         "root": Agent("root", "large", ("left", "right"), Prompt(prefix="Sum up.\n", suffix="\n{question}")),
     },
+    prefill=Prefill(chunk_tokens=1),
     description="two agents and one that sums up",
 )
 
@@ -42,7 +62,7 @@ class ScriptedRelay:
     forwarded: list[tuple[NativeRoute, bytes]] = field(default_factory=list)
     affinities: list[str | None] = field(default_factory=list)
     left_early: int = 0
-    placed: tuple[Placed, ...] = ()
+    placed: tuple[Placement, ...] = ()
 
     @contextlib.asynccontextmanager
     async def forward(self, route: NativeRoute, body: bytes, *, affinity: str | None = None) -> AsyncIterator[Relayed]:
@@ -100,11 +120,14 @@ async def api(
     executor: Runs | None = None,
     relays: Mapping[str, ScriptedRelay] | None = None,
     checks: Mapping[str, Callable[[], Awaitable[bool]]] | None = None,
-    dispensable: tuple[str, ...] = (),
+    optional_checks: tuple[str, ...] = (),
     topologies: tuple[Topology, ...] = (DUO,),
-    batch_folder: BatchFolder | None = None,
+    extend: Callable[[web.Application], None] = refuse_batches,
     wall: Callable[[], float] = time.time,
+    new_id: Callable[[], str] = new_run_id,
     recorder: Recorder | None = None,
+    holdouts: Holdouts | None = None,
+    drain_s: float = 1,
 ) -> AsyncIterator[Api]:
     """Serve while the context is open."""
     moa = moa or ScriptedMoa()
@@ -116,15 +139,17 @@ async def api(
         relays=relays or {},
         engines=dict.fromkeys(moa.models, "scripted engine"),
         checks=checks or {},
-        dispensable=dispensable,
+        optional_checks=optional_checks,
         metrics=Metrics(),
-        batch_folder=batch_folder,
         wall=wall,
+        new_id=new_id,
         recorder=recorder,
+        holdouts=holdouts or Holdouts(),
     )
     app = create_app(services, settings or ApiSettings())
+    extend(app)
     with bound_sockets() as sockets:
-        async with listening(app, sockets, drain_s=1) as url, aiohttp.ClientSession(timeout=LIMIT) as client:
+        async with listening(app, sockets, drain_s=drain_s) as url, aiohttp.ClientSession(timeout=LIMIT) as client:
             yield Api(url, moa, services, client)
 
 
@@ -133,8 +158,104 @@ def chat(content: str = "What is it?", **fields: object) -> dict[str, object]:
     return {"model": "duo", "messages": [{"role": "user", "content": content}], **fields}
 
 
-async def until(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
+async def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
     """Let others run until `holds()`."""
     async with asyncio.timeout(limit_s):
         while not holds():  # noqa: ASYNC110 # it lies behind a socket and sets no event
             await asyncio.sleep(0)
+
+
+ENDPOINT = "/v1/chat/completions"
+ENDS = ("completed", "failed", "expired", "cancelled")
+
+
+def line(custom_id: str, content: str = "What is it?", **fields: object) -> dict[str, Any]:
+    """A line that asks `small`, unless `fields` say otherwise."""
+    body = chat(content, **{"model": "small", **fields})
+    return {"custom_id": custom_id, "method": "POST", "url": ENDPOINT, "body": body}
+
+
+def questions(*models: str) -> list[object]:
+    """A line per model, named by its place."""
+    return [line(str(place), f"Question {place}?", model=model) for place, model in enumerate(models)]
+
+
+def jsonl(*lines: object) -> bytes:
+    """One JSON value per line."""
+    return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
+
+
+@dataclass(frozen=True)
+class BatchApi:
+    """A running router with a folder at `path`, and the official client connected to it."""
+
+    served: Api
+    ai: openai.AsyncOpenAI
+    path: Path
+
+    async def upload(self, content: bytes, name: str = "questions.jsonl") -> str:
+        """The id of a new file."""
+        return (await self.ai.files.create(file=(name, content), purpose="batch")).id
+
+    async def begin(self, *lines: object) -> Batch:
+        """A new batch of these lines."""
+        return await self.begin_on(await self.upload(jsonl(*lines)))
+
+    async def begin_on(self, file_id: str) -> Batch:
+        """A new batch on an uploaded file."""
+        return await self.ai.batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h")
+
+    async def ended(self, batch: Batch) -> Batch:
+        """The batch once it has ended."""
+        return await self.when(batch, lambda seen: seen.status in ENDS)
+
+    async def when(self, batch: Batch, holds: Callable[[Batch], bool], limit_s: float = 30.0) -> Batch:
+        """The batch once `holds` is true of it."""
+        async with asyncio.timeout(limit_s):
+            while not holds(batch):
+                batch = await self.ai.batches.retrieve(batch.id)
+        return batch
+
+    async def answers(self, batch: Batch) -> dict[str, str]:
+        """What each line in the output file was answered."""
+        results = await self.results(batch.output_file_id)
+        return {name: one["response"]["body"]["choices"][0]["message"]["content"] for name, one in results.items()}
+
+    async def results(self, file_id: str | None) -> dict[str, dict[str, Any]]:
+        """A result file's lines by their custom_id; each stands there once."""
+        if file_id is None:
+            return {}
+        listed = [json.loads(one) for one in (await self.ai.files.content(file_id)).text.splitlines()]
+        results = {one["custom_id"]: one for one in listed}
+        assert len(results) == len(listed)
+        return results
+
+
+@asynccontextmanager
+async def batch_api(
+    path: Path,
+    moa: ScriptedMoa | None = None,
+    settings: ApiSettings | None = None,
+    batches: BatchesSettings | None = None,
+    *,
+    key: str = "none",
+    **fields: Any,
+) -> AsyncIterator[BatchApi]:
+    """Serve while the context is open; a later one on the same `path` goes on where this one stood.
+
+    `fields` are those of `api`.
+    """
+    with opened_folder(path) as folder:
+
+        def extend(app: web.Application) -> None:
+            add_batches(app, folder, batches or BatchesSettings(), {})
+
+        async with api(moa, settings, extend=extend, **fields) as served, client(served, key) as ai:
+            yield BatchApi(served, ai, path)
+
+
+@asynccontextmanager
+async def client(served: Api, key: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The official client with an API key."""
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) as connected:
+        yield connected

@@ -11,7 +11,7 @@ def main() -> None:
     flags = [flag for flag in sys.argv[1:] if flag != UNKNOWN]
     at = flags.index(UNKNOWN_WITH_VALUE)
     del flags[at : at + 2]
-    os.execv(sys.executable, [sys.executable, "-m", "shell_router.engines.embedded", *flags])
+    os.execv(sys.executable, [sys.executable, "-m", "shell_router.standins.embedded", *flags])
 
 
 if __name__ == "__main__":

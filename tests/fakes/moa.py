@@ -1,25 +1,108 @@
 """A whole online path without models: scripted engines, word tokenizers, the memory cache and a hash embedder."""
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
+from typing import TypeVar
 
 from agent_cache.memory import MemoryAgentPromptCache
-from shell_router.core.generation import Generation
-from shell_router.core.model import ServedModel
-from shell_router.core.prediction import Predictor
-from shell_router.engines.embedder import HashEmbedder
-from shell_router.engines.scripted import Script, ScriptedEngine, at_once
-from shell_router.execution import (
+from shell_router.core.engine import Generation, ServedModel
+from shell_router.core.events import Event
+from shell_router.core.predictors import Forecast, Forecasts, Prediction, Predictor, Prospect
+from shell_router.engines.embedding import HashEmbedder
+from shell_router.moa import (
     Classes,
     Executor,
-    Judges,
     MoaRequest,
     ModelChooser,
     Programs,
     Scores,
     StepExecutor,
 )
-from tests.fakes.words import WordTokenizer
+from tests.fakes.scripted_engine import Script, ScriptedEngine, at_once
+
+
+class WordTokenizer:
+    """Each run of letters, with the space before it, is one token, as is every other character.
+
+    All tokenizers of one `family` share ids; another family numbers the same words otherwise.
+    """
+
+    def __init__(self, family: str = "words") -> None:
+        self.fingerprint = family
+        self._offset = sum(family.encode()) * 1000
+        self._ids: dict[str, int] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the words of `text`."""
+        return [self._id(word) for word in _words(text)]
+
+    def encode_stable(self, text: str) -> list[int]:
+        """All but the last word's id: it may grow."""
+        return [self._id(word) for word in _words(text)[:-1]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text that was encoded."""
+        words = {number: word for word, number in self._ids.items()}
+        return "".join(words[number] for number in ids)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """`<role>content` for each message, then `<assistant>`."""
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+    def _id(self, word: str) -> int:
+        return self._ids.setdefault(word, self._offset + len(self._ids))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r" ?[^\W\d_]+|.", text, flags=re.DOTALL)
+
+
+Kind = TypeVar("Kind")
+
+
+class Recorder:
+    """Pass `recorder.emit` where events are wanted."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._more = asyncio.Event()
+
+    def emit(self, event: Event) -> None:
+        """Keep the event and wake the waiting test."""
+        self.events.append(event)
+        self._more.set()
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """The events of one kind so far."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    async def until(self, wanted: Callable[["Recorder"], bool], limit_s: float = 10.0) -> None:
+        """Return once `wanted` holds; TimeoutError if it never does."""
+        async with asyncio.timeout(limit_s):
+            while not wanted(self):
+                self._more.clear()
+                await self._more.wait()
+
+
+@dataclass
+class FixedPredictor:
+    """Tells the same of every prospect, and keeps what it was asked."""
+
+    scores: Mapping[str, float] = field(default_factory=dict)
+    own_tokens: Mapping[str, float] = field(default_factory=dict)
+    total_tokens: Mapping[str, float] = field(default_factory=dict)
+    trouble: Mapping[Prediction, str] = field(default_factory=dict)
+    asked: list[Prospect] = field(default_factory=list)
+
+    async def forecast(self, prospects: Sequence[Prospect]) -> Forecasts:
+        self.asked += prospects
+        reported = [
+            Forecast(self.scores if one.scored else {}, self.own_tokens, self.total_tokens) for one in prospects
+        ]
+        return Forecasts(reported, self.trouble)
 
 
 def agent_of(request: Generation) -> str:
@@ -68,8 +151,8 @@ class ScriptedMoa:
         self.embedder = HashEmbedder()
         chooser = ModelChooser(self.models, predictor=predictor, clock=monotonic)
         agents = Executor(self.models, self.cache, self.embedder, clock=monotonic, chooser=chooser)
-        judges = Judges(Classes(self.embedder), Scores(chooser, self.models))
-        self.executor = StepExecutor(agents, judges, clock=monotonic)
+        classes, scores = Classes(self.embedder), Scores(chooser, self.models)
+        self.executor = StepExecutor(agents, classes, scores, clock=monotonic)
         self.programs = Programs(self.models, self.cache, clock=monotonic)
 
     @property

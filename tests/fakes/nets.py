@@ -1,4 +1,4 @@
-"""Torch modules that an expert pool's file may name."""
+"""Torch modules that a component pool's file may name."""
 
 import torch
 

@@ -1,18 +1,31 @@
-"""The prefill-decode pairs that the wire conformance suite meets: scripted, embedded, and real SGLang."""
+"""The prefill-decode pairs that conformance suites meet: scripted, embedded, and real SGLang."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
+import aiohttp
 import pytest
 
+from launch.sglang_cpu.engine import HOST, EngineServer
+from launch.sglang_cpu.pair import CpuPair, free_ports, until_ready
+from shell_router.core.engine import Generation, Tokens
 from shell_router.engines.address import PairAddress
-from shell_router.engines.embedded.checkpoint import make_checkpoint
-from shell_router.engines.embedded.launch import EmbeddedFleet
-from shell_router.engines.embedded.settings import EmbeddedSettings, LoraSettings
-from shell_router.engines.scripted_server import ScriptedPair, ScriptedSettings
+from shell_router.engines.sglang import SglangPair, random_rid
+from shell_router.routing.adapter_cache import AdapterSettings
+from shell_router.standins.embedded.adapter_files import make_adapter
+from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettings
+from shell_router.standins.scripted_server import ScriptedPair, ScriptedSettings
+from tests.fakes.scripted_pair import collect
+from tests.fakes.shared_engines import SharedEngines
 
 CONTEXT_LENGTH = 2048
 SGLANG_VARIABLES = (
@@ -48,22 +61,16 @@ async def scripted(*, incremental: bool) -> AsyncIterator[PairUnderTest]:
         yield PairUnderTest(address, None, CONTEXT_LENGTH, settings.vocabulary)
 
 
-@asynccontextmanager
-async def embedded(
-    folder: Path, *, incremental: bool, lora: LoraSettings | None = None
-) -> AsyncIterator[PairUnderTest]:
-    """An embedded pair with a tiny model of random weights."""
-    model = make_checkpoint(folder, context_length=CONTEXT_LENGTH)
+def embedded(engines: SharedEngines, *, incremental: bool, lora: LoraSettings | None = None) -> PairUnderTest:
+    """An embedded pair with a tiny model of random weights, which other tests ask, too."""
+    model = engines.model(context_length=CONTEXT_LENGTH)
     settings = EmbeddedSettings(str(model), dtype="float64", incremental_streaming_output=incremental, lora=lora)
-    async with EmbeddedFleet({"tiny": settings}) as fleet:
-        pair = fleet["tiny"]
-        address = PairAddress(pair.prefill_url, pair.decode_url, pair.bootstrap_host, pair.bootstrap_port)
-        yield of_model(address, model)
+    return of_model(engines.pair(settings).address, model)
 
 
 @asynccontextmanager
 async def running(pair: PairUnderTest) -> AsyncIterator[PairUnderTest]:
-    """A pair that somebody else starts and stops."""
+    """A pair that runs already."""
     yield pair
 
 
@@ -71,3 +78,173 @@ def of_model(address: PairAddress, model: Path) -> PairUnderTest:
     """A pair that serves the model of that folder, with the limits in its configuration."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return PairUnderTest(address, model, config["max_position_embeddings"], config["vocab_size"])
+
+
+NAMES = ("algebra", "biology", "chemistry", "drama")
+
+
+def random_adapters(pair: PairUnderTest, folder: Path) -> Mapping[str, Path]:
+    """Four adapters of the pair's model, each of which answers otherwise."""
+    model = pair.needs_model()
+    return {name: make_adapter(folder / name, model, seed=place) for place, name in enumerate(NAMES)}
+
+
+def pool_of(pair: PairUnderTest, folders: Mapping[str, Path], room: int = 2) -> SglangPair:
+    """The router's client, with room for two of the adapters at a time."""
+    return SglangPair(pair.address, adapters=AdapterSettings(folders, max_loaded_adapters=room))
+
+
+async def output(pool: SglangPair, adapter: str | None, prompt: Sequence[int], tokens: int = 12) -> tuple[int, ...]:
+    """What the adapter writes after the prompt, greedily."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    events, _ = await collect(pool, Generation(random_rid(), list(prompt), sampling, adapter=adapter))
+    return tuple(token for event in events if isinstance(event, Tokens) for token in event.ids)
+
+
+async def a_mixed_load_answers_as_each_adapter_alone(
+    pool: SglangPair, prompts: Sequence[Sequence[int]], requests: int = 60
+) -> None:
+    """Adapters and none, all in use at once in a stream, answer as when they are asked one at a time."""
+    alone = {}
+    for adapter in (None, *NAMES):
+        for place, prompt in enumerate(prompts):
+            alone[adapter, place] = await output(pool, adapter, prompt)
+    assert len({alone[adapter, 0] for adapter in (None, *NAMES)}) == 1 + len(NAMES)
+    draw = random.Random(0)
+    asked = [(draw.choice((None, *NAMES)), draw.randrange(len(prompts))) for _ in range(requests)]
+    found = await asyncio.gather(*(output(pool, adapter, prompts[place]) for adapter, place in asked))
+    assert found == [alone[one] for one in asked]
+    assert all(len(leases.loaded) <= 2 and not leases.waiting for leases in pool.adapters.leases.values())
+
+
+async def an_adapters_updates_warm_its_real_request_alone(pool: SglangPair, prompt: Sequence[int]) -> None:
+    """Incremental prefill with an adapter: what its updates prefilled is cached for it, and for no other."""
+    for end in (len(prompt) // 2, len(prompt) - 1):
+        await pool.prefill(Generation(random_rid(), list(prompt[:end]), adapter=NAMES[0]))
+    sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+    cached = {}
+    for adapter in NAMES[:2]:
+        _, finish = await collect(pool, Generation(random_rid(), list(prompt), sampling, adapter=adapter))
+        cached[adapter] = finish.cached_tokens
+    assert cached[NAMES[0]] >= len(prompt) - 2
+    assert cached[NAMES[1]] <= 1
+
+
+class BreakablePair:
+    """The processes of a running pair, of whichever kind. Roles are `prefill` and `decode`."""
+
+    def __init__(self, servers: CpuPair) -> None:
+        self._servers = servers
+        self._with_options: set[str] = set()
+
+    @property
+    def address(self) -> PairAddress:
+        servers = self._servers
+        return PairAddress(servers.prefill.url, servers.decode.url, servers.bootstrap_host, servers.bootstrap_port)
+
+    def url(self, role: str) -> str:
+        """Where the server of that role is, now and after every restart."""
+        return self._server(role).url
+
+    def kill(self, role: str) -> None:
+        """SIGKILL; returns when it is gone."""
+        self._server(role).kill()
+
+    async def start(self, role: str, *options: str) -> None:
+        """Start what was killed or stopped, and return when it serves. `options` are added for this run only."""
+        if options:
+            self._with_options.add(role)
+        self._server(role).start(*options)  # not in the thread below, with which it would end
+        await asyncio.to_thread(until_ready, self._server(role))
+
+    async def restart(self, role: str) -> None:
+        """Stop it in order and start it with its usual options; returns when it serves."""
+        await asyncio.to_thread(self._server(role).stop)
+        self._with_options.discard(role)
+        await self.start(role)
+
+    @contextmanager
+    def paused(self, role: str) -> Iterator[None]:
+        """The server stands still (SIGSTOP) for the length of the block."""
+        self._server(role).signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._server(role).signal(signal.SIGCONT)
+
+    async def mend(self) -> None:
+        """Start what does not run, and restart what runs with options of its own."""
+        for role in tuple(self._with_options):
+            await self.restart(role)
+        for role in ("prefill", "decode"):
+            if not self._server(role).started:
+                await self.start(role)
+
+    def _server(self, role: str) -> EngineServer:
+        return {"prefill": self._servers.prefill, "decode": self._servers.decode}[role]
+
+
+@contextmanager
+def embedded_servers(model: Path, folder: Path, *options: str) -> Iterator[CpuPair]:
+    """An embedded pair that serves, of two processes that are started like SGLang's; `folder` takes their logs."""
+    prefill, decode, bootstrap = free_ports(3)
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    shared = ("--model-path", str(model), "--disaggregation-bootstrap-port", str(bootstrap), *options)
+
+    def server(role: str, port: int) -> EngineServer:
+        command = (sys.executable, "-m", "shell_router.standins.embedded", "--mode", role, "--port", str(port), *shared)
+        return EngineServer(role, command, port, folder / f"{role}.log", variables)
+
+    pair = CpuPair(server("prefill", prefill), server("decode", decode), bootstrap, HOST)
+    try:
+        pair.start()
+        yield pair
+    finally:
+        pair.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """What requests take on some servers: how many they are, in whatever queue, and the KV tokens that are theirs."""
+
+    requests: int
+    tokens: int
+
+
+async def idle(session: aiohttp.ClientSession, *urls: str, limit_s: float, but_kv: bool = False) -> float:
+    """When (monotonic seconds) these servers were first seen without requests; TimeoutError if they never are.
+
+    With `but_kv` they may still hold KV of requests that have ended.
+    """
+    async with asyncio.timeout(limit_s):
+        while True:
+            if await _taken(session, urls, but_kv):
+                continue
+            seen_s = monotonic()
+            if not await _taken(session, urls, but_kv):
+                return seen_s
+
+
+async def _taken(session: aiohttp.ClientSession, urls: tuple[str, ...], but_kv: bool) -> bool:
+    found = await slots(session, *urls)
+    return found.requests > 0 or (found.tokens > 0 and not but_kv)
+
+
+async def held(session: aiohttp.ClientSession, *urls: str) -> int:
+    """Requests on these servers."""
+    return (await slots(session, *urls)).requests
+
+
+async def slots(session: aiohttp.ClientSession, *urls: str) -> Slots:
+    """What is taken on these servers together."""
+    found = await asyncio.gather(*(_slots_of(session, url) for url in urls))
+    return Slots(sum(one.requests for one in found), sum(one.tokens for one in found))
+
+
+async def _slots_of(session: aiohttp.ClientSession, url: str) -> Slots:
+    """Waiting requests are also those in decode's queues before and during the transfer, and before the bootstrap."""
+    async with session.get(f"{url}/v1/loads") as answer:
+        ranks = (await answer.json())["loads"]
+    handed_over = sum(rank["disaggregation"]["prefill_inflight_queue_reqs"] for rank in ranks)
+    requests = sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in ranks)
+    return Slots(requests + handed_over, sum(rank["num_used_tokens"] for rank in ranks))

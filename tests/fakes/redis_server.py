@@ -66,7 +66,7 @@ class RedisServer:
         shutil.rmtree(self._folder)
 
     def ask(self, *command: str | int) -> object:
-        """The server's reply to a command, asked beside the cache under test."""
+        """The server's reply to a command, asked on a connection of its own."""
         with redis.Redis.from_url(self.url, protocol=2) as client:
             return client.execute_command(*command)
 

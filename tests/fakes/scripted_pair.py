@@ -1,17 +1,23 @@
-"""A scripted prefill-decode pair with the router's own client in front, and ways to look at what is left of it."""
+"""Scripted prefill and decode servers with the router's own client in front."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 
-from shell_router.core.generation import Finish, Generation, Tokens
+from shell_router.core.engine import Finish, Generation, Tokens
 from shell_router.engines.address import PairAddress, PairLimits
-from shell_router.engines.breaker import BreakerSettings
-from shell_router.engines.pool import PairPool
-from shell_router.engines.retries import RetrySettings
-from shell_router.engines.scripted_server import Fault, ScriptedPair, ScriptedServer, ScriptedSettings
-from shell_router.engines.scripting.script import DEFAULT_SETTINGS
+from shell_router.engines.sglang import NO_ADAPTERS, SglangPair
+from shell_router.routing.adapter_cache import AdapterSettings
+from shell_router.routing.failures import BreakerSettings, RetrySettings
+from shell_router.standins.scripted_run import DEFAULT_SETTINGS
+from shell_router.standins.scripted_server import (
+    BootstrapRooms,
+    Fault,
+    ScriptedPair,
+    ScriptedServer,
+    ScriptedSettings,
+)
 
 LIMITS = PairLimits(stall_s=5, answer_s=5, connect_s=2, abort_s=2, settle_s=1)
 ONCE = RetrySettings(attempts=1)
@@ -19,8 +25,8 @@ NEVER_OPEN = BreakerSettings(failures=10**9)
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop turn until `condition` holds; fails after two seconds."""
-    async with asyncio.timeout(2):
+    """Let the loop turn until `condition` holds; fails after half a minute."""
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
             await asyncio.sleep(0)
 
@@ -29,7 +35,7 @@ async def until(condition: Callable[[], object]) -> None:
 class Served:
     """The client under test and the servers behind it."""
 
-    pair: PairPool
+    pair: SglangPair
     servers: ScriptedPair
 
     def break_leg(self, leg: str, fault: Fault | None) -> None:
@@ -38,11 +44,11 @@ class Served:
         server.settings = replace(server.settings, fault=fault)
 
     async def idle(self) -> None:
-        """Return once nothing runs on either server; fails after two seconds."""
+        """Return once nothing runs on either server; fails after half a minute."""
         await until(lambda: not (self.servers.prefill.running or self.servers.decode.running))
 
     async def quiet(self) -> None:
-        """Return once no task but the test's own is left; fails after two seconds."""
+        """Return once no task but the test's own is left; fails after half a minute."""
         await self.pair.aclose()
         await until(lambda: len(asyncio.all_tasks()) == 1)
 
@@ -51,10 +57,10 @@ class Served:
 async def served(
     settings: ScriptedSettings = DEFAULT_SETTINGS, limits: PairLimits = LIMITS, retries: RetrySettings = ONCE
 ) -> AsyncIterator[Served]:
-    """A running scripted pair and its client, which makes each request once unless told otherwise."""
+    """A running scripted pair and its client, which makes each request once unless `retries` say otherwise."""
     async with ScriptedPair(settings) as servers:
         address = PairAddress(servers.prefill.url, servers.decode.url, "127.0.0.1", 8998)
-        pair = PairPool(address, limits=limits, retries=retries, breaker=NEVER_OPEN)
+        pair = SglangPair(address, limits=limits, retries=retries, breaker=NEVER_OPEN)
         yield Served(pair, servers)
         await pair.aclose()
 
@@ -67,7 +73,7 @@ async def apart(prefill: ScriptedSettings, decode: ScriptedSettings) -> AsyncIte
     servers.decode = ScriptedServer(decode)
     async with servers:
         address = PairAddress(servers.prefill.url, servers.decode.url, "127.0.0.1", 8998)
-        pair = PairPool(address, limits=LIMITS, retries=ONCE, breaker=NEVER_OPEN)
+        pair = SglangPair(address, limits=LIMITS, retries=ONCE, breaker=NEVER_OPEN)
         yield Served(pair, servers)
         await pair.aclose()
 
@@ -78,8 +84,73 @@ def generation(rid: str = "r", prompt_tokens: int = 40, new_tokens: int = 8, log
     return Generation(rid, ids, {"max_new_tokens": new_tokens, "temperature": 0}, logprobs)
 
 
-async def collect(pair: PairPool, request: Generation) -> tuple[list[Tokens], Finish]:
+async def collect(pair: SglangPair, request: Generation) -> tuple[list[Tokens], Finish]:
     """All tokens of a request, and its finish."""
     events = [event async for event in pair.generate(request)]
     assert isinstance(events[-1], Finish)
     return [event for event in events if isinstance(event, Tokens)], events[-1]
+
+
+def joined(pieces: Iterable[Tokens]) -> Tokens:
+    """The tokens of a request in one piece, however the network cut them."""
+    ids, text, logprobs = tuple[int, ...](), "", tuple[float, ...]()
+    for piece in pieces:
+        ids, text, logprobs = ids + piece.ids, text + piece.text, logprobs + piece.logprobs
+    return Tokens(ids, text, logprobs)
+
+
+SOON = RetrySettings(attempts=3, delay_s=0.001)
+BREAKER = BreakerSettings(failures=3, open_s=5.0)
+
+
+@dataclass
+class ScriptedPool:
+    """The client under test, its servers, and its clock, which stands still unless a test moves it."""
+
+    prefills: Sequence[ScriptedServer]
+    decodes: Sequence[ScriptedServer]
+    pool: SglangPair = field(init=False)
+    now_s: float = 0.0
+
+    def strike(self, fault: Fault | None, *servers: ScriptedServer) -> None:
+        """Let `fault` strike these servers from now on; None mends them."""
+        for server in servers:
+            server.settings = replace(server.settings, fault=fault)
+
+    def breakers(self) -> list[bool]:
+        """Whose breaker is open: prefill servers, then decode servers."""
+        return [server.breaker.open for server in self.pool.servers]
+
+    async def idle(self) -> None:
+        """Return once nothing runs on any server; fails after half a minute."""
+        await until(lambda: not any(server.running for server in (*self.prefills, *self.decodes)))
+
+
+@asynccontextmanager
+async def scripted_pool(
+    prefills: int = 1,
+    decodes: int = 1,
+    settings: ScriptedSettings = DEFAULT_SETTINGS,
+    *,
+    retries: RetrySettings = SOON,
+    breaker: BreakerSettings = BREAKER,
+    adapters: AdapterSettings = NO_ADAPTERS,
+) -> AsyncIterator[ScriptedPool]:
+    """Servers of each role, any of which work together, and a client of them all."""
+    rooms = BootstrapRooms()
+    async with AsyncExitStack() as stack:
+
+        async def started(role: str, count: int) -> list[ScriptedServer]:
+            servers = [ScriptedServer(replace(settings, role=role), rooms=rooms) for _ in range(count)]
+            for server in servers:
+                await stack.enter_async_context(server)
+            return servers
+
+        at = ScriptedPool(await started("prefill", prefills), await started("decode", decodes))
+        urls = [(prefill.url, decode.url) for prefill in at.prefills for decode in at.decodes]
+        addresses = [PairAddress(prefill, decode, "127.0.0.1", 8998) for prefill, decode in urls]
+        at.pool = SglangPair(
+            *addresses, limits=LIMITS, retries=retries, breaker=breaker, clock=lambda: at.now_s, adapters=adapters
+        )
+        yield at
+        await at.pool.aclose()

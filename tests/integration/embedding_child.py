@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shell_router.core.embedding import TokenStates
-from shell_router.engines.embedder.process import embedding
-from shell_router.engines.embedder.states import packed_states
-from shell_router.side_process.frames import REQUEST, Ask, write_done, write_ready
-from shell_router.side_process.serving import Work, serve
+from shell_router.core.predictors import TokenStates
+from shell_router.engines.embedder_process import embedding
+from shell_router.engines.embedding import packed_states
+from shell_router.launching.side_process import FORGET, READY, REQUEST, Work, serve, write_done
 
 
 class ObedientModel:
@@ -43,12 +42,12 @@ def answer_what_was_given_up() -> None:
     """Answer each call when it is given up, and `count` with as many rows as were."""
     given_up = 0
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    write_ready(answers)
+    write_done(answers, READY)
     while head := requests.read(REQUEST.size):
         kind, call, size = REQUEST.unpack(head)
         text = requests.read(size)
-        given_up += kind == Ask.FORGET
-        if kind == Ask.FORGET or text == b"count":
+        given_up += kind == FORGET
+        if kind == FORGET or text == b"count":
             write_done(answers, call, *packed_states(np.ones((given_up, 2), dtype=np.float32)))
 
 

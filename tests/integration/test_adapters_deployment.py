@@ -10,16 +10,16 @@ from typing import Any
 import aiohttp
 import pytest
 
+from shell_router.app import running_server
+from shell_router.app.model_files import adapters_of, model_names
+from shell_router.app.services import load_topologies
 from shell_router.config import AdaptersSection, Config, EmbedderSettings, Listen, ModelSettings, PairSettings
-from shell_router.engines.scripted_server import ScriptedPair, ScriptedSettings
 from shell_router.errors import ConfigError
-from shell_router.wiring import running_server
-from shell_router.wiring.adapters import adapters_of, model_names
-from shell_router.wiring.services import load_topologies
-from tests.fakes.adapters import write_adapters
+from shell_router.standins.scripted_server import ScriptedPair, ScriptedSettings
+from tests.fakes.components import write_adapters
 
 MODEL = Path(__file__).parents[2] / "models" / "small"
-SERVERS = ScriptedSettings(adapter_room=2, vocabulary=30)
+SERVERS = ScriptedSettings(max_loaded_adapters=2, vocabulary=30)
 TREE = """
 name: exam
 agents:
@@ -108,7 +108,7 @@ async def test_an_adapter_that_does_not_exist_is_an_unknown_model(tmp_path: Path
         assert "large:algebra" in body["error"]["message"]
 
 
-async def test_a_corrupt_adapter_is_told_to_those_who_ask_for_it_and_the_rest_goes_on(tmp_path: Path) -> None:
+async def test_a_corrupt_adapter_fails_the_requests_that_name_it_and_no_others(tmp_path: Path) -> None:
     async with deployed(tmp_path) as at:
         (tmp_path / "adapters" / "chemistry" / "adapter_config.json").write_text("{")
         corrupt, fine = await asyncio.gather(at.chat("large:chemistry"), at.chat("large:algebra"))

@@ -1,67 +1,57 @@
 """The router's adapters on an embedded pair: a real model, real LoRA weights, and a deployment that says so."""
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
-from shell_router.config import AdaptersSection, Config, EmbeddedSection, EmbedderSettings, Listen, ModelSettings
-from shell_router.engines.address import PairAddress
-from shell_router.engines.embedded.adapter_checkpoint import make_adapter
-from shell_router.engines.embedded.checkpoint import make_checkpoint
-from shell_router.engines.embedded.launch import EmbeddedFleet
-from shell_router.engines.embedded.settings import EmbeddedSettings, LoraSettings
-from shell_router.engines.pool import PairPool
-from shell_router.errors import AdapterFailed, ConfigError
-from shell_router.wiring import running_server
-from tests.fakes.mixed_adapters import (
+from shell_router.app import running_server
+from shell_router.config import AdaptersSection, Config, EmbedderSettings, Listen, ModelSettings
+from shell_router.engines.sglang import SglangPair
+from shell_router.errors import AdapterFailed
+from shell_router.standins.embedded.adapter_files import make_adapter
+from shell_router.standins.embedded.settings import LoraSettings
+from tests.fakes.pairs_under_test import (
     NAMES,
+    PairUnderTest,
     a_mixed_load_answers_as_each_adapter_alone,
     an_adapters_updates_warm_its_real_request_alone,
+    embedded,
     output,
     pool_of,
     random_adapters,
 )
-from tests.fakes.pairs_under_test import PairUnderTest, of_model
+from tests.fakes.shared_engines import SharedEngines
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPTS = [[(3 * place + at) % 200 + 4 for at in range(60)] for place in range(3)]
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PairUnderTest]:
+@pytest.fixture(scope="module")
+def pair(engines: SharedEngines) -> PairUnderTest:
     """Room for two adapters of rank 8."""
-    model = make_checkpoint(tmp_path_factory.mktemp("model"), context_length=2048)
-    settings = EmbeddedSettings(
-        str(model), dtype="float64", incremental_streaming_output=True, lora=LoraSettings(room=2, max_rank=8)
-    )
-    async with EmbeddedFleet({"tiny": settings}) as fleet:
-        found = fleet["tiny"]
-        address = PairAddress(found.prefill_url, found.decode_url, found.bootstrap_host, found.bootstrap_port)
-        yield of_model(address, model)
+    return embedded(engines, incremental=True, lora=LoraSettings(max_loaded_adapters=2, max_rank=8))
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def pool(pair: PairUnderTest, tmp_path: Path) -> AsyncIterator[PairPool]:
+@pytest_asyncio.fixture
+async def pool(pair: PairUnderTest, tmp_path: Path) -> AsyncIterator[SglangPair]:
     pool = pool_of(pair, random_adapters(pair, tmp_path))
     await pool.probe(vocabulary=pair.vocabulary)
     yield pool
     await pool.aclose()
 
 
-async def test_a_mixed_load_answers_as_each_adapter_alone(pool: PairPool) -> None:
+async def test_a_mixed_load_answers_as_each_adapter_alone(pool: SglangPair) -> None:
     await a_mixed_load_answers_as_each_adapter_alone(pool, PROMPTS)
 
 
-async def test_an_adapters_updates_warm_its_real_request_alone(pool: PairPool) -> None:
+async def test_an_adapters_updates_warm_its_real_request_alone(pool: SglangPair) -> None:
     await an_adapters_updates_warm_its_real_request_alone(pool, PROMPTS[0])
 
 
 async def test_an_adapter_that_is_not_for_this_pair_costs_its_own_requests(
-    pair: PairUnderTest, pool: PairPool, tmp_path: Path
+    pair: PairUnderTest, pool: SglangPair, tmp_path: Path
 ) -> None:
     make_adapter(tmp_path / "drama", pair.needs_model(), rank=16)
     with pytest.raises(AdapterFailed, match="drama"):
@@ -71,7 +61,7 @@ async def test_an_adapter_that_is_not_for_this_pair_costs_its_own_requests(
 
 @pytest.mark.parametrize("older", ["prefill", "decode"])
 async def test_an_adapter_whose_files_changed_between_its_loads_is_loaded_again_on_both_servers(
-    pair: PairUnderTest, pool: PairPool, tmp_path: Path, older: str
+    pair: PairUnderTest, pool: SglangPair, tmp_path: Path, older: str
 ) -> None:
     before = await output(pool, "algebra", PROMPTS[0])
     make_adapter(tmp_path / "algebra", pair.needs_model(), seed=9)
@@ -87,7 +77,7 @@ async def test_a_deployment_of_embedded_pairs_gives_them_room_for_their_adapters
     pair: PairUnderTest, tmp_path: Path
 ) -> None:
     random_adapters(pair, tmp_path)
-    model = ModelSettings(pair.needs_model(), adapters=AdaptersSection(tmp_path, room=2))
+    model = ModelSettings(pair.needs_model(), adapters=AdaptersSection(tmp_path, max_loaded_adapters=2))
     config = Config({"tiny": model}, embedder=EmbedderSettings("none"), listen=Listen(port=0))
     async with running_server(config) as url, aiohttp.ClientSession() as client:
         answers = set()
@@ -99,9 +89,3 @@ async def test_a_deployment_of_embedded_pairs_gives_them_room_for_their_adapters
             assert answer.status == 200, found
             answers.add(found["choices"][0]["message"]["content"])
         assert len(answers) == 1 + len(NAMES)
-
-
-async def test_a_pair_with_less_room_than_its_adapters_is_refused(pair: PairUnderTest, tmp_path: Path) -> None:
-    model = ModelSettings(pair.needs_model(), adapters=AdaptersSection(tmp_path, room=2))
-    with pytest.raises(ConfigError, match=r"embedded\.lora\.room is below adapters\.room"):
-        replace(model, embedded=EmbeddedSection(lora=LoraSettings(room=1)))

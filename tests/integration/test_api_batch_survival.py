@@ -8,12 +8,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from shell_router.engines.scripted import Script
 from shell_router.errors import EngineStalled
-from tests.fakes.api_server import until
-from tests.fakes.batches import BatchApi, batch_api, line, questions
-from tests.fakes.gates import Gates
+from tests.fakes.api_server import BatchApi, batch_api, line, questions, until
 from tests.fakes.moa import ScriptedMoa
+from tests.fakes.scripted_engine import Gates, Script
 
 
 def asked(moa: ScriptedMoa, model: str) -> int:

@@ -8,10 +8,10 @@ import openai
 import pytest
 
 from shell_router.api import ApiSettings
-from tests.fakes.api_server import api, chat, until
-from tests.fakes.batches import BatchApi, batch_api, client, jsonl, line, questions
-from tests.fakes.gates import Gates
+from shell_router.config import BatchesSettings
+from tests.fakes.api_server import BatchApi, api, batch_api, chat, client, jsonl, line, questions, until
 from tests.fakes.moa import ScriptedMoa
+from tests.fakes.scripted_engine import Gates
 
 SMALL_SAYS = "small thinks and small speaks and then small is done"
 KEYS = {"alice": "sk-a", "bob": "sk-b"}
@@ -62,7 +62,7 @@ async def test_a_bad_line_gets_an_error_of_its_own_and_the_rest_is_answered(tmp_
     moa = ScriptedMoa(context_length=512)
     async with batch_api(tmp_path, moa) as router:
         batch = await router.begin(
-            line("good"), line("unknown", model="nobody"), line("long", "word " * 999), line("tools", n=2)
+            line("good"), line("unknown", model="missing"), line("long", "word " * 999), line("tools", n=2)
         )
         batch = await router.ended(batch)
         assert batch.status == "completed" and list(await router.answers(batch)) == ["good"]
@@ -122,7 +122,7 @@ async def test_a_batch_that_has_ended_is_not_cancelled(tmp_path: Path) -> None:
 
 async def test_two_batches_on_one_file_are_both_answered_and_share_the_room(tmp_path: Path) -> None:
     gates = Gates("small")
-    async with batch_api(tmp_path, ScriptedMoa(pace=gates.pace), ApiSettings(batch_concurrency=2)) as router:
+    async with batch_api(tmp_path, ScriptedMoa(pace=gates.pace), batches=BatchesSettings(concurrency=2)) as router:
         file = await router.upload(jsonl(*questions(*["small"] * 5)))
         first, second = await router.begin_on(file), await router.begin_on(file)
         await gates.until_waiting(2)
@@ -166,17 +166,17 @@ async def test_tenants_see_and_touch_only_their_own(tmp_path: Path) -> None:
 async def test_metrics_count_lines_and_batches(tmp_path: Path) -> None:
     gates = Gates("medium")
     async with batch_api(tmp_path, ScriptedMoa(pace=gates.pace)) as router:
-        batch = await router.begin(line("a"), line("b", model="nobody"), line("c", model="medium"))
+        batch = await router.begin(line("a"), line("b", model="missing"), line("c", model="medium"))
         await gates.until_waiting(1)
         metrics = router.served.services.metrics
         await until(lambda: metrics.running_batch_lines._value.get() == 1)
         gates.open("medium")
         await router.ended(batch)
         async with router.served.client.get(f"{router.served.url}/metrics") as response:
-            told = await response.text()
-        assert 'shell_router_batch_lines_total{outcome="completed"} 2.0' in told
-        assert 'shell_router_batch_lines_total{outcome="failed"} 1.0' in told
-        assert 'shell_router_batches_ended_total{status="completed"} 1.0' in told
+            reported = await response.text()
+        assert 'shell_router_batch_lines_total{outcome="completed"} 2.0' in reported
+        assert 'shell_router_batch_lines_total{outcome="failed"} 1.0' in reported
+        assert 'shell_router_batches_ended_total{status="completed"} 1.0' in reported
 
 
 async def test_a_router_without_a_folder_says_how_to_get_one() -> None:
@@ -187,12 +187,12 @@ async def test_a_router_without_a_folder_says_how_to_get_one() -> None:
 
 
 async def test_the_example_of_the_docs_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "batches.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "batch-api.md").read_text(encoding="utf-8")
     example = page.partition("```python\n")[2].partition("```")[0]
     async with batch_api(tmp_path) as router:
         here = example.replace("http://127.0.0.1:8000", router.served.url).replace("sleep(5)", "sleep(0)")
         assert here.count(router.served.url) == here.count("sleep(0)") == 1
         await asyncio.to_thread(exec, here, {})
-    told = capsys.readouterr().out
-    assert "completed BatchRequestCounts(completed=2, failed=0, total=2)" in told
-    assert f"first {SMALL_SAYS}" in told and f"second {SMALL_SAYS}" in told
+    reported = capsys.readouterr().out
+    assert "completed BatchRequestCounts(completed=2, failed=0, total=2)" in reported
+    assert f"first {SMALL_SAYS}" in reported and f"second {SMALL_SAYS}" in reported

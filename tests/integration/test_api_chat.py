@@ -6,20 +6,23 @@ import pytest
 
 from shell_router.api import ApiSettings
 from shell_router.api.services import Emit
-from shell_router.engines.scripted import Script
 from shell_router.errors import EngineRejected, EngineStalled, EngineUnreachable
-from shell_router.execution import Answer, MoaRequest
+from shell_router.moa import Answer, MoaRequest
 from shell_router.topology import Topology, parse_topology
 from tests.fakes.api_server import DUO, Api, api, chat
-from tests.fakes.gates import Gates, Hold
 from tests.fakes.moa import ScriptedMoa
+from tests.fakes.scripted_engine import Gates, Hold, Script
 
 PASSING = parse_topology(
     """name: passing
 agents: {a: {model: small}, b: {model: medium}, root: {model: large, precursors: [a, b]}}
-early_exit: {policy: in_flight, threshold: 0.5, pass_on: on}
+early_exit: {policy: in_flight, threshold: 0.5, skip_aggregation: on}
 """,
     source="passing.yaml",
+)
+VOTING = parse_topology(
+    "name: voting\nagents: {a: {model: small}, b: {model: medium}, root: {vote: majority, precursors: [a, b]}}\n",
+    source="voting.yaml",
 )
 
 
@@ -61,7 +64,7 @@ async def test_a_model_is_asked_all_messages_as_they_are() -> None:
         assert served.moa.prompt_of("small") == expected
 
 
-async def test_agents_are_told_of_when_asked_for() -> None:
+async def test_agents_are_reported_when_asked_for() -> None:
     async with api() as served:
         _, body = await served.post("/v1/chat/completions", chat(include_agents=True))
         assert list(body["agents"]) == ["left", "right", "root"]
@@ -87,25 +90,28 @@ async def test_a_stream_names_agents_events_only_when_asked_for() -> None:
         assert all(chunk["choices"] == [] for name, chunk in full if name)  # type: ignore[index]
 
 
-async def test_an_answer_that_is_passed_on_is_streamed_and_told_of() -> None:
+@pytest.mark.parametrize(("topology", "model"), [(PASSING, "large"), (VOTING, "vote")], ids=["skipped", "vote"])
+async def test_an_answer_that_is_forwarded_is_streamed_and_reported(topology: Topology, model: str) -> None:
     said = {"a": "it is Answer: 4", "b": "yes it is Answer: 4"}
-    async with api(ScriptedMoa(said), topologies=(PASSING,)) as served:
-        events = await streamed(served, chat(model="passing", stream=True, include_agents=True))
-        (told,) = [chunk["agent_event"] for name, chunk in events if name == "agent.passed_on"]  # type: ignore[index]
-        assert told["agent"] == "root" and told["source"] in said and "text" not in told
+    async with api(ScriptedMoa(said), topologies=(topology,)) as served:
+        events = await streamed(served, chat(model=topology.name, stream=True, include_agents=True))
+        (reported,) = [chunk["agent_event"] for name, chunk in events if name == "agent.skipped"]  # type: ignore[index]
+        assert reported["agent"] == "root" and reported["source"] in said and "text" not in reported
         choices = [choice for _, chunk in events for choice in chunk["choices"]]  # type: ignore[index]
-        assert "".join(choice["delta"].get("content", "") for choice in choices) == said[told["source"]]
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == said[reported["source"]]
         assert choices[-1]["finish_reason"] == "stop"
-        _, body = await served.post("/v1/chat/completions", chat(model="passing", include_agents=True))
+        _, body = await served.post("/v1/chat/completions", chat(model=topology.name, include_agents=True))
         assert body["choices"][0]["message"]["content"] in said.values()
-        assert body["agents"]["root"]["state"] == "passed_on"
+        assert (body["agents"]["root"]["state"], body["agents"]["root"]["model"]) == ("skipped", model)
         assert body["agents"]["root"]["completion_tokens"] == 0
         _, trace = await served.get(f"/v1/traces/{body['id'].removeprefix('chatcmpl-')}")
-        assert trace["agents"]["root"]["state"] == "passed_on"
+        assert trace["agents"]["root"]["state"] == "skipped"
         assert trace["agents"]["root"]["source"] in said
+        count = served.services.metrics.registry.get_sample_value
+        assert count("shell_router_aggregations_skipped_total", {"model": model}) == 2
 
 
-async def test_a_dropped_agent_is_told_of_and_the_answer_comes() -> None:
+async def test_a_dropped_agent_is_reported_and_the_answer_comes() -> None:
     broken = Script("x", error=EngineUnreachable("connection refused."))
     async with api(ScriptedMoa({"right": broken})) as served:
         _, body = await served.post("/v1/chat/completions", chat(include_agents=True))
@@ -140,7 +146,7 @@ async def test_what_cannot_run_is_refused_with_a_status_before_anything_runs(str
         long = chat("word " * 100, stream=stream)
         for body, wanted in (
             (long, (400, "context_length_exceeded")),
-            (chat(model="nobody", stream=stream), (404, "model_not_found")),
+            (chat(model="missing", stream=stream), (404, "model_not_found")),
             (chat(messages=[], stream=stream), (400, "invalid_field")),
             (chat(temperature="hot", stream=stream), (400, "invalid_field")),
         ):
@@ -161,14 +167,14 @@ async def test_a_body_over_the_limit_is_refused() -> None:
         assert (status, body["error"]["code"]) == (413, "body_too_large")
 
 
-async def test_a_misspelt_field_is_told_of_in_a_header() -> None:
+async def test_a_misspelt_field_is_reported_in_a_header() -> None:
     async with api() as served:
         body = chat(temprature=1, user="me", **{"a\r\nb": 1})
         async with served.client.post(served.url + "/v1/chat/completions", json=body) as response:
             assert response.headers["x-ignored-fields"] == "temprature, a??b"
 
 
-async def test_requests_over_the_limit_are_told_to_come_again_and_others_still_end() -> None:
+async def test_requests_over_the_limit_are_asked_to_come_again_and_others_still_end() -> None:
     hold = Hold(first=0)
     async with api(ScriptedMoa(pace=hold.pace), ApiSettings(max_running=1, retry_after_s=7)) as served:
         async with served.stream(chat(stream=True)) as running:

@@ -9,8 +9,8 @@ import pytest
 
 from shell_router.api import ApiSettings
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat, until
-from tests.fakes.gates import Gates, Hold
 from tests.fakes.moa import ScriptedMoa
+from tests.fakes.scripted_engine import Gates, Hold
 
 AGENT = {"program": "p", "agent": "a", "model": "small", "prompt": "Hello"}
 

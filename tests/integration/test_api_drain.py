@@ -1,4 +1,4 @@
-"""A server that stops: running requests end within the drain, or are cut and told so."""
+"""A server that stops: running requests end within the drain, or are cut and reported so."""
 
 import asyncio
 import json
@@ -12,8 +12,8 @@ import pytest
 
 from shell_router.api import ApiSettings, Services, bound_sockets, create_app, listening
 from tests.fakes.api_server import DUO, ScriptedRelay, chat, until
-from tests.fakes.gates import Hold
 from tests.fakes.moa import ScriptedMoa
+from tests.fakes.scripted_engine import Hold
 
 NATIVE = {"text": "x", "stream": True}
 AGENT = {"program": "p", "agent": "a", "model": "small", "prompt": "Hello", "stream": True}
@@ -25,7 +25,7 @@ class StoppableServer:
 
     url: str
     client: aiohttp.ClientSession
-    hurry: asyncio.Event
+    force_shutdown: asyncio.Event
     stack: AsyncExitStack
 
     def stop(self) -> "asyncio.Task[None]":
@@ -39,12 +39,14 @@ async def server(
 ) -> AsyncIterator[StoppableServer]:
     relays = {"small": relay or ScriptedRelay()}
     services = Services(moa.executor, moa.programs, {DUO.name: DUO}, moa.models, relays)
-    hurry = asyncio.Event()
+    force_shutdown = asyncio.Event()
     with bound_sockets() as sockets:
         async with aiohttp.ClientSession() as client, AsyncExitStack() as stack, asyncio.timeout(30):
             app = create_app(services, ApiSettings())
-            url = await stack.enter_async_context(listening(app, sockets, drain_s=drain_s, hurry=hurry))
-            yield StoppableServer(url, client, hurry, stack)
+            url = await stack.enter_async_context(
+                listening(app, sockets, drain_s=drain_s, force_shutdown=force_shutdown)
+            )
+            yield StoppableServer(url, client, force_shutdown, stack)
 
 
 def last_event(stream: str) -> dict[str, Any]:
@@ -94,7 +96,7 @@ async def test_a_hurried_stop_cuts_at_once_whole_answers_too() -> None:
         asking = asyncio.create_task(served.client.post(f"{served.url}/v1/chat/completions", json=chat()))
         await hold.until_waiting()
         stopping = served.stop()
-        served.hurry.set()
+        served.force_shutdown.set()
         async with await asking as response:
             assert (response.status, (await response.json())["error"]["code"]) == (503, "router_stopping")
         await stopping

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from shell_router.api import ApiSettings
-from tests.fakes.api_server import until
-from tests.fakes.batches import batch_api
+from shell_router.config import BatchesSettings
+from tests.fakes.api_server import batch_api, until
 
 LONG = b"x" * 3 * 2**20
 
@@ -21,7 +21,7 @@ def kept(folder: Path) -> set[str]:
     return {path.suffix for path in (folder / "files").iterdir()}
 
 
-async def test_a_file_is_kept_told_of_read_and_deleted(tmp_path: Path) -> None:
+async def test_a_file_is_kept_listed_read_and_deleted(tmp_path: Path) -> None:
     async with batch_api(tmp_path, settings=ApiSettings(max_body_bytes=2**20)) as router:
         file = await router.ai.files.create(file=("in.jsonl", LONG), purpose="batch")
         assert (file.bytes, file.filename, file.purpose, file.object) == (len(LONG), "in.jsonl", "batch", "file")
@@ -60,7 +60,7 @@ async def test_an_impossible_page_is_refused_by_field(tmp_path: Path, query: str
 
 
 async def test_a_file_over_the_limit_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    async with batch_api(tmp_path, settings=ApiSettings(max_file_bytes=2**20)) as router:
+    async with batch_api(tmp_path, batches=BatchesSettings(max_file_bytes=2**20)) as router:
         with pytest.raises(openai.APIStatusError, match=r"raise batches\.max_file_bytes") as refused:
             await router.upload(LONG)
         assert refused.value.status_code == 413
@@ -91,7 +91,7 @@ NAMELESS = b"--b\r\nContent-Type: text/plain\r\n\r\n{}\r\n"
         (FORM, PURPOSE + FILE[:-2], "The form cannot be read"),
         (FORM, PURPOSE + b"--b--\r\n", "file is missing"),
         (FORM, FILE + b"--b--\r\n", "purpose is missing"),
-        (FORM, PURPOSE + FILE + FILE + b"--b--\r\n", "file stands twice"),
+        (FORM, PURPOSE + FILE + FILE + b"--b--\r\n", "file is twice"),
         (FORM, ENDLESS + b"--b--\r\n", "far too long"),
         (FORM, NAMELESS + b"--b--\r\n", "a part without a name"),
     ],
@@ -154,6 +154,40 @@ async def test_a_file_that_cannot_be_stored_is_refused_with_the_reason(tmp_path:
         with pytest.raises(openai.InternalServerError, match=r"No such file or directory.*batches\.folder") as failed:
             await router.upload(b"{}")
         assert failed.value.status_code == 507
+
+
+async def test_a_file_whose_record_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    async with batch_api(tmp_path, new_id=lambda: "1") as router:
+        in_the_way = tmp_path / "files" / "file-1.tmp"
+        in_the_way.mkdir()
+        with pytest.raises(openai.InternalServerError, match=r"batches\.folder") as failed:
+            await router.upload(b"{}")
+        assert failed.value.status_code == 507
+        assert list((tmp_path / "files").iterdir()) == [in_the_way]
+        with pytest.raises(openai.NotFoundError):
+            await router.ai.files.retrieve("file-1")
+        in_the_way.rmdir()
+        assert await router.upload(b"{}") == "file-1"
+
+
+async def test_an_upload_that_outlasts_the_router_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    stored, stopped = asyncio.Event(), asyncio.Event()
+
+    async def half() -> AsyncIterator[bytes]:
+        yield PURPOSE + FILE[:-2] + b"{}\n" * 100_000
+        await until(lambda: kept(tmp_path) == {".part"})
+        stored.set()
+        await stopped.wait()
+
+    async with aiohttp.ClientSession() as client:
+        async with batch_api(tmp_path, drain_s=0) as router:
+            url, headers = f"{router.served.url}/v1/files", {"Content-Type": FORM}
+            sending = asyncio.ensure_future(client.post(url, data=half(), headers=headers))
+            await stored.wait()
+        response = await sending
+        assert response.status == 503 and "stop" in await response.text()
+        stopped.set()
+    assert not kept(tmp_path)
 
 
 async def test_what_a_killed_router_left_half_uploaded_is_cleared_away(tmp_path: Path) -> None:

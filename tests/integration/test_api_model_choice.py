@@ -1,4 +1,4 @@
-"""`auto` over HTTP: named, chosen, told, and recorded."""
+"""`auto` over HTTP: named, chosen, reported, and recorded."""
 
 from pathlib import Path
 from time import monotonic
@@ -8,13 +8,12 @@ import orjson
 import pytest
 
 from shell_router.errors import ConfigError
-from shell_router.execution import Auto, Executor, ModelChooser, Programs
-from shell_router.scheduling.model_choice import ModelChoiceSettings
-from shell_router.telemetry import Recorder, RecordTo
+from shell_router.moa import Auto, Executor, ModelChooser, Programs
+from shell_router.routing.model_choice import ModelChoiceSettings
+from shell_router.telemetry.recorder import Recorder, RecordTo
 from shell_router.topology import Agent, Topology
 from tests.fakes.api_server import api, chat
-from tests.fakes.moa import ScriptedMoa
-from tests.fakes.predictor import ToldPredictor
+from tests.fakes.moa import FixedPredictor, ScriptedMoa
 
 SCORES = {"small": 0.2, "medium": 0.5, "large": 0.9}
 
@@ -23,7 +22,7 @@ def choosing(settings: ModelChoiceSettings | None = None) -> ScriptedMoa:
     """Choices among three models whose scores are known."""
     moa = ScriptedMoa()
     auto = Auto(("small", "medium", "large"), settings or ModelChoiceSettings())
-    chooser = ModelChooser(moa.models, auto, ToldPredictor(scores=SCORES), clock=monotonic)
+    chooser = ModelChooser(moa.models, auto, FixedPredictor(scores=SCORES), clock=monotonic)
     moa.executor = Executor(moa.models, moa.cache, moa.embedder, clock=monotonic, chooser=chooser)
     moa.programs = Programs(moa.models, moa.cache, clock=monotonic, chooser=chooser)
     return moa
@@ -65,7 +64,7 @@ async def test_auto_is_listed_and_a_topology_may_not_have_its_name() -> None:
             pass
 
 
-@pytest.mark.parametrize("named", [[], ["small", "small"], ["small", 7], ["small", "duo"], ["small", "nobody"]])
+@pytest.mark.parametrize("named", [[], ["small", "small"], ["small", 7], ["small", "duo"], ["small", "unknown"]])
 async def test_a_list_that_cannot_be_chosen_from_is_refused(named: object) -> None:
     async with api(choosing()) as served:
         status, _ = await served.post("/v1/chat/completions", chat(model=named))
@@ -74,12 +73,12 @@ async def test_a_list_that_cannot_be_chosen_from_is_refused(named: object) -> No
 
 async def test_an_agent_program_keeps_its_model() -> None:
     async with api(choosing(ModelChoiceSettings("round_robin"))) as served:
-        told = []
+        reported = []
         for agent in ("first", "second"):
             body = {"program": "p", "agent": agent, "model": "auto", "prompt": "Say something."}
             async with served.client.post(served.url + "/v1/agent/requests", json=body) as response:
-                told.append((response.headers["x-model-choice"], (await response.json())["model"]))
-        assert told == [
+                reported.append((response.headers["x-model-choice"], (await response.json())["model"]))
+        assert reported == [
             ("first=small, round_robin: in_turn", "small"),
             ("second=small, round_robin: kept", "small"),
         ]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shell_router.api import ApiSettings
-from shell_router.core.placement import Placed
+from shell_router.core.engine import Placement
 from shell_router.errors import EngineUnreachable
 from tests.fakes.api_server import ScriptedRelay, api
 
@@ -89,15 +89,15 @@ async def test_an_engines_error_keeps_status_and_message_in_the_shape_of_all_err
     status: int, body: bytes, code: str
 ) -> None:
     async with api(relays={"small": ScriptedRelay((body,), status=status)}) as served:
-        told, envelope = await served.post("/generate", {"text": "x"})
-    assert (told, envelope["error"]["code"]) == (status, code)
+        reported, envelope = await served.post("/generate", {"text": "x"})
+    assert (reported, envelope["error"]["code"]) == (status, code)
     assert envelope["error"]["message"] == f"The engine answered {status}: no room"
     assert set(envelope["error"]) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])
 async def test_the_servers_that_answer_are_named_with_the_reason(content_type: str) -> None:
-    placed = (Placed("prefill-0", "scored", "wait"), Placed("decode-1", "scored", "tie"))
+    placed = (Placement("prefill-0", "scored", "wait"), Placement("decode-1", "scored", "tie"))
     relay = ScriptedRelay((b"1",), content_type, placed=placed)
     async with api(relays={"small": relay}) as served, served.stream({"text": "x"}, "/generate") as response:
         assert response.headers["x-shell-router-engine"] == "prefill-0 (scored: wait); decode-1 (scored: tie)"

@@ -7,10 +7,10 @@ import openai
 import pytest
 
 from shell_router.api import ApiSettings
-from shell_router.engines.scripted import Script
 from shell_router.errors import EngineStalled
 from tests.fakes.api_server import Api, api, chat
 from tests.fakes.moa import ScriptedMoa
+from tests.fakes.scripted_engine import Script
 
 ROOT_SAYS = "root thinks and root speaks and then root is done"
 
@@ -81,6 +81,6 @@ async def test_it_raises_its_own_errors() -> None:
                 await ai.models.list()
         async with client(served, "sk-1") as ai:
             with pytest.raises(openai.NotFoundError, match="Known: auto, duo"):
-                await ai.chat.completions.create(**chat(model="nobody"))
+                await ai.chat.completions.create(**chat(model="missing"))
             with pytest.raises(openai.BadRequestError, match="Leave n out"):
                 await ai.chat.completions.create(n=2, **chat())

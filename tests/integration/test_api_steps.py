@@ -1,4 +1,4 @@
-"""Topologies with steps over HTTP: who answers, what is streamed when, and what is told of the choice."""
+"""Topologies with steps over HTTP: who answers, what is streamed when, and what is reported of the choice."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,12 +6,11 @@ from contextlib import asynccontextmanager
 
 import openai
 
-from shell_router.engines.scripted import Script
 from shell_router.errors import EngineStalled
 from shell_router.topology import parse_steps, parse_topology
 from tests.fakes.api_server import Api, api, chat, until
-from tests.fakes.gates import Gates, Hold
 from tests.fakes.moa import ScriptedMoa
+from tests.fakes.scripted_engine import Gates, Hold, Script
 
 TREE = parse_topology("name: tree\ntree: {shape: [2, 1], models: [small, large]}", source="tree.yaml")
 TRIAGE = parse_steps(
@@ -89,12 +88,12 @@ async def test_an_answer_that_could_have_been_followed_comes_when_it_is_decided(
     async with served({"quick": "it is one and two and three"}) as running, client(running) as ai:
         stream = await ai.chat.completions.create(stream=True, extra_body={"include_agents": True}, **question())
         chunks = [chunk async for chunk in stream]
-        told = [
+        reported = [
             chunk.model_extra["agent_event"]["type"] if not chunk.choices else chunk.choices[0].delta.content
             for chunk in chunks
         ]
-        assert [one for one in told if one and not one.startswith("agent.")] == ["it is one and two and three"]
-        assert told.index("agent.finished") < told.index("it is one and two and three")
+        assert [one for one in reported if one and not one.startswith("agent.")] == ["it is one and two and three"]
+        assert reported.index("agent.finished") < reported.index("it is one and two and three")
         steps = [
             chunk.model_extra["agent_event"]
             for chunk in chunks
@@ -123,7 +122,7 @@ async def test_the_trace_tells_which_rule_chose_what_and_why() -> None:
         assert 'shell_router_steps_chosen_total{after="quick",rule="1",step="careful",target="triage"} 1.0' in metrics
 
 
-async def test_the_critical_path_ends_with_whoever_answered() -> None:
+async def test_the_critical_path_ends_with_the_agent_that_answered() -> None:
     async with served({"quick": "it is 2"}) as running:
         async with running.client.post(f"{running.url}/v1/chat/completions", json=question()) as response:
             trace_id = response.headers["x-trace-id"]
@@ -132,7 +131,7 @@ async def test_the_critical_path_ends_with_whoever_answered() -> None:
         assert trace["overlap"]["critical_path"] == ["quick"]
 
 
-async def test_a_choice_of_model_inside_a_step_is_told_with_the_steps_name() -> None:
+async def test_a_choice_of_model_inside_a_step_is_reported_with_the_steps_name() -> None:
     tree = parse_topology("name: tree\ntree: {shape: [2, 1], models: [small], root_model: auto}", source="tree.yaml")
     whole = parse_steps("name: s\nstart: w\nsteps: {w: {topology: tree}}", source="s.yaml", topologies={"tree": tree})
     async with api(topologies=(whole,)) as running:  # type: ignore[arg-type]
@@ -164,7 +163,7 @@ async def test_a_prompt_that_is_too_long_for_the_first_step_is_refused_with_its_
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_a_later_step_that_fails_is_told_in_the_stream() -> None:
+async def test_a_later_step_that_fails_is_sent_in_the_stream() -> None:
     broken = Script("x y z", error=EngineStalled("nothing came for 60 s."))
     async with served({"quick": "unsure", "careful": broken}) as running, client(running) as ai:
         stream = await ai.chat.completions.create(stream=True, **question())

@@ -6,6 +6,7 @@ import pytest
 
 from shell_router.api import ApiSettings
 from shell_router.errors import ConfigError
+from shell_router.routing.holdout import Holdouts
 from shell_router.topology import Agent, Topology
 from tests.fakes.api_server import api, chat
 
@@ -50,7 +51,7 @@ async def test_ready_is_200_when_all_is_well() -> None:
 
 
 async def test_a_shared_cache_that_is_away_does_not_make_the_router_unready() -> None:
-    async with api(checks={"cache": no, "engine small": yes}, dispensable=("cache",)) as served:
+    async with api(checks={"cache": no, "engine small": yes}, optional_checks=("cache",)) as served:
         status, body = await served.get("/ready")
         assert (status, body["ready"], body["degraded"]) == (200, True, ["cache"])
 
@@ -89,3 +90,17 @@ async def test_a_name_that_is_both_topology_and_model_is_refused_at_start() -> N
     with pytest.raises(ConfigError, match="small"):
         async with api(topologies=(clash,)):
             pass
+
+
+async def test_a_topology_says_what_incremental_prefill_saves_it() -> None:
+    holdouts = Holdouts()
+    for number in range(8):
+        held_out = number % 2 == 0
+        holdouts.observe(("duo", "small"), held_out=held_out, seconds=2.0 + held_out + number / 100, now_s=0.0)
+    async with api(holdouts=holdouts) as served:
+        _, duo = await served.get("/v1/models/duo")
+        (seen,) = duo["incremental_prefill"]
+        assert (seen["models"], seen["state"]) == ("small", "on")
+        assert seen["benefit"]["low"] < seen["benefit"]["mean"] < seen["benefit"]["high"]
+        _, small = await served.get("/v1/models/small")
+        assert "incremental_prefill" not in small

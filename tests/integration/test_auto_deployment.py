@@ -6,15 +6,14 @@ import aiohttp
 import orjson
 import pytest
 
+from shell_router.app import load_config, running_server
 from shell_router.cli import main
-from shell_router.config import load_config
 from shell_router.errors import ConfigError, DataError
-from shell_router.evaluation import EvaluationOptions, run_evaluation
-from shell_router.evaluation.graded import read_graded
-from shell_router.evaluation.options import Reports
-from shell_router.wiring import running_server
+from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
+from shell_router.lab.evaluation.records import read_graded
+from shell_router.lab.evaluation.settings import Reports
 from tests.fakes.api_server import api
-from tests.fakes.sums import adding_moa, write_sums
+from tests.fakes.evaluations import adding_moa, write_sums
 from tests.unit.prediction.test_teaching import tiny_encoder
 
 LIMITS = {"small": 15, "medium": 5, "large": 40}

@@ -8,9 +8,9 @@ import orjson
 import pytest
 import yaml
 
-from shell_router.engines.embedded.adapter_checkpoint import make_adapter
+from shell_router.standins.embedded.adapter_files import make_adapter
 from tests.fakes.command import running_command, survivors
-from tests.fakes.tiny_pool import ROOT, write_pool, write_questions
+from tests.fakes.pools import ROOT, write_pool, write_questions
 
 LIMIT_S = 120.0
 
@@ -43,14 +43,14 @@ async def test_a_killed_run_begun_again_gives_the_same_results_as_one_that_was_n
 
     assert [without_confidence(one) for one in results(torn)] == [without_confidence(one) for one in results(whole)]
     by = {one["by"] for one in results(whole)}
-    assert by == {"experts", "aggregator"}
+    assert by == {"proposers", "aggregator"}
     assert sum(one["right"] for one in results(whole)) > 20
 
 
 def without_confidence(result: dict[str, Any]) -> dict[str, Any]:
     """What engines compute in another batch may differ in a last digit."""
-    experts = [{name: value for name, value in expert.items() if name != "confidence"} for expert in result["experts"]]
-    return {**result, "experts": experts}
+    found = [{name: value for name, value in one.items() if name != "confidence"} for one in result["proposals"]]
+    return {**result, "proposals": found}
 
 
 @pytest.mark.slow
@@ -59,12 +59,12 @@ async def test_an_expert_may_be_an_adapter_of_a_model_that_is_an_expert_too(tmp_
     small = {"path": str(ROOT / "models/small")}
     odd = {**small, "adapter": "adapters/odd"}
     models = {"small": small, "odd": odd, "large": {"path": str(ROOT / "models/large")}}
-    pool = write_pool(tmp_path, models=models, experts=["small", "odd"])
+    pool = write_pool(tmp_path, models=models, proposers=["small", "odd"])
     code, printed = await ran(pool, "--data", write_questions(tmp_path, 6), "--out", tmp_path / "out")
     assert code == 0, printed
-    opinions = [{expert["model"]: expert for expert in one["experts"]} for one in results(tmp_path / "out")]
+    opinions = [{proposer["model"]: proposer for proposer in one["proposals"]} for one in results(tmp_path / "out")]
     assert len(opinions) == 6
-    assert not any(expert["error"] for one in opinions for expert in one.values())
+    assert not any(proposer["error"] for one in opinions for proposer in one.values())
     assert all(one["small"]["confidence"] != one["odd"]["confidence"] for one in opinions)
 
 
@@ -77,7 +77,7 @@ async def test_a_model_that_does_not_load_costs_its_own_answers_alone(tmp_path: 
     (broken / "model.safetensors").write_bytes(b"no weights")
     models = {name: {"path": str(ROOT / "models" / name)} for name in ("medium", "large")}
     pool = write_pool(
-        tmp_path, models={**models, "broken": {"path": str(broken)}}, experts=["broken", "medium"], aggregate=None
+        tmp_path, models={**models, "broken": {"path": str(broken)}}, proposers=["broken", "medium"], aggregate=None
     )
     code, printed = await ran(pool, "--data", write_questions(tmp_path, 6), "--out", tmp_path / "run")
     assert code == 0, printed
@@ -101,16 +101,16 @@ async def test_a_signal_ends_the_run_and_its_engines(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_profiles_are_measured_written_and_used(tmp_path: Path) -> None:
-    pool, questions = write_pool(tmp_path), write_questions(tmp_path, 24)
+    pool, questions = write_pool(tmp_path), write_questions(tmp_path, 6)
     (tmp_path / "costs.yaml").unlink()
-    async with running_command("batch", "profile", str(pool), "--data", str(questions), "--sizes", "2,4,6") as command:
+    async with running_command("batch", "profile", str(pool), "--data", str(questions), "--sizes", "1,2") as command:
         code, printed = await command.ended(limit_s=LIMIT_S)
     assert code == 0, printed
     costs = yaml.safe_load((tmp_path / "costs.yaml").read_text())
     assert set(costs["models"]) == {"small", "medium"}
     for measured in [*costs["models"].values(), costs["aggregator"]]:
         assert measured["load_s"] > 0
-        assert [run["prompts"] for run in measured["runs"]] == [2, 2, 4, 4, 6, 6]
+        assert [run["prompts"] for run in measured["runs"]] == [1, 1, 2, 2]
     code, printed = await ran(pool, "--data", questions, "--out", tmp_path / "run")
     assert code == 0, printed
 

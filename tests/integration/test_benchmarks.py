@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from benchmarks.overlapping.settings import tokens_by_model
-from shell_router.config import load_config
-from shell_router.simulation.figures import prefilled_tokens
+from benchmarks.overlap.measure import tokens_by_model
+from shell_router.app import load_config
+from shell_router.lab.simulation.summary import prefilled_tokens
 
 ROOT = Path(__file__).parents[2]
 SHORT = {
     "adapters": ("--requests", "20", "--clients", "4", "--adapters", "4", "--room", "2"),
     "auto": ("--questions", "8", "--block", "4", "--clients", "2", "--slacks", "1", "--worths", "1"),
     "agent_cache_cost": ("--rounds", "1", "--chunks", "50"),
-    "batch": ("--rounds", "1", "--questions", "8", "--sizes", "2,4"),
+    "batch": ("--rounds", "1", "--questions", "6", "--sizes", "1,2"),
     "chimera": ("--tasks", "10", "--per-s", "8", "--seeds", "2"),
     "coserve": ("--images", "200", "--seeds", "1"),
     "early_exit_cost": ("--rounds", "1"),
     "expert_placement": ("--layers", "3", "--tokens", "400", "--gpus", "4", "--limit-s", "0.2"),
-    "faster_moa": ("--requests", "1", "--programs", "2"),
+    "faster_moa": ("--requests", "1", "--programs", "2", "--seeds", "1", "--outputs", "16"),
     "gimbal": ("--requests", "30", "--seeds", "1", "--decisions", "50"),
     "mosaic": ("--rounds", "1", "--limit-s", "0.5"),
     "overlap": ("--rounds", "1", "--new-tokens", "8", "--question-tokens", "20"),

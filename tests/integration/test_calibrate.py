@@ -1,4 +1,4 @@
-"""`shell-router calibrate` starts the deployment with a topology per threshold and names the one to take."""
+"""`shell-router calibrate` starts the deployment with a topology per early exit and names the one to take."""
 
 import asyncio
 import re
@@ -8,18 +8,24 @@ from pathlib import Path
 import orjson
 import pytest
 
-from shell_router.core.generation import Generation
-from shell_router.engines.embedded.checkpoint import make_checkpoint
-from shell_router.engines.scripted import Script
-from shell_router.engines.scripted_server import ScriptedPair
-from shell_router.errors import ConfigError, ShellRouterError
-from shell_router.evaluation import EvaluationOptions, run_calibration
-from shell_router.evaluation.calibrate import calibrated, write_variants
-from shell_router.evaluation.options import Reports
+from shell_router.core.engine import Generation
+from shell_router.errors import ShellRouterError
+from shell_router.lab.evaluation import EvaluationOptions, Tried, run_calibration
+from shell_router.lab.evaluation.calibration import Variants, calibrated, write_variants
+from shell_router.lab.evaluation.settings import Reports
+from shell_router.launching.random_checkpoint import make_checkpoint
+from shell_router.standins.scripted_server import ScriptedPair
 from shell_router.topology import load_topology
 from tests.fakes.api_server import api
+from tests.fakes.evaluations import adding_moa, write_sums
 from tests.fakes.moa import ScriptedMoa
-from tests.fakes.sums import adding_moa, write_sums
+from tests.fakes.scripted_engine import Script
+
+
+def thresholds(*each: float) -> Tried:
+    """Of an exit in flight."""
+    return Tried(("in_flight",), ("cluster",), (0.7,), each)
+
 
 TREE = "name: mine\ntree: {shape: [3, 1], models: [a]}\n"
 
@@ -38,31 +44,18 @@ def written(folder: Path, pair: ScriptedPair, gate: str) -> tuple[Path, Path]:
     return topology, config
 
 
-async def test_every_threshold_is_asked_and_the_lowest_that_loses_nothing_is_named(
+async def test_every_early_exit_is_asked_and_one_that_loses_nothing_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "report.json"
     async with ScriptedPair() as pair:
         topology, config = written(tmp_path, pair, "{policy: in_flight}")
         options = EvaluationOptions(write_sums(tmp_path, 4, 5, 6), config=config, reports=Reports(json=report))
-        choice = await run_calibration(topology, (0.5, 0.8), 0.5, options)
+        choice = await run_calibration(topology, thresholds(0.5, 0.8), 0.5, options)
     settings = orjson.loads(report.read_bytes())["settings"]
-    assert settings == ["mine-without-exit", "mine-at-0.5", "mine-at-0.8"]
-    assert (choice.threshold, choice.loss.value) == (0.5, 0.0)
-    assert "threshold: 0.5 loses 0.00 points" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("thresholds", "said"), [((), "names none"), ((1.2,), "1.2 is not between"), ((0.5, 0.5), "0.5 is named more than")]
-)
-async def test_thresholds_that_are_none_are_refused_before_anything_starts(
-    tmp_path: Path, thresholds: tuple[float, ...], said: str
-) -> None:
-    topology = tmp_path / "mine.yaml"
-    topology.write_text(f"{TREE}early_exit: {{policy: in_flight}}\n", encoding="utf-8")
-    options = EvaluationOptions(write_sums(tmp_path, 4), config=tmp_path / "nothing.yaml")
-    with pytest.raises(ConfigError, match=f"--thresholds.* {said}"):
-        await run_calibration(topology, thresholds, 0.5, options)
+    assert settings == ["mine-without-exit", "mine-in_flight-cluster-0.5", "mine-in_flight-cluster-0.8"]
+    assert choice.loss.value == 0.0
+    assert "early_exit: {policy: in_flight, scope: cluster, threshold: 0." in capsys.readouterr().out
 
 
 RASH = """
@@ -93,41 +86,41 @@ def moa_with_an_early_agent_that_is_wrong() -> ScriptedMoa:
     return moa
 
 
-async def test_a_threshold_that_loses_answers_is_told_from_one_that_does_not(
+async def test_a_threshold_that_loses_answers_is_distinguished_from_one_that_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, folder, report = (tmp_path / name for name in ("rash.yaml", "variants", "report.json"))
     file.write_text(RASH, encoding="utf-8")
     folder.mkdir()
-    names = write_variants(file, (0.2, 0.9), folder)
-    served_ones = tuple(load_topology(folder / f"{name}.yaml") for name in names.values())
+    variants = write_variants(file, thresholds(0.2, 0.9), folder)
+    served_ones = tuple(load_topology(folder / f"{name}.yaml") for name in (variants.none, *variants.exits))
     async with api(moa_with_an_early_agent_that_is_wrong(), topologies=served_ones) as served:
         data = write_sums(tmp_path, 4, 5, 6, 7)
         options = EvaluationOptions(data, url=served.url, reports=Reports(json=report))
-        choice = await calibrated(names, 0.5, options)
-        with pytest.raises(ShellRouterError, match=r"No threshold keeps the loss within 0\.5 points on these 4"):
-            await calibrated({name: names[name] for name in (None, 0.2)}, 0.5, EvaluationOptions(data, url=served.url))
+        choice = await calibrated(variants, 0.5, options)
+        rash = {name: of for name, of in variants.exits.items() if name.endswith("0.2")}
+        with pytest.raises(ShellRouterError, match=r"No early exit keeps the loss within 0\.5 points on these 4"):
+            await calibrated(Variants(variants.none, rash), 0.5, EvaluationOptions(data, url=served.url))
     rows = {row["setting"]: row for row in orjson.loads(report.read_bytes())["rows"]}
     assert {name: row["accuracy"]["value"] for name, row in rows.items()} == {
         "rash-without-exit": 1.0,
-        "rash-at-0.2": 0.0,
-        "rash-at-0.9": 1.0,
+        "rash-in_flight-cluster-0.2": 0.0,
+        "rash-in_flight-cluster-0.9": 1.0,
     }
-    assert rows["rash-at-0.2"]["exits"]["clusters_exited"] == 1.0
-    assert (choice.threshold, choice.loss.value) == (0.9, 0.0)
-    assert "threshold: 0.9 loses 0.00 points" in capsys.readouterr().out
+    assert rows["rash-in_flight-cluster-0.2"]["exits"]["clusters_exited"] == 1.0
+    assert (choice.settings["threshold"], choice.loss.value) == (0.9, 0.0)
+    assert "loses 0.00 points" in capsys.readouterr().out
 
 
 async def test_clusters_that_disagree_to_the_end_count_among_those_judged(tmp_path: Path) -> None:
     file, folder, report = (tmp_path / name for name in ("rash.yaml", "variants", "report.json"))
     file.write_text(RASH.replace("min_completed: 1", "min_completed: 3"), encoding="utf-8")
     folder.mkdir()
-    names = write_variants(file, (0.5,), folder)
-    served_ones = tuple(load_topology(folder / f"{name}.yaml") for name in names.values())
+    variants = write_variants(file, thresholds(0.5), folder)
+    served_ones = tuple(load_topology(folder / f"{name}.yaml") for name in (variants.none, *variants.exits))
     async with api(moa_with_an_early_agent_that_is_wrong(), topologies=served_ones) as served:
-        await calibrated(
-            names, 0.5, EvaluationOptions(write_sums(tmp_path, 4, 5), url=served.url, reports=Reports(report))
-        )
+        options = EvaluationOptions(write_sums(tmp_path, 4, 5), url=served.url, reports=Reports(report))
+        await calibrated(variants, 0.5, options)
     exits = orjson.loads(report.read_bytes())["rows"][1]["exits"]
     assert (exits["clusters_judged"], exits["clusters_exited"]) == (2, 0.0)
 
@@ -140,12 +133,5 @@ async def test_the_choice_is_printed_although_a_file_could_not_be_written(
         reports = Reports(records=Path("/dev/full"))
         options = EvaluationOptions(write_sums(tmp_path, 4), config=config, reports=reports)
         with pytest.raises(ShellRouterError, match="--records /dev/full: No space left"):
-            await run_calibration(topology, (0.5,), 0.5, options)
-    assert "threshold: 0.5 loses 0.00 points" in capsys.readouterr().out
-
-
-async def test_a_topology_without_a_threshold_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    async with ScriptedPair() as pair:
-        topology, config = written(tmp_path, pair, "on")
-        with pytest.raises(ConfigError, match="no threshold decides the early exit of cluster-1"):
-            await run_calibration(topology, (0.5,), 0.5, EvaluationOptions(write_sums(tmp_path, 4), config=config))
+            await run_calibration(topology, thresholds(0.5), 0.5, options)
+    assert "loses 0.00 points" in capsys.readouterr().out

@@ -7,15 +7,16 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
 
-from shell_router.api import opened_folder
+from shell_router.batch.api.storage import opened_folder
 from shell_router.cli import main
-from tests.fakes.batches import ENDPOINT, jsonl, line
+from tests.fakes.api_server import ENDPOINT, jsonl, line
 from tests.fakes.command import RunningCommand, running_command, survivors
 
 ROOT = Path(__file__).parents[2]
@@ -102,8 +103,8 @@ def test_a_wrong_configuration_is_one_line_with_a_remedy(tmp_path: Path, capsys:
     file.write_text("modles: {}\n", encoding="utf-8")
     assert main(["serve", "--config", str(file)]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert error == f"shell-router: {file}:1: unknown setting 'modles'. Did you mean 'models'?\n"
+
+    assert f"{file}:1: Unknown key 'modles'. Did you mean 'models'?" in error
 
 
 def test_a_command_line_cannot_open_a_deployment_without_keys(
@@ -128,7 +129,7 @@ def steps(tmp_path: Path) -> Path:
     return file
 
 
-def test_check_and_show_read_steps_and_what_they_name_beside_them(
+def test_check_and_show_read_steps_and_what_they_name_in_the_same_folder(
     steps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["topology", "check", str(steps), "--models", "small,large,checker"]) == 0
@@ -151,12 +152,12 @@ def test_experts_tells_usage_and_dependencies_by_a_sample_and_chances(
     sample = tmp_path / "requests.jsonl"
     lines = ['{"model": "triage"}'] * 3 + ['{"model": "triage", "metadata": {"effort": "high"}}']
     sample.write_text("\n".join(lines), encoding="utf-8")
-    asked = ["topology", "experts", str(steps), "--sample", str(sample)]
+    asked = ["topology", "models", str(steps), "--sample", str(sample)]
     assert main(asked) == 2
     assert "Give the chances of what follows on triage/quick" in capsys.readouterr().err
     assert main([*asked, "--chances", "triage/quick=checked:0.4,end:0.6"]) == 0
     assert capsys.readouterr().out == (
-        "expert   usage  after\nsmall    1.000  -\nchecker  0.300  small\nlarge    0.250  -\n"
+        "model    usage  after\nsmall    1.000  -\nchecker  0.300  small\nlarge    0.250  -\n"
     )
 
 
@@ -164,8 +165,7 @@ def test_experts_tells_usage_and_dependencies_by_a_sample_and_chances(
 def test_experts_refuses_chances_that_it_cannot_read(
     steps: Path, chances: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(["topology", "experts", str(steps), "--chances", chances])
+    assert main(["topology", "models", str(steps), "--chances", chances]) == 2
     assert "must be TOPOLOGY/STEP=NEXT:SHARE" in capsys.readouterr().err
 
 
@@ -188,10 +188,23 @@ def test_commands_that_run_agents_alone_refuse_steps_by_file_and_line(
 
 @pytest.mark.parametrize("arguments", [[], ["serve"], ["topology"], ["demo", "--rounds", "0"], ["nonsense"]])
 def test_a_wrong_command_line_ends_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert "usage: shell-router" in capsys.readouterr().err
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert "Usage: shell-router" in printed.err + printed.out
+
+
+def test_a_misspelt_command_or_option_is_answered_with_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["srve"]) == 2
+    assert "Did you mean 'serve'?" in capsys.readouterr().err
+    assert main(["serve", "--confg", "x"]) == 2
+    assert "--config" in capsys.readouterr().err
+
+
+def test_version_and_examples_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"shell-router {version('shell-router')}\n"
+    assert main(["eval", "--help"]) == 0
+    assert "\n    shell-router eval --config " in capsys.readouterr().out
 
 
 @linux
@@ -206,7 +219,6 @@ async def test_ctrl_c_ends_serve_and_all_it_started(deployment: Path) -> None:
         assert (code, survivors(started)) == (0, set()), output
 
 
-@pytest.mark.slow
 async def test_sigterm_lets_a_running_request_end(deployment: Path) -> None:
     async with running_command("serve", "--config", deployment) as command, aiohttp.ClientSession() as session:
         url = (await command.line_with("Serving on", limit_s=120)).split()[-1]
@@ -254,7 +266,7 @@ async def test_a_stopped_demo_leaves_nothing(moment: str, number: signal.Signals
     async with running_command("demo", "--json") as command:
         await command.line_with(moment, limit_s=120)
         started = command.started()
-        assert len(started) >= 2, "Redis and an engine or the embedder"
+        assert started, "at the first moment the process that imports torch, at the second all engines, too"
         command.signal(number)
         code, output = await command.ended(limit_s=60)
         assert (code, survivors(started)) == (128 + number, set()), output
@@ -272,7 +284,7 @@ async def test_a_demo_killed_outright_takes_its_redis_and_engines_along() -> Non
         assert survivors(started) == set()
 
 
-async def test_a_taken_port_is_told_before_anything_is_started(deployment: Path) -> None:
+async def test_a_taken_port_is_reported_before_anything_is_started(deployment: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         async with running_command("serve", "--config", deployment, "--port", port) as command:
@@ -282,7 +294,7 @@ async def test_a_taken_port_is_told_before_anything_is_started(deployment: Path)
     assert "importing torch" not in output
 
 
-async def test_a_batch_folder_of_another_router_is_told_before_anything_is_started(
+async def test_a_batch_folder_of_another_router_is_reported_before_anything_is_started(
     batch_deployment: Path,
 ) -> None:
     with opened_folder(batch_deployment.parent / "kept"):

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from shell_router.engines.embedded.adapter_checkpoint import make_adapter
-from shell_router.engines.embedded.checkpoint import make_checkpoint
-from shell_router.engines.embedded.launch import EmbeddedFleet
-from shell_router.engines.embedded.settings import EmbeddedSettings, LoraSettings
-from tests.fakes.merged_weights import merge, one_thread, plain
+from shell_router.standins.embedded.adapter_files import make_adapter
+from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettings
+from tests.fakes.shared_engines import SharedEngines
+from tests.fakes.tiny_models import merge, plain
 from tests.integration.test_embedded_pair import GREEDY, LIMIT_S, Client, Json, Reference, prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -35,7 +34,7 @@ class Adapters:
 
     @property
     def urls(self) -> tuple[str, str]:
-        return self.client.pair.prefill_url, self.client.pair.decode_url
+        return self.client.pair.address.prefill_url, self.client.pair.address.decode_url
 
     async def ask(self, url: str, route: str, **body: Any) -> tuple[int, Any]:
         return await self.client.post(f"{url}/{route}", body)
@@ -61,7 +60,7 @@ class Adapters:
     async def cached(self, input_ids: list[int], name: str | None) -> int:
         """Prefill the prompt alone; returns how much of it was cached."""
         status, answer = await self.ask(
-            self.client.pair.prefill_url, "prefill_only", input_ids=input_ids, lora_path=name
+            self.client.pair.address.prefill_url, "prefill_only", input_ids=input_ids, lora_path=name
         )
         assert status == 200, answer
         return answer["meta_info"]["cached_tokens"]  # type: ignore[no-any-return]
@@ -78,29 +77,25 @@ class Adapters:
         return float(next(line for line in lines if line.startswith(f"sglang:{name}{{")).rpartition(" ")[2])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def networks_run_on_one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Adapters]]:
+async def fleet(engines: SharedEngines, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Adapters]]:
     root = tmp_path_factory.mktemp("adapters")
-    model = make_checkpoint(root / "model", seed=5)
-    wide = make_checkpoint(root / "wide", hidden=256)
+    model, wide = engines.model(seed=5), engines.model(hidden=256)
     folders = {name: make_adapter(root / name, model, seed=at, rank=2 * at + 1) for at, name in enumerate(NAMES)}
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     networks = {None: plain(model), **{name: merge(model, folder) for name, folder in folders.items()}}
     references = {name: Reference(network, tokenizer) for name, network in networks.items()}
-    lora = LoraSettings(room=3, max_rank=8)
+    lora = LoraSettings(max_loaded_adapters=3, max_rank=8)
     pairs = {
         "adapted": EmbeddedSettings(str(model), dtype="float64", chunked_prefill_size=64, lora=lora),
         "plain": EmbeddedSettings(str(model)),
-        "roomy": EmbeddedSettings(str(wide), dtype="float64", lora=LoraSettings(room=2, max_rank=64)),
+        "roomy": EmbeddedSettings(str(wide), dtype="float64", lora=LoraSettings(max_loaded_adapters=2, max_rank=64)),
     }
-    async with EmbeddedFleet(pairs) as running, aiohttp.ClientSession() as http:
-        yield {alias: Adapters(Client(http, pair), folders, references) for alias, pair in running.items()}
+    async with aiohttp.ClientSession() as http:
+        yield {
+            alias: Adapters(Client(http, engines.pair(settings)), folders, references)
+            for alias, settings in pairs.items()
+        }
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -151,7 +146,7 @@ async def test_more_than_there_is_room_for_is_refused(adapters: Adapters) -> Non
         path = str(adapters.folders["law"])
         status, answer = await adapters.ask(url, "load_lora_adapter", lora_name="law", lora_path=path)
         assert status == 400
-        assert "room for 3" in answer["error_message"]
+        assert "at most 3" in answer["error_message"]
         assert sorted(answer["loaded_adapters"]) == sorted(NAMES[:3])
 
 

@@ -16,9 +16,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from shell_router.engines.embedded.checkpoint import make_checkpoint
-from shell_router.engines.embedded.launch import EmbeddedFleet, EmbeddedPair
-from shell_router.engines.embedded.settings import EmbeddedSettings
+from shell_router.standins.embedded.fleet import EmbeddedPair
+from shell_router.standins.embedded.settings import EmbeddedSettings
+from tests.fakes.shared_engines import SharedEngines
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Json = dict[str, Any]
@@ -35,7 +35,10 @@ class Client:
 
     def body(self, **fields: Any) -> Json:
         room = random.getrandbits(62)
-        address = {"bootstrap_host": self.pair.bootstrap_host, "bootstrap_port": self.pair.bootstrap_port}
+        address = {
+            "bootstrap_host": self.pair.address.bootstrap_host,
+            "bootstrap_port": self.pair.address.bootstrap_port,
+        }
         return {**address, "bootstrap_room": room, **fields}
 
     async def post(self, url: str, body: Any) -> tuple[int, Any]:
@@ -44,10 +47,10 @@ class Client:
             return response.status, json.loads(content) if content else None
 
     async def prefill(self, body: Json) -> tuple[int, Any]:
-        return await self.post(f"{self.pair.prefill_url}/generate", {**body, "stream": False})
+        return await self.post(f"{self.pair.address.prefill_url}/generate", {**body, "stream": False})
 
     async def decode(self, body: Json) -> tuple[int, Any]:
-        return await self.post(f"{self.pair.decode_url}/generate", body)
+        return await self.post(f"{self.pair.address.decode_url}/generate", body)
 
     async def generate(self, **fields: Any) -> Json:
         """The decode leg's answer."""
@@ -60,7 +63,10 @@ class Client:
         """The decode leg's events, without the end mark."""
         body = self.body(stream=True, **fields)
         prefill = asyncio.create_task(self.prefill(body))
-        async with asyncio.timeout(LIMIT_S), self.http.post(f"{self.pair.decode_url}/generate", json=body) as response:
+        async with (
+            asyncio.timeout(LIMIT_S),
+            self.http.post(f"{self.pair.address.decode_url}/generate", json=body) as response,
+        ):
             assert response.content_type == "text/event-stream"
             lines = (await response.text()).split("\n\n")
         await prefill
@@ -68,7 +74,7 @@ class Client:
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
     async def prefill_only(self, input_ids: list[int]) -> Json:
-        status, answer = await self.post(f"{self.pair.prefill_url}/prefill_only", {"input_ids": input_ids})
+        status, answer = await self.post(f"{self.pair.address.prefill_url}/prefill_only", {"input_ids": input_ids})
         assert status == 200
         return answer["meta_info"]  # type: ignore[no-any-return]
 
@@ -87,7 +93,7 @@ class Client:
                 pass
 
     async def until_idle(self) -> None:
-        for url in (self.pair.prefill_url, self.pair.decode_url):
+        for url in (self.pair.address.prefill_url, self.pair.address.decode_url):
             await self.until(url, idle)
 
 
@@ -122,9 +128,8 @@ ARCHITECTURES = ("qwen3", "llama")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {name: make_checkpoint(root / name, architecture=name, seed=5) for name in ("qwen3", "llama")}
+def folders(engines: SharedEngines) -> dict[str, Path]:
+    return {name: engines.model(architecture=name, seed=5) for name in ARCHITECTURES}
 
 
 @pytest.fixture(scope="module")
@@ -138,15 +143,15 @@ def load_reference(folder: Path) -> Reference:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def clients(folders: dict[str, Path]) -> AsyncIterator[dict[str, Client]]:
+async def clients(engines: SharedEngines, folders: dict[str, Path]) -> AsyncIterator[dict[str, Client]]:
     qwen3, llama = (str(folders[name]) for name in ARCHITECTURES)
     pairs = {
         "qwen3": EmbeddedSettings(qwen3, dtype="float64", chunked_prefill_size=64, max_running_requests=12),
         "llama": EmbeddedSettings(llama, dtype="float64", incremental_streaming_output=True),
         "impatient": EmbeddedSettings(qwen3, kv_wait_s=0.3, max_total_tokens=400, context_length=300),
     }
-    async with EmbeddedFleet(pairs) as fleet, aiohttp.ClientSession() as http:
-        yield {alias: Client(http, pair) for alias, pair in fleet.items()}
+    async with aiohttp.ClientSession() as http:
+        yield {alias: Client(http, engines.pair(settings)) for alias, settings in pairs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -313,10 +318,10 @@ async def test_aborting_a_stream_ends_it_and_frees_the_engines(qwen3: Client) ->
     params = {**GREEDY, "max_new_tokens": 7000}
     body = qwen3.body(input_ids=prompt(10, 20), rid="long", stream=True, sampling_params=params)
     prefill = asyncio.create_task(qwen3.prefill(body))
-    async with qwen3.http.post(f"{qwen3.pair.decode_url}/generate", json=body) as response:
+    async with qwen3.http.post(f"{qwen3.pair.address.decode_url}/generate", json=body) as response:
         await response.content.readuntil(b"\n\n")
-        assert (await qwen3.load(qwen3.pair.decode_url))["num_running_reqs"] == 1
-        await qwen3.abort(qwen3.pair.decode_url, "long")
+        assert (await qwen3.load(qwen3.pair.address.decode_url))["num_running_reqs"] == 1
+        await qwen3.abort(qwen3.pair.address.decode_url, "long")
         events = (await response.text()).split("\n\n")
     last = json.loads(events[-3].removeprefix("data: "))
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
@@ -329,7 +334,7 @@ async def test_a_client_that_leaves_a_stream_aborts_it(qwen3: Client) -> None:
     params = {**GREEDY, "max_new_tokens": 7000}
     body = qwen3.body(input_ids=prompt(11, 20), stream=True, sampling_params=params)
     prefill = asyncio.create_task(qwen3.prefill(body))
-    async with qwen3.http.post(f"{qwen3.pair.decode_url}/generate", json=body) as response:
+    async with qwen3.http.post(f"{qwen3.pair.address.decode_url}/generate", json=body) as response:
         await response.content.readuntil(b"\n\n")
         response.close()
     await prefill
@@ -339,7 +344,7 @@ async def test_a_client_that_leaves_a_stream_aborts_it(qwen3: Client) -> None:
 async def test_aborting_a_prefill_whose_partner_never_came_frees_it(qwen3: Client) -> None:
     body = qwen3.body(input_ids=prompt(12, 100), rid="lonely")
     leg = asyncio.create_task(qwen3.prefill(body))
-    url = qwen3.pair.prefill_url
+    url = qwen3.pair.address.prefill_url
     await qwen3.until(url, lambda load: load["disaggregation"]["prefill_inflight_queue_reqs"] == 1)
     await qwen3.abort(url, "lonely")
     status, answer = await leg
@@ -351,7 +356,7 @@ async def test_aborting_a_prefill_whose_partner_never_came_frees_it(qwen3: Clien
 async def test_aborting_a_decode_that_waits_for_kv_ends_both_legs(qwen3: Client) -> None:
     body = qwen3.body(input_ids=prompt(13, 100), rid="early")
     decode = asyncio.create_task(qwen3.decode(body))
-    url = qwen3.pair.decode_url
+    url = qwen3.pair.address.decode_url
     await qwen3.until(url, lambda load: load["disaggregation"]["decode_transfer_queue_reqs"] == 1)
     await qwen3.abort(url, "early")
     assert (await decode)[0] == 500
@@ -364,7 +369,7 @@ async def test_aborting_a_decode_that_waits_for_kv_ends_both_legs(qwen3: Client)
 
 async def test_abort_all_ends_long_prefills_and_what_waits_behind(qwen3: Client) -> None:
     legs = [asyncio.create_task(qwen3.prefill(qwen3.body(input_ids=prompt(20 + each, 6000)))) for each in range(4)]
-    url = qwen3.pair.prefill_url
+    url = qwen3.pair.address.prefill_url
     await qwen3.until(url, lambda load: load["num_running_reqs"] == 1 and load["num_waiting_reqs"] == 3)
     async with qwen3.http.post(f"{url}/abort_request", json={"abort_all": True}) as response:
         assert response.status == 200
@@ -392,7 +397,7 @@ async def test_a_decode_without_prefill_fails_after_its_limit(clients: dict[str,
     await clients["impatient"].until_idle()
 
 
-async def test_a_decode_whose_bootstrap_nobody_answers_fails_at_once(qwen3: Client) -> None:
+async def test_a_decode_whose_bootstrap_gets_no_answer_fails_at_once(qwen3: Client) -> None:
     status, answer = await qwen3.decode({**qwen3.body(input_ids=prompt(16, 50)), "bootstrap_port": 1})
     assert status == 500
     assert "KVTransferError" in answer["message"] or "Connect" in answer["message"]
@@ -403,7 +408,7 @@ async def test_the_prefix_cache_never_outgrows_its_budget(clients: dict[str, Cli
     client = clients["impatient"]
     for seed in range(6):
         await client.prefill_only(prompt(30 + seed, 150))
-    async with client.http.get(f"{client.pair.prefill_url}/metrics") as response:
+    async with client.http.get(f"{client.pair.address.prefill_url}/metrics") as response:
         metrics = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if line[0] != "#")
     evictable = next(float(value) for name, value in metrics.items() if "kv_evictable_tokens" in name)
     assert 0 < evictable <= 400
@@ -437,7 +442,7 @@ async def test_bad_requests_get_400_on_both_servers(case: str, clients: dict[str
 async def test_a_refused_stream_is_an_error_event(clients: dict[str, Client]) -> None:
     client = clients["impatient"]
     body = client.body(input_ids=[5] * 300, stream=True)
-    async with client.http.post(f"{client.pair.decode_url}/generate", json=body) as response:
+    async with client.http.post(f"{client.pair.address.decode_url}/generate", json=body) as response:
         assert response.status == 200
         event, end, _ = (await response.text()).split("\n\n")
     assert "context length" in json.loads(event.removeprefix("data: "))["error"]["message"]
@@ -446,20 +451,20 @@ async def test_a_refused_stream_is_an_error_event(clients: dict[str, Client]) ->
 
 @pytest.mark.parametrize("raw", [b"{", b"[1]", b'{"input_ids": "no"}', b'{"sampling_params": []}', b"\xff"])
 async def test_bodies_that_are_not_the_schema_get_400(raw: bytes, qwen3: Client) -> None:
-    for url in (qwen3.pair.prefill_url, qwen3.pair.decode_url):
+    for url in (qwen3.pair.address.prefill_url, qwen3.pair.address.decode_url):
         async with qwen3.http.post(f"{url}/generate", data=raw) as response:
             assert response.status == 400
 
 
 async def test_unknown_fields_are_ignored(qwen3: Client) -> None:
     answer = await qwen3.generate(
-        input_ids=prompt(17, 10), user="somebody", priority=3, sampling_params={**GREEDY, "max_new_tokens": 2}
+        input_ids=prompt(17, 10), user="someone", priority=3, sampling_params={**GREEDY, "max_new_tokens": 2}
     )
     assert len(answer["output_ids"]) == 2
 
 
 async def test_both_servers_say_what_they_are(qwen3: Client) -> None:
-    for url, mode in ((qwen3.pair.prefill_url, "prefill"), (qwen3.pair.decode_url, "decode")):
+    for url, mode in ((qwen3.pair.address.prefill_url, "prefill"), (qwen3.pair.address.decode_url, "decode")):
         async with qwen3.http.get(f"{url}/health") as response:
             assert response.status == 200
         async with qwen3.http.get(f"{url}/model_info") as response:

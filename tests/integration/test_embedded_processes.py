@@ -6,7 +6,8 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,21 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from shell_router.engines.embedded.checkpoint import make_checkpoint
-from shell_router.engines.embedded.launch import START_LIMIT_S, EmbeddedFleet, EmbeddedPair, EmbeddedServer
-from shell_router.engines.embedded.settings import EmbeddedSettings, ServerSettings
-from shell_router.engines.embedded.spawner_client import SpawnerClient
-from shell_router.engines.restarts import RestartPolicy
 from shell_router.errors import EngineUnreachable
-from tests.fakes.lines import Lines, logged
-from tests.fakes.stepped_timers import SteppedTimers
+from shell_router.launching.random_checkpoint import make_checkpoint
+from shell_router.launching.restarts import RestartPolicy
+from shell_router.standins.embedded.fleet import START_LIMIT_S, EmbeddedFleet, EmbeddedPair, EmbeddedServer
+from shell_router.standins.embedded.servers import Spawner
+from shell_router.standins.embedded.settings import EmbeddedSettings, ServerSettings
+from tests.fakes.shared_engines import SharedEngines
+from tests.fakes.timers import Lines, SteppedTimers, logged
 
 LIMIT_S = 60.0
 
 PARENT = """
 import asyncio, sys
-from shell_router.engines.embedded.launch import EmbeddedFleet
-from shell_router.engines.embedded.settings import EmbeddedSettings
+from shell_router.standins.embedded.fleet import EmbeddedFleet
+from shell_router.standins.embedded.settings import EmbeddedSettings
 
 async def main():
     async with EmbeddedFleet({"only": EmbeddedSettings(sys.argv[1])}) as fleet:
@@ -41,25 +42,27 @@ asyncio.run(main())
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint")))
+def folder(engines: SharedEngines) -> str:
+    return str(engines.model())
 
 
 @pytest_asyncio.fixture
-async def fleet(folder: str) -> AsyncIterator[EmbeddedFleet]:
+async def fleet(engines: SharedEngines, folder: str) -> AsyncIterator[EmbeddedFleet]:
     """Two pairs of one model, so that one's decode server can work with the other's prefill server; none comes back."""
     pairs = {"first": EmbeddedSettings(folder), "second": EmbeddedSettings(folder)}
-    async with EmbeddedFleet(pairs, policy=RestartPolicy(limit=0)) as fleet:
+    async with EmbeddedFleet(pairs, policy=RestartPolicy(limit=0), spawner=engines.spawner()) as fleet:
         yield fleet
 
 
-async def test_a_pair_runs_on_the_cores_it_is_given_and_on_no_core_that_is_not_there(folder: str) -> None:
+async def test_a_pair_runs_on_the_cores_it_is_given_and_on_no_core_that_is_not_there(
+    engines: SharedEngines, folder: str
+) -> None:
     core = max(os.sched_getaffinity(0))
-    async with EmbeddedFleet({"only": EmbeddedSettings(folder, cores=(core,))}) as fleet:
+    async with EmbeddedFleet({"only": EmbeddedSettings(folder, cores=(core,))}, spawner=engines.spawner()) as fleet:
         for server in (fleet["only"].prefill, fleet["only"].decode):
             assert os.sched_getaffinity(server.pid) == {core}
     with pytest.raises(EngineUnreachable, match=r"there is no core 100000"):
-        await EmbeddedFleet({"only": EmbeddedSettings(folder, cores=(100_000,))}).start()
+        await EmbeddedFleet({"only": EmbeddedSettings(folder, cores=(100_000,))}, spawner=engines.spawner()).start()
 
 
 @pytest.fixture
@@ -72,20 +75,20 @@ def timers() -> SteppedTimers:
     return SteppedTimers()
 
 
-Made = Callable[[], EmbeddedFleet]
+Made = Callable[..., EmbeddedFleet]
 
 
 @pytest.fixture
 def made(folder: str, lines: Lines, timers: SteppedTimers) -> Made:
     """Makes a fleet of one pair whose restarts wait for `timers`, and which tells its steps to `lines`."""
-    return lambda: EmbeddedFleet({"only": EmbeddedSettings(folder)}, on_progress=lines, later=timers.later)
+    return partial(EmbeddedFleet, {"only": EmbeddedSettings(folder)}, on_progress=lines, sleep=timers.sleep)
 
 
 def pair_body(pair: EmbeddedPair, **fields: Any) -> dict[str, Any]:
     return {
         "input_ids": [random.randrange(3, 500) for _ in range(20)],
-        "bootstrap_host": pair.bootstrap_host,
-        "bootstrap_port": pair.bootstrap_port,
+        "bootstrap_host": pair.address.bootstrap_host,
+        "bootstrap_port": pair.address.bootstrap_port,
         "bootstrap_room": random.getrandbits(62),
         **fields,
     }
@@ -139,7 +142,7 @@ async def test_a_killed_prefill_server_fails_its_requests_and_leaves_decode_serv
             await running.content.readuntil(b"\n\n")
             await prefill
             os.kill(first.prefill.pid, signal.SIGKILL)
-            assert await first.wait_dead() is first.prefill
+            await first.prefill.dead.wait()
             last = json.loads((await running.text()).split("\n\n")[-3].removeprefix("data: "))
         assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 300}
         status, _ = await orphan
@@ -150,30 +153,31 @@ async def test_a_killed_prefill_server_fails_its_requests_and_leaves_decode_serv
         )
         assert (status, answer["meta_info"]["completion_tokens"]) == (200, 3)
         assert (first.prefill.exit_code, first.alive, first.decode.alive) == (-signal.SIGKILL, False, True)
-    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert told.startswith(
+    (logged,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert logged.startswith(
         f"Embedded engine first/prefill (pid {first.prefill.pid}) was ended by SIGKILL. It ended too"
     )
-    assert told.endswith("then restart the router.")
+    assert logged.endswith("then restart the router.")
     assert fleet.restarts == {"first/prefill": 0, "first/decode": 0, "second/prefill": 0, "second/decode": 0}
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 async def test_a_killed_server_comes_back_at_its_address_and_serves(
-    made: Made, lines: Lines, timers: SteppedTimers, mode: str
+    engines: SharedEngines, made: Made, lines: Lines, timers: SteppedTimers, mode: str
 ) -> None:
-    async with made() as fleet, aiohttp.ClientSession() as http, asyncio.timeout(LIMIT_S):
+    async with made(spawner=engines.spawner()) as fleet, aiohttp.ClientSession() as http, asyncio.timeout(LIMIT_S):
         pair = fleet["only"]
         before = {**pair.servers}
-        address = (pair.prefill_url, pair.decode_url, pair.bootstrap_port)
+        address = pair.address
         assert (await through_both(http, pair))[0] == 200
         dead = before.pop(f"only/{mode}")
         await kill(dead)
-        assert await pair.wait_dead() is dead
-        assert timers.delays_s == [1.0]
+        await dead.dead.wait()
+        await timers.until_waiting(1.0)
+        assert len(timers.delays_s) == 1
         timers.step(1.0)
         await lines.with_words(f"only/{mode} is ready again")
-        assert (pair.prefill_url, pair.decode_url, pair.bootstrap_port) == address
+        assert pair.address == address
         assert pair.alive and not dead.alive
         assert pair.servers[f"only/{mode}"].pid != dead.pid
         assert pair.servers.items() >= before.items(), "the other server was left alone"
@@ -183,36 +187,42 @@ async def test_a_killed_server_comes_back_at_its_address_and_serves(
         assert timers.delays_s == [], "a server that serves is not killed for being late"
         back = pair.servers[f"only/{mode}"]
         await kill(back)
-        assert (await pair.wait_dead(), pair.alive, back.exit_code) == (back, False, -signal.SIGKILL)
+        await back.dead.wait()
+        assert (pair.alive, back.exit_code) == (False, -signal.SIGKILL)
 
 
 async def test_a_restart_that_fails_or_takes_too_long_is_tried_again(
-    tmp_path: Path, lines: Lines, timers: SteppedTimers
+    engines: SharedEngines, tmp_path: Path, lines: Lines, timers: SteppedTimers
 ) -> None:
     config = make_checkpoint(tmp_path) / "config.json"
     pairs = {"only": EmbeddedSettings(str(tmp_path))}
-    with logged("shell_router.engines.embedded", lines):
-        async with EmbeddedFleet(pairs, on_progress=lines, later=timers.later) as fleet:
+    with logged("shell_router", lines):
+        async with EmbeddedFleet(pairs, on_progress=lines, sleep=timers.sleep, spawner=engines.spawner()) as fleet:
             await kill(fleet["only"].decode)
             config.rename(tmp_path / "away")
+            await timers.until_waiting(1.0)
             timers.step(1.0)
             await lines.with_words("only/decode cannot start: ConfigError: ")
             await lines.with_words(
                 "only/decode ended with code 1 before it was ready again. It is started again in 2 s"
             )
-            assert timers.delays_s == [2.0]
+            await timers.until_waiting(2.0)
+            assert len(timers.delays_s) == 1
             (tmp_path / "away").rename(config)
             timers.step(2.0)
+            await timers.until_waiting(START_LIMIT_S)
             timers.step(START_LIMIT_S)  # and it has only just begun to load
             await lines.with_words("only/decode was not ready 180 s after its restart; it is killed")
             await lines.with_words("only/decode was ended by SIGKILL before it was ready again")
-            assert timers.delays_s == [4.0]
+            await timers.until_waiting(4.0)
+            assert len(timers.delays_s) == 1
             timers.step(4.0)
             await lines.with_words("only/decode is ready again")
             assert fleet["only"].alive
             assert fleet.restarts == {"only/prefill": 0, "only/decode": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("under_way", [False, True])
 async def test_a_stop_during_a_restart_leaves_nothing_running_and_nothing_pending(
     made: Made, timers: SteppedTimers, caplog: pytest.LogCaptureFixture, under_way: bool
@@ -221,8 +231,10 @@ async def test_a_stop_during_a_restart_leaves_nothing_running_and_nothing_pendin
         assert fleet.spawner_pid is not None
         group = fleet.spawner_pid
         await kill(fleet["only"].decode)
+        await timers.until_waiting(1.0)
         if under_way:
             timers.step(1.0)  # the new process is asked for, and loads the model while all ends
+            await timers.until_waiting(START_LIMIT_S)
         assert len(timers.delays_s) == 1
         caplog.clear()
         await fleet.stop()
@@ -230,6 +242,21 @@ async def test_a_stop_during_a_restart_leaves_nothing_running_and_nothing_pendin
         with pytest.raises(ProcessLookupError):
             os.killpg(group, 0)
     assert not caplog.records
+
+
+@pytest.mark.slow
+async def test_a_stop_that_is_cancelled_leaves_no_process(made: Made) -> None:
+    fleet = made()
+    await fleet.start()
+    group = fleet.spawner_pid
+    assert group is not None
+    stopping = asyncio.create_task(fleet.stop())
+    await asyncio.sleep(0)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)
 
 
 async def test_stopping_a_fleet_ends_every_server_in_order(folder: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,15 +271,15 @@ async def test_stopping_a_fleet_ends_every_server_in_order(folder: str, caplog: 
     await fleet.stop()
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_stopped_before_its_first_step_obeys_the_first_sigterm(folder: str) -> None:
-    told: list[Mapping[str, Any]] = []
-    spawner = SpawnerClient(told.append, lambda: None)
+    spawner = Spawner()
     await spawner.launch()
     assert spawner.pid is not None
     os.sched_setaffinity(spawner.pid, {min(os.sched_getaffinity(0))})  # the fork then begins after the signal was sent
-    spawner.start_server("only/decode", ServerSettings(EmbeddedSettings(folder), "decode"))
+    server = spawner.start_server("only/decode", ServerSettings(EmbeddedSettings(folder), "decode"))
     await spawner.stop()
-    assert told == [{"imported": True}, {"exited": "only/decode", "code": -signal.SIGTERM}]
+    assert (server.exit_code, server.pid) == (-signal.SIGTERM, 0)
 
 
 async def test_servers_end_when_their_parent_is_killed(folder: str) -> None:
@@ -275,20 +302,26 @@ async def test_servers_end_when_the_process_that_forked_them_is_killed_and_none_
     async with made() as fleet:
         pair = fleet["only"]
         await kill(pair.decode)
+        await timers.until_waiting(1.0)
         assert fleet.spawner_pid is not None
         os.kill(fleet.spawner_pid, signal.SIGKILL)
         async with asyncio.timeout(LIMIT_S):
             await process_ended(pair.prefill.pid)
             await pair.prefill.dead.wait()
-        assert timers.delays_s == []
-        assert (await pair.wait_dead(), pair.alive) == (pair.prefill, False)
-    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert told.startswith("The process of all embedded engines") and "Restart the router" in told
+            while timers.delays_s:  # noqa: ASYNC110 - what waits is under test
+                await asyncio.sleep(0)
+        assert not pair.alive
+    (logged,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert logged.startswith("The process of all embedded engines") and "Restart the router" in logged
 
 
-async def test_a_folder_that_is_no_model_fails_the_start_by_name_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_folder_that_is_no_model_fails_the_start_by_name_and_leaves_nothing(
+    engines: SharedEngines, tmp_path: Path
+) -> None:
     steps: list[str] = []
-    fleet = EmbeddedFleet({"broken": EmbeddedSettings(str(tmp_path))}, on_progress=steps.append)
+    fleet = EmbeddedFleet(
+        {"broken": EmbeddedSettings(str(tmp_path))}, on_progress=steps.append, spawner=engines.spawner()
+    )
     with pytest.raises(EngineUnreachable, match=r"broken/\w+ cannot start: .*config\.json"):
         await fleet.start()
     assert steps == ["importing torch and transformers"]

@@ -10,8 +10,7 @@ import pytest
 import pytest_asyncio
 
 from shell_router.early_exit import features, similarity
-from shell_router.engines.embedder import HashEmbedder, SentenceTransformerEmbedder, SupervisedEmbedder
-from shell_router.engines.embedder.default_model import WEIGHTS_SHA256
+from shell_router.engines.embedding import WEIGHTS_SHA256, HashEmbedder, SentenceTransformerEmbedder, SupervisedEmbedder
 from shell_router.errors import EngineError, EngineUnreachable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -80,6 +79,7 @@ async def test_a_cancelled_call_does_not_disturb_the_others(embedder):
     assert embedder.restarts == 0
 
 
+@pytest.mark.slow
 async def test_a_process_killed_in_mid_call_fails_the_call_and_the_next_one_works(embedder):
     call = asyncio.create_task(embedder.embed("word " * 50_000))
     await asyncio.sleep(0)
@@ -94,13 +94,13 @@ async def test_weights_that_are_not_the_reviewed_ones_are_refused_at_the_start(t
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     options = ["--model", str(tmp_path), "--sha256", WEIGHTS_SHA256]
     options += ["--device", "cpu", "--threads", "1", "--max-batch", "1"]
-    command = [sys.executable, "-m", "shell_router.engines.embedder.process", *options]
+    command = [sys.executable, "-m", "shell_router.engines.embedder_process", *options]
     with pytest.raises(EngineError, match=r"not the expected ones.*minilm-l6-v2==0\.1\.0"):
         await SupervisedEmbedder(command, os.environ).start()
 
 
 async def test_the_router_side_imports_no_torch():
-    probe = "import sys, shell_router.engines.embedder as e; e.SentenceTransformerEmbedder()"
+    probe = "import sys, shell_router.engines.embedding as e; e.SentenceTransformerEmbedder()"
     probe += "; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'sentence_transformers')))"
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", probe)
     assert await child.wait() == 0

@@ -11,19 +11,19 @@ import pytest
 
 from shell_router.api import ApiSettings
 from shell_router.cli import main
-from shell_router.core.generation import Generation
-from shell_router.engines.embedded.checkpoint import make_checkpoint
-from shell_router.engines.scripted import Script
-from shell_router.engines.scripted_server import ScriptedPair
+from shell_router.core.engine import Generation
 from shell_router.errors import ConfigError, EngineError, EngineRejected, ShellRouterError, Unauthorized, UnknownModel
-from shell_router.evaluation import EvaluationOptions, run_evaluation
-from shell_router.evaluation.options import Reports, Sampling
-from shell_router.evaluation.rounds import request_seed
+from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
+from shell_router.lab.evaluation.run import request_seed
+from shell_router.lab.evaluation.settings import Reports, Sampling
+from shell_router.launching.random_checkpoint import make_checkpoint
+from shell_router.standins.scripted_server import ScriptedPair
 from shell_router.topology import parse_steps, parse_topology
 from tests.fakes.api_server import Api, api, until
 from tests.fakes.command import running_command, survivors
+from tests.fakes.evaluations import adding_moa, asked_sum, write_sums
 from tests.fakes.moa import ScriptedMoa, agent_of
-from tests.fakes.sums import adding_moa, asked_sum, write_sums
+from tests.fakes.scripted_engine import Script
 
 LIMITS = {"small": 5, "medium": 5, "large": 15}
 FIRST = parse_steps(
@@ -141,7 +141,10 @@ async def test_seeds_are_the_same_in_all_settings_and_differ_between_the_members
     sent = [(agent_of(one), dict(one.sampling)) for alias in ("small", "large") for one in _asked(moa, alias)]
     single, root = {"temperature": 0.0}, {}
     voted = {"temperature": 0.7, "top_p": 0.95}
-    seeds = [{"sampling_seed": request_seed(3, 0, member), "stream_interval": 32} for member in range(3)]
+    seeds = [
+        {"sampling_seed": request_seed(3, 0, member), "stream_interval": 32, "max_new_tokens": 128}
+        for member in range(3)
+    ]
     wanted = [("small", single | seeds[0]), ("root", root | seeds[0])]
     wanted += [("small", voted | seeds[0]), ("small", voted | seeds[1]), ("large", voted | seeds[2])]
     assert all(one in sent for one in wanted)
@@ -154,7 +157,7 @@ async def test_what_is_said_of_sampling_is_sent(tmp_path: Path) -> None:
         await _evaluated(served, write_sums(tmp_path, 4), "small", "duo", "vote:medium*2", sampling=sampling)
     asked = {agent_of(one): one.sampling for alias in LIMITS for one in _asked(moa, alias)}
     assert (asked["small"]["temperature"], asked["small"]["max_new_tokens"]) == (0.3, 77)
-    assert asked["root"]["temperature"] == 0.3 and "max_new_tokens" not in asked["root"]
+    assert asked["root"]["temperature"] == 0.3 and asked["root"]["max_new_tokens"] == 128
     assert (asked["medium"]["temperature"], asked["medium"]["max_new_tokens"]) == (1.0, 77)
 
 
@@ -236,7 +239,7 @@ async def test_more_failures_than_answers_end_in_an_error_with_the_first_after_t
     moa = adding_moa(LIMITS)
     _break(moa, "large", {4, 5})
     async with api(moa) as served:
-        with pytest.raises(ShellRouterError, match=r"2 of 3 requests failed, the first one so: .*400.*4 is too much"):
+        with pytest.raises(ShellRouterError, match=r"2 of 3 requests failed, the first one with: .*400.*4 is too much"):
             await _evaluated(served, write_sums(tmp_path, 4, 5, 6), "large")
     assert "│ large " in capsys.readouterr().out
 
@@ -367,11 +370,11 @@ async def test_the_command_writes_its_files_and_ends_with_0_or_with_2_where_most
         async with running_command("eval", "--url", served.url, "--data", data, "medium") as command:
             code, output = await command.ended(limit_s=60)
         assert code == 2
-        assert "shell-router: 2 of 3 requests failed, the first one so:" in output
+        assert "shell-router: 2 of 3 requests failed, the first one with:" in output
 
 
 @pytest.mark.parametrize("option", ["--json", "--records", "--picture"])
-async def test_a_file_that_cannot_be_written_is_told_before_anything_is_asked(tmp_path: Path, option: str) -> None:
+async def test_a_file_that_cannot_be_written_is_reported_before_anything_is_asked(tmp_path: Path, option: str) -> None:
     moa, data = adding_moa(LIMITS), write_sums(tmp_path, 4)
     async with api(moa) as served:
         for file, wrong in ((tmp_path / "no" / "x", "there is no folder"), (tmp_path, "this is a folder")):
@@ -385,13 +388,13 @@ async def test_a_file_that_cannot_be_written_is_told_before_anything_is_asked(tm
 async def test_a_key_that_no_question_has_is_refused_with_those_there_are(tmp_path: Path) -> None:
     moa = adding_moa(LIMITS)
     async with api(moa) as served:
-        with pytest.raises(ConfigError, match=r"--by steps: no question has it.*further keys: parity\."):
+        with pytest.raises(ConfigError, match=r"--by steps: the questions have no such key.*further keys: parity\."):
             options = EvaluationOptions(write_sums(tmp_path, 4), url=served.url, reports=Reports(by="steps"))
             await run_evaluation(options)
     assert not any(engine.generated for engine in moa.engines.values())
 
 
-async def test_a_file_that_cannot_be_written_in_the_end_is_told_after_the_tables(
+async def test_a_file_that_cannot_be_written_in_the_end_is_reported_after_the_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full = Path("/dev/full")  # opens well, and takes nothing
@@ -437,7 +440,7 @@ def test_a_key_is_refused_for_a_deployment_that_is_started(capsys: pytest.Captur
     assert "--api-key-env goes with --url only" in capsys.readouterr().err
 
 
-async def test_a_router_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
+async def test_a_router_that_is_not_there_is_reported_in_one_line(tmp_path: Path) -> None:
     arguments = ("--url", "http://127.0.0.1:1", "--data", write_sums(tmp_path, 4))
     async with running_command("eval", *arguments) as command:
         code, output = await command.ended(limit_s=60)

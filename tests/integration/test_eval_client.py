@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 
 from shell_router.errors import EngineStalled, EngineUnreachable, ShellRouterError
-from shell_router.evaluation.client import Client
+from shell_router.lab.evaluation.client import Client
 from tests.fakes.api_server import api, chat
-from tests.fakes.sums import adding_moa
+from tests.fakes.evaluations import adding_moa
 
 
 @asynccontextmanager
@@ -36,7 +36,7 @@ async def _client_of(routes: dict[str, web.Response], limit_s: float = 5.0) -> A
         await runner.cleanup()
 
 
-async def test_another_server_is_told_from_a_router_at_once() -> None:
+async def test_another_server_is_distinguished_from_a_router_at_once() -> None:
     async with _client_of({}) as client:
         with pytest.raises(ShellRouterError, match="is no shell-router: its /ready answered 404"):
             await client.wait_until_ready(limit_s=5)
@@ -44,7 +44,7 @@ async def test_another_server_is_told_from_a_router_at_once() -> None:
 
 async def test_models_without_a_kind_are_those_of_another_server() -> None:
     async with _client_of({"/v1/models": web.json_response({"data": [{"id": "gpt"}]})}) as client:
-        with pytest.raises(ShellRouterError, match="is no shell-router: it does not tell"):
+        with pytest.raises(ShellRouterError, match="is no shell-router: its models have no kind"):
             await client.served()
 
 
@@ -60,7 +60,7 @@ async def test_an_answer_that_is_no_json_is_shown() -> None:
             await client.served()
 
 
-async def test_nobody_there_is_told_with_the_url() -> None:
+async def test_a_missing_router_is_reported_with_the_url() -> None:
     async with aiohttp.ClientSession() as session:
         with pytest.raises(EngineUnreachable, match=r"No answer from a router at http://127\.0\.0\.1:1"):
             await Client(session, "http://127.0.0.1:1").wait_until_ready(limit_s=5)

@@ -2,23 +2,23 @@
 
 import json
 import socket
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from benchmarks.routing.drawn import Routing, drawn
-from shell_router.cli import expert_work, main, parser
-from shell_router.cli.experts import ALGORITHMS as NAMES
+from benchmarks.expert_placement.drawn import Routing, drawn
+from shell_router.cli import main
+from shell_router.cli.experts import Algorithm, Server, watched
+from shell_router.cli.experts import recorded as record_experts
 from shell_router.errors import ConfigError, DataError, EngineRejected, EngineStalled, EngineUnreachable
-from shell_router.placement import ALGORITHMS, ExpertRecord, PlacementSettings, measures
-from shell_router.placement.baselines import contiguous, eplb
-from shell_router.placement.files import MAP, read_placement, read_record, write_record
+from shell_router.experts.placement import ALGORITHMS, ExpertRecord, PlacementSettings
+from shell_router.experts.placement.algorithms import contiguous, eplb
+from shell_router.experts.placement.files import MAP, read_placement, read_record
+from shell_router.experts.placement.records import measures
 from tests.fakes.command import running_command
-from tests.fakes.expert_engine import ExpertEngine
-from tests.fakes.served import served
+from tests.fakes.http_engines import ExpertEngine, served
 
 ROUTING = Routing(layers=4, experts=16, top_k=4, topics=4, topical=2)
 
@@ -30,7 +30,7 @@ def record() -> ExpertRecord:
 
 @pytest.fixture
 def recorded(record: ExpertRecord, tmp_path: Path) -> Path:
-    write_record(tmp_path / "record.npz", record)
+    np.savez(tmp_path / "record.npz", activations=record.activations, transitions=record.transitions)
     return tmp_path / "record.npz"
 
 
@@ -48,17 +48,8 @@ def bad_prompts(tmp_path: Path) -> Path:
     return file
 
 
-def recording(*options: object) -> Coroutine[Any, Any, None]:
-    return expert_work.record(parser().parse_args(["experts", "record", *map(str, options)]))
-
-
-def watching(*options: object) -> Coroutine[Any, Any, None]:
-    chosen = parser().parse_args(["experts", "watch", *map(str, options)])
-    return expert_work.watch(chosen, PlacementSettings(chosen.gpus))
-
-
 def test_the_command_offers_every_algorithm_there_is() -> None:
-    assert tuple(ALGORITHMS) == NAMES
+    assert tuple(ALGORITHMS) == get_args(Algorithm)
 
 
 async def test_a_record_of_prompts_is_placed_so_that_sglang_can_load_it(
@@ -70,9 +61,9 @@ async def test_a_record_of_prompts_is_placed_so_that_sglang_can_load_it(
         served(engine) as url,
         running_command("experts", "record", url, "--prompts", prompts, "--out", out, "--new-tokens", "5") as command,
     ):
-        code, told = await command.ended(limit_s=60)
-    assert code == 0, told
-    assert "4 layers of 16 experts" in told and "with transitions" in told
+        code, printed = await command.ended(limit_s=60)
+    assert code == 0, printed
+    assert "4 layers of 16 experts" in printed and "with transitions" in printed
     assert engine.calls == ["start", "stop", "dump"]
     assert {asked["text"] for asked in engine.asked} == {"Why is 1 odd?", "Why is 3 odd?", "Why is 5 odd?"}
     assert engine.asked[0]["sampling_params"] == {"max_new_tokens": 5, "temperature": 0}
@@ -88,13 +79,13 @@ async def test_a_prefill_server_prefills_and_a_decode_server_is_not_asked(
 ) -> None:
     prefill, decode = ExpertEngine(record, mode="prefill"), ExpertEngine(record, mode="decode")
     async with served(prefill) as url:
-        await recording(url, "--prompts", prompts, "--out", tmp_path / "out.npz")
+        await record_experts(Server(url), tmp_path / "out.npz", prompts)
     assert len(prefill.asked) == 3
     async with served(decode) as url:
         with pytest.raises(ConfigError, match="--seconds"):
-            await recording(url, "--prompts", prompts, "--out", tmp_path / "out.npz")
+            await record_experts(Server(url), tmp_path / "out.npz", prompts)
         assert decode.calls == []
-        await recording(url, "--seconds", "0.01", "--out", tmp_path / "out.npz")
+        await record_experts(Server(url), tmp_path / "out.npz", None, 0.01)
     assert decode.asked == []
 
 
@@ -105,11 +96,11 @@ async def test_an_engine_that_cannot_record_is_named_with_what_it_needs(
     engine = ExpertEngine(record, records=False)
     async with served(engine) as url:
         with pytest.raises(ConfigError, match="--expert-distribution-recorder-mode stat"):
-            await recording(url, "--prompts", prompts, "--out", out)
+            await record_experts(Server(url), out, prompts)
         with pytest.raises(ConfigError, match="no plugin of the router"):
-            await recording(f"{url}/elsewhere", "--prompts", prompts, "--out", out)
+            await record_experts(Server(f"{url}/elsewhere"), out, prompts)
     with pytest.raises(EngineUnreachable, match="No answer from an engine"):
-        await recording("http://127.0.0.1:9", "--prompts", prompts, "--out", out)
+        await record_experts(Server("http://127.0.0.1:9"), out, prompts)
     assert engine.calls == [] and not out.exists()
 
 
@@ -119,24 +110,24 @@ async def test_a_prompt_that_is_refused_ends_the_recording_with_the_engines_word
     engine = ExpertEngine(record, refuses="3")
     async with served(engine) as url:
         with pytest.raises(EngineRejected, match="no 3"):
-            await recording(url, "--prompts", prompts, "--out", tmp_path / "out.npz")
+            await record_experts(Server(url), tmp_path / "out.npz", prompts)
     assert engine.calls == ["start", "stop"]
 
 
 async def test_an_engine_that_does_not_answer_is_given_up(prompts: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as never_accepts:
-        options = ("--prompts", prompts, "--out", tmp_path / "out.npz", "--timeout-s", "0.05")
+        server = Server(f"http://127.0.0.1:{never_accepts.getsockname()[1]}", timeout_s=0.05)
         with pytest.raises(EngineStalled, match="--timeout-s"):
-            await recording(f"http://127.0.0.1:{never_accepts.getsockname()[1]}", *options)
+            await record_experts(server, tmp_path / "out.npz", prompts)
 
 
-async def test_a_bad_line_among_the_prompts_is_told_before_anything_is_asked(
+async def test_a_bad_line_among_the_prompts_is_reported_before_anything_is_asked(
     record: ExpertRecord, bad_prompts: Path, tmp_path: Path
 ) -> None:
     engine = ExpertEngine(record)
     async with served(engine) as url:
         with pytest.raises(DataError, match=":2: question must be text"):
-            await recording(url, "--prompts", bad_prompts, "--out", tmp_path / "out.npz")
+            await record_experts(Server(url), tmp_path / "out.npz", bad_prompts)
     assert engine.calls == []
 
 
@@ -145,7 +136,7 @@ async def test_watch_writes_a_placement_once_and_then_says_that_no_restart_is_wo
 ) -> None:
     engine, out = ExpertEngine(record), tmp_path / "placement.json"
     async with served(engine) as url:
-        await watching(url, "--gpus", 4, "--out", out, "--every-s", "0.01", "--rounds", "2")
+        await watched(Server(url), out, PlacementSettings(4), "swap", 0.01, 2)
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"worth a restart with {out}, balance ")
     assert second.startswith("not worth a restart, a gain below 5%")
@@ -159,22 +150,22 @@ async def test_watch_places_anew_when_the_routing_has_changed(
 ) -> None:
     engine, out = ExpertEngine(record), tmp_path / "placement.json"
     async with served(engine) as url:
-        await watching(url, "--gpus", 4, "--out", out, "--every-s", "0.01", "--rounds", "1")
+        await watched(Server(url), out, PlacementSettings(4), "swap", 0.01, 1)
         before = out.read_text(encoding="utf-8")
         engine.record = drawn(Routing(layers=4, experts=16, top_k=4, skew=2.0, seed=1), 400)
-        await watching(url, "--gpus", 4, "--out", out, "--every-s", "0.01", "--rounds", "1")
+        await watched(Server(url), out, PlacementSettings(4), "swap", 0.01, 1)
     assert capsys.readouterr().out.splitlines()[1].startswith("worth a restart")
     assert out.read_text(encoding="utf-8") != before
 
 
-async def test_watch_goes_on_after_a_round_in_which_nobody_asked_anything(
+async def test_watch_goes_on_after_a_round_without_requests(
     record: ExpertRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = ExpertEngine(record)
     idle = np.zeros_like(record.activations)
     engine.record = ExpertRecord(idle, record.transitions, record.layers, record.model_layers)
     async with served(engine) as url:
-        await watching(url, "--gpus", 4, "--out", tmp_path / "p.json", "--every-s", "0.01", "--rounds", "2")
+        await watched(Server(url), tmp_path / "p.json", PlacementSettings(4), "swap", 0.01, 2)
     assert capsys.readouterr().out.count("not placed: ") == 2
     assert not (tmp_path / "p.json").exists()
 
@@ -194,22 +185,22 @@ def test_report_compares_files_and_algorithms_on_one_record(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "printed"),
     [
         (["place", "RECORD", "--gpus", "3", "--out", "OUT"], "16 experts do not divide over 3 GPUs"),
         (["place", "RECORD", "--gpus", "4", "--out", "/nowhere/p.json"], "cannot be written"),
         (["place", "RECORD", "--gpus", "4", "--out", "OUT", "--slack", "-1"], "slack must be a number from 0 on"),
-        (["place", "RECORD", "--gpus", "4", "--out", "OUT", "--one-partition"], "gimbal, milp"),
         (["place", "MISSING", "--gpus", "4", "--out", "OUT"], "Record one with `shell-router experts record`"),
-        (["report", "RECORD", "--gpus", "4", "--algorithms", "magic"], "There is no algorithm 'magic'"),
+        (["report", "RECORD", "--gpus", "4", "--algorithms", "magic"], "There is no placement algorithm 'magic'"),
         (["report", "RECORD", "MISSING", "--gpus", "4"], "Make one with `shell-router experts place`"),
         (["watch", "URL", "--gpus", "4", "--out", "OUT", "--every-s", "0"], "must be above 0"),
-        (["watch", "URL", "--gpus", "4", "--out", "OUT", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
+        (["watch", "URL", "--gpus", "4", "--out", "OUT", "--margin", "0"], "must be above 0"),
+        (["watch", "URL", "--gpus", "4", "--out", "OUT", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY is empty"),
     ],
 )
 def test_what_is_wrong_is_said_with_a_remedy(
-    recorded: Path, tmp_path: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    recorded: Path, tmp_path: Path, arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = {"RECORD": str(recorded), "OUT": str(tmp_path / "p.json"), "MISSING": str(tmp_path / "missing")}
     assert main(["experts", *(named.get(one, one) for one in arguments)]) == 2
-    assert told in capsys.readouterr().err
+    assert printed in capsys.readouterr().err

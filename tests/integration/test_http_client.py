@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from yarl import URL
 
-from shell_router.engines.http import Exchange, HttpClient
-from shell_router.engines.http.endpoint import endpoint
+from shell_router.engines.http_client import Exchange, HttpClient, endpoint
 from tests.fakes.scripted_pair import until
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 5\r\n\r\nhello"
@@ -75,8 +74,15 @@ async def http_client(idle_s: float = 2.0) -> AsyncIterator[HttpClient]:
     await client.aclose(1)
 
 
-def post(client: HttpClient, url: str, *, quiet_s: float = 5, held_bytes: int | None = 2**20) -> Exchange:
-    return client.begin(endpoint("POST", URL(url) / "generate"), b'{"a":1}', quiet_s=quiet_s, held_bytes=held_bytes)
+def post(
+    client: HttpClient, url: str, *, read_timeout_s: float = 5, max_buffered_bytes: int | None = 2**20
+) -> Exchange:
+    return client.begin(
+        endpoint("POST", URL(url) / "generate"),
+        b'{"a":1}',
+        read_timeout_s=read_timeout_s,
+        max_buffered_bytes=max_buffered_bytes,
+    )
 
 
 async def answer(exchange: Exchange) -> tuple[int, bytes]:
@@ -132,20 +138,20 @@ async def test_bytes_behind_the_answer_cost_the_connection_not_the_answer() -> N
 
 async def test_silence_fails_a_request_and_closes_its_connection() -> None:
     async with raw_server(CHUNKED[:60]) as server, http_client() as client:
-        exchange = post(client, server.url, quiet_s=0.02)
+        exchange = post(client, server.url, read_timeout_s=0.02)
         with pytest.raises(TimeoutError):
             await answer(exchange)
         await until(lambda: server.open == 0)
 
 
 async def test_a_reader_that_is_slow_stops_the_server_and_is_not_taken_for_silence() -> None:
-    body, quiet_s, now_s = b"x" * 2**16, 0.02, asyncio.get_running_loop().time
+    body, read_timeout_s, now_s = b"x" * 2**16, 0.2, asyncio.get_running_loop().time
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (64 * len(body))
     async with raw_server(head, *[body] * 64) as server, http_client() as client:
-        exchange = post(client, server.url, quiet_s=quiet_s, held_bytes=2**17)
+        exchange = post(client, server.url, read_timeout_s=read_timeout_s, max_buffered_bytes=2**17)
         await exchange.head()
         begun_s = now_s()
-        await until(lambda: now_s() - begun_s > 3 * quiet_s)
+        await until(lambda: now_s() - begun_s > 3 * read_timeout_s)
         assert 2**17 < len(exchange.held()) < 2**20
         assert len(await exchange.read_all()) == 64 * len(body)
 
@@ -184,7 +190,7 @@ async def test_a_connection_that_the_server_closed_while_idle_is_not_used_again(
         assert server.connections == 2
 
 
-async def test_nobody_listening_fails_the_request() -> None:
+async def test_a_port_without_a_listener_fails_the_request() -> None:
     async with raw_server() as server:
         pass
     async with http_client() as client:
@@ -192,16 +198,16 @@ async def test_nobody_listening_fails_the_request() -> None:
             await answer(post(client, server.url))
 
 
-async def test_ended_is_told_once_of_every_exchange_however_it_ended() -> None:
-    told: list[Exchange] = []
+async def test_ended_is_called_once_for_every_exchange_however_it_ended() -> None:
+    seen: list[Exchange] = []
     async with raw_server(WHOLE) as server, http_client() as client:
         at = endpoint("POST", URL(server.url))
-        kept = client.begin(at, b"{}", quiet_s=5, ended=told.append, held_bytes=None)
-        left = client.begin(at, b"{}", quiet_s=5, ended=told.append)
+        kept = client.begin(at, b"{}", read_timeout_s=5, ended=seen.append, max_buffered_bytes=None)
+        left = client.begin(at, b"{}", read_timeout_s=5, ended=seen.append)
         left.close()
         left.close()
-        await until(lambda: kept in told)
-        assert told == [left, kept]
+        await until(lambda: kept in seen)
+        assert seen == [left, kept]
         assert (kept.complete, kept.held()) == (True, b"hello")
 
 

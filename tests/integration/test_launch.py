@@ -106,7 +106,7 @@ async def test_ctrl_c_while_engines_start_leaves_nothing(deployment: Path) -> No
 def test_a_dry_run_prints_every_command_and_runs_none(deployment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--config", str(deployment), "--dry-run"]) == 0
     weights, prefill, decode, router = capsys.readouterr().out.splitlines()
-    assert "-m shell_router.launching.weights" in weights
+    assert "-m shell_router.launching.random_checkpoint" in weights
     assert "--disaggregation-mode prefill" in prefill
     assert decode.startswith("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL=2 ")
     assert router == f"shell-router serve --config {deployment}"

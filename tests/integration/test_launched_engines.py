@@ -11,16 +11,17 @@ import aiohttp
 import pytest
 
 from launch.sglang_cpu.pair import free_ports
-from shell_router.config import load_config
-from shell_router.engines.restarts import RestartPolicy
+from shell_router.app import load_config
 from shell_router.errors import EngineUnreachable
-from shell_router.launching import EngineCommand, EngineRestarts, Engines, LaunchPlan, Patience, plan, running_engines
+from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
+from shell_router.launching.restarts import RestartPolicy
+from shell_router.launching.supervisor import Engines, Patience, running_engines
 from tests.fakes import fake_engine
 from tests.fakes.command import survivors
-from tests.fakes.lines import Lines, logged
+from tests.fakes.timers import Lines, logged
 
-PATIENCE = Patience(start_s=30, stop_s=10, poll_s=0.02)
-AT_ONCE = EngineRestarts(RestartPolicy(delay_s=0.001), prefill_away_s=0.001)
+PATIENCE = Patience(start_s=30, stop_s=10, poll_s=0.02, prefill_away_s=0.001)
+AT_ONCE = RestartPolicy(delay_s=0.001)
 LIMIT_S = 30
 
 DEPLOYMENT = """
@@ -99,7 +100,7 @@ async def test_a_dead_engine_is_started_again_and_counted(tmp_path: Path, lines:
 async def test_an_engine_over_its_limit_is_left_down_and_the_others_go_on(tmp_path: Path, lines: Lines) -> None:
     planned = launched(tmp_path)
     prefill, decode = planned.engines
-    policy = replace(AT_ONCE, policy=RestartPolicy(limit=0))
+    policy = RestartPolicy(limit=0)
     with logged("shell_router.launching", lines):
         async with running_engines(planned, policy=policy, patience=PATIENCE, tell=lines) as engines:
             await end(decode)

@@ -9,13 +9,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from shell_router.core.generation import Generation
-from shell_router.engines.scripted import Script
-from shell_router.evaluation import EvaluationOptions, run_evaluation
-from shell_router.evaluation.options import Reports
+from shell_router.core.engine import Generation
+from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
+from shell_router.lab.evaluation.settings import Reports
 from tests.fakes.api_server import Api, api
+from tests.fakes.evaluations import adding_moa, write_sums
 from tests.fakes.moa import ScriptedMoa
-from tests.fakes.sums import adding_moa, write_sums
+from tests.fakes.scripted_engine import Script
 
 TASK = Path(__file__).parents[2] / "configs" / "lm-eval" / "questions.yaml"
 LIMIT_S = 180
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 async def _harness(served: Api, folder: Path) -> str:
-    """What `lm-eval` prints when it asks the topology `duo` the task in `folder`; it may ask nobody else."""
+    """What `lm-eval` prints when it asks the topology `duo` the task in `folder`; it may ask no other server."""
     where = f"base_url={served.url}/v1/chat/completions,num_concurrent=4,max_retries=1"
     model = ("--model", "local-chat-completions", "--model_args", f"model=duo,{where},tokenizer_backend=none")
     task = ("--tasks", "questions", "--include_path", folder, "--output_path", folder / "out")

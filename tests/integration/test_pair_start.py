@@ -56,13 +56,13 @@ def servers(tmp_path: Path) -> Iterator[Pair]:
 
 
 def test_a_server_that_lost_its_port_is_started_again_and_the_other_goes_on(servers: Pair) -> None:
-    told: list[str] = []
-    servers.of("[Errno 98] Address already in use").start(progress=told.append)
+    reported: list[str] = []
+    servers.of("[Errno 98] Address already in use").start(progress=reported.append)
     assert (servers.runs("prefill"), servers.runs("decode")) == (2, 1)
-    assert any("starting again" in one for one in told)
+    assert any("starting again" in one for one in reported)
 
 
-def test_a_port_that_stays_taken_is_told_after_three_starts(servers: Pair) -> None:
+def test_a_port_that_stays_taken_is_reported_after_three_starts(servers: Pair) -> None:
     with pytest.raises(EngineUnreachable, match="always address already in use"):
         servers.of("always address already in use").start()
     assert servers.runs("prefill") == 3
@@ -76,7 +76,7 @@ def test_what_an_earlier_run_wrote_is_not_held_against_a_later_one(servers: Pair
     assert servers.runs("prefill") == 1
 
 
-def test_a_server_that_dies_of_anything_else_is_told_at_once(servers: Pair) -> None:
+def test_a_server_that_dies_of_anything_else_is_reported_at_once(servers: Pair) -> None:
     with pytest.raises(EngineUnreachable, match="no such model"):
         servers.of("no such model").start()
     assert servers.runs("prefill") == 1

@@ -9,10 +9,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from shell_router.core.generation import Generation
-from shell_router.engines.adapters.settings import AdapterSettings
-from shell_router.engines.pool import random_rid
-from shell_router.engines.scripted_server import Fault, ScriptedSettings
+from shell_router.core.engine import Generation
+from shell_router.engines.sglang import random_rid
 from shell_router.errors import (
     AdapterFailed,
     AdapterMissing,
@@ -21,12 +19,13 @@ from shell_router.errors import (
     InvalidRequest,
     UnknownModel,
 )
-from tests.fakes.adapters import write_adapters
-from tests.fakes.scripted_pair import collect, until
-from tests.fakes.scripted_pool import ScriptedPool, scripted_pool
+from shell_router.routing.adapter_cache import AdapterSettings
+from shell_router.standins.scripted_server import Fault, ScriptedSettings
+from tests.fakes.components import write_adapters
+from tests.fakes.scripted_pair import ScriptedPool, collect, scripted_pool, until
 
 NAMES = ("algebra", "biology", "chemistry", "drama")
-SERVERS = ScriptedSettings(adapter_room=2)
+SERVERS = ScriptedSettings(max_loaded_adapters=2)
 ON = {"max_new_tokens": 8, "temperature": 0}
 
 
@@ -34,7 +33,7 @@ ON = {"max_new_tokens": 8, "temperature": 0}
 async def adapted(
     folder: Path, servers: ScriptedSettings = SERVERS, prefills: int = 1, decodes: int = 1, room: int = 2
 ) -> AsyncIterator[ScriptedPool]:
-    adapters = AdapterSettings(write_adapters(folder, NAMES), room=room)
+    adapters = AdapterSettings(write_adapters(folder, NAMES), max_loaded_adapters=room)
     async with scripted_pool(prefills, decodes, servers, adapters=adapters) as at:
         yield at
 
@@ -103,17 +102,17 @@ async def test_a_corrupt_adapter_costs_its_own_requests_and_is_tried_again_when_
 
 
 async def test_an_adapter_that_only_prefill_cannot_load_leaves_its_place_on_decode(tmp_path: Path) -> None:
-    async with adapted(tmp_path, replace(SERVERS, adapter_room=1), room=1) as at:
-        at.prefills[0].settings = replace(at.prefills[0].settings, adapter_room=0)
+    async with adapted(tmp_path, replace(SERVERS, max_loaded_adapters=1), room=1) as at:
+        at.prefills[0].settings = replace(at.prefills[0].settings, max_loaded_adapters=0)
         with pytest.raises(AdapterFailed):
             await output(at, "algebra")
-        at.prefills[0].settings = replace(at.prefills[0].settings, adapter_room=1)
+        at.prefills[0].settings = replace(at.prefills[0].settings, max_loaded_adapters=1)
         async with asyncio.timeout(5):
             assert len(await output(at, "biology")) == 8
 
 
 async def test_while_one_adapter_decodes_prefill_takes_another(tmp_path: Path) -> None:
-    async with adapted(tmp_path, replace(SERVERS, adapter_room=1, token_s=60), room=1) as at:
+    async with adapted(tmp_path, replace(SERVERS, max_loaded_adapters=1, token_s=60), room=1) as at:
         decoding = asyncio.create_task(output(at, "algebra"))
         await until(lambda: at.decodes[0].running and not at.prefills[0].running)
         async with asyncio.timeout(5):
@@ -122,7 +121,7 @@ async def test_while_one_adapter_decodes_prefill_takes_another(tmp_path: Path) -
         await asyncio.wait([decoding])
 
 
-async def test_a_rank_that_the_servers_do_not_take_is_told_in_their_words(tmp_path: Path) -> None:
+async def test_a_rank_that_the_servers_refuse_is_reported_in_their_words(tmp_path: Path) -> None:
     async with adapted(tmp_path) as at:
         (tmp_path / "drama" / "adapter_config.json").write_text('{"r": 65}')
         with pytest.raises(AdapterFailed, match="rank 65 is incompatible"):
@@ -164,10 +163,10 @@ async def test_a_lost_adapter_is_noticed_by_prefill_only_requests(tmp_path: Path
         assert at.prefills[0].adapters.loads == 2
 
 
-async def test_what_an_earlier_router_left_is_unloaded_and_what_is_somebody_elses_is_left(
+async def test_adapters_of_an_earlier_router_are_unloaded_and_foreign_ones_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with adapted(tmp_path, replace(SERVERS, adapter_room=3)) as at:
+    async with adapted(tmp_path, replace(SERVERS, max_loaded_adapters=3)) as at:
         await output(at, "algebra")
         await output(at, "biology")
         other = write_adapters(tmp_path / "others", ["other"])["other"]
@@ -178,7 +177,7 @@ async def test_what_an_earlier_router_left_is_unloaded_and_what_is_somebody_else
         assert "['other']" in caplog.text
 
 
-async def test_an_adapter_that_somebody_loaded_meanwhile_is_used_as_it_is(tmp_path: Path) -> None:
+async def test_an_adapter_that_was_loaded_meanwhile_is_used_as_it_is(tmp_path: Path) -> None:
     async with adapted(tmp_path) as at:
         before = await output(at, "algebra")
     async with adapted(tmp_path / "again") as at:
@@ -190,7 +189,7 @@ async def test_an_adapter_that_somebody_loaded_meanwhile_is_used_as_it_is(tmp_pa
 
 
 async def test_an_adapter_that_was_not_unloaded_in_time_is_unloaded_before_the_next_load(tmp_path: Path) -> None:
-    settings = replace(SERVERS, adapter_room=1)
+    settings = replace(SERVERS, max_loaded_adapters=1)
     adapters = AdapterSettings(write_adapters(tmp_path, NAMES), load_s=0.05)
     async with scripted_pool(settings=settings, adapters=adapters) as at:
         await output(at, "algebra")
@@ -201,13 +200,14 @@ async def test_an_adapter_that_was_not_unloaded_in_time_is_unloaded_before_the_n
 
 
 async def test_an_adapter_that_loaded_too_late_is_unloaded_before_the_next_load(tmp_path: Path) -> None:
-    settings = replace(SERVERS, adapter_room=1, adapter_load_s=0.2)
+    settings = replace(SERVERS, max_loaded_adapters=1, adapter_load_s=0.2)
     adapters = AdapterSettings(write_adapters(tmp_path, NAMES), load_s=0.05)
     async with scripted_pool(settings=settings, adapters=adapters) as at:
         with pytest.raises(EngineStalled):
             await output(at, "algebra")
         decode = at.decodes[0]
         await until(lambda: "algebra" in decode.adapters.loaded)
+        await until(lambda: not any(server.adapters.loading for server in at.prefills))
         for server in (*at.prefills, decode):
             server.settings = replace(server.settings, adapter_load_s=0.0)
         assert len(await output(at, "biology")) == 8
@@ -238,7 +238,7 @@ async def test_with_several_servers_each_adapter_keeps_to_those_that_have_it(tmp
 
 
 async def test_a_failed_attempt_gives_its_leases_back(tmp_path: Path) -> None:
-    async with adapted(tmp_path, room=1, servers=replace(SERVERS, adapter_room=1)) as at:
+    async with adapted(tmp_path, room=1, servers=replace(SERVERS, max_loaded_adapters=1)) as at:
         at.strike(Fault("status", status=400), *at.decodes)
         with pytest.raises(EngineRejected):
             await output(at, "algebra")
@@ -248,7 +248,7 @@ async def test_a_failed_attempt_gives_its_leases_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("turns", range(0, 100, 5))
 async def test_a_request_cancelled_at_any_moment_gives_its_leases_back(tmp_path: Path, turns: int) -> None:
-    async with adapted(tmp_path, replace(SERVERS, token_s=0.05, adapter_room=1), room=1) as at:
+    async with adapted(tmp_path, replace(SERVERS, token_s=0.05, max_loaded_adapters=1), room=1) as at:
         task = asyncio.create_task(output(at, "algebra"))
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -320,8 +320,8 @@ async def test_an_adapter_that_does_not_exist_is_unknown(tmp_path: Path) -> None
         await at.idle()
 
 
-async def test_what_was_waited_for_the_adapter_is_told_with_the_place(tmp_path: Path) -> None:
-    async with adapted(tmp_path, replace(SERVERS, token_s=0.01, adapter_room=1), room=1) as at:
+async def test_the_wait_for_an_adapter_is_part_of_the_placement(tmp_path: Path) -> None:
+    async with adapted(tmp_path, replace(SERVERS, token_s=0.01, max_loaded_adapters=1), room=1) as at:
         placed = []
         request = replace(asked("biology"), on_placed=lambda *one: placed.extend(one))
         first = asyncio.create_task(collect(at.pool, asked("algebra")))

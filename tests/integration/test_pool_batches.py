@@ -10,11 +10,10 @@ import orjson
 import pytest
 import yaml
 
-from shell_router.config import load_config
+from shell_router.app import load_config, running_server
 from shell_router.errors import ConfigError
-from shell_router.wiring import running_server
-from tests.fakes.batches import ENDPOINT, ENDS, jsonl, line
-from tests.fakes.tiny_pool import ROOT, write_pool
+from tests.fakes.api_server import ENDPOINT, ENDS, jsonl, line
+from tests.fakes.pools import ROOT, write_pool
 
 
 def write_deployment(at: Path, **batches: Any) -> Path:
@@ -26,7 +25,7 @@ def write_deployment(at: Path, **batches: Any) -> Path:
         "models": {"small": {"path": str(ROOT / "models/small")}},
         "listen": {"port": 0},
         "embedder": {"model": "hash"},
-        "batches": {"folder": "kept", "pools": {"experts": "pool.yaml"}, **batches},
+        "batches": {"folder": "kept", "pools": {"panel": "pool.yaml"}, **batches},
     }
     file = at / "router.yaml"
     file.write_text(yaml.safe_dump(deployment))
@@ -62,13 +61,13 @@ async def _bodies(ai: openai.AsyncOpenAI, file: str | None) -> dict[str, Any]:
 @pytest.mark.slow
 async def test_lines_that_name_a_pool_are_answered_by_its_experts_and_the_others_as_ever(tmp_path: Path) -> None:
     asked = [orjson.loads(one) for one in (ROOT / "models/data/test.jsonl").read_bytes().splitlines()[:12]]
-    pooled = [line(str(place), one["question"], model="experts") for place, one in enumerate(asked)]
+    pooled = [line(str(place), one["question"], model="panel") for place, one in enumerate(asked)]
     async with client(write_deployment(tmp_path)) as ai:
         done, refused = await answered(
             ai,
             *pooled,
             line("online", asked[0]["question"], model="small", max_tokens=64),
-            line("hot", asked[0]["question"], model="experts", temperature=1.0),
+            line("hot", asked[0]["question"], model="panel", temperature=1.0),
         )
     assert set(done) == {*map(str, range(12)), "online"}
     assert "temperature" in refused["hot"]["error"]["message"]
@@ -77,7 +76,7 @@ async def test_lines_that_name_a_pool_are_answered_by_its_experts_and_the_others
         for place, one in enumerate(asked)
     ]
     assert sum(right) >= 6
-    assert {done[str(place)]["pool"]["by"] for place in range(12)} == {"experts", "aggregator"}
+    assert {done[str(place)]["pool"]["by"] for place in range(12)} == {"proposers", "aggregator"}
     assert all(done[str(place)]["usage"]["completion_tokens"] > 0 for place in range(12))
     assert "pool" not in done["online"]
     assert list((tmp_path / "kept" / "pools").iterdir()) == []
@@ -88,9 +87,7 @@ async def test_a_pool_that_cannot_run_says_why_for_each_of_its_lines(tmp_path: P
     deployment = write_deployment(tmp_path)
     (tmp_path / "costs.yaml").unlink()
     async with client(deployment) as ai:
-        done, refused = await answered(
-            ai, line("one", "Why?", model="experts"), line("two", model="small", max_tokens=4)
-        )
+        done, refused = await answered(ai, line("one", "Why?", model="panel"), line("two", model="small", max_tokens=4))
     assert set(done) == {"two"}
     assert "shell-router batch profile" in refused["one"]["error"]["message"]
 

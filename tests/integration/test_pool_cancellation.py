@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from shell_router.core.generation import Generation
+from shell_router.core.engine import Generation, Tokens
 from shell_router.engines.address import PairAddress, PairLimits
-from shell_router.engines.pool import PairPool
-from shell_router.engines.scripted_server import Fault, ScriptedSettings
+from shell_router.engines.sglang import SglangPair
+from shell_router.standins.scripted_server import Fault, ScriptedSettings
 from tests.fakes.scripted_pair import Served, collect, generation, served, until
 
 
@@ -45,11 +45,12 @@ async def test_before_decodes_first_token() -> None:
 async def test_in_mid_stream() -> None:
     async with served() as at:
         at.break_leg("decode", Fault("stall", after_tokens=3))
-        seen: list[object] = []
+        seen: list[int] = []
 
         async def consume() -> None:
             async for event in at.pair.generate(generation("99999999999999999999999999999999")):
-                seen.append(event)  # noqa: PERF401 - the list is watched while it grows
+                assert isinstance(event, Tokens)
+                seen.extend(event.ids)
 
         task = asyncio.create_task(consume())
         await until(lambda: len(seen) == 3)
@@ -131,7 +132,7 @@ async def test_connections_to_servers_that_never_answer_are_closed() -> None:
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     limits = PairLimits(abort_s=0.05)
     async with server:
-        pair = PairPool(PairAddress(url, url, "127.0.0.1", 1), limits=limits)
+        pair = SglangPair(PairAddress(url, url, "127.0.0.1", 1), limits=limits)
         task = asyncio.create_task(collect(pair, generation("99999999999999999999999999999999")))
         await until(lambda: opened == 2)
         await cancelled(task)

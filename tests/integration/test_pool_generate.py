@@ -7,19 +7,20 @@ import aiohttp
 import orjson
 import pytest
 
-from shell_router.core.generation import Finish, Generation, Tokens
+from shell_router.core.engine import Finish, Generation, Tokens
 from shell_router.engines.address import PairLimits
-from shell_router.engines.loads import Load
-from shell_router.engines.pool import PairPool
-from shell_router.engines.scripted_server import ScriptedSettings
+from shell_router.engines.server_state import state_of
+from shell_router.engines.sglang import SglangPair
 from shell_router.errors import EngineRejected, InvalidRequest, PromptTooLong
-from tests.fakes.scripted_pair import apart, collect, generation, served, until
+from shell_router.routing.engine_selection import EngineReport
+from shell_router.standins.scripted_server import ScriptedSettings
+from tests.fakes.scripted_pair import apart, collect, generation, joined, served, until
 
 
 async def test_tokens_then_one_finish() -> None:
     async with served() as at:
         tokens, finish = await collect(at.pair, generation(new_tokens=5))
-        assert [len(found.ids) for found in tokens] == [1] * 5
+        assert len(joined(tokens).ids) == 5
         assert finish == Finish("length", prompt_tokens=40, completion_tokens=5, cached_tokens=0)
 
 
@@ -35,7 +36,9 @@ async def test_tokens_then_one_finish() -> None:
 async def test_every_way_of_writing_a_stream_reads_the_same(settings: ScriptedSettings) -> None:
     async with served() as plain, served(settings) as other:
         request = generation(logprobs=True)
-        assert await collect(plain.pair, request) == await collect(other.pair, request)
+        one, finish = await collect(plain.pair, request)
+        another, other_finish = await collect(other.pair, request)
+        assert (joined(one), finish) == (joined(another), other_finish)
 
 
 async def test_both_servers_get_the_same_fields_but_only_decode_streams() -> None:
@@ -91,7 +94,7 @@ async def test_a_prefill_answer_that_never_comes_costs_the_count_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with apart(ScriptedSettings(prefill_s=30), ScriptedSettings()) as at:
-        pair = PairPool(*at.pair.addresses, limits=PairLimits(settle_s=0.01))
+        pair = SglangPair(*at.pair.addresses, limits=PairLimits(settle_s=0.01))
         _, finish = await collect(pair, generation("lone"))
         assert finish.cached_tokens == 0
         assert "without the prefill engine" in caplog.text
@@ -129,18 +132,22 @@ async def test_the_probe_finds_the_way_that_warms(warms: tuple[str, ...], way: s
 
 
 async def test_a_cache_that_nothing_warms_is_named_with_its_remedy() -> None:
-    async with served(ScriptedSettings(cache_prompts=0)) as at:
+    async with served(ScriptedSettings(cache_tokens=0)) as at:
         with pytest.raises(EngineRejected, match="disable-radix-cache"):
             await at.pair.probe()
 
 
 async def test_loads_and_health_are_read_from_both_servers() -> None:
     async with served(ScriptedSettings(token_s=5)) as at:
+
+        async def states() -> list[EngineReport]:
+            return [await state_of(server, 5) for server in at.pair.servers]
+
         await at.pair.ready()
-        assert await at.pair.loads() == (Load(0, 0), Load(0, 0))
+        assert [(one.running, one.waiting) for one in await states()] == [(0, 0), (0, 0)]
         stream = at.pair.generate(generation())
         await anext(stream)
-        prefill, decode = await at.pair.loads()
+        prefill, decode = await states()
         assert (prefill.running, decode.running) == (0, 1)
         await stream.aclose()
         await at.idle()

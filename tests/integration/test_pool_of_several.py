@@ -8,18 +8,15 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from shell_router.core.generation import Finish, Generation
-from shell_router.core.placement import Placed
+from shell_router.core.engine import Finish, Generation, Placement
 from shell_router.engines.address import PairAddress, PairLimits
-from shell_router.engines.breaker import BreakerSettings
-from shell_router.engines.pool import PairPool, random_rid
-from shell_router.engines.scripted_server import Fault, ScriptedServer, ScriptedSettings
+from shell_router.engines.sglang import SglangPair, random_rid
 from shell_router.errors import EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable
-from shell_router.scheduling.activity import InFlight
-from shell_router.scheduling.queue_order import QueueSettings
-from shell_router.scheduling.settings import SchedulingSettings
-from tests.fakes.scripted_pair import ONCE, collect, generation
-from tests.fakes.scripted_pool import BREAKER, ScriptedPool, scripted_pool
+from shell_router.routing.dispatcher import InFlight, SchedulingSettings
+from shell_router.routing.failures import BreakerSettings
+from shell_router.routing.queue import QueueSettings
+from shell_router.standins.scripted_server import Fault, ScriptedServer, ScriptedSettings
+from tests.fakes.scripted_pair import BREAKER, ONCE, ScriptedPool, collect, generation, scripted_pool
 
 
 def requests(servers: Sequence[ScriptedServer]) -> list[int]:
@@ -37,11 +34,11 @@ async def fails(at: ScriptedPool, error: type[Exception], times: int = 1) -> Non
 
 
 @asynccontextmanager
-async def impatient() -> AsyncIterator[tuple[ScriptedPool, PairPool]]:
-    """A client that waits 50 ms for a sign of life, and whose breakers open at once."""
+async def impatient() -> AsyncIterator[tuple[ScriptedPool, SglangPair]]:
+    """A client that waits 0.3 s for a sign of life, and whose breakers open at once."""
     async with scripted_pool() as at:
-        limits, breaker = PairLimits(stall_s=0.05, abort_s=2), BreakerSettings(failures=1, open_s=BREAKER.open_s)
-        pool = PairPool(*at.pool.addresses, limits=limits, breaker=breaker, clock=lambda: at.now_s)
+        limits, breaker = PairLimits(stall_s=0.3, abort_s=2), BreakerSettings(failures=1, open_s=BREAKER.open_s)
+        pool = SglangPair(*at.pool.addresses, limits=limits, breaker=breaker, clock=lambda: at.now_s)
         yield at, pool
         await pool.aclose()
 
@@ -112,7 +109,7 @@ async def test_an_open_breaker_refuses_at_once_then_tries_and_closes(caplog: pyt
     async with scripted_pool(retries=ONCE) as at:
         at.strike(Fault("refuse"), at.decodes[0])
         await fails(at, EngineUnreachable, times=BREAKER.failures)
-        assert "failed again and again" in caplog.text
+        assert "circuit breaker of the" in caplog.text
         sent = at.decodes[0].requests
         with pytest.raises(EngineUnavailable, match=r"decode engine .* another 5.0 s"):
             await collect(at.pool, generation())
@@ -234,7 +231,7 @@ async def test_the_model_serves_while_one_server_of_each_role_does() -> None:
 
 async def test_a_server_of_the_other_role_is_named_when_it_is_probed() -> None:
     async with scripted_pool() as at:
-        swapped = PairPool(PairAddress(at.decodes[0].url, at.prefills[0].url, "127.0.0.1", 1))
+        swapped = SglangPair(PairAddress(at.decodes[0].url, at.prefills[0].url, "127.0.0.1", 1))
         with pytest.raises(EngineRejected, match=r"prefill engine .* disaggregation mode is decode"):
             await swapped.probe()
         await swapped.aclose()
@@ -249,16 +246,16 @@ async def test_requests_under_way_are_counted_and_end_with_their_streams() -> No
         assert [server.running for server in at.pool.servers] == [0, 0]
 
 
-def in_flight(pool: PairPool) -> list[InFlight]:
-    return [at.in_flight for role in pool.dispatchers for at in role.candidates]
+def in_flight(pool: SglangPair) -> list[InFlight]:
+    return [at.in_flight for role in pool.dispatchers for at in role.tracked]
 
 
 @asynccontextmanager
-async def queueing(queue: QueueSettings) -> AsyncIterator[tuple[ScriptedPool, PairPool]]:
+async def queueing(queue: QueueSettings) -> AsyncIterator[tuple[ScriptedPool, SglangPair]]:
     """One pair whose tokens take their time, and a client that holds requests back."""
     async with scripted_pool(settings=ScriptedSettings(token_s=0.005)) as at:
         scheduling = SchedulingSettings(queue=queue, poll_s=0.01, stale_s=60.0)
-        pool = PairPool(*at.pool.addresses, limits=PairLimits(abort_s=2), scheduling=scheduling)
+        pool = SglangPair(*at.pool.addresses, limits=PairLimits(abort_s=2), scheduling=scheduling)
         yield at, pool
         await pool.aclose()
 
@@ -311,7 +308,7 @@ async def test_a_request_that_is_given_up_while_it_waits_never_reaches_a_server(
 
 async def test_the_servers_state_is_followed_while_it_is_asked_for() -> None:
     async with queueing(QueueSettings()) as (_, pool), pool.followed():
-        decode = pool.dispatchers[1].candidates[0]
+        decode = pool.dispatchers[1].tracked[0]
         async with aclosing(pool.generate(generation("one", 400))) as stream:
             await anext(stream)
             async with asyncio.timeout(2):
@@ -321,28 +318,28 @@ async def test_the_servers_state_is_followed_while_it_is_asked_for() -> None:
             assert decode.reported.kv_usage > 0
 
 
-async def test_whoever_asks_is_told_where_each_attempt_goes_and_why() -> None:
-    told: list[tuple[Placed, ...]] = []
+async def test_each_attempts_placement_is_reported_with_its_reason() -> None:
+    seen: list[tuple[Placement, ...]] = []
 
-    def note(*placed: Placed) -> None:
-        told.append(placed)
+    def note(*placed: Placement) -> None:
+        seen.append(placed)
 
     async with scripted_pool(1, 2) as at:
         await at.decodes[0].stop()
         events = [one async for one in at.pool.generate(replace(generation("r"), on_placed=note))]
         assert isinstance(events[-1], Finish)
-    assert [[one.engine for one in placed] for placed in told] == [["prefill-0", "decode-0"], ["prefill-0", "decode-1"]]
-    assert [one.why for one in told[0]] == ["only_engine", "fewest_requests"]
+    assert [[one.engine for one in placed] for placed in seen] == [["prefill-0", "decode-0"], ["prefill-0", "decode-1"]]
+    assert [one.why for one in seen[0]] == ["only_engine", "fewest_requests"]
 
 
 @pytest.mark.parametrize(("priorities", "sign"), [("low_first", 1), ("high_first", -1), ("none", None)])
-async def test_a_server_that_schedules_by_priority_is_told_the_order_as_it_counts(
+async def test_a_server_that_schedules_by_priority_gets_the_order_as_it_counts(
     priorities: str, sign: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = ScriptedSettings(priorities=priorities, log_bodies=10)  # type: ignore[arg-type]
     async with scripted_pool(settings=settings) as at:
         queue = QueueSettings("shortest_prefill", engine_priority=True)
-        pool = PairPool(*at.pool.addresses, scheduling=SchedulingSettings(queue=queue))
+        pool = SglangPair(*at.pool.addresses, scheduling=SchedulingSettings(queue=queue))
         await pool.probe()
         await collect(pool, generation("r", 40))
         await collect(pool, replace(generation("own", 40), priority=7))
@@ -358,7 +355,7 @@ async def test_a_server_that_schedules_by_priority_is_told_the_order_as_it_count
 async def test_updates_by_real_pairs_and_real_requests_never_wait_for_each_other_in_a_circle() -> None:
     async with scripted_pool(settings=ScriptedSettings(warms=(), prefill_s=0.002)) as at:
         queue = QueueSettings(max_running=1, max_prefill_tokens=1, wait_s=1e6)
-        pool = PairPool(*at.pool.addresses, scheduling=SchedulingSettings(queue=queue))
+        pool = SglangPair(*at.pool.addresses, scheduling=SchedulingSettings(queue=queue))
         await pool.probe()
         assert pool.prefill_ways == ("pair",)
         async with asyncio.timeout(5), asyncio.TaskGroup() as group:

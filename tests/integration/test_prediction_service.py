@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from shell_router.cli import main
-from shell_router.core.prediction import Prospect
+from shell_router.config import PredictionSettings
+from shell_router.core.predictors import Prospect
 from shell_router.errors import ConfigError
-from shell_router.prediction.service import Limits, Predictions, PredictionService
+from shell_router.prediction.service import Predictions, PredictionService
 from tests.unit.prediction.test_lengths import line, write
 
 ASKED = Prospect("plain request", "1", "please write many many lines", 0, 2, 5, ("small", "large"), scored=True)
-PATIENT, HASTY = Limits(call_s=30.0), Limits(call_s=0.2)
+PATIENT, HASTY = PredictionSettings(limit_s=30.0), PredictionSettings(limit_s=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +56,11 @@ async def services(folder: Path) -> AsyncIterator[dict[str, PredictionService]]:
 
 async def test_many_that_ask_at_once_all_get_their_own_answer(services: dict[str, PredictionService]) -> None:
     predictor = Predictions(None, services["patient"])
-    told = await asyncio.gather(*(predictor.forecast([ASKED] * number) for number in range(5)))
-    assert [len(forecasts.each) for forecasts in told] == [0, 1, 2, 3, 4]
-    forecast = told[1].each[0]
+    answers = await asyncio.gather(*(predictor.forecast([ASKED] * number) for number in range(5)))
+    assert [len(forecasts.each) for forecasts in answers] == [0, 1, 2, 3, 4]
+    forecast = answers[1].each[0]
     assert forecast.own_tokens["large"] > forecast.own_tokens["small"] > 0
-    assert forecast.scores == {} and told[1].trouble == {}
+    assert forecast.scores == {} and answers[1].trouble == {}
 
 
 async def test_one_that_does_not_answer_costs_its_limit_and_answers_again_once_it_can(
@@ -91,10 +92,10 @@ async def test_a_dead_one_costs_requests_their_forecasts_until_it_is_there_again
 
 
 async def answered(predictor: Predictions, limit_s: float = 30.0) -> bool:
-    """Ask until there is an answer; every other one tells its trouble."""
+    """Ask until there is an answer; every other answer has its trouble."""
     async with asyncio.timeout(limit_s):
-        while not (told := await predictor.forecast([ASKED])).each[0].own_tokens:
-            assert told.trouble["lengths"]
+        while not (answers := await predictor.forecast([ASKED])).each[0].own_tokens:
+            assert answers.trouble["lengths"]
     return True
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shell_router.cli import main
-from shell_router.simulation.settings import load_profiles
+from shell_router.lab.simulation.settings import load_profiles
 from tests.fakes.command import running_command, survivors
 
 CONFIG = "models: {tiny: {random: {hidden: 32, layers: 1}}, other: {random: {hidden: 32, layers: 1}}}\n"
@@ -21,19 +21,20 @@ def deployment(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 async def test_a_deployments_models_are_measured_into_a_file_that_simulations_read(deployment: Path) -> None:
     out = deployment.with_name("profiles.yaml")
     out.write_text(KEPT, encoding="utf-8")
     async with running_command("profile", deployment, "--out", out, "--models", "tiny", *QUICK) as command:
         await command.line_with("measuring tiny", limit_s=120)
         started = command.started()
-        code, told = await command.ended(limit_s=120)
-    assert code == 0, told
+        code, printed = await command.ended(limit_s=120)
+    assert code == 0, printed
     assert not await asyncio.to_thread(survivors, started)
     profiles = load_profiles(out)
     assert list(profiles.models) == ["kept", "tiny"]
     costs = profiles.models["tiny"].costs({})
-    assert (costs.prefill.chunk_tokens, costs.prefill.prompts, costs.decode.at_once) == (512, 1, 32)
+    assert (costs.prefill.chunk_tokens, costs.prefill.prompts, costs.decode.max_batch_size) == (512, 1, 32)
     assert costs.prefill.pass_s(64, 2080) > 0
     assert costs.decode.steps_s(1, 1, 64) > 0
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientConnectionError, ClientSession
 
-from shell_router.config.pool import PoolModel, load_pool
+from shell_router.batch.pool import PoolModel, load_pool
+from shell_router.batch.workers import NodeWorker
 from shell_router.engines.address import PairAddress
 from shell_router.errors import EngineError
-from shell_router.wiring.ray_node import NodeWorker
-from tests.fakes.tiny_pool import write_pool
+from tests.fakes.pools import write_pool
 
 HOST = "127.0.0.2"
 

@@ -22,6 +22,7 @@ from shell_router.topology import (
 from shell_router.topology.prompting import fill_text, slot_parts
 
 ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "how-to" / "write-a-topology.md"
 FILES = sorted((ROOT / "topologies").glob("*.yaml"))
 MODELS = ("small", "medium", "large")
 
@@ -53,7 +54,8 @@ def test_the_verifier_reads_plan_and_solution(shipped: dict[str, Graph]) -> None
 
 
 def test_every_shipped_prompt_can_be_filled_and_asks_the_question(shipped: dict[str, Graph]) -> None:
-    for agent in (agent for topology in shipped.values() for agent in topology.agents.values()):
+    agents = (agent for topology in shipped.values() for agent in topology.agents.values())
+    for agent in (agent for agent in agents if not agent.votes):
         assert "1+1?" in fill_text(agent.prompt.prefix, "1+1?")
         assert len(fill_text(agent.prompt.suffix, "").split()) <= 5
         for index, precursor in enumerate(agent.precursors, start=1):
@@ -62,7 +64,7 @@ def test_every_shipped_prompt_can_be_filled_and_asks_the_question(shipped: dict[
 
 def test_the_committed_schema_is_the_generated_one() -> None:
     committed = json.loads((ROOT / "topologies" / "schema.json").read_text(encoding="utf-8"))
-    assert committed == json_schema(), "write it anew: docs/topologies.md says how"
+    assert committed == json_schema(), "write it anew: docs/how-to/write-a-topology.md says how"
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ CHANGES_OF_STEPS: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES_OF_STEPS)
 def test_the_schema_refuses_what_the_loader_refuses_of_steps(change: str, validator: Draft202012Validator) -> None:
-    guide = (ROOT / "docs" / "topologies.md").read_text(encoding="utf-8")
+    guide = GUIDE.read_text(encoding="utf-8")
     content = next(
         yaml.safe_load(block.split("```")[0]) for block in guide.split("```yaml\n") if "name: triage" in block
     )
@@ -144,7 +146,7 @@ def test_the_schema_refuses_what_the_loader_refuses_of_steps(change: str, valida
 
 
 def test_the_guide_names_every_key_and_choice() -> None:
-    guide = (ROOT / "docs" / "topologies.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "reference" / "topology.md").read_text(encoding="utf-8")
     assert [word for word in sorted(_words(json_schema())) if word not in guide] == []
 
 
@@ -158,7 +160,7 @@ def _words(schema: Any) -> set[str]:
 
 
 def test_the_guides_examples_load(tmp_path: Path) -> None:
-    guide = (ROOT / "docs" / "topologies.md").read_text(encoding="utf-8")
+    guide = GUIDE.read_text(encoding="utf-8")
     examples = [block.split("```")[0] for block in guide.split("```yaml\n")[1:]]
     assert len(examples) >= 3
     for number, example in enumerate(examples):

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
-from shell_router.engines.pool import PairPool
+from shell_router.engines.sglang import SglangPair
 from tests.fakes.pairs_under_test import PairUnderTest
 
 LAUNCHES = (
@@ -31,16 +31,16 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @pytest_asyncio.fixture
-async def pair(real_sglang: PairUnderTest) -> AsyncIterator[PairPool]:
+async def pair(real_sglang: PairUnderTest) -> AsyncIterator[SglangPair]:
     """The router's client of the real pair, its way of prefill-only chosen."""
-    pair = PairPool(real_sglang.address)
+    pair = SglangPair(real_sglang.address)
     await pair.probe(vocabulary=real_sglang.vocabulary)
     yield pair
     await pair.aclose()
 
 
 @pytest.fixture
-def environment(request: pytest.FixtureRequest) -> None:
-    """For tests that start engines of their own: skips them unless they are asked for."""
-    if "sglang" not in request.config.option.markexpr or built_environment() is None:
-        pytest.skip(f"real SGLang runs only when asked for: {BUILD_COMMAND} && python -m pytest -m sglang")
+def environment() -> None:
+    """For tests that start engines of their own."""
+    if built_environment() is None:
+        pytest.skip(f"real SGLang is not built for these tests: {BUILD_COMMAND} && python -m pytest -m sglang")

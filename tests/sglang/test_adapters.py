@@ -5,18 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from launch.sglang_cpu.environment import built_environment
+from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair, until_ready
 from shell_router.engines.address import PairAddress
 from shell_router.errors import AdapterFailed
-from tests.fakes.mixed_adapters import (
+from tests.fakes.pairs_under_test import (
+    PairUnderTest,
     a_mixed_load_answers_as_each_adapter_alone,
     an_adapters_updates_warm_its_real_request_alone,
+    of_model,
     output,
     pool_of,
     random_adapters,
 )
-from tests.fakes.pairs_under_test import PairUnderTest, of_model
 
 pytestmark = pytest.mark.sglang
 
@@ -29,13 +30,11 @@ LORA = (
 
 
 @pytest.fixture(scope="module")
-def servers(
-    request: pytest.FixtureRequest, sglang_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[CpuPair]:
+def servers(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuPair]:
     """A pair of its own, since the others' takes no adapters."""
     venv = built_environment()
-    if "sglang" not in request.config.option.markexpr or venv is None:
-        pytest.skip("real SGLang runs only when asked for")
+    if venv is None:
+        pytest.skip(f"real SGLang is not built for these tests: {BUILD_COMMAND}")
     with cpu_pair(sglang_model, venv, tmp_path_factory.mktemp("adapters"), options=LORA) as pair:
         yield pair
 

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from launch.sglang_cpu.pair import free_ports
-from shell_router.config.pool import load_pool
+from shell_router.batch.pool import load_pool
 from tests.fakes.command import running_command, survivors
-from tests.fakes.tiny_pool import ROOT, write_costs, write_questions
+from tests.fakes.pools import ROOT, write_costs, write_questions
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 
@@ -19,7 +19,7 @@ LIMIT_S = 900.0
 
 
 def shipped_pool(folder: Path) -> Path:
-    """The pool that is shipped, with two of its experts, on free ports, with costs that nobody has measured."""
+    """The pool that is shipped, with two of its proposers, on free ports, with made-up costs."""
     pool = yaml.safe_load(POOL.read_text(encoding="utf-8"))
     for model in pool["models"].values():
         model["path"] = str((POOL.parent / model["path"]).resolve())
@@ -28,7 +28,7 @@ def shipped_pool(folder: Path) -> Path:
         prefill, decode, bootstrap = free_ports(3)
         urls = {"prefill": f"http://127.0.0.1:{prefill}", "decode": f"http://127.0.0.1:{decode}"}
         worker["pair"] |= {**urls, "bootstrap_port": bootstrap}
-    pool |= {"experts": ["small", "medium"], "profile": str(write_costs(folder, *pool["models"]))}
+    pool |= {"proposers": ["small", "medium"], "profile": str(write_costs(folder, *pool["models"]))}
     file = folder / "pool.yaml"
     file.write_text(yaml.safe_dump(pool), encoding="utf-8")
     return file
@@ -49,6 +49,6 @@ async def test_a_batch_is_planned_run_and_gated_and_leaves_no_engine(tmp_path: P
     print("\n".join(line for line in printed.splitlines() if "planned" in line or "right" in line))
     assert len(engines) >= 2 * len(load_pool(pool).workers), "a prefill and a decode server for each"
     assert survivors(engines) == set()
-    assert {one["by"] for one in results(out)} == {"experts", "aggregator"}
-    assert all(len(one["experts"]) == 2 and not one["error"] for one in results(out))
+    assert {one["by"] for one in results(out)} == {"proposers", "aggregator"}
+    assert all(len(one["proposals"]) == 2 and not one["error"] for one in results(out))
     assert sum(one["right"] for one in results(out)) >= 8

@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from shell_router.engines.pool import PairPool
+from shell_router.engines.sglang import SglangPair
 
 pytestmark = pytest.mark.sglang
 
@@ -12,7 +12,7 @@ PROMPTS = [[30 + at for at in range(40)], [90 + at for at in range(60)]]
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_each_output_of_a_relayed_batch_holds_its_own_prompts_log_probabilities(
-    pair: PairPool, stream: bool
+    pair: SglangPair, stream: bool
 ) -> None:
     sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
     body = {"input_ids": PROMPTS, "sampling_params": sampling, "stream": stream}

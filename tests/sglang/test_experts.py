@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.routing.drawn import Routing, drawn
+from benchmarks.expert_placement.drawn import Routing, drawn
 from launch.sglang_cpu.engine import EngineServer
 from launch.sglang_cpu.environment import built_environment, engine_variables, install_plugin
 from launch.sglang_cpu.pair import COMMON_OPTIONS, free_ports, until_ready
-from shell_router.cli import expert_work, main, parser
-from shell_router.placement import PlacementSettings, measures
-from shell_router.placement.baselines import eplb
-from shell_router.placement.files import MAP, read_placement, read_record
-from shell_router.placement.measures import loads
-from shell_router.placement.placement import placement_of_slots
-from tests.fakes.tiny_moe import EXPERTS, LAYERS, TOP_K, make_moe_checkpoint
+from shell_router.cli import main
+from shell_router.cli.experts import Server
+from shell_router.cli.experts import recorded as record_experts
+from shell_router.experts.placement import PlacementSettings
+from shell_router.experts.placement.algorithms import eplb
+from shell_router.experts.placement.files import MAP, read_placement, read_record
+from shell_router.experts.placement.records import loads, measures, placement_of_slots
+from tests.fakes.tiny_models import EXPERTS, LAYERS, TOP_K, make_moe_checkpoint
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 
@@ -70,8 +71,7 @@ def engine(folder: Path, model: Path, *options: str) -> Iterator[EngineServer]:
 
 async def recorded(server: EngineServer, prompts: Path, out: Path) -> dict[str, Any]:
     """The arrays of a record of the questions, asked one after the other."""
-    options = ("--prompts", prompts, "--out", out, "--new-tokens", NEW_TOKENS, "--concurrency", 1)
-    await expert_work.record(parser().parse_args(["experts", "record", server.url, *map(str, options)]))
+    await record_experts(Server(server.url), out, prompts, new_tokens=NEW_TOKENS, concurrency=1)
     with np.load(out) as found:
         return {name: found[name] for name in ("activations", "transitions")}
 
@@ -121,7 +121,7 @@ async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same
 
 
 def sglangs_eplb(cases: Sequence[tuple[list[list[int]], int]]) -> list[Any]:
-    """The map that SGLang's own EPLB makes of the activations, for so many GPUs, in each case."""
+    """The map that SGLang's own EPLB makes of the activations, for the number of GPUs, in each case."""
     venv = built_environment()
     assert venv is not None
     done = subprocess.run(
@@ -138,7 +138,7 @@ def sglangs_eplb(cases: Sequence[tuple[list[list[int]], int]]) -> list[Any]:
 
 
 def test_our_eplb_loads_gpus_as_sglangs_own_does() -> None:
-    """Not the same map where activations tie: which of the tied comes first is nobody's promise."""
+    """Not the same map where activations tie: the order among tied experts is not promised."""
     records = [drawn(Routing(layers=4, skew=skew), 500) for skew in (0.3, 1.5)]
     cases = [(record, gpus) for record in records for gpus in (2, 4, 8, 128)]
     found = sglangs_eplb([(record.activations.astype(int).tolist(), gpus) for record, gpus in cases])

@@ -6,7 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from shell_router.sglang_plugin.prefix_cache import FAKE_BOOTSTRAP_HOST
+from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST
 from shell_router.sglang_plugin.routes import CONTRACT
 from tests.fakes.pairs_under_test import PairUnderTest
 

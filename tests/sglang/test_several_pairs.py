@@ -7,9 +7,9 @@ import pytest
 
 from launch.sglang_cpu.environment import built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair
-from shell_router.core.generation import Finish, Generation, Tokens
+from shell_router.core.engine import Finish, Generation, Tokens
 from shell_router.engines.address import PairAddress
-from shell_router.engines.pool import PairPool, random_rid
+from shell_router.engines.sglang import SglangPair, random_rid
 
 pytestmark = pytest.mark.sglang
 
@@ -21,7 +21,7 @@ def address(pair: CpuPair) -> PairAddress:
     return PairAddress(pair.prefill.url, pair.decode.url, pair.bootstrap_host, pair.bootstrap_port)
 
 
-async def answer(pool: PairPool, affinity: str) -> tuple[int, ...]:
+async def answer(pool: SglangPair, affinity: str) -> tuple[int, ...]:
     """The output's ids."""
     request = Generation(random_rid(), PROMPT, GREEDY, affinity=affinity)
     events = [event async for event in pool.generate(request)]
@@ -35,7 +35,7 @@ async def test_servers_of_two_pairs_work_together_and_outlive_a_dead_prefill(
     venv = built_environment()
     assert venv is not None
     with cpu_pair(sglang_model, venv, tmp_path) as second:
-        pool = PairPool(address(own_sglang), address(second))
+        pool = SglangPair(address(own_sglang), address(second))
         assert await pool.probe() == ("route", "route")
         answers = {
             (affinity, turn): await answer(pool, affinity)  # the prefill server stays, the decode servers take turns

@@ -6,15 +6,15 @@ from time import monotonic
 import pytest
 
 from agent_cache import MemoryAgentPromptCache
+from shell_router.core.engine import ServedModel
 from shell_router.core.events import StepChosen
-from shell_router.core.model import ServedModel
-from shell_router.engines.embedder import HashEmbedder
-from shell_router.engines.pool import PairPool
+from shell_router.engines.embedding import HashEmbedder
+from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.execution import Classes, Executor, Judges, MoaRequest, ModelChooser, Scores, StepExecutor
+from shell_router.moa import Classes, Executor, MoaRequest, ModelChooser, Scores, StepExecutor
 from shell_router.topology import load_topology, parse_steps
+from tests.fakes.moa import Recorder
 from tests.fakes.pairs_under_test import PairUnderTest
-from tests.fakes.recorder import Recorder
 
 pytestmark = pytest.mark.sglang
 
@@ -28,17 +28,17 @@ defaults: {sampling: {max_new_tokens: 8, temperature: 0}}
 """
 
 
-async def test_steps_take_the_way_that_confidence_chooses(pair: PairPool, real_sglang: PairUnderTest) -> None:
+async def test_steps_take_the_way_that_confidence_chooses(pair: SglangPair, real_sglang: PairUnderTest) -> None:
     tokenizer = HfTokenizer.from_folder(real_sglang.needs_model())
     models = {
         alias: ServedModel(alias, pair, tokenizer, real_sglang.context_length) for alias in ("small", "medium", "large")
     }
     agents = Executor(models, MemoryAgentPromptCache(clock=monotonic), HashEmbedder(), clock=monotonic)
-    judges = Judges(Classes(HashEmbedder()), Scores(ModelChooser(models, clock=monotonic), models))
+    classes, scores = Classes(HashEmbedder()), Scores(ModelChooser(models, clock=monotonic), models)
     tiny = load_topology(Path("topologies/tiny.yaml"))
     graph, events = parse_steps(STEPS, source="steps.yaml", topologies={"tiny": tiny}), Recorder()
     request = MoaRequest("run", "tenant", ({"role": "user", "content": "How many stamps?"},))
-    answer = await StepExecutor(agents, judges, clock=monotonic).run(graph, request, events.emit)
+    answer = await StepExecutor(agents, classes, scores, clock=monotonic).run(graph, request, events.emit)
     assert [event.step for event in events.of(StepChosen)] == ["quick", "whole", "last", "end"]
     assert list(answer.agents) == ["quick", *(f"whole/{agent}" for agent in tiny.agents), "last"]
     assert all(spent.completion_tokens for spent in answer.agents.values())

@@ -1,4 +1,4 @@
-"""Weights that take turns on real SGLang, on one server and on a prefill-decode pair, beside each model alone."""
+"""Weights that take turns on real SGLang, on one server and on a prefill-decode pair, next to each model alone."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -12,13 +12,19 @@ from launch.sglang_cpu.engine import EngineServer
 from launch.sglang_cpu.environment import built_environment, engine_variables, install_plugin
 from launch.sglang_cpu.pair import COMMON_OPTIONS, cpu_pair, free_ports, until_ready
 from shell_router.engines.address import PairAddress
-from shell_router.engines.embedded.checkpoint import make_checkpoint
-from shell_router.engines.pool import PairPool
-from shell_router.engines.prompted import Generated, Prompt
-from shell_router.engines.swap_experts import SwapExperts, SwapPlace, swap_executor, swapped_expert
-from shell_router.engines.weight_swapping import WeightServer
-from shell_router.errors import ExpertFailed
-from shell_router.expert_pools import Costs, ExpertPool, Policies, Request
+from shell_router.engines.sglang import SglangPair
+from shell_router.errors import ComponentFailed
+from shell_router.experts.components import ComponentPool, Costs, Policies, Request
+from shell_router.experts.components.engine_components import (
+    Generated,
+    Prompt,
+    SwappedComponents,
+    SwapPlace,
+    WeightServer,
+    swap_executor,
+    swapped_component,
+)
+from shell_router.launching.random_checkpoint import make_checkpoint
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 
@@ -58,13 +64,13 @@ def single(folder: Path, model: Path) -> Iterator[EngineServer]:
         server.stop()
 
 
-def pool_on(models: Path, place: SwapPlace) -> ExpertPool:
-    experts = SwapExperts(lambda name: models / name, {"sglang": place})
-    catalogue = [swapped_expert(name, "tiny", 0.1) for name in NAMES]
-    return ExpertPool(catalogue, [swap_executor("sglang", COSTS)], experts, Policies())
+def pool_on(models: Path, place: SwapPlace) -> ComponentPool:
+    components = SwappedComponents(lambda name: models / name, {"sglang": place})
+    catalog = [swapped_component(name, "tiny", 0.1) for name in NAMES]
+    return ComponentPool(catalog, [swap_executor("sglang", COSTS)], components, Policies())
 
 
-async def answers(pool: ExpertPool, name: str) -> Sequence[Generated]:
+async def answers(pool: ComponentPool, name: str) -> Sequence[Generated]:
     requests = [Request(str(number), (name,), Prompt(tuple(ids), GREEDY)) for number, ids in enumerate(PROMPTS)]
     return [answer.final for answer in await asyncio.gather(*map(pool.ask, requests))]
 
@@ -73,14 +79,14 @@ def ids(found: Sequence[Generated]) -> list[tuple[int, ...]]:
     return [one.ids for one in found]
 
 
-async def turns(pool: ExpertPool, began_with: str, then: str) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+async def turns(pool: ComponentPool, began_with: str, then: str) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """What both answer, the first before anything was swapped; checks that each comes back as it was."""
     alone = await answers(pool, began_with)
     swapped = await answers(pool, then)
     assert min(one.finish.cached_tokens for one in swapped) <= 1, "KV of other weights was found"
     assert ids(alone) != ids(swapped)
     for name in ("cut", "missing"):
-        with pytest.raises(ExpertFailed):
+        with pytest.raises(ComponentFailed):
             await pool.ask(Request(name, (name,), Prompt((1, 2), GREEDY)))
         assert ids(await answers(pool, then)) == ids(swapped), "the engine went on with what it had"
     assert ids(await answers(pool, began_with)) == ids(alone)
@@ -97,7 +103,9 @@ async def test_weights_take_turns_and_each_answers_as_it_does_alone(models: Path
             async with pool_on(models, SwapPlace((weights,), weights, "b")) as pool:
                 b_alone, a_swapped = await turns(pool, "b", "a")
         with cpu_pair(models / "a", venv, tmp_path / "pair") as pair:
-            engine = PairPool(PairAddress(pair.prefill.url, pair.decode.url, pair.bootstrap_host, pair.bootstrap_port))
+            engine = SglangPair(
+                PairAddress(pair.prefill.url, pair.decode.url, pair.bootstrap_host, pair.bootstrap_port)
+            )
             both = tuple(WeightServer(session, server.url) for server in (pair.prefill, pair.decode))
             async with pool_on(models, SwapPlace(both, engine, "a")) as pool:
                 a_alone, b_swapped = await turns(pool, "a", "b")

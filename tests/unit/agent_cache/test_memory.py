@@ -4,7 +4,6 @@ from dataclasses import dataclass
 import pytest
 
 from agent_cache import Chunk, End, LogExists, LogKey, LogTimeout, MemoryAgentPromptCache
-from agent_cache.shelf import LogShelf
 
 KEY = LogKey("tenant", "program", "agent")
 
@@ -103,14 +102,14 @@ def test_a_time_to_live_of_nothing_is_refused() -> None:
 
 
 async def test_a_log_that_never_begins_is_given_up_with_its_last_reader() -> None:
-    shelf = LogShelf(clock=Clock(), ttl_s=10)
-    readings = [asyncio.create_task(shelf.wait(LogKey("tenant", "program", agent), 0, 1)) for agent in "aab"]
+    cache = MemoryAgentPromptCache(clock=Clock(), ttl_s=10)
+    readings = [asyncio.create_task(cache.wait(LogKey("tenant", "program", agent), 0, 1)) for agent in "aab"]
     await asyncio.sleep(0)
-    assert shelf.awaited == 2
+    assert cache.awaited == 2
     for reading in readings:
         reading.cancel()
     await asyncio.wait(readings)
-    assert shelf.awaited == 0
+    assert cache.awaited == 0
 
 
 async def test_a_reader_is_not_woken_for_less_than_it_wants() -> None:

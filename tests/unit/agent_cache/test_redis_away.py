@@ -15,14 +15,17 @@ from tests.fakes.redis_server import RedisServer
 KEY = LogKey("tenant", "program", "agent")
 OTHER = LogKey("tenant", "program", "other")
 LIMIT_S = 20.0
+IMPATIENT_S = 0.2
 
 
 @asynccontextmanager
-async def caches(server: RedisServer) -> AsyncIterator[tuple[RedisAgentPromptCache, RedisAgentPromptCache]]:
-    """A writer's cache and a cache of another process, both with little patience."""
+async def caches(
+    server: RedisServer, reply_limit_s: float = LIMIT_S
+) -> AsyncIterator[tuple[RedisAgentPromptCache, RedisAgentPromptCache]]:
+    """A writer's cache and a cache of another process."""
     async with (
-        RedisAgentPromptCache(server.url, clock=time.monotonic, reply_limit_s=0.2) as here,
-        RedisAgentPromptCache(server.url, clock=time.monotonic, reply_limit_s=0.2) as elsewhere,
+        RedisAgentPromptCache(server.url, clock=time.monotonic, reply_limit_s=reply_limit_s) as here,
+        RedisAgentPromptCache(server.url, clock=time.monotonic, reply_limit_s=reply_limit_s) as elsewhere,
     ):
         yield here, elsewhere
 
@@ -99,7 +102,7 @@ async def test_a_restarted_empty_redis_gets_every_log_again(server: RedisServer)
         assert server.keys() == {}
 
 
-async def test_a_restart_that_nobody_noticed_is_found_out_by_the_next_write(server: RedisServer) -> None:
+async def test_an_unnoticed_restart_is_found_by_the_next_write(server: RedisServer) -> None:
     async with caches(server) as (here, elsewhere):
         log = await here.create(KEY)
         log.append(Chunk("before ", (1, 2)))
@@ -115,7 +118,7 @@ async def test_a_restart_that_nobody_noticed_is_found_out_by_the_next_write(serv
 
 
 async def test_a_stalled_redis_delays_no_writer_and_no_local_reader(server: RedisServer) -> None:
-    async with caches(server) as (here, elsewhere):
+    async with caches(server, IMPATIENT_S) as (here, elsewhere):
         log = await here.create(KEY)
         server.stall()
         for token in range(10):
@@ -132,7 +135,7 @@ async def test_a_stalled_redis_delays_no_writer_and_no_local_reader(server: Redi
 
 
 async def test_no_round_trip_is_waited_for_longer_than_its_limit(server: RedisServer) -> None:
-    async with caches(server) as (here, elsewhere), asyncio.timeout(LIMIT_S):
+    async with caches(server, IMPATIENT_S) as (here, elsewhere), asyncio.timeout(LIMIT_S):
         await here.create(KEY)
         server.stall()
         assert not await here.healthy()
@@ -184,7 +187,7 @@ async def test_all_works_in_memory_when_redis_was_never_there(server: RedisServe
 
 
 async def test_a_program_forgotten_in_an_outage_is_deleted_after_it(server: RedisServer) -> None:
-    async with caches(server) as (here, _):
+    async with caches(server, IMPATIENT_S) as (here, _):
         await here.create(KEY)
         server.stall()
         await here.forget("tenant", "program")
@@ -208,7 +211,7 @@ async def test_of_two_logs_begun_in_an_outage_each_serves_its_own_process(server
 
 
 async def test_a_log_whose_begin_was_never_confirmed_is_recognised_as_ones_own(server: RedisServer) -> None:
-    async with caches(server) as (here, elsewhere):
+    async with caches(server, IMPATIENT_S) as (here, elsewhere):
         await here.create(OTHER)
         server.stall()
         log = await here.create(KEY)  # sent, and done by the server once it goes on

@@ -1,4 +1,4 @@
-"""What lies in Redis, seen from beside the cache."""
+"""What lies in Redis, read without the cache."""
 
 import asyncio
 import time

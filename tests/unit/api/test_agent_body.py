@@ -2,18 +2,17 @@
 
 import pytest
 
-from shell_router.api.agent_body import read_agent_body
+from shell_router.api.agents import read_agent_body
 from shell_router.api.fields import Fields
 from shell_router.errors import InvalidField
-from shell_router.execution import AgentRequest, OutputOf
-from shell_router.scheduling import IncrementSettings
+from shell_router.moa import AgentRequest, OutputOf
 from shell_router.topology import Prefill
 
 WHOLE: dict[str, object] = {"program": "p", "agent": "a", "model": "m", "prompt": "Hello"}
 
 
 def read(**fields: object) -> AgentRequest:
-    return read_agent_body(Fields({**WHOLE, **fields}), "tenant", 600.0).request
+    return read_agent_body(Fields({**WHOLE, **fields}), "tenant", 600.0)[0]
 
 
 def test_a_prompt_is_text_or_segments() -> None:
@@ -46,7 +45,7 @@ def test_limits_default_to_the_servers_and_waiting_to_a_minute() -> None:
 
 def test_prefill_settings_are_read() -> None:
     wanted = {"incremental": False, "chunk_tokens": 16}
-    assert read(prefill=wanted).prefill == Prefill(False, IncrementSettings(16))
+    assert read(prefill=wanted).prefill == Prefill(False, 16)
     assert read(prefill={"chunk_tokens": "adaptive"}).prefill == Prefill()
 
 

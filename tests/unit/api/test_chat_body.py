@@ -2,11 +2,16 @@
 
 import pytest
 
-from shell_router.api.chat_body import ignored_fields, read_chat
+from shell_router.api.chat import ChatRequest, ignored_fields
+from shell_router.api.chat import read_chat as read_chat_body
 from shell_router.api.fields import Fields, parse_body
 from shell_router.errors import InvalidField, InvalidRequest
 
 USER = {"role": "user", "content": "Hello"}
+
+
+def read_chat(body: Fields) -> ChatRequest:
+    return read_chat_body(body, "run", "me", 60.0)
 
 
 def body(**fields: object) -> Fields:
@@ -15,8 +20,8 @@ def body(**fields: object) -> Fields:
 
 def test_a_plain_body_is_read_with_defaults() -> None:
     chat = read_chat(body())
-    assert (chat.models, chat.messages, chat.sampling) == (("m",), (USER,), {})
-    assert not (chat.stream or chat.include_usage or chat.include_agents) and chat.seed is None
+    assert (chat.models, chat.messages, chat.sampling) == (("m",), (USER,), {"stream_interval": 32})
+    assert not (chat.stream or chat.include_usage or chat.include_agents)
 
 
 def test_text_parts_are_joined_and_developer_counts_as_system() -> None:

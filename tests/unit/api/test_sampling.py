@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from shell_router.api.fields import Fields
-from shell_router.api.sampling import read_sampling
+from shell_router.api.fields import Fields, read_sampling
 from shell_router.errors import InvalidField
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}

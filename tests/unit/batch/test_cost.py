@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from shell_router.batch.cost import SessionCurve, SessionRun, fit, held_out_error
+from shell_router.batch.profile import SessionCurve, SessionRun, fit, held_out_error
 from shell_router.errors import ConfigError
 
 TRUE = SessionCurve(start_s=1.5, step_s=0.02, token_s=0.001)
@@ -53,7 +53,7 @@ def test_longer_outputs_than_those_measured_take_longer() -> None:
 def test_held_out_error_is_nothing_for_exact_runs_and_shows_what_the_form_cannot_follow() -> None:
     assert held_out_error(timed(TRUE)) == pytest.approx(0, abs=1e-6)
     quadratic = [replace(run, seconds=run.seconds * run.prompts) for run in timed(TRUE)]
-    assert held_out_error(quadratic) > 0.5
+    assert (held_out_error(quadratic) or 0) > 0.5
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,7 @@ def test_a_run_that_cannot_have_been_is_refused(run: tuple[int, float, float, fl
 
 
 def test_two_numbers_of_prompts_are_not_enough_for_an_error() -> None:
-    with pytest.raises(ConfigError, match="three numbers of prompts"):
-        held_out_error(timed(TRUE, (8, 9)))
+    assert held_out_error(timed(TRUE, (8, 9))) is None
 
 
 def test_one_number_of_prompts_is_not_enough() -> None:

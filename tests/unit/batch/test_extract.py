@@ -1,7 +1,6 @@
 import pytest
 
-from shell_router.batch.extract import extractor
-from shell_router.batch.settings import Answers
+from shell_router.batch.pool import Answers
 from shell_router.errors import ConfigError
 
 
@@ -21,7 +20,7 @@ from shell_router.errors import ConfigError
     ],
 )
 def test_an_answer_stands_behind_a_mark_and_equal_ones_are_equal(text: str, answer: str | None) -> None:
-    assert extractor(Answers())(text) == answer
+    assert Answers().read(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,7 @@ def test_an_answer_stands_behind_a_mark_and_equal_ones_are_equal(text: str, answ
     ],
 )
 def test_a_kind_reads_texts_without_a_mark_too(kind: str, text: str, answer: str | None) -> None:
-    assert extractor(Answers(kind))(text) == answer  # type: ignore[arg-type]
+    assert Answers(kind).read(text) == answer  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_a_kind_reads_texts_without_a_mark_too(kind: str, text: str, answer: str
     ],
 )
 def test_of_a_pattern_the_last_match_counts_or_the_group_in_it(pattern: str, text: str, answer: str | None) -> None:
-    assert extractor(Answers(pattern=pattern))(text) == answer
+    assert Answers(pattern=pattern).read(text) == answer
 
 
 def test_what_is_no_pattern_is_refused() -> None:

@@ -1,6 +1,7 @@
 import pytest
 
-from shell_router.batch.gate import Gate, Vote, by_plurality, by_probability
+from shell_router.batch.pool import Aggregating
+from shell_router.batch.prompts import Vote, verdict_of
 from shell_router.errors import ConfigError
 
 
@@ -26,8 +27,7 @@ def votes(answers: str, sure: float = 0.5) -> list[Vote]:
     ],
 )
 def test_confidence_is_the_share_of_all_experts_that_agree(answers: str, confidence: float, winner: int | None) -> None:
-    assert by_plurality(votes(answers)) == pytest.approx(confidence)
-    verdict = Gate().judge(votes(answers))
+    verdict = verdict_of(votes(answers))
     assert verdict.winner == winner
     assert verdict.confidence == pytest.approx(confidence)
 
@@ -52,34 +52,33 @@ def test_confidence_is_the_share_of_all_experts_that_agree(answers: str, confide
     ],
 )
 def test_the_gate_is_passed_from_tau_on(tau: float, answers: str, passes: bool) -> None:
-    gate = Gate(tau)
-    assert gate.passes(gate.judge(votes(answers))) is passes
+    assert verdict_of(votes(answers)).passes(tau) is passes
 
 
 def test_by_probability_each_expert_weighs_as_much_as_it_is_sure() -> None:
     said = [Vote("a", 0.9), Vote("b", 0.2), Vote("b", 0.1), Vote(None, 0.8)]
-    assert by_probability(said) == pytest.approx(0.3 / 2.0)
-    gate = Gate(0.5, "probability")
-    assert gate.judge(said).winner == 2
-    assert not gate.passes(gate.judge(said))
-    assert gate.passes(gate.judge([Vote("a", 0.9), Vote("a", 0.0), Vote("b", 0.5)]))
+    verdict = verdict_of(said, "probability")
+    assert verdict.confidence == pytest.approx(0.3 / 2.0)
+    assert verdict.winner == 2
+    assert not verdict.passes(0.5)
+    assert verdict_of([Vote("a", 0.9), Vote("a", 0.0), Vote("b", 0.5)], "probability").passes(0.5)
 
 
 def test_experts_that_are_not_sure_at_all_give_no_confidence() -> None:
-    assert by_probability(votes("aa", sure=0.0)) == 0
-    assert not Gate(0.01, "probability").passes(Gate(0.01, "probability").judge(votes("aa", sure=0.0)))
+    verdict = verdict_of(votes("aa", sure=0.0), "probability")
+    assert verdict.confidence == 0
+    assert not verdict.passes(0.01)
 
 
 @pytest.mark.parametrize("tau", [0.0, -1.0, float("nan")])
 def test_a_tau_that_lets_everything_pass_is_refused(tau: float) -> None:
-    with pytest.raises(ConfigError, match=r"tau must be above 0, not .+\. 1 means all experts"):
-        Gate(tau)
+    with pytest.raises(ConfigError, match=r"tau must be above 0, not .+\. 1 means all proposers"):
+        Aggregating("a", tau)
 
 
 def test_by_similarity_the_answers_choose_the_winner_and_the_likeness_is_the_confidence() -> None:
-    gate = Gate(0.6, "similarity")
-    verdict = gate.judge(votes("aab"), 0.61)
+    verdict = verdict_of(votes("aab"), "similarity", 0.61)
     assert (verdict.winner, verdict.confidence) == (1, 0.61)
-    assert gate.passes(verdict)
-    assert not gate.passes(gate.judge(votes("aaa"), 0.5))
-    assert not gate.passes(gate.judge(votes("..."), 0.9))
+    assert verdict.passes(0.6)
+    assert not verdict_of(votes("aaa"), "similarity", 0.5).passes(0.6)
+    assert not verdict_of(votes("..."), "similarity", 0.9).passes(0.6)

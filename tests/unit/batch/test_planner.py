@@ -5,28 +5,26 @@ from itertools import product
 
 import pytest
 
-from shell_router.batch.baselines import BASELINES, round_robin
-from shell_router.batch.plan import OPTIMAL_GAP, Expert, Plan, Workload
-from shell_router.batch.planner import plan
+from shell_router.batch.planner import OPTIMAL_GAP, WITHOUT_SOLVER, ModelWork, Plan, Workload, plan, round_robin
 from shell_router.errors import ConfigError
 
 
-def workload(seed: int, *, experts: int = 6, workers: int = 4, prompts: int = 2000) -> Workload:
-    """A random one; some experts have nothing to do, some cost more per session than for all their prompts."""
+def workload(seed: int, *, models: int = 6, workers: int = 4, prompts: int = 2000) -> Workload:
+    """A random one; some models have nothing to do, some cost more per session than for all their prompts."""
     draw = random.Random(seed)
     drawn = [
-        Expert(
-            f"expert-{number}",
+        ModelWork(
+            f"model-{number}",
             prompts=draw.choice((0, 1, 3, draw.randint(4, prompts), draw.randint(4, prompts))),
             load_s=draw.choice((0.0, draw.uniform(0.5, 60))),
             per_prompt_s=draw.choice((0.0, draw.uniform(0.001, 3), draw.uniform(0.001, 3))),
             fixed_s=draw.choice((0.0, draw.uniform(0, 20))),
             most_workers=draw.choice((None, None, 1, 2)),
         )
-        for number in range(draw.randint(1, experts))
+        for number in range(draw.randint(1, models))
     ]
     on = draw.randint(1, workers)
-    asked = sum(expert.prompts > 0 for expert in drawn)
+    asked = sum(model.prompts > 0 for model in drawn)
     return Workload(tuple(drawn), on, draw.randint(max(1, -(-asked // on)), max(1, asked)))
 
 
@@ -36,24 +34,24 @@ def broken(work: Workload, made: Plan) -> Iterator[str]:
     loaded: dict[str, set[int]] = defaultdict(set)
     hosted: dict[int, list[str]] = defaultdict(list)
     free_s: dict[int, float] = defaultdict(float)
-    experts = {expert.name: expert for expert in work.experts}
+    models = {model.name: model for model in work.models}
     for session in made.sessions:
-        placed[session.expert] += session.prompts
-        loaded[session.expert].add(session.worker)
-        hosted[session.worker].append(session.expert)
+        placed[session.model] += session.prompts
+        loaded[session.model].add(session.worker)
+        hosted[session.worker].append(session.model)
         if session.prompts < 1 or not 0 <= session.worker < work.workers:
             yield f"{session} is empty, or on no worker"
         if session.begin_s < free_s[session.worker] - 1e-9:
             yield f"{session} begins before the one before it ends"
         took_s = session.end_s - session.begin_s
-        if took_s != pytest.approx(experts[session.expert].session_s(session.prompts)):
+        if took_s != pytest.approx(models[session.model].session_s(session.prompts)):
             yield f"{session} does not take as long as it should"
         free_s[session.worker] = session.end_s
-    for expert in work.experts:
-        if placed[expert.name] != expert.prompts:
-            yield f"{placed[expert.name]} of {expert} are placed"
-        if len(loaded[expert.name]) > expert.replicas(work.workers):
-            yield f"{expert} is loaded on {len(loaded[expert.name])} workers"
+    for model in work.models:
+        if placed[model.name] != model.prompts:
+            yield f"{placed[model.name]} of {model} are placed"
+        if len(loaded[model.name]) > model.replicas(work.workers):
+            yield f"{model} is loaded on {len(loaded[model.name])} workers"
     for worker, names in hosted.items():
         if len(set(names)) < len(names) or len(names) > work.capacity:
             yield f"worker {worker} loads {names}"
@@ -64,7 +62,7 @@ def test_a_plan_keeps_every_constraint_and_no_baseline_beats_it(seed: int) -> No
     work = workload(seed)
     made = plan(work, 60.0)
     assert not list(broken(work, made))
-    for baseline in BASELINES.values():
+    for baseline in WITHOUT_SOLVER.values():
         assert list(broken(work, baseline(work))) or made.makespan_s <= baseline(work).makespan_s + 1e-9
     assert made.bound_s <= made.makespan_s * (1 + 1e-9)
     assert made.optimal
@@ -75,10 +73,10 @@ def brute_force_s(work: Workload) -> float:
     options = [
         [
             counts
-            for counts in product(range(expert.prompts + 1), repeat=work.workers)
-            if sum(counts) == expert.prompts and sum(map(bool, counts)) <= expert.replicas(work.workers)
+            for counts in product(range(model.prompts + 1), repeat=work.workers)
+            if sum(counts) == model.prompts and sum(map(bool, counts)) <= model.replicas(work.workers)
         ]
-        for expert in work.asked
+        for model in work.asked
     ]
 
     def makespan_s(placed: tuple[tuple[int, ...], ...]) -> float:
@@ -86,7 +84,7 @@ def brute_force_s(work: Workload) -> float:
         if any(sum(map(bool, column)) > work.capacity for column in columns):
             return float("inf")
         return max(
-            sum(expert.session_s(count) for expert, count in zip(work.asked, column, strict=True) if count)
+            sum(model.session_s(count) for model, count in zip(work.asked, column, strict=True) if count)
             for column in columns
         )
 
@@ -95,7 +93,7 @@ def brute_force_s(work: Workload) -> float:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_trying_every_placement_finds_none_that_is_shorter(seed: int) -> None:
-    work = workload(seed, experts=3, workers=3, prompts=7)
+    work = workload(seed, models=3, workers=3, prompts=7)
     made, best_s = plan(work, 60.0), brute_force_s(work)
     assert made.makespan_s <= best_s * (1 + OPTIMAL_GAP) + 1e-9
     assert made.bound_s <= best_s * (1 + 1e-9)
@@ -109,7 +107,7 @@ def test_the_same_workload_gets_a_plan_as_good() -> None:
 def test_a_plan_cut_short_says_how_far_from_the_best_it_may_be() -> None:
     draw = random.Random(3)
     many = tuple(
-        Expert(f"expert-{number}", draw.randint(50, 3000), draw.uniform(30, 60), draw.uniform(0.1, 2.5))
+        ModelWork(f"model-{number}", draw.randint(50, 3000), draw.uniform(30, 60), draw.uniform(0.1, 2.5))
         for number in range(24)
     )
     work = Workload(many, 12, 3)
@@ -121,22 +119,24 @@ def test_a_plan_cut_short_says_how_far_from_the_best_it_may_be() -> None:
 
 
 def test_an_expert_that_is_split_pays_its_fixed_cost_on_every_worker() -> None:
-    cheap = Workload((Expert("a", 1000, 1.0, 0.1, most_workers=4),), 4, 1)
-    dear = Workload((Expert("a", 1000, 1.0, 0.1, fixed_s=99.0, most_workers=4),), 4, 1)
+    cheap = Workload((ModelWork("a", 1000, 1.0, 0.1, most_workers=4),), 4, 1)
+    dear = Workload((ModelWork("a", 1000, 1.0, 0.1, fixed_s=99.0, most_workers=4),), 4, 1)
     assert len(plan(cheap).sessions) == 4
     assert plan(cheap).makespan_s == pytest.approx(26.0)
     assert plan(dear).makespan_s == pytest.approx(125.0)
 
 
 def test_nothing_to_do_takes_no_time() -> None:
-    made = plan(Workload((Expert("a", 0, 10.0, 1.0),), 2, 1))
+    made = plan(Workload((ModelWork("a", 0, 10.0, 1.0),), 2, 1))
     assert (made.sessions, made.makespan_s, made.gap, made.optimal) == ((), 0.0, 0.0, True)
 
 
 @pytest.mark.parametrize("prompts", [10_000, 1_000_000, 10_000_000])
 def test_a_proof_holds_for_millions_of_prompts(prompts: int) -> None:
     counts = (prompts, prompts // 3, prompts // 7 + 1)
-    work = Workload(tuple(Expert(f"e{n}", n, 5.0, cost) for n, cost in zip(counts, (1.0, 0.7, 1.3), strict=True)), 3, 2)
+    work = Workload(
+        tuple(ModelWork(f"e{n}", n, 5.0, cost) for n, cost in zip(counts, (1.0, 0.7, 1.3), strict=True)), 3, 2
+    )
     made = plan(work, 60.0)
     assert not list(broken(work, made))
     assert made.optimal

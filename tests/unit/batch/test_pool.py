@@ -3,10 +3,9 @@ from typing import Any
 
 import pytest
 
-from shell_router.batch.settings import Sampling
-from shell_router.config.pool import load_pool
+from shell_router.batch.pool import Sampling, load_pool
 from shell_router.errors import ConfigError
-from tests.fakes.tiny_pool import write_pool
+from tests.fakes.pools import write_pool
 
 SHIPPED = Path(__file__).parents[3] / "configs" / "pools" / "word-problems.yaml"
 POOL = """
@@ -28,7 +27,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_the_shipped_pool_is_a_right_one() -> None:
     pool = load_pool(SHIPPED)
-    assert pool.expert_names == ("small", "medium", "large")
+    assert pool.proposer_names == ("small", "medium", "large")
     assert pool.aggregate is not None
     assert (pool.aggregate.tau, pool.aggregate.sampling.temperature) == (0.67, 0)
 
@@ -41,8 +40,8 @@ def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(fi
     assert pool.profile == file.parent / "costs.yaml"
     assert pool.recruit.skills == file.parent / "runs" / "first"
     assert pool.embedder.model == str(file.parent / "embedder")
-    assert pool.expert_names == ("small", "large")
-    assert (pool.at_once, pool.capacity, pool.recruit.experts, pool.answers.kind) == (32, None, 3, "auto")
+    assert pool.proposer_names == ("small", "large")
+    assert (pool.concurrency, pool.capacity, pool.recruit.proposers, pool.answers.kind) == (32, None, 3, "auto")
     assert pool.sampling == Sampling(0.7, 0.95, 512)
     assert pool.aggregate is not None
     assert pool.aggregate.sampling == Sampling(0.0, 0.95, 512)
@@ -51,8 +50,8 @@ def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(fi
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (("path: models/small", "system: x"), r":3: 'path' is missing"),
-        (("4096", "0"), r":4: context_length must be above 0, not 0"),
+        (("path: models/small", "system: x"), r":3: models\.small lacks 'path'"),
+        (("4096", "0"), r":4: models\.large\.context_length must be a whole number at least 1, not 0"),
         (("  - embedded: {}\n", ""), None),
         (("  - embedded: {}", "  - {}"), r":6: a worker is embedded or a pair, and not both\. Write `embedded: \{\}`"),
         ((", launch: {prefill_gpus: [0], decode_gpus: [1]}", ""), r":7: a worker's pair is started .*`launch: \{\}`"),
@@ -61,26 +60,38 @@ def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(fi
             ("tau: 0.67}", "confidence: similarity}\nembedder: {model: none}"),
             r"aggregate.confidence is similarity, and embedder.model none\. Name an embedding model",
         ),
-        (("tau: 0.67", "tau: 0"), r":8: tau must be above 0, not 0\. 1 means all experts"),
+        (("tau: 0.67", "tau: 0"), r":8: tau must be above 0, not 0\. 1 means all proposers"),
         (
             ("tau: 0.67", "confidence: guess"),
-            r":8: 'guess' is not known\. Choose plurality or probability or similarity",
+            r":8: aggregate\.confidence must be 'plurality' or 'probability' or 'similarity', not 'guess'",
         ),
-        (("tau: 0.67", "sampling: {top_p: 0}"), r":8: top_p must be above 0 and at most 1, not 0"),
-        (("profile:", "capacity: 0\nprofile:"), "capacity must be above 0, not 0"),
-        (("profile:", "at_once: 0\nprofile:"), "at_once must be above 0, not 0"),
-        (("profile:", "experts: [tiny]\nprofile:"), "experts names 'tiny', which is none of the models"),
-        (("profile:", "experts: [small, small]\nprofile:"), "experts names a model twice"),
-        (("profile:", "recruit: {experts: 0}\nprofile:"), r":9: experts must be at least 1, not 0"),
-        (("profile:", "sampling: {temperature: -1}\nprofile:"), r":9: temperature must be at least 0, not -1"),
-        (("profile:", "sampling: {max_new_tokens: 0}\nprofile:"), r":9: max_new_tokens must be above 0, not 0"),
-        (("profile:", "answers: {kind: guess}\nprofile:"), r":9: 'guess' is not known\. Choose auto or exact"),
+        (
+            ("tau: 0.67", "sampling: {top_p: 0}"),
+            r":8: aggregate\.sampling\.top_p must be .* above 0 and at most 1, not 0",
+        ),
+        (("profile:", "capacity: 0\nprofile:"), r":9: capacity must be a whole number at least 1, not 0"),
+        (("profile:", "concurrency: 0\nprofile:"), r":9: concurrency must be a whole number at least 1, not 0"),
+        (("profile:", "proposers: [tiny]\nprofile:"), "proposers names 'tiny', which is none of the models"),
+        (("profile:", "proposers: [small, small]\nprofile:"), "proposers names a model twice"),
+        (
+            ("profile:", "recruit: {proposers: 0}\nprofile:"),
+            r":9: recruit\.proposers must be .* at least 1, not 0",
+        ),
+        (
+            ("profile:", "sampling: {temperature: -1}\nprofile:"),
+            r":9: sampling\.temperature must be .* at least 0, not -1",
+        ),
+        (
+            ("profile:", "sampling: {max_new_tokens: 0}\nprofile:"),
+            r":9: sampling\.max_new_tokens must be .* at least 1, not 0",
+        ),
+        (("profile:", "answers: {kind: guess}\nprofile:"), r":9: answers\.kind must be 'auto' or 'exact'"),
         (("profile:", "answers: {pattern: '('}\nprofile:"), r":9: pattern is no regular expression"),
-        (("profile:", "profil:"), r":9: unknown setting 'profil'\. Did you mean 'profile'\?"),
-        (("profile:", "limits: {engine_start_s: 0}\nprofile:"), r":9: engine_start_s must be above 0"),
+        (("profile:", "profil:"), r":9: Unknown key 'profil'\. Did you mean 'profile'\?"),
+        (("profile:", "limits: {engine_start_s: 0}\nprofile:"), r":9: limits\.engine_start_s must be a number above 0"),
     ],
 )
-def test_a_bad_setting_is_told_by_name_and_line(file: Path, change: tuple[str, str], complaint: str | None) -> None:
+def test_a_bad_setting_is_reported_by_name_and_line(file: Path, change: tuple[str, str], complaint: str | None) -> None:
     changed = POOL.lstrip("\n").replace(*change)
     assert changed != POOL.lstrip("\n")
     file.write_text("# pool\n" + changed, encoding="utf-8")
@@ -97,7 +108,7 @@ def test_a_bad_setting_is_told_by_name_and_line(file: Path, change: tuple[str, s
     [
         ("models: {}\nworkers: [embedded: {}]", "models is empty"),
         ("models: {a: {path: a}}\nworkers: []", "workers is empty"),
-        ("models: {a: {path: a}}", "'workers' is missing"),
+        ("models: {a: {path: a}}", "lacks 'workers'"),
         ("", "the file is empty"),
     ],
 )
@@ -115,7 +126,7 @@ def test_another_tau_takes_the_place_of_the_pools(file: Path) -> None:
     assert changed.aggregate.tau == 2.0
     assert pool.with_tau(None) is pool
     file.write_text(POOL.replace("aggregate:", "# aggregate:"), encoding="utf-8")
-    with pytest.raises(ConfigError, match="the pool has no aggregator that tau could spare"):
+    with pytest.raises(ConfigError, match="tau needs an aggregator, and the pool has none"):
         load_pool(file).with_tau(1.0)
 
 
@@ -131,7 +142,7 @@ def test_a_pool_may_name_a_ray_cluster(tmp_path: Path, address: str) -> None:
     [
         ({"ray": {"address": "head"}}, "address must be auto, host:port or ray://host:port, not 'head'"),
         ({"ray": {"address": "http://10.0.0.1:8265"}}, "address must be auto"),
-        ({"ray": {"address": "auto", "cpus": -1}}, "cpus must be at least 0"),
+        ({"ray": {"address": "auto", "cpus": -1}}, "ray.cpus must be a number at least 0, not -1"),
         ({"workers": [{"embedded": {}, "node": "10.0.0.2"}]}, "the pool runs on no Ray cluster"),
     ],
 )

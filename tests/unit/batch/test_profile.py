@@ -1,19 +1,19 @@
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from shell_router.batch.answering import Prompt
-from shell_router.batch.cost import SessionRun
-from shell_router.batch.profile import ModelProfile, PoolProfile, profile_of
-from shell_router.batch.profiling import profiled
-from shell_router.batch.settings import Sampling
+from shell_router.batch.pool import Sampling
+from shell_router.batch.profile import ModelProfile, PoolProfile, SessionRun, profile_of
+from shell_router.batch.prompts import Prompt
+from shell_router.batch.sessions import profiled
 from shell_router.config.read import read_file
-from shell_router.engines.scripted import Script
 from shell_router.errors import ConfigError, EngineError, EngineRejected
-from tests.fakes.scripted_workers import ScriptedWorkers
-from tests.fakes.stepped_timers import SteppedTimers
+from tests.fakes.pools import ScriptedWorkers
+from tests.fakes.scripted_engine import Script
+from tests.fakes.timers import SteppedTimers
 
 RUNS = (SessionRun(2, 100.0, 150.0, 3.0), SessionRun(8, 90.0, 160.0, 9.0), SessionRun(32, 110.0, 170.0, 33.0))
 MODEL = ModelProfile(12.5, 100.0, 200.0, 1.5, 0.02, 0.0000123, 0.07, RUNS)
@@ -21,7 +21,7 @@ MODEL = ModelProfile(12.5, 100.0, 200.0, 1.5, 0.02, 0.0000123, 0.07, RUNS)
 
 def prompts(number: int) -> list[Prompt]:
     return [
-        Prompt(str(n), "expert", "a", [{"role": "user", "content": f"Q{n}"}], Sampling().params(0))
+        Prompt(str(n), "proposer", "a", [{"role": "user", "content": f"Q{n}"}], Sampling().params(0))
         for n in range(number)
     ]
 
@@ -34,6 +34,14 @@ def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         assert found.models["a"] == MODEL
         assert found.aggregator == profile.aggregator
         assert found.models.keys() == profile.models.keys()
+
+
+def test_an_edited_profile_with_a_negative_figure_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "costs.yaml"
+    profile = PoolProfile({"a": replace(MODEL, step_s=-0.1)})
+    file.write_text(yaml.safe_dump(profile.as_plain(), sort_keys=False), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"models\.a\.step_s must be a number at least 0"):
+        read_file(file, PoolProfile)
 
 
 def test_a_fast_models_seconds_per_token_are_kept_to_a_thousandth() -> None:
@@ -123,7 +131,7 @@ async def test_too_few_prompts_are_refused_with_how_many_are_needed() -> None:
     assert not timed.workers.loads
 
 
-async def test_a_model_that_does_not_load_on_one_worker_is_told_as_it_is_and_the_other_waits_for_nothing() -> None:
+async def test_a_model_that_does_not_load_on_one_worker_is_reported_as_it_is_and_the_other_waits_for_nothing() -> None:
     timed = Timed()
     timed.workers.unloadable = lambda worker, _: worker == 1
     with pytest.raises(EngineError, match="a did not load on worker 1"):

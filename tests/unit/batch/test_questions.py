@@ -16,21 +16,21 @@ def read(folder: Path, *lines: object) -> Questions:
 
 
 def test_a_line_is_a_question_with_what_it_says_of_itself(tmp_path: Path) -> None:
-    line = {"question": "How many?", "id": "q-1", "answer": "3", "experts": ["large", "large"], "skills": ["algebra"]}
+    line = {"question": "How many?", "id": "q-1", "answer": "3", "proposers": ["large", "large"], "skills": ["algebra"]}
     (one,) = read(tmp_path, line).asked
-    assert (one.id, one.text, one.answer, one.experts, one.skills, one.line) == (
+    assert (one.id, one.text, one.answer, one.proposers, one.skills, one.line) == (
         *("q-1", "How many?", "3", ("large",), frozenset({"algebra"})),
         1,
     )
-    assert one.grader == "numeric"
+    assert (one.grade("Answer: 3"), one.grade("Answer: 4"), one.grade("")) == (True, False, False)
 
 
 def test_what_a_line_does_not_say_is_open_and_its_id_is_its_number(tmp_path: Path) -> None:
-    nothing = dict.fromkeys(("id", "answer", "experts", "skills"))
+    nothing = dict.fromkeys(("id", "answer", "proposers", "skills"))
     found = read(
         tmp_path, b"", {"question": "One?"}, b"  ", {"question": "Two?", **nothing}, {"question": "?", "id": 7}
     )
-    assert [(one.id, one.experts, one.skills, one.answer, one.grader) for one in found.asked] == [
+    assert [(one.id, one.proposers, one.skills, one.answer, one.grade("3")) for one in found.asked] == [
         ("2", (), frozenset(), None, None),
         ("4", (), frozenset(), None, None),
         ("7", (), frozenset(), None, None),
@@ -51,14 +51,14 @@ def test_what_a_line_does_not_say_is_open_and_its_id_is_its_number(tmp_path: Pat
         ({"question": "?", "id": True}, "id must be text or a whole number, not True."),
         ({"question": "?", "id": 1.5}, "id must be text or a whole number, not 1.5."),
         ({"question": "?", "id": "first"}, "line 1 has the id 'first' already."),
-        ({"question": "?", "id": "x", "experts": ["tiny"]}, "there is no expert 'tiny'; there are small, large."),
-        ({"question": "?", "id": "x", "experts": "small"}, "experts must be a list of texts, not 'small'."),
+        ({"question": "?", "id": "x", "proposers": ["tiny"]}, "there is no proposer 'tiny'; there are small, large."),
+        ({"question": "?", "id": "x", "proposers": "small"}, "proposers must be a list of texts, not 'small'."),
         ({"question": "?", "id": "x", "skills": [1]}, "skills must be a list of texts, not [1]."),
         ({"question": "?", "id": "x", "answer": 3}, "answer must be text that is not empty, not 3."),
         ({"question": "?", "id": "x", "answer": "**"}, "the answer '**' cannot be compared with another."),
     ],
 )
-def test_a_bad_line_is_told_by_name_and_the_others_are_asked(tmp_path: Path, line: object, error: str) -> None:
+def test_a_bad_line_is_reported_by_name_and_the_others_are_asked(tmp_path: Path, line: object, error: str) -> None:
     found = read(tmp_path, {"question": "One?", "id": "first"}, line, {"question": "Three?"})
     assert [one.line for one in found.asked] == [1, 3]
     (refused,) = found.refused
@@ -69,7 +69,9 @@ def test_a_bad_line_is_told_by_name_and_the_others_are_asked(tmp_path: Path, lin
 @pytest.mark.parametrize(
     ("line", "named"), [({"id": "x"}, "x"), ({}, "2"), ({"id": ""}, None), ({"id": "first"}, None), (b"{", None)]
 )
-def test_a_bad_line_is_told_with_its_id_if_it_has_a_good_one(tmp_path: Path, line: object, named: str | None) -> None:
+def test_a_bad_line_is_reported_with_its_id_if_it_has_a_good_one(
+    tmp_path: Path, line: object, named: str | None
+) -> None:
     assert read(tmp_path, {"question": "One?", "id": "first"}, line).refused[0].id == named
 
 
@@ -112,7 +114,7 @@ def test_the_first_questions_stand_with_the_bad_lines_between_them(
     assert [one.line for one in found.refused] == refused
 
 
-def test_what_is_asked_is_told_apart_by_its_fingerprint(tmp_path: Path) -> None:
+def test_questions_are_distinguished_by_their_fingerprint(tmp_path: Path) -> None:
     two = read(tmp_path, {"question": "1"}, {"question": "2"})
     assert read(tmp_path, {"question": "1"}, {"question": "3"}).fingerprint != two.fingerprint
     assert two.first(1).fingerprint != two.fingerprint

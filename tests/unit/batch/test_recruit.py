@@ -7,32 +7,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shell_router.batch.pool import Pool, PoolModel, PoolWorker, Recruiting
+from shell_router.batch.pool_run import recruit
 from shell_router.batch.questions import Question
 from shell_router.batch.recruit import (
-    NEIGHBOURS,
+    NEIGHBORS,
     recruited,
     skill_scores,
-    skills_alike,
-    texts_alike,
+    skill_similarity,
+    text_similarity,
 )
-from shell_router.batch.results import Opinion, Result, as_lines
-from shell_router.batch.settings import Recruiting
-from shell_router.config import EmbeddedSection, EmbedderSettings
-from shell_router.config.pool import Pool, PoolModel, PoolWorker
+from shell_router.batch.results import Proposal, Result, as_lines
+from shell_router.config import EmbedderSettings
 from shell_router.errors import ConfigError
-from shell_router.wiring.recruiting import recruit
+from shell_router.standins.embedded.settings import EmbeddedSection
 
 SCORES = {"a": 0.9, "b": 0.0, "c": 0.3, "d": 0.3}
 
 
 def shares(scores: dict[str, float], number: int, draws: int = 4000) -> dict[str, float]:
-    """How often each expert is drawn."""
+    """How often each proposer is drawn."""
     drawn = Counter(name for seed in range(draws) for name in recruited(scores, number, random.Random(seed)))
     return {name: drawn[name] / draws for name in scores}
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_so_many_different_experts_are_drawn_and_stand_in_their_order(number: int) -> None:
+def test_that_number_of_different_models_is_drawn_in_their_order(number: int) -> None:
     for seed in range(50):
         drawn = recruited(SCORES, number, random.Random(seed))
         assert len(set(drawn)) == number
@@ -52,46 +52,40 @@ def test_experts_are_drawn_by_their_scores_and_one_that_was_never_right_sometime
     assert all(share == pytest.approx(0.5, abs=0.03) for share in shares(dict.fromkeys("abcd", 0.0), 2).values())
 
 
-@pytest.mark.parametrize("number", [0, 5])
-def test_a_number_that_cannot_be_drawn_is_refused(number: int) -> None:
-    with pytest.raises(ConfigError, match="Give a number from 1 to 4"):
-        recruited(SCORES, number, random.Random(0))
-
-
 def test_skills_are_alike_as_far_as_they_are_shared() -> None:
     asked = [frozenset("xy"), frozenset("z"), frozenset[str]()]
     known = [frozenset("xy"), frozenset("yz"), frozenset[str]()]
-    assert skills_alike(asked, known).tolist() == [[1, pytest.approx(1 / 3), 0], [0, 0.5, 0], [0, 0, 0]]
+    assert skill_similarity(asked, known).tolist() == [[1, pytest.approx(1 / 3), 0], [0, 0.5, 0], [0, 0, 0]]
 
 
 def test_texts_are_alike_by_the_cosine_of_their_embeddings_and_never_less_than_not_at_all() -> None:
     asked, known = np.array([[2.0, 0.0], [0.0, 0.0]]), np.array([[1.0, 0.0], [3.0, 3.0], [-1.0, 0.0]])
-    assert texts_alike(asked, known)[0].tolist() == [1, pytest.approx(2**-0.5), 0]
-    assert texts_alike(asked, known)[1].tolist() == [0, 0, 0]
+    assert text_similarity(asked, known)[0].tolist() == [1, pytest.approx(2**-0.5), 0]
+    assert text_similarity(asked, known)[1].tolist() == [0, 0, 0]
 
 
 def test_only_the_nearest_neighbours_count() -> None:
-    angles = np.linspace(0, 1.5, 3 * NEIGHBOURS)
+    angles = np.linspace(0, 1.5, 3 * NEIGHBORS)
     known = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    alike = texts_alike(np.array([[1.0, 0.0]]), known)
-    assert (alike[0, :NEIGHBOURS] > 0).all()
-    assert not alike[0, NEIGHBOURS:].any()
+    similarity = text_similarity(np.array([[1.0, 0.0]]), known)
+    assert (similarity[0, :NEIGHBORS] > 0).all()
+    assert not similarity[0, NEIGHBORS:].any()
 
 
 def test_an_expert_scores_by_how_right_it_was_about_what_is_alike() -> None:
     known = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
-    alike = np.array([[3.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    assert skill_scores(alike, known).tolist() == [[0.75, 0.25], [pytest.approx(1 / 3), pytest.approx(2 / 3)]]
+    similarity = np.array([[3.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    assert skill_scores(similarity, known).tolist() == [[0.75, 0.25], [pytest.approx(1 / 3), pytest.approx(2 / 3)]]
 
 
-def pool(skills: Path | None = None, experts: int = 1, model: str = "hash") -> Pool:
+def pool(skills: Path | None = None, proposers: int = 1, model: str = "hash") -> Pool:
     models = {name: PoolModel(Path(name)) for name in ("sums", "words")}
     workers = (PoolWorker(embedded=EmbeddedSection()),)
-    return Pool(models, workers, recruit=Recruiting(experts, skills), embedder=EmbedderSettings(model))
+    return Pool(models, workers, recruit=Recruiting(proposers, skills), embedder=EmbedderSettings(model))
 
 
-def opinion(model: str, right: bool | None) -> Opinion:
-    return Opinion(model, "1", 0.5, 3, right)
+def opinion(model: str, right: bool | None) -> Proposal:
+    return Proposal(model, "1", 0.5, 3, right)
 
 
 def known_run(folder: Path, *, skills: bool = True, right: bool | None = True) -> Path:
@@ -106,7 +100,7 @@ def known_run(folder: Path, *, skills: bool = True, right: bool | None = True) -
                 str(line),
                 "add the numbers seven and nine" if sums else "which animal barks loudest",
                 ("numbers",) if skills and sums else ("animals",) if skills else (),
-                experts=(opinion("sums", right if sums else wrong), opinion("words", wrong if sums else right)),
+                proposals=(opinion("sums", right if sums else wrong), opinion("words", wrong if sums else right)),
             )
         )
     (folder / "results.jsonl").write_bytes(as_lines(results))
@@ -120,7 +114,7 @@ def asked(skills: bool = True) -> list[Question]:
 
 
 def fitting(drawn: Mapping[str, tuple[str, ...]]) -> float:
-    """How often the expert was drawn that knows its subject."""
+    """How often the proposer was drawn that knows its subject."""
     return sum(names == (("sums", "words")[int(name) % 2],) for name, names in drawn.items()) / len(drawn)
 
 
@@ -148,13 +142,13 @@ async def test_skills_alone_need_no_embedder_and_texts_do(tmp_path: Path) -> Non
 async def test_a_question_keeps_the_experts_of_its_line_and_the_others_do_not_change_by_it(tmp_path: Path) -> None:
     questions = asked()
     drawn = await recruit(pool(), questions, 3)
-    named = [replace(questions[0], experts=("words", "sums")), *questions[1:]]
+    named = [replace(questions[0], proposers=("words", "sums")), *questions[1:]]
     assert await recruit(pool(), named, 3) == {**drawn, "0": ("words", "sums")}
     assert await recruit(pool(), questions, 4) != drawn
 
 
 async def test_where_all_answer_no_run_is_read(tmp_path: Path) -> None:
-    drawn = await recruit(pool(tmp_path / "absent", experts=5), asked(), 0)
+    drawn = await recruit(pool(tmp_path / "absent", proposers=5), asked(), 0)
     assert set(drawn.values()) == {("sums", "words")}
 
 
@@ -163,6 +157,6 @@ async def test_a_run_whose_right_answers_are_not_known_tells_nothing(tmp_path: P
         await recruit(pool(known_run(tmp_path, right=None)), asked(), 0)
 
 
-async def test_a_folder_without_results_is_told(tmp_path: Path) -> None:
+async def test_a_folder_without_results_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Name the folder of a run that has ended"):
         await recruit(pool(tmp_path), asked(), 0)

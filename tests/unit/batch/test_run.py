@@ -8,28 +8,26 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.batch.asking import Batch
-from shell_router.batch.baselines import longest_first
-from shell_router.batch.extract import extractor
 from shell_router.batch.journal import Journal, Output, opened
-from shell_router.batch.plan import Plan, Workload
+from shell_router.batch.planner import Plan, Workload, longest_first
+from shell_router.batch.pool import Aggregating, Pool, PoolModel, PoolWorker
 from shell_router.batch.profile import ModelProfile, PoolProfile
-from shell_router.batch.questions import Question, Refused
-from shell_router.batch.results import Result, as_lines, results_of
-from shell_router.batch.run import Follow, Rig, Stage, run_batch
+from shell_router.batch.prompts import Batch
+from shell_router.batch.questions import Question, Questions, Refused
+from shell_router.batch.results import Result, as_lines
+from shell_router.batch.run import Finished, Follow, Rig, Stage, run_batch
 from shell_router.batch.sessions import Sessions
-from shell_router.batch.settings import Aggregating, Answers, Sampling
-from shell_router.engines.embedder import HashEmbedder
-from shell_router.engines.scripted import Script
+from shell_router.engines.embedding import HashEmbedder
 from shell_router.errors import ConfigError, EngineRejected
-from tests.fakes.filling_disk import FillingDisk
-from tests.fakes.gates import Hold
-from tests.fakes.scripted_workers import ScriptedWorkers
-from tests.fakes.stepped_timers import SteppedTimers
-from tests.fakes.words import WordTokenizer
+from shell_router.standins.embedded.settings import EmbeddedSection
+from tests.fakes.components import FillingDisk
+from tests.fakes.moa import WordTokenizer
+from tests.fakes.pools import ScriptedWorkers
+from tests.fakes.scripted_engine import Hold, Script
+from tests.fakes.timers import SteppedTimers
 
 COST = ModelProfile(5.0, 10.0, 20.0, 1.0, 0.01, 0.02)
 PROFILE = PoolProfile(dict.fromkeys("abc", COST), COST)
@@ -56,50 +54,50 @@ def saying(answers: Mapping[str, str]) -> Callable[[str, str], Script]:
 def batch(questions: int = 3, tau: float | None = 1.0, **fields: object) -> Batch:
     """Questions `Q0?`, `Q1?` and so on, all answered by a, b and c, whose right answer is 1."""
     asked = [Question(str(n), f"Q{n}?", answer="1", line=n + 1) for n in range(questions)]
-    made = Batch(
-        asked,
-        {one.id: EXPERTS for one in asked},
-        Sampling(),
-        None if tau is None else Aggregating("b", tau),
-        extractor(Answers()),
-        {},
-    )
+    return Batch(pool(tau, **fields), Questions(tuple(asked), (), ""), {one.id: EXPERTS for one in asked})
+
+
+def pool(tau: float | None = 1.0, places: int = 2, **fields: object) -> Pool:
+    """Models a, b and c on `places` workers; b aggregates."""
+    models = {name: PoolModel(Path(name)) for name in EXPERTS}
+    workers = (PoolWorker(embedded=EmbeddedSection()),) * places
+    aggregate = None if tau is None else Aggregating("b", tau)
+    made = Pool(models, workers, capacity=3, concurrency=2, aggregate=aggregate)
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
 @dataclass
-class Started:
+class Started(Follow):
     """What a start of a run was seen to do."""
 
     workers: ScriptedWorkers = field(default_factory=ScriptedWorkers)
-    places: int = 2
     kill_after: float = float("inf")
     outputs: list[Output] = field(default_factory=list)
     stages: Sequence[Stage] = ()
-    told: list[Stage] = field(default_factory=list)
+    announced: list[Stage] = field(default_factory=list)
 
-    def _output(self, output: Output) -> None:
+    def on_output(self, output: Output) -> None:
         self.outputs.append(output)
         if len(self.outputs) >= self.kill_after:
             raise Killed
 
-    def _stage(self, stage: Stage, _sessions: Sessions) -> None:
-        self.told.append(stage)
+    def on_stage(self, stage: Stage, _sessions: Sessions) -> None:
+        self.announced.append(stage)
 
-    async def run(self, batch: Batch, folder: Path, refused: Sequence[Refused] = ()) -> list[Result]:
+    async def run(self, batch: Batch, folder: Path) -> list[Result]:
         """Run what the folder lacks; the results."""
         with opened(folder, DEPENDS_ON) as journal:
-            return results_of(await self.on(batch, journal), refused, journal.get)
+            return (await self.on(batch, journal)).results
 
-    async def on(self, batch: Batch, journal: Journal, profile: PoolProfile = PROFILE) -> Batch:
+    async def on(self, batch: Batch, journal: Journal, profile: PoolProfile = PROFILE) -> Finished:
         if self.kill_after <= 0:
             raise Killed
-        rig = Rig(self.workers, self.places, 3, 2, profile, SteppedTimers().clock, HashEmbedder())
-        follow = Follow(self._stage, self._output, lambda _line: None)
+        rig = Rig(self.workers, profile, SteppedTimers().clock, HashEmbedder())
         async with asyncio.timeout(20):
-            batch, self.stages = await run_batch(batch, rig, journal, longest_first, follow)
+            finished = await run_batch(batch, rig, journal, longest_first, self)
         assert not self.workers.open
-        return batch
+        self.stages = finished.stages
+        return finished
 
 
 async def outcome(answers: Mapping[str, str], folder: Path, asked: Batch | None = None) -> tuple[Started, list[Result]]:
@@ -116,18 +114,18 @@ def drafts(started: Started) -> list[str]:
 async def test_every_expert_is_asked_once_and_the_aggregator_where_they_do_not_agree(tmp_path: Path) -> None:
     started, results = await outcome({"a1": "2", "!1": "7"}, tmp_path)
     asked = sorted((one.question, one.role, one.model) for one in started.outputs)
-    wanted = [(str(n), "expert", model) for n in range(3) for model in EXPERTS]
+    wanted = [(str(n), "proposer", model) for n in range(3) for model in EXPERTS]
     assert asked == sorted([*wanted, ("1", "aggregator", "b")])
     assert [(one.by, one.answer, one.right, one.confidence) for one in results] == [
-        ("experts", "1", True, 1.0),
+        ("proposers", "1", True, 1.0),
         ("aggregator", "7", False, pytest.approx(2 / 3)),
-        ("experts", "1", True, 1.0),
+        ("proposers", "1", True, 1.0),
     ]
     assert [(stage.role, sum(one.prompts for one in stage.sessions)) for stage in started.stages] == [
-        ("expert", 9),
+        ("proposer", 9),
         ("aggregator", 1),
     ]
-    assert [stage.plan for stage in started.told] == [stage.plan for stage in started.stages]
+    assert [stage.plan for stage in started.announced] == [stage.plan for stage in started.stages]
 
 
 async def test_an_output_tells_how_sure_its_model_was_and_how_much_it_read_and_wrote(tmp_path: Path) -> None:
@@ -136,7 +134,7 @@ async def test_an_output_tells_how_sure_its_model_was_and_how_much_it_read_and_w
     assert (one.text, one.completion_tokens) == ("Answer: 1.", wrote)
     assert one.prompt_tokens == len(WordTokenizer().encode("<user>Q0?<assistant>"))
     assert one.confidence == pytest.approx(math.exp(-0.1))
-    assert [opinion.tokens for opinion in result.experts] == [wrote] * 3
+    assert [opinion.tokens for opinion in result.proposals] == [wrote] * 3
 
 
 async def test_the_aggregator_reads_the_drafts_in_the_order_of_the_experts(tmp_path: Path) -> None:
@@ -152,7 +150,7 @@ async def test_an_expert_that_failed_counts_but_is_not_read(tmp_path: Path) -> N
     assert (result.by, result.answer) == ("aggregator", "5")
     assert result.confidence == pytest.approx(2 / 3)
     assert result.error == "a: refused"
-    assert [(one.model, one.answer, one.right, one.error) for one in result.experts] == [
+    assert [(one.model, one.answer, one.right, one.error) for one in result.proposals] == [
         ("a", None, None, "refused"),
         ("b", "1", True, ""),
         ("c", "1", True, ""),
@@ -161,19 +159,19 @@ async def test_an_expert_that_failed_counts_but_is_not_read(tmp_path: Path) -> N
 
 async def test_where_the_aggregator_fails_the_plurality_stands_and_the_result_says_so(tmp_path: Path) -> None:
     _, (result,) = await outcome({"a0": "2", "!0": "refused"}, tmp_path, batch(1))
-    assert (result.by, result.answer, result.winner) == ("experts", "1", 2)
+    assert (result.by, result.answer, result.winner) == ("proposers", "1", 2)
     assert result.error == "The aggregator did not answer: refused"
 
 
-async def test_where_no_expert_answers_nobody_is_asked_further(tmp_path: Path) -> None:
+async def test_where_no_model_answers_no_other_is_asked(tmp_path: Path) -> None:
     started, (result,) = await outcome(dict.fromkeys(("a0", "b0", "c0"), "refused"), tmp_path, batch(1))
     assert not drafts(started)
-    assert (result.by, result.text, result.answer, result.winner, result.right) == ("nobody", "", None, None, False)
+    assert (result.by, result.text, result.answer, result.winner, result.right) == ("none", "", None, None, False)
     assert result.error == "a: refused b: refused c: refused"
 
 
 def by_similarity(questions: int) -> Batch:
-    return batch(questions, aggregating=Aggregating("b", 0.95, "similarity"))
+    return batch(questions, aggregate=Aggregating("b", 0.95, "similarity"))
 
 
 async def test_by_similarity_drafts_that_are_not_alike_need_the_aggregator(
@@ -181,10 +179,10 @@ async def test_by_similarity_drafts_that_are_not_alike_need_the_aggregator(
 ) -> None:
     apart = {"a1": "2 and so on for a while", "b1": "none of it is known", "c1": "there is more, or less"}
     _, results = await outcome(apart, tmp_path, by_similarity(2))
-    alike, unlike = (one.confidence for one in results)
-    assert alike == pytest.approx(1)
+    similarity, unlike = (one.confidence for one in results)
+    assert similarity == pytest.approx(1)
     assert unlike < 0.95
-    assert [(one.by, one.error) for one in results] == [("experts", ""), ("aggregator", "")]
+    assert [(one.by, one.error) for one in results] == [("proposers", ""), ("aggregator", "")]
 
 
 async def test_by_similarity_one_draft_is_like_nothing(tmp_path: Path) -> None:
@@ -198,37 +196,38 @@ async def test_drafts_without_an_answer_go_to_the_aggregator_or_the_last_stands(
     assert len(drafts(started)) == 1
     assert (result.by, result.answer, result.confidence) == ("aggregator", "5", 0.0)
     _, (alone,) = await outcome(silent, tmp_path / "without", batch(1, tau=None))
-    assert (alone.by, alone.text, alone.answer, alone.winner) == ("experts", "Answer: .", None, None)
+    assert (alone.by, alone.text, alone.answer, alone.winner) == ("proposers", "Answer: .", None, None)
 
 
 async def test_without_an_aggregator_the_plurality_answers(tmp_path: Path) -> None:
     started, results = await outcome({"a0": "2", "b0": "2", "c1": "3", "a1": "2"}, tmp_path, batch(2, tau=None))
-    assert [(one.by, one.answer, one.error) for one in results] == [("experts", "2", ""), ("experts", "3", "")]
-    assert [stage.role for stage in started.stages] == ["expert"]
+    assert [(one.by, one.answer, one.error) for one in results] == [("proposers", "2", ""), ("proposers", "3", "")]
+    assert [stage.role for stage in started.stages] == ["proposer"]
 
 
 async def test_refused_lines_stand_among_the_results_in_the_order_of_the_file(tmp_path: Path) -> None:
-    questions = [Question("x", "Q0?", line=2), Question("y", "Q1?", line=4)]
-    asked = replace(batch(), questions=questions, experts={"x": ("a",), "y": ("c", "b")})
-    refused = [Refused(5, None, "bad"), Refused(1, "r", "worse")]
-    results = await Started(ScriptedWorkers(saying({}))).run(asked, tmp_path, refused)
+    questions = (Question("x", "Q0?", line=2), Question("y", "Q1?", line=4))
+    refused = (Refused(5, None, "bad"), Refused(1, "r", "worse"))
+    asked = Batch(pool(), Questions(questions, refused, ""), {"x": ("a",), "y": ("c", "b")})
+    results = await Started(ScriptedWorkers(saying({}))).run(asked, tmp_path)
     assert [(one.line, one.id, one.by, one.error) for one in results] == [
-        (1, "r", "nobody", "worse"),
-        (2, "x", "experts", ""),
-        (4, "y", "experts", ""),
-        (5, None, "nobody", "bad"),
+        (1, "r", "none", "worse"),
+        (2, "x", "proposers", ""),
+        (4, "y", "proposers", ""),
+        (5, None, "none", "bad"),
     ]
-    assert [[one.model for one in result.experts] for result in results] == [[], ["a"], ["c", "b"], []]
+    assert [[one.model for one in result.proposals] for result in results] == [[], ["a"], ["c", "b"], []]
     assert [one.right for one in results] == [None] * 4
 
 
-async def test_models_are_told_their_system_prompt_and_draw_by_seeds_of_their_own(tmp_path: Path) -> None:
-    one, other = (batch(2, systems={"b": "Think."}, seed=seed) for seed in (0, 1))
-    assert [[m["role"] for m in p.messages] for p in one.expert_prompts()[:2]] == [["user"], ["system", "user"]]
-    seeds = [prompt.sampling["sampling_seed"] for made in (one, other) for prompt in made.expert_prompts()]
+async def test_models_get_their_system_prompt_and_draw_by_seeds_of_their_own(tmp_path: Path) -> None:
+    models = {**pool().models, "b": PoolModel(Path("b"), "Think.")}
+    one, other = (replace(batch(2, models=models), seed=seed) for seed in (0, 1))
+    assert [[m["role"] for m in p.messages] for p in one.proposer_prompts()[:2]] == [["user"], ["system", "user"]]
+    seeds = [prompt.sampling["sampling_seed"] for made in (one, other) for prompt in made.proposer_prompts()]
     assert len(set(seeds)) == 12
     assert all(0 <= seed < 2**31 for seed in seeds)
-    again = [prompt.sampling["sampling_seed"] for prompt in one.expert_prompts()]
+    again = [prompt.sampling["sampling_seed"] for prompt in one.proposer_prompts()]
     assert again == seeds[:6]
 
 
@@ -246,13 +245,13 @@ async def test_another_tau_asks_only_what_is_missing(tmp_path: Path) -> None:
         started, results = await outcome(answers, tmp_path, batch(tau=tau))
         asked.append([(one.question, one.role) for one in started.outputs if one.role == "aggregator"])
     assert asked == [[("2", "aggregator")], [("1", "aggregator")], [("0", "aggregator")], []]
-    assert [one.by for one in results] == ["experts", "experts", "aggregator"]
+    assert [one.by for one in results] == ["proposers", "proposers", "aggregator"]
 
 
 async def test_what_failed_is_tried_again_and_the_aggregator_reads_what_comes_of_it(tmp_path: Path) -> None:
     await outcome({"a0": "refused", "b0": "2"}, tmp_path, batch(1))
     started, (result,) = await outcome({"a0": "3", "b0": "2", "!0": "9"}, tmp_path, batch(1))
-    assert [(one.role, one.model) for one in started.outputs] == [("expert", "a"), ("aggregator", "b")]
+    assert [(one.role, one.model) for one in started.outputs] == [("proposer", "a"), ("aggregator", "b")]
     assert "Draft 1:\nAnswer: 3." in drafts(started)[0]
     assert (result.by, result.answer, result.error) == ("aggregator", "9", "")
 
@@ -278,7 +277,6 @@ async def whole_run(folder: Path, says: Callable[[str, str], Script], asked: Bat
     st.sampled_from((None, 0.67, 1.0, 2.0)),
     st.lists(st.tuples(st.integers(0, 9), st.binary(max_size=9)), max_size=5),
 )
-@settings(deadline=None, max_examples=60)
 def test_however_often_it_is_killed_the_results_are_those_of_one_go(
     seed: int, tau: float | None, kills: list[tuple[int, bytes]]
 ) -> None:
@@ -291,7 +289,7 @@ def test_however_often_it_is_killed_the_results_are_those_of_one_go(
 
 
 def _killed(folder: Path, says: Callable[[str, str], Script], asked: Batch, outputs: int, torn: bytes) -> None:
-    """End a run after so many outputs, in the middle of the next line."""
+    """End a run after a number of outputs, in the middle of the next line."""
     try:
         asyncio.run(whole_run(folder, says, asked, outputs))
     except* Killed:
@@ -318,7 +316,9 @@ async def test_killed_after_each_number_of_outputs_it_goes_on_to_the_same_result
 @pytest.mark.parametrize("room", [0, 1, 150, 200, 400, 500])
 async def test_a_journal_that_cannot_write_ends_the_run_with_its_error_as_it_is(room: int) -> None:
     started, disk = Started(ScriptedWorkers(saying({"a0": "2"}))), FillingDisk(room)
-    with pytest.raises(ConfigError, match=r"outputs\.jsonl: No space left on device\. Make room and run the same"):
+    with pytest.raises(
+        ConfigError, match=r"outputs\.jsonl: No space left on device\. Free disk space and run the same"
+    ):
         await started.on(batch(1), Journal(Path("outputs.jsonl"), disk, []))
     assert not started.workers.open
     assert len(asyncio.all_tasks()) == 1
@@ -344,7 +344,7 @@ async def test_cancelled_at_any_moment_a_batch_leaves_nothing_open_and_goes_on(t
     assert turns > 10
 
 
-async def test_a_model_without_a_profile_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+async def test_a_model_without_a_profile_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
     started = Started()
     with opened(tmp_path, DEPENDS_ON) as journal:
         with pytest.raises(ConfigError, match="The profile has no model 'c'"):
@@ -356,8 +356,8 @@ async def test_a_model_without_a_profile_is_told_before_anything_is_loaded(tmp_p
 
 async def test_no_two_models_are_held_by_a_worker_between_the_stages(tmp_path: Path) -> None:
     hold = Hold(first=0)
-    started = Started(ScriptedWorkers(saying({"a0": "2"}), pace=hold.pace), places=1)
-    running = asyncio.create_task(started.run(batch(1), tmp_path))
+    started = Started(ScriptedWorkers(saying({"a0": "2"}), pace=hold.pace))
+    running = asyncio.create_task(started.run(batch(1, places=1), tmp_path))
     await hold.until_waiting()
     assert list(started.workers.open) == [0]
     hold.release()
@@ -375,22 +375,22 @@ def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
     async def ran() -> None:
         with opened(tmp_path, DEPENDS_ON) as journal:
             for number in range(2):
-                journal.add(Output(str(number), "expert", "a", "Answer: 1."))
-            rig = Rig(ScriptedWorkers(saying({})), 2, 3, 2, PROFILE, SteppedTimers().clock)
-            await run_batch(batch(), rig, journal, planner, Follow(lambda *_: None, lambda _: None, lambda _: None))
+                journal.add(Output(str(number), "proposer", "a", "Answer: 1."))
+            rig = Rig(ScriptedWorkers(saying({})), PROFILE, SteppedTimers().clock)
+            await run_batch(batch(), rig, journal, planner, Follow())
 
     asyncio.run(ran())
-    assert [{one.name: one.prompts for one in work.experts} for work in planned] == [{"a": 1, "b": 3, "c": 3}, {}]
+    assert [{one.name: one.prompts for one in work.models} for work in planned] == [{"a": 1, "b": 3, "c": 3}, {}]
 
 
 async def test_the_aggregator_may_take_all_workers_however_few_its_prompts(tmp_path: Path) -> None:
     replicas: list[int] = []
 
     def planner(workload: Workload) -> Plan:
-        replicas.extend(expert.replicas(workload.workers) for expert in workload.experts)
+        replicas.extend(proposer.replicas(workload.workers) for proposer in workload.models)
         return longest_first(workload)
 
     with opened(tmp_path, DEPENDS_ON) as journal:
-        rig = Rig(ScriptedWorkers(saying({})), 4, 3, 2, PROFILE, SteppedTimers().clock)
-        await run_batch(batch(tau=2.0), rig, journal, planner, Follow(lambda *_: None, lambda _: None, lambda _: None))
+        rig = Rig(ScriptedWorkers(saying({})), PROFILE, SteppedTimers().clock)
+        await run_batch(batch(tau=2.0, places=4), rig, journal, planner, Follow())
     assert replicas == [1, 1, 1, 4]

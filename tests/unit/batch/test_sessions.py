@@ -5,30 +5,30 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.batch.answering import Prompt
 from shell_router.batch.journal import Output
-from shell_router.batch.plan import Expert, Plan, Session, Workload, sessions_of
-from shell_router.batch.sessions import Sessions, Watch
-from shell_router.batch.settings import Sampling
-from shell_router.engines.scripted import Script
+from shell_router.batch.planner import ModelWork, Plan, Session, Workload, sessions_of
+from shell_router.batch.pool import Sampling
+from shell_router.batch.prompts import Prompt
+from shell_router.batch.queues import WorkerQueues
+from shell_router.batch.sessions import Sessions
 from shell_router.errors import ConfigError, EngineRejected, EngineUnreachable, PromptTooLong, ShellRouterError
-from tests.fakes.gates import Hold
-from tests.fakes.scripted_workers import ScriptedWorkers, echo
-from tests.fakes.stepped_timers import SteppedTimers
+from tests.fakes.pools import ScriptedWorkers, echo
+from tests.fakes.scripted_engine import Hold, Script
+from tests.fakes.timers import SteppedTimers
 
 Shares = Sequence[Mapping[str, int]]
 
 
 def prompt(model: str, number: int) -> Prompt:
     messages = [{"role": "user", "content": f"{model}{number}"}]
-    return Prompt(f"q{number}", "expert", model, messages, Sampling().params(0))
+    return Prompt(f"q{number}", "proposer", model, messages, Sampling().params(0))
 
 
-def cost(model: str, prompts: int) -> Expert:
-    return Expert(model, prompts, load_s=10.0, per_prompt_s=1.0)
+def cost(model: str, prompts: int) -> ModelWork:
+    return ModelWork(model, prompts, load_s=10.0, per_prompt_s=1.0)
 
 
 @dataclass
@@ -37,23 +37,27 @@ class Run:
 
     workers: ScriptedWorkers
     shares: Shares
-    at_once: int = 4
+    concurrency: int = 4
     refuse: Callable[[Output], None] | None = None
     outputs: list[Output] = field(default_factory=list)
-    sessions: list[Session] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    sessions: Sequence[Session] = ()
+    messages: list[str] = field(default_factory=list)
     left_s: list[float] = field(default_factory=list)
     timers: SteppedTimers = field(default_factory=SteppedTimers)
 
     def __post_init__(self) -> None:
         asked = sum((Counter(dict(share)) for share in self.shares), Counter[str]())
-        experts = [cost(model, prompts) for model, prompts in asked.items()]
-        self.prompts = {expert.name: [prompt(expert.name, n) for n in range(expert.prompts)] for expert in experts}
-        work = Workload(tuple(experts), len(self.shares), max(1, len(experts)))
-        self.plan = Plan("by hand", sessions_of(work, self.shares), 0.0)
-        watch = Watch(self._output, self.sessions.append, self.told.append)
+        models = [cost(model, prompts) for model, prompts in asked.items()]
+        self.prompts = {model.name: [prompt(model.name, n) for n in range(model.prompts)] for model in models}
+        work = Workload(tuple(models), len(self.shares), max(1, len(models)))
+        plan = Plan("by hand", sessions_of(work, self.shares), 0.0)
         self.running = Sessions(
-            experts, self.prompts, self.workers, watch, at_once=self.at_once, clock=self.timers.clock
+            WorkerQueues(models, self.prompts, plan, len(self.shares)),
+            self.workers,
+            self._output,
+            self.messages.append,
+            concurrency=self.concurrency,
+            clock=self.timers.clock,
         )
 
     def _output(self, output: Output) -> None:
@@ -64,7 +68,7 @@ class Run:
 
     async def done(self) -> "Run":
         async with asyncio.timeout(20):
-            await self.running.run(self.plan, len(self.shares))
+            self.sessions = await self.running.run()
         return self
 
     @property
@@ -97,11 +101,10 @@ def troubles(draw: st.DrawFn) -> tuple[Shares, set[tuple[int, str]], set[str], s
 
 
 @given(troubles())
-@settings(deadline=None, max_examples=300)
 def test_whatever_fails_every_prompt_has_one_output_and_only_what_cannot_be_answered_an_error(
     trouble: tuple[Shares, set[tuple[int, str]], set[str], set[str], int],
 ) -> None:
-    shares, unloadable, killers, passing, at_once = trouble
+    shares, unloadable, killers, passing, concurrency = trouble
     tried: Counter[str] = Counter()
 
     def says(model: str, text: str) -> Script:
@@ -110,7 +113,7 @@ def test_whatever_fails_every_prompt_has_one_output_and_only_what_cannot_be_answ
         return Script("no", error=EngineUnreachable("for a moment")) if failing else echo(model, text)
 
     workers = ScriptedWorkers(says, lambda *place: place in unloadable, lambda _, text: text in killers)
-    run = Run(workers, shares, at_once)
+    run = Run(workers, shares, concurrency)
     asyncio.run(run.done())
     run.require_each_once()
     everywhere = {model for model in run.prompts if all((n, model) in unloadable for n in range(len(shares)))}
@@ -118,7 +121,7 @@ def test_whatever_fails_every_prompt_has_one_output_and_only_what_cannot_be_answ
     asked = {output.model + output.question[1:] for output in run.outputs}
     lost = {text for text in asked if text[0] in everywhere} | (killers & asked)
     assert lost <= failed <= lost | passing
-    assert workers.most_running <= at_once
+    assert workers.most_running <= concurrency
 
 
 async def test_each_worker_loads_what_the_plan_says_in_its_order() -> None:
@@ -127,7 +130,7 @@ async def test_each_worker_loads_what_the_plan_says_in_its_order() -> None:
     assert [model for worker, model in run.workers.loads if worker == 0] == ["a", "b"]
     assert [model for worker, model in run.workers.loads if worker == 1] == ["b"]
     assert {output.text for output in run.outputs if output.model == "b"} == {f"b heard b{n}" for n in range(3)}
-    assert sorted((one.worker, one.expert, one.prompts) for one in run.sessions) == [
+    assert sorted((one.worker, one.model, one.prompts) for one in run.sessions) == [
         (0, "a", 3),
         (0, "b", 1),
         (1, "b", 2),
@@ -162,7 +165,7 @@ async def test_of_an_engine_that_dies_only_what_it_had_not_answered_is_asked_aga
         return text == "a5" and len(killed) == 1 and workers.asked.count(("a", "a5")) == 1
 
     workers = ScriptedWorkers(kills=kills)
-    run = await Run(workers, [{"a": 8}, {}], at_once=1).done()
+    run = await Run(workers, [{"a": 8}, {}], concurrency=1).done()
     run.require_each_once()
     assert not run.errors
     assert workers.loads == [(0, "a"), (1, "a")]
@@ -235,10 +238,10 @@ async def test_several_prompts_that_engines_die_of_cost_only_themselves() -> Non
 
 @pytest.mark.parametrize("places", [1, 2, 4])
 @pytest.mark.parametrize("poison", ["a0", "a3", "a7", "a19"])
-@pytest.mark.parametrize("at_once", [1, 4, 32])
-async def test_a_prompt_that_every_engine_dies_of_costs_only_itself(places: int, poison: str, at_once: int) -> None:
+@pytest.mark.parametrize("concurrency", [1, 4, 32])
+async def test_a_prompt_that_every_engine_dies_of_costs_only_itself(places: int, poison: str, concurrency: int) -> None:
     workers = ScriptedWorkers(kills=lambda _, text: text == poison)
-    run = await Run(workers, [{"a": 20, "b": 2}, *[{"b": 2}] * (places - 1)], at_once).done()
+    run = await Run(workers, [{"a": 20, "b": 2}, *[{"b": 2}] * (places - 1)], concurrency).done()
     run.require_each_once()
     assert run.errors == {f"a q{poison[1:]}": "the engine of a is dead"}
 
@@ -248,7 +251,7 @@ async def test_a_worker_whose_engine_died_takes_the_rest_itself_where_no_other_l
         unloadable=lambda worker, _: worker == 1,
         kills=lambda _, text: text == "a4" and workers.asked.count(("a", "a4")) == 1,
     )
-    run = await Run(workers, [{"a": 9}, {}], at_once=1).done()
+    run = await Run(workers, [{"a": 9}, {}], concurrency=1).done()
     run.require_each_once()
     assert not run.errors
     assert workers.loads == [(0, "a"), (1, "a"), (0, "a")]
@@ -259,7 +262,7 @@ async def test_an_engine_that_dies_late_is_no_reason_to_give_up_a_model_that_fai
         unloadable=lambda worker, model: model == "a" and worker > 0,
         kills=lambda _, text: text == "a30" and workers.asked.count(("a", "a30")) == 1,
     )
-    run = await Run(workers, [{"a": 40}, {"b": 1, "a": 1}, {"b": 1}, {}], at_once=1).done()
+    run = await Run(workers, [{"a": 40}, {"b": 1, "a": 1}, {"b": 1}, {}], concurrency=1).done()
     run.require_each_once()
     assert len(run.errors) <= 1  # what worker 1 was given, and two others could not load
 
@@ -308,15 +311,15 @@ async def test_a_prompt_that_does_not_fit_the_context_is_an_error_that_says_so_a
     assert not run.workers.asked
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
-async def test_an_engine_has_at_most_so_many_prompts_at_once(at_once: int) -> None:
-    run = await Run(ScriptedWorkers(), [{"a": 12}], at_once).done()
-    assert run.workers.most_running == at_once
+@pytest.mark.parametrize("concurrency", [1, 3])
+async def test_an_engine_has_at_most_concurrency_prompts_at_once(concurrency: int) -> None:
+    run = await Run(ScriptedWorkers(), [{"a": 12}], concurrency).done()
+    assert run.workers.most_running == concurrency
 
 
 async def test_the_estimate_falls_to_nothing() -> None:
-    run = Run(ScriptedWorkers(), [{"a": 5, "b": 2}, {"b": 4}], at_once=1)
-    assert run.running.left_s == 0
+    run = Run(ScriptedWorkers(), [{"a": 5, "b": 2}, {"b": 4}], concurrency=1)
+    assert run.running.left_s == (10 + 5) + (10 + 2)  # before it begins
     await run.done()
     assert run.left_s[0] == pytest.approx(4 + 10 + 2)
     assert run.left_s == sorted(run.left_s, reverse=True)
@@ -327,7 +330,7 @@ async def test_sessions_are_timed_from_the_start_of_the_run_loads_included() -> 
     run = Run(ScriptedWorkers(load=lambda *_: _stepped(run, 7.0)), [{"a": 2, "b": 1}])
     run.timers.step(100.0)
     await run.done()
-    assert [(one.expert, one.begin_s, one.end_s) for one in run.sessions] == [("a", 0.0, 7.0), ("b", 7.0, 14.0)]
+    assert [(one.model, one.begin_s, one.end_s) for one in run.sessions] == [("a", 0.0, 7.0), ("b", 7.0, 14.0)]
 
 
 async def _stepped(run: Run, seconds: float) -> None:
@@ -341,7 +344,7 @@ def troubled() -> Run:
             unloadable=lambda worker, model: (worker, model) == (0, "a"), kills=lambda _, text: text == "b1"
         ),
         [{"a": 3, "b": 2}, {"a": 1}, {}],
-        at_once=2,
+        concurrency=2,
     )
 
 

@@ -5,18 +5,19 @@ import orjson
 import pytest
 
 from shell_router.batch.report import outcome, trial_table
-from shell_router.batch.results import Opinion, Result, as_lines, read_results
-from shell_router.batch.tau import choose, trials
+from shell_router.batch.results import Proposal, Result, as_lines, choose, read_results, trials
 from shell_router.errors import DataError
 
 
 def result(answers: str, right: bool, by: str = "aggregator", error: str = "") -> Result:
-    """Experts that answer one letter each, of which r is right; the aggregator is `right`."""
-    experts = tuple(Opinion(f"m{n}", None if one == "." else one, 0.5, 3, one == "r") for n, one in enumerate(answers))
+    """Proposers that answer one letter each, of which r is right; the aggregator is `right`."""
+    proposers = tuple(
+        Proposal(f"m{n}", None if one == "." else one, 0.5, 3, one == "r") for n, one in enumerate(answers)
+    )
     said = [one for one in answers if one != "."]
     most = max((said.count(one) for one in said), default=0)
     winner = max((n for n, one in enumerate(answers) if one != "." and said.count(one) == most), default=None)
-    return Result(1, "1", by=by, right=right, winner=winner, experts=experts, error=error)  # type: ignore[arg-type]
+    return Result(1, "1", by=by, right=right, winner=winner, proposals=proposers, error=error)  # type: ignore[arg-type]
 
 
 RUN = [
@@ -40,12 +41,12 @@ def test_every_tau_is_judged_by_what_it_skips_and_what_that_costs() -> None:
     assert [one.loss.value for one in found] == [0, 0, 0, 0]
 
 
-def test_agreement_is_measured_as_in_the_run_unless_told_otherwise() -> None:
+def test_agreement_is_measured_as_in_the_run_unless_set_otherwise() -> None:
     run = [replace(one, confidence=0.25 * place) for place, one in enumerate(RUN[:3], 1)]
     assert [(one.tau, one.skipped) for one in trials(run)] == [(2, 0), (0.75, 1 / 3), (0.5, 2 / 3), (0.25, 1)]
 
 
-def test_what_is_lost_is_told_in_points() -> None:
+def test_the_loss_is_in_points() -> None:
     found = trials([*RUN[:5], result("xxr", True)], "plurality")
     assert [one.loss.value for one in found] == pytest.approx([0, 0, 100 * 2 / 6, 100 * 2 / 6])
     assert all(one.loss.low <= one.loss.value <= one.loss.high for one in found)
@@ -61,19 +62,23 @@ def test_the_lowest_tau_within_the_bound_is_chosen_and_none_below_one_that_is_no
 
 
 def test_sure_experts_weigh_more_by_the_other_measure() -> None:
-    opinions = (Opinion("m0", "r", 0.9, 3, True), Opinion("m1", "r", 0.6, 3, True), Opinion("m2", "x", 0.5, 3, False))
-    found = trials([replace(RUN[2], experts=opinions, winner=1)], "probability")
+    opinions = (
+        Proposal("m0", "r", 0.9, 3, True),
+        Proposal("m1", "r", 0.6, 3, True),
+        Proposal("m2", "x", 0.5, 3, False),
+    )
+    found = trials([replace(RUN[2], proposals=opinions, winner=1)], "probability")
     assert [one.tau for one in found] == [2.0, 0.75]
     assert [one.skipped for one in found] == [0, 1]
 
 
 def test_a_run_whose_gate_spared_the_aggregator_tells_nothing() -> None:
     with pytest.raises(DataError, match=r"The aggregator was not asked everything\. Run it with --tau 2"):
-        trials([*RUN, result("rrr", True, by="experts")], "plurality")
+        trials([*RUN, result("rrr", True, by="proposers")], "plurality")
 
 
 def test_questions_on_which_the_aggregator_failed_are_left_out() -> None:
-    failed = result("xxx", False, by="experts", error="The aggregator did not answer: no")
+    failed = result("xxx", False, by="proposers", error="The aggregator did not answer: no")
     assert trials([*RUN, failed], "plurality") == trials(RUN, "plurality")
 
 
@@ -83,7 +88,7 @@ def test_a_run_without_right_answers_tells_nothing(run: list[Result]) -> None:
         trials(run, "plurality")
 
 
-def test_where_nobody_answers_the_aggregator_is_always_asked() -> None:
+def test_where_no_model_answers_the_aggregator_is_always_asked() -> None:
     (only,) = trials([result("...", True), result("...", False)], "plurality")
     assert (only.tau, only.skipped, only.accuracy.value) == (2.0, 0, 0.5)
 
@@ -97,30 +102,30 @@ def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"{", b"5", b"null", b"[]", b"{}", b'{"experts": 5}', b'{"experts": [5]}', b'{"experts": [{"name": "x"}]}'],
+    [b"{", b"5", b"null", b"[]", b"{}", b'{"proposers": 5}', b'{"proposers": [5]}', b'{"proposers": [{"name": "x"}]}'],
 )
-def test_a_file_of_another_kind_or_version_is_told(tmp_path: Path, line: bytes) -> None:
+def test_a_file_of_another_kind_or_version_is_reported(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "results.jsonl").write_bytes(as_lines(RUN) + line + b"\n")
     with pytest.raises(DataError, match=r"results\.jsonl is not what a run writes: .*Run it again"):
         read_results(tmp_path)
 
 
-def test_results_with_settings_that_this_version_does_not_know_are_told(tmp_path: Path) -> None:
+def test_results_with_settings_that_this_version_does_not_know_are_reported(tmp_path: Path) -> None:
     found = orjson.loads(as_lines(RUN[:1]))
     (tmp_path / "results.jsonl").write_bytes(orjson.dumps({**found, "mood": "good"}))
     with pytest.raises(DataError, match="mood"):
         read_results(tmp_path)
 
 
-def test_a_folder_without_results_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_results_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"No such file or directory\. Name the folder of a run that has ended"):
         read_results(tmp_path)
 
 
 def test_an_outcome_tells_who_answered_how_right_and_what_failed() -> None:
     bad = Result(7, None, error="this is not JSON")
-    lines = outcome([*RUN, result("rrr", True, by="experts"), bad], [])
-    assert lines[0] == "10 lines: 1 answered by experts alone, 8 by the aggregator."
+    lines = outcome([*RUN, result("rrr", True, by="proposers"), bad], [])
+    assert lines[0] == "10 lines: 1 answered by proposers alone, 8 by the aggregator."
     assert lines[1] == "1 with an error; the first, line 7: this is not JSON"
     assert lines[2].startswith("66.7% of 9 right (")
 

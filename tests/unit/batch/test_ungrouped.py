@@ -1,6 +1,6 @@
 import pytest
 
-from shell_router.batch.ungrouped import ungrouped
+from shell_router.batch.sessions import ungrouped
 from shell_router.errors import ConfigError, EngineError
 
 
@@ -16,7 +16,7 @@ async def test_the_first_of_several_errors_of_ours_is_raised_as_it_is() -> None:
     assert raised.value is first
 
 
-async def test_an_error_that_nobody_expected_is_not_hidden_behind_another() -> None:
+async def test_an_unexpected_error_is_not_hidden_behind_another() -> None:
     group = ExceptionGroup("", [ConfigError("ours"), ExceptionGroup("", [ZeroDivisionError()])])
     with pytest.raises(ExceptionGroup) as raised:
         await ungrouped(fails(group))

@@ -3,13 +3,23 @@ import math
 import numpy as np
 import pytest
 
-from shell_router.early_exit import ClusterGate, EarlyExit, Score, decide, features, score
+from shell_router.early_exit import ClusterGate, EarlyExit, features
+from shell_router.early_exit.algorithm1 import Score, score
 
 ONE = np.eye(1)
 
 
-def scored(probability):
-    return Score(confidence=1.0, agreement=0.7, balance=1.0, probability=probability)
+def judged(gate, draw):
+    return gate.judge((), lambda: draw).exits
+
+
+def two_outputs(**settings):
+    """A gate after two unlike outputs, and its Q."""
+    rng = np.random.default_rng(0)
+    gate = ClusterGate(tau=0.7, min_completed=2, **settings)
+    for agent in "ab":
+        gate.completed(agent, 0.8, features(rng.standard_normal((5, 8))))
+    return gate, gate.score().probability
 
 
 def test_one_output_agrees_with_itself():
@@ -50,41 +60,54 @@ def test_only_the_lower_triangle_is_read():
     assert score([1.0, 1.0], lower, tau=0.7).agreement == pytest.approx(2.5 / 3)
 
 
-@pytest.mark.parametrize("q", [0.0, 0.05, 0.3, 0.5, 0.77, 0.99, 1.0])
-def test_the_stochastic_policy_exits_as_often_as_q(q):
-    draws = np.random.default_rng(2).random(10_000)
-    rate = sum(decide(scored(q), EarlyExit(), draw) for draw in draws) / len(draws)
-    assert rate == pytest.approx(q, abs=0.01)
+def test_the_stochastic_policy_exits_as_often_as_q():
+    gate, q = two_outputs()
+    assert 0.5 < q < 1
+    assert judged(gate, math.nextafter(q, 0))
+    assert not judged(gate, q)
 
 
 def test_the_threshold_policy_ignores_the_draw():
-    settings = EarlyExit(policy="threshold", threshold=0.6)
+    _, q = two_outputs()
+    reached, _ = two_outputs(threshold=q)
+    missed, _ = two_outputs(threshold=math.nextafter(q, 1))
     for draw in (0.0, 0.5, 0.999):
-        assert decide(scored(0.6), settings, draw)
-        assert not decide(scored(math.nextafter(0.6, 0)), settings, draw)
+        assert judged(reached, draw)
+        assert not judged(missed, draw)
 
 
-@pytest.mark.parametrize("draw", [-0.1, 1.0, math.nan])
-def test_a_draw_outside_the_unit_interval_is_refused(draw):
-    with pytest.raises(ValueError, match="draw"):
-        decide(scored(0.5), EarlyExit(), draw)
+@pytest.mark.parametrize(("likeness", "q"), [(0.95, 0.73), (0.8, 0.77), (0.5, 0.85), (0.0, 0.93)])
+def test_with_self_similarity_two_sure_outputs_score_lower_the_more_they_agree(likeness, q):
+    similarities = np.array([[1.0, 0.0], [likeness, 1.0]])
+    assert score([0.9, 0.9], similarities, 0.7).probability == pytest.approx(q, abs=0.005)
+
+
+def test_without_self_similarity_agreement_is_that_of_pairs():
+    similarities = np.array([[1.0, 0, 0], [0.4, 1.0, 0], [0.6, 0.8, 1.0]])
+    pairs = score([1.0, 1.0, 1.0], similarities, 0.7, self_similarity=False)
+    assert pairs.agreement == pytest.approx(0.6)
+    assert score([0.9], ONE, 0.7, self_similarity=False).probability == 0
 
 
 def test_the_gate_is_silent_until_enough_outputs_are_there():
-    gate = ClusterGate(EarlyExit(min_completed=3))
+    gate = ClusterGate(tau=0.7, min_completed=3)
     output = features(np.random.default_rng(0).standard_normal((5, 8)))
-    assert gate.complete(0.9, output) is None
-    assert gate.complete(0.8, output) is None
-    assert gate.complete(0.7, output) == score([0.9, 0.8, 0.7], np.ones((3, 3)), 0.7)
+    gate.completed("a", 0.9, output)
+    assert gate.score() is None
+    gate.completed("a", 0.8, output)
+    assert gate.score() is None
+    gate.completed("c", 0.7, output)
+    assert gate.score() == score([0.9, 0.8, 0.7], np.ones((3, 3)), 0.7)
 
 
 def test_a_refused_output_leaves_the_gate_as_it_was():
     rng = np.random.default_rng(0)
-    gate = ClusterGate(EarlyExit(min_completed=2))
-    gate.complete(0.9, features(rng.standard_normal((5, 8))))
+    gate = ClusterGate(tau=0.7, min_completed=2)
+    gate.completed("a", 0.9, features(rng.standard_normal((5, 8))))
     with pytest.raises(ValueError, match="different models"):
-        gate.complete(0.8, features(rng.standard_normal((5, 9))))
-    second = gate.complete(1.0, features(rng.standard_normal((5, 8))))
+        gate.completed("b", 0.8, features(rng.standard_normal((5, 9))))
+    gate.completed("b", 1.0, features(rng.standard_normal((5, 8))))
+    second = gate.score()
     assert second.confidence == pytest.approx(math.sqrt((0.81 + 1) / 2))
 
 
@@ -93,6 +116,7 @@ def test_a_refused_output_leaves_the_gate_as_it_was():
     [
         {"policy": "always"},
         {"similarity": "cosine"},
+        {"scope": "tree"},
         {"tau": 0},
         {"tau": 1.1},
         {"tau": math.nan},

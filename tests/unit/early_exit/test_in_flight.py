@@ -1,12 +1,16 @@
+from random import random
+
 import pytest
 
-from shell_router.early_exit import NO_QUORUM, EarlyExit, InFlightGate, Overlap, Score
+from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.algorithm1 import Score
+from shell_router.early_exit.in_flight import NO_QUORUM, InFlightGate, Overlap
 
 RUNNING = ("a", "b", "c")
 
 
 def gate(quorum: int = 1) -> InFlightGate:
-    return InFlightGate(RUNNING, quorum=quorum)
+    return InFlightGate(RUNNING, quorum=quorum, threshold=0.0)
 
 
 def write(judged: InFlightGate, name: str, text: str, confidence: float = 1.0) -> None:
@@ -59,7 +63,7 @@ def test_what_is_half_said_counts_as_far_as_it_agrees() -> None:
     )
 
 
-def test_the_support_is_weighted_by_how_sure_everybody_is() -> None:
+def test_the_support_is_weighted_by_how_sure_each_is() -> None:
     judged = gate()
     end(judged, "a", "Answer: 8", 0.9)
     end(judged, "b", "Answer: 8", 0.6)
@@ -69,7 +73,7 @@ def test_the_support_is_weighted_by_how_sure_everybody_is() -> None:
     assert scored.agreement == pytest.approx(2 / 3)
 
 
-def test_somebody_who_states_another_answer_does_not_support_however_alike_the_words() -> None:
+def test_who_states_another_answer_does_not_support_however_alike_the_words() -> None:
     judged = gate()
     end(judged, "a", "I add it all up. Answer: 8")
     end(judged, "b", "I add it all up. Answer: 9", 0.5)
@@ -128,7 +132,7 @@ def test_only_the_policy_in_flight_needs_no_embedding() -> None:
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match="stochastic, threshold, in_flight"):
-        EarlyExit("early")  # type: ignore[arg-type]
+        EarlyExit("early")
 
 
 def test_the_surest_has_ended_and_states_the_leading_answer() -> None:
@@ -136,4 +140,4 @@ def test_the_surest_has_ended_and_states_the_leading_answer() -> None:
     end(judged, "a", "Answer: 8", 0.7)
     write(judged, "b", "Answer: 8, I know", 0.99)
     end(judged, "c", "Answer: 9", 0.8)
-    assert judged.surest(("b",)) == "a"
+    assert judged.judge(("b",), random).sources[0] == "a"

@@ -5,7 +5,8 @@ from typing import Any
 import orjson
 import pytest
 
-from shell_router.engines.input_logprobs import InputLogprobs, StreamWithInputLogprobs, wants_input_logprobs
+from shell_router.engines.native_body import wants_input_logprobs
+from shell_router.engines.relay import InputLogprobs, StreamWithInputLogprobs
 from shell_router.errors import EngineRejected
 
 TOKENS = b'"input_token_logprobs":[[null,23,"5"],[-9.744879722595215,24,"6"],[-11.520793914794922,25,"7"]]'
@@ -109,7 +110,7 @@ def test_every_event_of_a_stream_repeats_them() -> None:
     assert stream.feed(sent) == b"".join(event(output("r", FIRST, at=at)) for at in range(3)) + DONE
 
 
-def test_the_events_of_a_batch_are_told_apart_by_index() -> None:
+def test_the_events_of_a_batch_are_distinguished_by_index() -> None:
     prefilled = event(output("r_1", SECOND, index=1)) + event(output("r_0", FIRST, index=0)) + DONE
     stream = StreamWithInputLogprobs(read(prefilled), "decode")
     sent = [output("r_0", [], index=0), output("r_1", [], index=1), output("r_0", [], index=0)]
@@ -127,8 +128,8 @@ def test_events_are_whole_however_the_network_cut_the_stream(size: int) -> None:
 
 
 def test_an_error_event_passes_as_it_came() -> None:
-    told = b'{"error": {"message": "gone",  "code": 503}}'
-    assert read(output("r", FIRST)).in_event("decode", told) == told
+    seen = b'{"error": {"message": "gone",  "code": 503}}'
+    assert read(output("r", FIRST)).in_event("decode", seen) == seen
 
 
 def test_an_event_that_ends_as_aborted_holds_them_too() -> None:

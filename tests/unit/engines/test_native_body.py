@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.engines.native import NativeRules, read_native
+from shell_router.engines.native_body import NativeRules, read_native
 from shell_router.errors import InvalidRequest
 
 PD = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2}
@@ -65,7 +65,7 @@ def test_every_request_of_a_body_can_be_aborted_by_its_rid(body: bytes, rids: tu
         b'{"bootstrap_room": 1}',
         b'{"bootstr\\u0061p_host": "2.2.2.2"}',
         b'{"rid": 3}',
-        b'{"rid": "too-short-to-be-nobody-elses"}',
+        b'{"rid": "too-short-to-be-unique"}',
         b'{"rid": ""}',
         b'{"rid": null}',
         b'{"rid": []}',

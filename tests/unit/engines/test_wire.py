@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.core.engine_errors import error_message
-from shell_router.core.generation import Finish, Tokens
+from shell_router.core.engine import Finish, Tokens, error_message
 from shell_router.engines.wire import EventSplitter, OutputReader, rejected
 from shell_router.errors import EngineAborted, EngineRejected, PromptTooLong
 
@@ -47,6 +46,32 @@ def test_a_stream_reads_the_same_wherever_it_is_cut(sizes: list[int], end: bytes
 
 def test_comments_and_other_fields_are_no_events() -> None:
     assert EventSplitter().feed(b": ping\n\nevent: x\nid: 1\ndata:1\n\ndata: 2\n\n") == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+@given(sizes=st.lists(st.integers(1, 400), max_size=12))
+def test_the_events_of_one_chunk_are_read_as_one(cumulative: bool, sizes: list[int]) -> None:
+    payloads = [*events(cumulative=cumulative, reason={"type": "length", "length": 6}), b"[DONE]"]
+    wire = b"".join(b"data: " + payload + b"\n\n" for payload in payloads)
+    reader, found, start = OutputReader("decode engine", logprobs=True), list[Tokens](), 0
+    for size in [*sizes, len(wire)]:
+        if (tokens := reader.feed(wire[start : start + size])) is not None:
+            found.append(tokens)
+        start += size
+    assert [token for tokens in found for token in tokens.ids] == [10, 11, 12, 13, 14, 15]
+    assert "".join(tokens.text for tokens in found) == "".join(PIECES)
+    assert [one for tokens in found for one in tokens.logprobs] == [-0.5 * token for token in range(10, 16)]
+    assert len(found) <= len(sizes) + 1
+    assert (reader.finish, reader.error) == (Finish("length", 7, 6, 3), None)
+
+
+def test_tokens_before_an_error_in_the_same_chunk_are_read() -> None:
+    reader = OutputReader("decode engine", logprobs=False)
+    sent = [output([10], "H", 1), output([11], "i", 2), b'{"error": {"message": "out of memory", "code": 500}}']
+    tokens = reader.feed(b"".join(b"data: " + payload + b"\n\n" for payload in sent))
+    assert tokens == Tokens((10, 11), "Hi", ())
+    assert isinstance(reader.error, EngineRejected)
+    assert "out of memory" in str(reader.error)
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
@@ -105,13 +130,13 @@ def test_an_error_event_keeps_the_engines_words_and_code() -> None:
 
 
 def test_an_abort_before_the_first_token_is_no_failure_of_the_engine() -> None:
-    told = "Decode transfer failed for request 'r' with exception KVTransferError: Aborted by AbortReq."
+    seen = "Decode transfer failed for request 'r' with exception KVTransferError: Aborted by AbortReq."
     with pytest.raises(EngineAborted, match=r"Aborted by AbortReq\. Ask again"):
-        read([output([], "", 0, {"type": "abort", "message": told, "status_code": 500})])
-    assert isinstance(rejected("prefill engine", 500, told), EngineAborted)
+        read([output([], "", 0, {"type": "abort", "message": seen, "status_code": 500})])
+    assert isinstance(rejected("prefill engine", 500, seen), EngineAborted)
 
 
-def test_an_abort_nobody_asked_for_is_an_error() -> None:
+def test_an_abort_that_was_not_asked_for_is_an_error() -> None:
     with pytest.raises(EngineRejected, match="transfer failed"):
         read([output([], "", 0, {"type": "abort", "message": "transfer failed", "status_code": 500})])
 

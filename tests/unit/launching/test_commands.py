@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from launch.sglang_cpu.pair import COMMON_OPTIONS, ROLE_OPTIONS
-from shell_router.config import Config, load_config
+from shell_router.app import load_config
+from shell_router.config import Config
 from shell_router.errors import ConfigError
-from shell_router.launching import EngineCommand, LaunchPlan, plan
+from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FOLDER = Path("/run/engines")
@@ -99,7 +100,7 @@ def test_a_context_length_is_the_engines_too(tmp_path: Path) -> None:
 
 
 def test_engines_of_a_model_with_adapters_have_room_for_them_and_for_requests_without(tmp_path: Path) -> None:
-    adapters = "    adapters: {folder: adapters, room: 3, max_rank: 32}\n"
+    adapters = "    adapters: {folder: adapters, max_loaded_adapters: 3, max_rank: 32}\n"
     for engine in planned(tmp_path, MODEL + PAIR % "" + adapters).engines:
         given = options(engine)
         assert "--enable-lora" in engine.argv
@@ -155,7 +156,7 @@ def test_pairs_without_launch_are_left_to_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("launch", "words"),
     [
-        ("prefill_gpus: [-1]", "counts GPUs from 0"),
+        ("prefill_gpus: [-1]", "prefill_gpus[0] must be a whole number at least 0"),
         ("decode_gpus: [1, 1]", "names a GPU twice"),
         ("flags: '--x \"'", "Close every quote"),
     ],

@@ -7,7 +7,8 @@ import pytest
 import yaml
 from yarl import URL
 
-from shell_router.config import Config, load_config
+from shell_router.app import load_config
+from shell_router.config import Config
 from shell_router.topology import load_topology
 
 FOLDER = Path(__file__).parents[3] / "launch" / "kubernetes"

@@ -7,7 +7,7 @@ from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from shell_router.prediction.fitting import ForestSettings, _sketch, exported
-from shell_router.prediction.forest import Forest
+from shell_router.prediction.lengths import Forest
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(300, 6)).astype(np.float32)

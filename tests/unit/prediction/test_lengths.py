@@ -5,13 +5,10 @@ import numpy as np
 import orjson
 import pytest
 
-from shell_router.core.prediction import Prospect
+from shell_router.core.predictors import Prospect
 from shell_router.errors import ConfigError, DataError
-from shell_router.prediction.files import write_arrays
-from shell_router.prediction.fitting import ForestSettings, train_lengths
+from shell_router.prediction.fitting import ForestSettings, TracedRun, kendall_distance, read_traces, train_lengths
 from shell_router.prediction.lengths import LengthModel
-from shell_router.prediction.ranking import kendall_distance
-from shell_router.prediction.traces import TracedRun, read_traces
 
 FEW_TREES = ForestSettings(trees=10, leaf=3, components=2)
 
@@ -92,13 +89,13 @@ def test_a_saved_predictor_tells_the_same(tmp_path: Path) -> None:
     model, _ = train_lengths(runs(100), FEW_TREES)
     model.save(tmp_path / "lengths")
     asked = [Prospect("w", "1", "please write many many lines", 0, 2, 5, ("small", "large", "unknown"), scored=False)]
-    told = LengthModel.load(tmp_path / "lengths").answers(asked)
-    assert told == model.answers(asked)
-    assert set(told[0]["own_tokens"]) == {"small", "large"}
-    assert told[0]["total_tokens"]["large"] == pytest.approx(2 * told[0]["own_tokens"]["large"], rel=0.2)
+    predicted = LengthModel.load(tmp_path / "lengths").answers(asked)
+    assert predicted == model.answers(asked)
+    assert set(predicted[0]["own_tokens"]) == {"small", "large"}
+    assert predicted[0]["total_tokens"]["large"] == pytest.approx(2 * predicted[0]["own_tokens"]["large"], rel=0.2)
 
 
-def test_nothing_is_told_of_models_that_training_did_not_meet() -> None:
+def test_models_that_training_did_not_meet_get_no_prediction() -> None:
     model, _ = train_lengths(runs(100), FEW_TREES)
     assert model.answers([Prospect("w", "1", "", 0, 0, 0, ("unknown",), scored=False)]) == [{}]
 
@@ -122,7 +119,7 @@ def test_too_few_programs_are_refused() -> None:
 def test_a_file_that_could_hold_code_is_refused(tmp_path: Path) -> None:
     model, _ = train_lengths(runs(50), FEW_TREES)
     model.save(tmp_path)
-    write_arrays(tmp_path / "lengths.npz", {"own.roots": np.array([{}], dtype=object)})
+    np.savez(tmp_path / "lengths.npz", **{"own.roots": np.array([{}], dtype=object)})
     with pytest.raises(ConfigError, match=r"lengths\.npz cannot be read"):
         LengthModel.load(tmp_path)
 
@@ -134,10 +131,10 @@ def test_a_folder_of_another_form_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "distance"), [([1, 2, 3], 0.0), ([3, 2, 1], 1.0), ([5, 5, 5], 0.5), ([1, 3, 2], 1 / 3)]
+    ("predicted", "distance"), [([1, 2, 3], 0.0), ([3, 2, 1], 1.0), ([5, 5, 5], 0.5), ([1, 3, 2], 1 / 3)]
 )
-def test_the_distance_counts_pairs_in_the_wrong_order(told: list[float], distance: float) -> None:
-    assert kendall_distance(told, [1, 2, 3]) == pytest.approx(distance)
+def test_the_distance_counts_pairs_in_the_wrong_order(predicted: list[float], distance: float) -> None:
+    assert kendall_distance(predicted, [1, 2, 3]) == pytest.approx(distance)
 
 
 def test_pairs_that_are_equal_in_truth_do_not_count() -> None:

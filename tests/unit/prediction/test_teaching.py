@@ -4,20 +4,19 @@ import numpy as np
 import pytest
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from shell_router.core.prediction import Prospect
+from shell_router.core.predictors import Prospect
 from shell_router.errors import ConfigError
-from shell_router.prediction.scores import ENCODER, Head, ScoreModel, load_scores, save_scores
+from shell_router.prediction.files import Vectors
+from shell_router.prediction.scores import ENCODER, Graded, Head, ScoreModel, load_scores, save_scores
 from shell_router.prediction.teaching import (
-    Graded,
     Lessons,
     TuningSettings,
     fine_tune,
     fit_head,
     judged_router,
     lessons_of,
+    train_router,
 )
-from shell_router.prediction.training import RouterOptions, train_router
-from shell_router.prediction.vectors import Vectors
 
 RNG = np.random.default_rng(0)
 VECTORS: Vectors = RNG.normal(size=(400, 8)).astype(np.float32)
@@ -63,14 +62,14 @@ def test_held_out_questions_are_not_learned_from() -> None:
     assert not set(learned.questions) & set(held_out.questions)
 
 
-def test_scores_are_told_of_the_models_that_were_asked_for_and_known() -> None:
+def test_known_models_that_were_asked_for_get_scores() -> None:
     head = Head(("small", "large"), np.array([[1.0, -1.0]]), np.zeros(2))
     model = ScoreModel(lambda texts: np.array([[len(text)] for text in texts], dtype=np.float32), head)
     asked = [Prospect("w", "1", text, 0, 0, 0, ("large", "huge"), scored=True) for text in ("", "long", "")]
-    told = [answer["scores"] for answer in model.answers(asked)]
-    assert [set(one) for one in told] == [{"large"}] * 3
-    assert told[0]["large"] == told[2]["large"] == pytest.approx(0.5)
-    assert told[1]["large"] < 0.1
+    scores = [answer["scores"] for answer in model.answers(asked)]
+    assert [set(one) for one in scores] == [{"large"}] * 3
+    assert scores[0]["large"] == scores[2]["large"] == pytest.approx(0.5)
+    assert scores[1]["large"] < 0.1
 
 
 def tiny_encoder(folder: Path) -> Path:
@@ -92,7 +91,7 @@ def tiny_encoder(folder: Path) -> Path:
     return folder
 
 
-def told_apart() -> Lessons:
+def separable() -> Lessons:
     """Whether a question ends with a question mark says who is right."""
     asks = [n % 2 == 0 for n in range(60)]
     questions = tuple(f"item {n}{'?' if asked else ''}" for n, asked in enumerate(asks))
@@ -100,10 +99,11 @@ def told_apart() -> Lessons:
     return Lessons(questions, ("small", "large"), right)
 
 
+@pytest.mark.slow
 def test_an_encoder_is_trained_with_its_head_and_its_folder_scores_alike(tmp_path: Path) -> None:
     encoder = tiny_encoder(tmp_path / "bert")
-    options = RouterOptions(tmp_path / "out", str(encoder), TuningSettings(epochs=20, learning_rate=1e-2), 0.2)
-    judged = train_router(told_apart(), options)
+    tuning = TuningSettings(epochs=20, learning_rate=1e-2)
+    judged = train_router(separable(), tmp_path / "out", encoder=str(encoder), tuning=tuning)
     assert judged.chosen > 0.9
     served = load_scores(tmp_path / "out", device="cpu", threads=1)
     scores = served.scores(["item 7?", "item 7"])
@@ -113,7 +113,7 @@ def test_an_encoder_is_trained_with_its_head_and_its_folder_scores_alike(tmp_pat
 
 def test_a_frozen_folder_is_found_again_when_both_are_moved(tmp_path: Path) -> None:
     encoder = tiny_encoder(tmp_path / "bert")
-    train_router(told_apart(), RouterOptions(tmp_path / "out", str(encoder)))
+    train_router(separable(), tmp_path / "out", encoder=str(encoder))
     before = load_scores(tmp_path / "out", device="cpu", threads=1).scores(["item 7?"])
     moved = tmp_path / "elsewhere"
     moved.mkdir()
@@ -130,5 +130,5 @@ def test_an_encoder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_fine_tuning_writes_weights_that_hold_no_code(tmp_path: Path) -> None:
     encoder = tiny_encoder(tmp_path / "bert")
-    fine_tune(str(encoder), told_apart(), TuningSettings(epochs=1), "cpu", tmp_path / ENCODER)
+    fine_tune(str(encoder), separable(), TuningSettings(epochs=1), "cpu", tmp_path / ENCODER)
     assert {file.suffix for file in (tmp_path / ENCODER).iterdir()} <= {".json", ".safetensors", ".txt"}

@@ -111,7 +111,7 @@ def test_slots_are_counted_as_the_experts_in_them(file: Path) -> None:
         assert (found["transitions"] == by_hand(chosen(1))[1]).all()
 
 
-def test_padding_and_shared_experts_are_nobodys_choice() -> None:
+def test_padding_and_shared_experts_are_not_counted_as_chosen() -> None:
     found = logical(torch.tensor([[0, -1], [5, 6]]), torch.tensor([3, 2, 1, 0, 5, 4]))
     assert found.tolist() == [[3, -1], [4, -1]]
     counts = RoutingCounts(2, EXPERTS, "cpu")
@@ -130,7 +130,7 @@ def test_layers_without_experts_between_are_stepped_over_and_other_tokens_not_li
     assert counts.transitions.sum() == 1
 
 
-def test_nothing_counts_while_nobody_records_nor_in_a_region_that_is_switched_off(file: Path) -> None:
+def test_nothing_is_counted_without_a_recording_nor_in_a_region_that_is_switched_off(file: Path) -> None:
     recorder = Recorder(file, recording=False)
     recorder.choose(0, torch.tensor([[1, 2]]))
     assert recorder.seen == []  # SGLang would ask CUDA

@@ -1,10 +1,10 @@
-"""What the plugin does where SGLang lacks a name that it needs: a stand-in of SGLang, in a process of its own."""
+"""What the plugin does where SGLang lacks a name that it needs: a stand-in of SGLang, in a process for each case."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,21 +87,39 @@ NO_VARIABLES: Mapping[str, str] = {}
 RECORDING = {RECORD_FILE: "record.npz"}
 AGING = {"SHELL_ROUTER_SHORTEST_PREFILL_AGE_S": "5"}
 
-REGISTER = """
-import json, multiprocessing, sys
-from shell_router import sglang_plugin
-from sglang.srt.plugins.hook_registry import HookRegistry
+FORKS = """
+import json, multiprocessing, os, sys, traceback
+from pathlib import Path
+import torch  # once for all cases; each is a fork, since SGLang's processes register the plugin once
 
-def register():
+def register(folder):
+    from shell_router import sglang_plugin
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
     sglang_plugin.register()
-    print(json.dumps(getattr(HookRegistry, "hooks", {})), flush=True)
+    Path(folder, "hooks.json").write_text(json.dumps(getattr(HookRegistry, "hooks", {})))
 
-if sys.argv[1] == "serves-http":
-    register()
-else:
-    child = multiprocessing.get_context("fork").Process(target=register)
-    child.start()
-    child.join()
+def run(folder, process, variables):
+    os.dup2(os.open(f"{folder}/log", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
+    sys.path.insert(0, folder)
+    os.environ.update(variables)
+    if process == "serves-http":
+        register(folder)
+    else:
+        child = multiprocessing.get_context("fork").Process(target=register, args=(folder,))
+        child.start()
+        child.join()
+
+for line in sys.stdin:
+    if not (pid := os.fork()):
+        try:
+            run(*json.loads(line))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    print("registered", flush=True)
 """
 
 
@@ -113,10 +131,44 @@ class Registered:
     log: str
 
 
-def registered_in(
-    folder: Path, *, without: str = "nothing", process: str = "serves-http", variables: Mapping[str, str] = NO_VARIABLES
-) -> Registered:
-    """The plugin's `register` where `folder` holds a stand-in of SGLang, in which the name `without` is another."""
+Register = Callable[..., Registered]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported torch and runs each case that it reads in a fork of its own."""
+    command = [sys.executable, "-c", FORKS]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    with subprocess.Popen(
+        command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture
+def registered_in(forks: subprocess.Popen[str], tmp_path: Path) -> Register:
+    """The plugin's `register` with a stand-in of SGLang, in which the name `without` is another."""
+    assert forks.stdin is not None and forks.stdout is not None
+    writing, reading = forks.stdin, forks.stdout
+
+    def registered(
+        *, without: str = "nothing", process: str = "serves-http", variables: Mapping[str, str] = NO_VARIABLES
+    ) -> Registered:
+        _install(tmp_path, without)
+        writing.write(json.dumps([str(tmp_path), process, {**variables}]) + "\n")
+        writing.flush()
+        assert reading.readline() == "registered\n"
+        log = (tmp_path / "log").read_text(encoding="utf-8")
+        hooks = tmp_path / "hooks.json"
+        assert hooks.exists(), log
+        return Registered(json.loads(hooks.read_bytes()), log)
+
+    return registered
+
+
+def _install(folder: Path, without: str) -> None:
     for path, text in SGLANG.items():
         file = folder / "sglang" / "srt" / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -124,19 +176,14 @@ def registered_in(
     metadata = folder / "sglang-0.5.23.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n", encoding="utf-8")
-    found = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join((str(folder), str(Path.cwd())))}
-    done = subprocess.run(
-        [sys.executable, "-c", REGISTER, process], capture_output=True, text=True, check=True, env=found
-    )
-    return Registered(json.loads(done.stdout), done.stderr)
 
 
-def test_the_process_that_serves_http_gets_all_hooks(tmp_path: Path) -> None:
-    assert registered_in(tmp_path) == Registered({**OF_EVERY_PROCESS, **OF_HTTP}, "")
+def test_the_process_that_serves_http_gets_all_hooks(registered_in: Register) -> None:
+    assert registered_in() == Registered({**OF_EVERY_PROCESS, **OF_HTTP}, "")
 
 
-def test_another_process_gets_its_hooks_and_needs_no_http_server(tmp_path: Path) -> None:
-    registered = registered_in(tmp_path, without="launch_server", process="child")
+def test_another_process_gets_its_hooks_and_needs_no_http_server(registered_in: Register) -> None:
+    registered = registered_in(without="launch_server", process="child")
     assert registered == Registered(OF_EVERY_PROCESS, "")
 
 
@@ -152,30 +199,30 @@ def test_another_process_gets_its_hooks_and_needs_no_http_server(tmp_path: Path)
         *("Req.positional_embed_overrides", "Req.skip_radix_cache_insert"),
     ],
 )
-def test_a_missing_name_is_said_and_nothing_is_hooked(tmp_path: Path, name: str) -> None:
-    registered = registered_in(tmp_path, without=name.split(".")[1])
+def test_a_missing_name_is_said_and_nothing_is_hooked(registered_in: Register, name: str) -> None:
+    registered = registered_in(without=name.split(".")[1])
     assert registered.hooks == {}
     finding, _, _ = registered.log.partition(" in sglang 0.5.23, and stays off")
     assert "The shell_router plugin finds no " in finding
     assert name in finding
 
 
-def test_the_waiting_queue_is_hooked_where_the_environment_asks_for_it(tmp_path: Path) -> None:
-    hooks = registered_in(tmp_path, process="child", variables=AGING).hooks
+def test_the_waiting_queue_is_hooked_where_the_environment_asks_for_it(registered_in: Register) -> None:
+    hooks = registered_in(process="child", variables=AGING).hooks
     assert hooks == {
         **OF_EVERY_PROCESS,
         "managers.schedule_policy.SchedulePolicy.calc_priority": ["reorder", "after"],
     }
 
 
-def test_where_the_waiting_queue_is_elsewhere_all_else_is_hooked_and_it_says_so(tmp_path: Path) -> None:
-    registered = registered_in(tmp_path, without="calc_priority", process="child", variables=AGING)
+def test_where_the_waiting_queue_is_elsewhere_all_else_is_hooked_and_it_says_so(registered_in: Register) -> None:
+    registered = registered_in(without="calc_priority", process="child", variables=AGING)
     assert registered.hooks == OF_EVERY_PROCESS
     assert "has no effect" in registered.log
 
 
-def test_experts_are_counted_in_every_process_where_a_record_is_asked_for(tmp_path: Path) -> None:
-    registered = registered_in(tmp_path, process="child", variables=RECORDING)
+def test_experts_are_counted_in_every_process_where_a_record_is_asked_for(registered_in: Register) -> None:
+    registered = registered_in(process="child", variables=RECORDING)
     assert registered == Registered({**OF_EVERY_PROCESS, **OF_EXPERTS}, "")
 
 
@@ -187,8 +234,10 @@ def test_experts_are_counted_in_every_process_where_a_record_is_asked_for(tmp_pa
         *("_expert_location_metadata", "_current_layer_idx", "_disable_all"),
     ],
 )
-def test_a_missing_name_of_the_recorder_is_said_and_only_experts_are_not_counted(tmp_path: Path, name: str) -> None:
-    registered = registered_in(tmp_path, without=name, variables=RECORDING)
+def test_a_missing_name_of_the_recorder_is_said_and_only_experts_are_not_counted(
+    registered_in: Register, name: str
+) -> None:
+    registered = registered_in(without=name, variables=RECORDING)
     assert registered.hooks == {**OF_EVERY_PROCESS, **OF_HTTP}
     assert "and records no experts" in registered.log
     assert name in registered.log

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 from shell_router import sglang_plugin
-from shell_router.sglang_plugin.kv_transfer import index_on_host_without_cuda
-from shell_router.sglang_plugin.prefix_cache import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT, keep_prefill_only_kv
+from shell_router.sglang_plugin.compatibility import is_supported
+from shell_router.sglang_plugin.patches import (
+    FAKE_BOOTSTRAP_HOST,
+    PREFILL_ONLY_PORT,
+    index_on_host_without_cuda,
+    keep_prefill_only_kv,
+)
 from shell_router.sglang_plugin.routes import as_prefill_only, capabilities
-from shell_router.sglang_plugin.versions import is_supported
 
 
 @dataclass
@@ -58,7 +62,7 @@ def test_every_other_request_stays_as_it_was(request_: Request) -> None:
     assert request_.skip_radix_cache_insert
 
 
-def test_the_mark_is_no_port_that_anybody_listens_on() -> None:
+def test_the_mark_is_not_a_valid_port() -> None:
     assert PREFILL_ONLY_PORT < 0
 
 

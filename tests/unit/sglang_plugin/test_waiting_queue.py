@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shell_router.sglang_plugin.prefix_cache import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
+from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
 from shell_router.sglang_plugin.waiting_queue import VARIABLE, asked_age_s, shortest_prefill_first
 
 

@@ -29,7 +29,9 @@ def test_lines_are_written_in_order_into_files_of_the_wanted_size(tmp_path: Path
     assert counts == {"written": 9}
 
 
-def test_where_nothing_can_be_written_lines_are_lost_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_can_be_written_lines_are_lost_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
     recorder, counts = counted(RecordTo(tmp_path / "taken"))
     for _ in range(3):
@@ -48,7 +50,7 @@ def test_a_line_that_cannot_be_made_loses_no_other(tmp_path: Path) -> None:
     assert counts == {"lost": 1, "written": 1}
 
 
-def test_nobody_waits_for_the_writer_and_what_is_too_much_is_lost(tmp_path: Path) -> None:
+def test_no_run_waits_for_the_writer_and_what_is_too_much_is_lost(tmp_path: Path) -> None:
     recorder, counts = counted(RecordTo(tmp_path))
     gate = threading.Event()
     recorder.add(lambda: [{"waited": gate.wait(60)}])

@@ -4,15 +4,16 @@ from typing import get_args
 
 import pytest
 
-from shell_router.api.facts import KINDS
+from shell_router.api.frames import KINDS
+from shell_router.core.engine import Placement
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
-    AgentPassedOn,
     AgentPlaced,
     AgentStarted,
     AgentStopped,
     AgentTokens,
+    AggregationSkipped,
     Degraded,
     Event,
     ExitScored,
@@ -21,8 +22,7 @@ from shell_router.core.events import (
     PromptReady,
     StepChosen,
 )
-from shell_router.core.placement import Placed
-from shell_router.telemetry import EngineReports, Metrics, QueueState, RunMetrics, ServerState
+from shell_router.telemetry import Metrics, RunMetrics, Trace
 
 EVENTS = (
     StepChosen(0.8, 0.7, "start", "first", "root", 2, "otherwise"),
@@ -32,7 +32,7 @@ EVENTS = (
     AgentStarted(1.0, "root", "large"),
     AgentStarted(1.0, "reader", "medium"),
     PromptReady(1.1, "a", 10),
-    AgentPlaced(1.1, "a", (Placed("prefill-0", "scored", "wait"),)),
+    AgentPlaced(1.1, "a", (Placement("prefill-0", "scored", "wait"),)),
     AgentTokens(1.2, "b", (1, 2, 3), "xyz"),
     AgentTokens(1.3, "b", (4,), "w"),
     AgentFinished(1.4, "a", "stop", 10, 5, 9, 0.5),
@@ -43,16 +43,23 @@ EVENTS = (
     AgentTokens(1.8, "root", (1,), "x"),
     AgentTokens(1.9, "root", (2,), "y"),
     AgentErred(2.0, "root", "broken", False),
-    AgentPassedOn(2.0, "reader", "a", "xyz", 0.5),
+    AggregationSkipped(2.0, "reader", "a", "xyz", 0.5),
 )
+
+
+def counted(metrics: Metrics, target: str, answering: str, *events: Event) -> RunMetrics:
+    """One run that began at 1.0, its events counted as the API does."""
+    trace = Trace("t", tenant="me", target=target, root=answering, started_s=1.0, wall_s=5e8, precursors={})
+    run = RunMetrics(metrics, trace, {answering})
+    for event in events:
+        trace.add(event)
+        run.observe(event)
+    return run
 
 
 def observed() -> Metrics:
     metrics = Metrics(cache_degraded=lambda: True)
-    run = RunMetrics(metrics, "duo", {"root"}, 1.0)
-    for event in EVENTS:
-        run.observe(event)
-    run.ended(2.0, "failed")
+    counted(metrics, "duo", "root", *EVENTS).ended(2.0, "failed")
     return metrics
 
 
@@ -64,7 +71,7 @@ def test_what_a_run_went_without_is_counted() -> None:
     assert value(observed(), "degraded_total", target="duo", what="increment") == 1
 
 
-def test_every_kind_of_event_is_counted_and_told() -> None:
+def test_every_kind_of_event_is_counted_and_reported() -> None:
     assert {type(event) for event in EVENTS} == set(get_args(Event)) == set(KINDS)
 
 
@@ -72,11 +79,10 @@ def test_a_step_is_counted_by_the_rule_that_chose_it() -> None:
     assert value(observed(), "steps_chosen_total", target="duo", after="start", rule="2", step="first") == 1
 
 
-def test_an_answer_that_was_held_back_begins_when_it_is_told() -> None:
+def test_an_answer_that_was_held_back_begins_when_it_is_sent() -> None:
     metrics = Metrics()
-    run = RunMetrics(metrics, "steps", {"last"}, 1.0)
-    run.observe(AgentTokens(1.5, "first", (1,), "x"))
-    run.observe(StepChosen(3.0, 2.9, "first", "end", "first", 1, "always", "x"))
+    held = StepChosen(3.0, 2.9, "first", "end", "first", 1, "always", "x")
+    counted(metrics, "steps", "last", AgentTokens(1.5, "first", (1,), "x"), held)
     assert value(metrics, "first_token_seconds_sum", target="steps") == 2.0
 
 
@@ -92,13 +98,12 @@ def test_agents_are_counted_by_model_and_end() -> None:
     assert value(metrics, "agents_finished_total", model="small", reason="stop") == 1
     assert value(metrics, "agents_stopped_total", model="small", why="early_exit") == 1
     assert value(metrics, "agents_failed_total", model="large", dropped="false") == 1
-    assert value(metrics, "agents_passed_on_total", model="medium") == 1
+    assert value(metrics, "aggregations_skipped_total", model="medium") == 1
 
 
-def test_an_answer_that_is_passed_on_begins_then() -> None:
+def test_an_answer_that_is_forwarded_begins_then() -> None:
     metrics = Metrics()
-    run = RunMetrics(metrics, "duo", {"root"}, 1.0)
-    run.observe(AgentPassedOn(1.5, "root", "a", "xyz", None))
+    counted(metrics, "duo", "root", AggregationSkipped(1.5, "root", "a", "xyz", None))
     assert value(metrics, "first_token_seconds_sum", target="duo") == 0.5
 
 
@@ -128,23 +133,3 @@ def test_runs_gates_and_the_caches_state_are_there() -> None:
     assert value(metrics, "gate_decisions_total", target="duo", exited="true") == 1
     assert value(metrics, "gate_probability_sum", target="duo") == 0.8
     assert value(metrics, "cache_degraded") == 1
-
-
-def test_what_is_known_of_engines_is_told_and_what_is_not_is_absent() -> None:
-    told = ServerState("small", "decode", "http://a", 3, 0, False, 700, 0.25, 0.5, 1.5, 2)
-    silent = ServerState("small", "decode", "http://b", 0, 0, False, 0)
-    queue = QueueState("small", "decode", "scored", {"wait": 7, "tie": 1}, 4, 5, 6.5)
-    metrics = Metrics(engines=EngineReports(lambda: (told, silent), lambda: (queue,)))
-    at_a, at_b = ({"model": "small", "role": "decode", "url": f"http://{host}"} for host in "ab")
-    assert value(metrics, "engine_tokens", **at_a) == 700
-    assert value(metrics, "engine_kv_usage", **at_a) == 0.25
-    assert value(metrics, "engine_report_age_seconds", **at_a) == 1.5
-    assert value(metrics, "engine_reports_missed_total", **at_a) == 2
-    assert value(metrics, "engine_kv_usage", **at_b) is None
-    role = {"model": "small", "role": "decode"}
-    assert value(metrics, "engine_choices_total", **role, policy="scored", why="wait") == 7
-    assert value(metrics, "queue_requests", **role) == 4
-    assert (value(metrics, "queue_waited_total", **role), value(metrics, "queue_waited_seconds_total", **role)) == (
-        5,
-        6.5,
-    )

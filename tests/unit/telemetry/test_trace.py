@@ -2,20 +2,20 @@
 
 import pytest
 
+from shell_router.core.engine import Placement
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
-    AgentPassedOn,
     AgentPlaced,
     AgentStarted,
     AgentStopped,
     AgentTokens,
+    AggregationSkipped,
     Degraded,
     ExitScored,
     PrefillIncrement,
     PromptReady,
 )
-from shell_router.core.placement import Placed
 from shell_router.errors import UnknownTrace
 from shell_router.telemetry import Trace, TraceStore
 
@@ -28,7 +28,7 @@ def trace(trace_id: str = "t", tenant: str = "me") -> Trace:
 
 def whole() -> Trace:
     """Leaves decode until 11 and 12; root prefills from 10.5, is ready at 12.1, speaks at 12.5, ends at 13."""
-    told = trace()
+    reported = trace()
     for event in (
         AgentStarted(10.0, "a", "small"),
         AgentStarted(10.0, "b", "small"),
@@ -47,9 +47,9 @@ def whole() -> Trace:
         AgentTokens(12.5, "root", (1,), "x"),
         AgentFinished(13.0, "root", "stop", 15, 1, 12, None),
     ):
-        told.add(event)
-    told.ended(13.0, "finished")
-    return told
+        reported.add(event)
+    reported.ended(13.0, "finished")
+    return reported
 
 
 def test_every_agent_has_its_spans_in_order_with_their_tokens() -> None:
@@ -66,52 +66,54 @@ def test_every_agent_has_its_spans_in_order_with_their_tokens() -> None:
 
 
 def test_an_agent_that_passes_on_waited_until_then_and_says_whose_output_it_is() -> None:
-    told = trace()
-    told.add(AgentStarted(10.0, "root", "large"))
-    told.add(AgentPassedOn(12.0, "root", "a", "four", 0.9))
-    root = told.as_json()["agents"]["root"]
-    assert (root["state"], root["source"], root["confidence"], root["ended_s"]) == ("passed_on", "a", 0.9, 2.0)
+    reported = trace()
+    reported.add(AgentStarted(10.0, "root", "large"))
+    reported.add(AggregationSkipped(12.0, "root", "a", "four", 0.9))
+    root = reported.as_json()["agents"]["root"]
+    assert (root["state"], root["source"], root["confidence"], root["ended_s"]) == ("skipped", "a", 0.9, 2.0)
     assert [(span["name"], span["start_s"], span["end_s"]) for span in root["spans"]] == [("queue", 0.0, 2.0)]
 
 
-def test_states_ends_and_exits_are_told() -> None:
-    told = whole().as_json()
-    assert {agent: facts["state"] for agent, facts in told["agents"].items()} == {
+def test_states_ends_and_exits_are_reported() -> None:
+    reported = whole().as_json()
+    assert {agent: facts["state"] for agent, facts in reported["agents"].items()} == {
         "a": "finished",
         "b": "early_exit",
         "root": "finished",
     }
-    assert told["agents"]["a"]["confidence"] == 0.9
-    (scored,) = told["exits"]
+    assert reported["agents"]["a"]["confidence"] == 0.9
+    (scored,) = reported["exits"]
     assert (scored["start_s"], scored["end_s"], scored["probability"]) == (1.9, 2.0, 0.8)
     assert scored["exited"] and scored["aborted"] == ("b",)
-    assert told["degraded"] == [{"at_s": 2.2, "agent": "leaves", "what": "early_exit", "error": "the embedder is gone"}]
-    assert (told["state"], told["duration_s"]) == ("finished", 3.0)
+    assert reported["degraded"] == [
+        {"at_s": 2.2, "agent": "leaves", "what": "early_exit", "error": "the embedder is gone"}
+    ]
+    assert (reported["state"], reported["duration_s"]) == ("finished", 3.0)
 
 
 def test_prefill_is_hidden_until_the_last_input_ends_and_exposed_after() -> None:
-    told = whole().as_json()
-    root = told["agents"]["root"]
+    reported = whole().as_json()
+    root = reported["agents"]["root"]
     assert (root["hidden_prefill_s"], root["exposed_prefill_s"]) == (0.5, 0.5)
-    assert told["overlap"]["overlap_share"] == pytest.approx(0.5)
-    assert told["overlap"]["critical_path"] == ["b", "root"]
-    assert told["overlap"]["critical_exposed_prefill_s"] == pytest.approx(0.25 + 0.5)
+    assert reported["overlap"]["overlap_share"] == pytest.approx(0.5)
+    assert reported["overlap"]["critical_path"] == ["b", "root"]
+    assert reported["overlap"]["critical_exposed_prefill_s"] == pytest.approx(0.25 + 0.5)
 
 
 def test_a_running_trace_can_be_read() -> None:
-    told = trace()
-    told.add(AgentStarted(10.0, "a", "small"))
-    told.add(AgentTokens(10.5, "a", (1,), "x"))
-    facts = told.as_json()
+    reported = trace()
+    reported.add(AgentStarted(10.0, "a", "small"))
+    reported.add(AgentTokens(10.5, "a", (1,), "x"))
+    facts = reported.as_json()
     assert (facts["state"], facts["duration_s"]) == ("running", None)
     assert facts["agents"]["a"]["state"] == "running"
 
 
 def test_an_agent_that_failed_before_it_started_is_there() -> None:
-    told = trace()
-    told.add(AgentErred(10.5, "a", "no engine", True))
-    told.ended(11.0, "failed", "AgentFailed: a")
-    facts = told.as_json()
+    reported = trace()
+    reported.add(AgentErred(10.5, "a", "no engine", True))
+    reported.ended(11.0, "failed", "AgentFailed: a")
+    facts = reported.as_json()
     assert facts["agents"]["a"]["error"] == "no engine"
     assert facts["error"] == "AgentFailed: a"
 
@@ -133,11 +135,11 @@ def test_a_tenant_does_not_see_anothers_trace() -> None:
 
 
 def test_a_trace_tells_where_each_agent_went_last_and_why() -> None:
-    told = whole()
-    assert told.placed() == ()
+    reported = whole()
+    assert reported.placed() == ()
     for engine in ("prefill-0", "prefill-1"):
-        told.add(AgentPlaced(12.1, "root", (Placed(engine, "gimbal", "turn", 0.5),)))
-    assert [str(one) for one in told.placed()] == ["prefill-1 (gimbal: turn)"]
-    assert told.as_json()["agents"]["root"]["engines"] == [
+        reported.add(AgentPlaced(12.1, "root", (Placement(engine, "gimbal", "turn", 0.5),)))
+    assert [str(one) for one in reported.placed()] == ["prefill-1 (gimbal: turn)"]
+    assert reported.as_json()["agents"]["root"]["engines"] == [
         {"engine": "prefill-1", "policy": "gimbal", "why": "turn", "waited_s": 0.5, "adapter_s": 0.0}
     ]

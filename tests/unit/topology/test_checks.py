@@ -75,15 +75,47 @@ WRONG = {
     "unknown exit policy": ("early_exit: {policy: stochstic}\n" + AGENTS, 1, "Did you mean 'stochastic'"),
     "early exit of the wrong kind": ("early_exit: 5\n" + AGENTS, 1, "a mapping or on or off, not 5"),
     "tau out of bounds": ("early_exit: {tau: 1.5}\n" + AGENTS, 1, "early_exit.tau must be .*not 1.5"),
-    "passing on what nobody read": (
-        "early_exit: {policy: threshold, pass_on: on}\n" + AGENTS,
+    "skipping an aggregator without complete outputs": (
+        "early_exit: {policy: threshold, skip_aggregation: on}\n" + AGENTS,
         1,
-        "pass_on goes with policy in_flight, which reads what outputs say, not 'threshold'",
+        "skip_aggregation goes with policy in_flight, which reads what outputs say, not 'threshold'",
     ),
+    "skipping an aggregator by layers": (
+        "early_exit: {policy: in_flight, scope: layer, skip_aggregation: on}\n" + AGENTS,
+        1,
+        "skip_aggregation goes with scope cluster",
+    ),
+    "two scopes": (
+        AGENTS + "clusters: {x: {agents: [a, b]}}\nearly_exit: {scope: layer}\n",
+        6,
+        "'clusters' says which agents are judged together",
+    ),
+    "a vote of one": ("agents:\n  a: {model: m}\n  b:\n    vote: majority\n    precursors: [a]\n", 4, "fewer than two"),
+    "a vote of one in a tree": (
+        "tree:\n  models: [m]\n  shape: [1, 1]\n  root: {vote: majority}\n",
+        3,
+        "'root' votes, but reads fewer",
+    ),
+    "a vote with a model": (
+        AGENTS + "  d: {vote: majority, precursors: [a, c], model: m}\n",
+        5,
+        "agents.d votes, so that it asks no model: it has no 'model'",
+    ),
+    "a vote with a prompt": (
+        "tree:\n  shape: [2, 1]\n  models: [m]\n  root: {vote: majority, prompt: {suffix: x}}\n",
+        4,
+        "tree.root votes, .*no 'prompt'",
+    ),
+    "a voting root with a model": (
+        "tree:\n  shape: [2, 1]\n  models: [m]\n  root_model: m\n  root: {vote: majority}\n",
+        4,
+        "The root votes",
+    ),
+    "an unknown vote": ("tree: {shape: [2, 1], models: [m], root: {vote: most}}\n", 1, "must be 'majority'"),
     "part of an output": ("early_exit: {min_completed: 1.5}\n" + AGENTS, 1, "a whole number at least 1, not 1.5"),
     "no chunk": ("prefill: {chunk_tokens: 0}\n" + AGENTS, 1, "prefill.chunk_tokens must be"),
     "unknown chunk": ("prefill: {chunk_tokens: often}\n" + AGENTS, 1, "'adaptive', not 'often'"),
-    "bounds that cross": ("prefill:\n  min_tokens: 600\n" + AGENTS, 1, "1 <= min <= max"),
+    "a chunk of nothing": ("prefill:\n  chunk_tokens: 0\n" + AGENTS, 2, "at least 1"),
     "uneven layers": ("tree:\n  shape: [9, 4, 1]\n  models: [m]\n", 2, "cannot be shared out evenly among 4"),
     "growing layers": ("tree:\n  shape: [2, 4, 1]\n  models: [m]\n", 2, "cannot be shared out"),
     "no single root": ("all_to_all:\n  shape: [3, 3]\n  models: [m]\n", 2, "last layer of shape .* is not 1"),
@@ -98,7 +130,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_told_with_file_line_and_remedy(case: str) -> None:
+def test_problems_name_file_line_and_remedy(case: str) -> None:
     text, line, message = WRONG[case]
     with pytest.raises(TopologyError) as error:
         parse_topology(text, source="wrong.yaml", models=["m"])
@@ -116,7 +148,7 @@ def test_a_cycle_is_shown() -> None:
         parse_topology(text, source="f.yaml")
 
 
-def test_every_problem_of_a_file_is_told_at_once() -> None:
+def test_all_problems_of_a_file_are_reported_together() -> None:
     text = "nam: x\nearly_exit: {tau: 2}\nagents:\n  a: {model: m, prompt: {prefix: '{x}'}, timeout_s: -1}\n"
     with pytest.raises(TopologyError) as error:
         parse_topology(text, source="f.yaml")

@@ -15,7 +15,7 @@ def test_an_alias_stands_for_what_it_names() -> None:
     assert read_document("a: &x {k: [1]}\nb: *x\n", source="f").value == {"a": {"k": [1]}, "b": {"k": [1]}}
 
 
-def test_problems_are_told_once_each_in_the_order_of_lines() -> None:
+def test_problems_are_reported_once_each_in_the_order_of_lines() -> None:
     document = read_document("a: 1\nb: 2\n", source="f.yaml")
     late, early = Problem(("b",), "B.", "Mend b."), Problem(("a",), "A.", "Mend a.")
     with pytest.raises(TopologyError) as error:
@@ -45,7 +45,7 @@ UNREADABLE = {
     "tab indentation": ("a:\n\tb: 1\n", 2, "Not valid YAML"),
     "control character": ("a: 1\nb: \x07\n", 2, "character"),
     "two documents": ("a: 1\n---\nb: 2\n", 2, "Not valid YAML"),
-    "undefined alias": ("a: 1\nb: *nobody\n", 2, "undefined alias"),
+    "undefined alias": ("a: 1\nb: *missing\n", 2, "undefined alias"),
     "same key twice": ("a: 1\nb: 2\na: 3\n", 3, "'a' stands twice; first in line 1"),
     "key that is not text": ("a: 1\n2: b\n", 2, "key 2 is not text"),
     "key read as a switch": ("off: b\n", 1, "key off is not text"),

@@ -1,4 +1,5 @@
-from shell_router.topology import draw_mermaid, draw_terminal, parse_topology
+from shell_router.topology import parse_topology
+from shell_router.topology.draw import draw_mermaid, draw_terminal
 
 DIAMOND = """
 name: diamond

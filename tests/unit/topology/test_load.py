@@ -4,17 +4,8 @@ import pytest
 
 from shell_router.early_exit import EarlyExit
 from shell_router.errors import TopologyError
-from shell_router.scheduling import IncrementSettings
-from shell_router.topology import (
-    AUTO,
-    Prefill,
-    Prompt,
-    Topology,
-    draw_terminal,
-    load_folder,
-    load_topology,
-    parse_topology,
-)
+from shell_router.topology import AUTO, Prefill, Prompt, Topology, load_folder, load_topology, parse_topology
+from shell_router.topology.draw import draw_terminal
 from shell_router.topology.prompting import AGGREGATOR, PROPOSER
 
 TREE = "tree: {shape: [9, 3, 1], models: [small, medium, large]}\n"
@@ -132,8 +123,8 @@ def test_agents_with_the_same_successors_are_judged_together_and_one_alone_is_no
         (", early_exit: 'off'", None),
         (", early_exit: {policy: threshold, min_completed: 2}", EarlyExit("threshold", tau=0.5)),
         (
-            ", early_exit: {policy: in_flight, pass_on: 'on'}",
-            EarlyExit("in_flight", tau=0.5, min_completed=1, pass_on=True),
+            ", early_exit: {policy: in_flight, skip_aggregation: 'on'}",
+            EarlyExit("in_flight", tau=0.5, min_completed=1, skip_aggregation=True),
         ),
     ],
 )
@@ -149,7 +140,7 @@ def test_without_a_word_there_is_no_early_exit(said: str, expected: EarlyExit | 
 
 def test_prefill_settings_reach_the_topology() -> None:
     prefill = parsed(TREE + "prefill: {chunk_tokens: 32, incremental: off, slot_order: expected_finish}").prefill
-    assert prefill == Prefill(False, IncrementSettings(chunk_tokens=32), "expected_finish")
+    assert prefill == Prefill(False, 32, "expected_finish")
 
 
 def test_sampling_parameters_of_other_names_pass_through() -> None:
@@ -184,7 +175,7 @@ def test_chosen_models_take_the_place_of_what_was_to_choose_from() -> None:
     assert chosen.successors == tree.successors
 
 
-def test_known_models_may_be_told(tmp_path: Path) -> None:
+def test_known_models_may_be_given(tmp_path: Path) -> None:
     file = tmp_path / "tree.yaml"
     file.write_text(TREE, encoding="utf-8")
     assert load_topology(file, models={"small", "medium", "large", "huge"}).name == "tree"

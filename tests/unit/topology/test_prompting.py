@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.topology.prompting import AGGREGATOR, fill_text, slot_parts
@@ -14,7 +14,6 @@ def test_doubled_braces_are_braces_meant_as_text() -> None:
 
 
 @given(st.text())
-@settings(deadline=None)
 def test_a_question_is_never_scanned_for_placeholders(question: str) -> None:
     assert fill_text("<{question}|{question}>", question) == f"<{question}|{question}>"
 

@@ -2,11 +2,12 @@ import re
 from typing import Any
 
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.errors import TopologyError
-from shell_router.topology import draw_mermaid, draw_steps_terminal, draw_terminal, parse_steps, parse_topology
+from shell_router.topology import parse_steps, parse_topology
+from shell_router.topology.draw import draw_mermaid, draw_steps_terminal, draw_terminal
 
 TREE = """name: t
 tree: {shape: [4, 2, 1], models: [small, large], proposer: {sampling: {temperature: 0.7}}}
@@ -34,7 +35,6 @@ def graphs(draw: st.DrawFn) -> dict[str, list[str]]:
 
 
 @given(graphs())
-@settings(deadline=None)
 def test_any_graph_with_one_root_is_read_as_it_was_written(precursors: dict[str, list[str]]) -> None:
     agents = {agent: {"model": "m", "precursors": read} for agent, read in precursors.items()}
     topology = parse_topology(yaml.safe_dump({"agents": agents}, sort_keys=False), source="f")
@@ -79,7 +79,6 @@ def loads_or_is_refused(text: str) -> None:
 
 
 @given(st.text())
-@settings(deadline=None)
 def test_no_text_raises_anything_but_a_topology_error(text: str) -> None:
     loads_or_is_refused(text)
 
@@ -90,7 +89,6 @@ def test_no_text_raises_anything_but_a_topology_error(text: str) -> None:
     st.integers(0, 40),
     st.one_of(st.text(max_size=8), st.sampled_from(["*a", "&a ", "<<: ", "!!int ", "{", "]", "\n  ", "'", ": ", "- "])),
 )
-@settings(max_examples=400, deadline=None)
 def test_no_edit_of_a_file_raises_anything_but_a_topology_error(text: str, start: int, cut: int, put: str) -> None:
     loads_or_is_refused(text[:start] + put + text[start + cut :])
 
@@ -105,7 +103,6 @@ values = st.recursive(
 
 
 @given(st.sampled_from([TREE, GRAPH, STEPS]), st.integers(0, 60), values)
-@settings(max_examples=400, deadline=None)
 def test_no_value_in_any_place_raises_anything_but_a_topology_error(text: str, place: int, value: Any) -> None:
     content = yaml.safe_load(text)
     places = list(_places(content))

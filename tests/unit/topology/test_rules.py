@@ -7,8 +7,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shell_router.topology.patterns import found_in, pattern_error
-from shell_router.topology.rules import END, Choice, Classed, Facts, Rule, Unclassified, Unscored, When, choose
+from shell_router.topology.rules import (
+    END,
+    Classed,
+    Facts,
+    Rule,
+    Transition,
+    Unclassified,
+    Unscored,
+    When,
+    choose,
+    found_in,
+    pattern_error,
+)
 
 FACTS = Facts({"kind": "sum"}, "What is 1 + 1?", "It is 2.", 0.8)
 OTHERWISE = Rule(END)
@@ -16,7 +27,7 @@ OTHERWISE = Rule(END)
 
 def taken(when: When, facts: Facts = FACTS) -> bool:
     found = choose((Rule("there", when), OTHERWISE), facts)
-    assert isinstance(found, Choice)
+    assert isinstance(found, Transition)
     return found.go == "there"
 
 
@@ -44,21 +55,21 @@ def test_a_condition_holds_when_all_it_says_does(when: When, holds: bool) -> Non
 
 def test_the_first_rule_that_holds_is_taken_and_says_why() -> None:
     rules = (Rule("a", When(matches="poem")), Rule("b", When(matches="What")), Rule("c", When(matches="is")), OTHERWISE)
-    assert choose(rules, FACTS) == Choice("b", 2, "request matches 'What'")
-    assert choose(rules, replace(FACTS, request="?")) == Choice(END, 4, "otherwise")
-    assert choose((OTHERWISE,), FACTS) == Choice(END, 1, "always")
+    assert choose(rules, FACTS) == Transition("b", 2, "request matches 'What'")
+    assert choose(rules, replace(FACTS, request="?")) == Transition(END, 4, "otherwise")
+    assert choose((OTHERWISE,), FACTS) == Transition(END, 1, "always")
 
 
 def test_a_classifier_is_asked_only_when_all_else_holds() -> None:
     asks = When(labels={"kind": ("sum",)}, classifier="subject", classes=("maths",))
     assert choose((Rule("a", asks), OTHERWISE), FACTS) == Unclassified("subject", "request")
-    assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, labels={})) == Choice(END, 2, "otherwise")
+    assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, labels={})) == Transition(END, 2, "otherwise")
 
 
 def test_scores_are_asked_for_only_when_all_else_holds_and_before_a_classifier() -> None:
     asks = When(matches="What", scores_below={"small": 0.5}, classifier="subject", classes=("maths",))
     assert choose((Rule("a", asks), OTHERWISE), FACTS) == Unscored()
-    assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, request="?")) == Choice(END, 2, "otherwise")
+    assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, request="?")) == Transition(END, 2, "otherwise")
     assert choose((Rule("a", asks), OTHERWISE), replace(FACTS, scores={"small": 0.4})) == (
         Unclassified("subject", "request")
     )
@@ -86,7 +97,7 @@ def test_what_could_not_be_classified_has_none_of_the_classes() -> None:
     )
 
 
-def test_nobody_can_be_sure_of_nothing() -> None:
+def test_no_tokens_are_no_confidence() -> None:
     assert taken(When(confidence_below=0.01), replace(FACTS, output="", confidence=None))
 
 
@@ -116,7 +127,7 @@ ANY_FACTS = st.builds(
 @given(RULES, ANY_FACTS)
 def test_rules_before_the_one_taken_do_not_hold_and_it_does(rules: list[Rule], facts: Facts) -> None:
     found = choose((*rules, OTHERWISE), facts)
-    assert isinstance(found, Choice)
+    assert isinstance(found, Transition)
     assert not any(taken(rule.when, facts) for rule in rules[: found.rule - 1] if rule.when)
     assert found.rule > len(rules) or (
         rules[found.rule - 1].go == found.go and taken(rules[found.rule - 1].when, facts)

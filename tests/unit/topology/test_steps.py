@@ -5,16 +5,8 @@ from pathlib import Path
 import pytest
 
 from shell_router.errors import TopologyError
-from shell_router.topology import (
-    Conditional,
-    Topology,
-    draw_steps_mermaid,
-    draw_steps_terminal,
-    load_files,
-    load_with_others,
-    parse_steps,
-    parse_topology,
-)
+from shell_router.topology import Conditional, Topology, load_files, load_with_others, parse_steps, parse_topology
+from shell_router.topology.draw import draw_steps_mermaid, draw_steps_terminal
 from shell_router.topology.rules import Rule, When
 
 TREE = parse_topology("name: tree\ntree: {shape: [2, 1], models: [m]}\nearly_exit: on\n", source="tree.yaml")
@@ -89,25 +81,25 @@ def test_a_bare_id_is_a_rule_without_condition() -> None:
 
 GOOD = "start: a\nsteps:\n  a: {model: m}\n"
 WRONG = {
-    "no start": ("steps:\n  a: {model: m}\n", 1, "not said which step is first"),
+    "no start": ("steps:\n  a: {model: m}\n", 1, "No step is named as the first"),
     "start without steps": ("start: a\ntree: {shape: [2, 1], models: [m]}\n", 1, "'start' goes with 'steps'"),
     "classifiers without steps": (
         "tree: {shape: [2, 1], models: [m]}\nclassifiers: {c: {examples: {x: [y]}}}\n",
         2,
         "'classifiers' goes with 'steps'",
     ),
-    "steps beside a tree": (GOOD + "tree: {shape: [2, 1], models: [m]}\n", 2, "described twice"),
+    "steps and a tree": (GOOD + "tree: {shape: [2, 1], models: [m]}\n", 2, "described twice"),
     "clusters": (GOOD + "clusters: {x: {agents: [a]}}\n", 4, "'clusters' does not go with 'steps'"),
     "prefill": (GOOD + "prefill: {incremental: on}\n", 4, "'prefill' does not go with 'steps'"),
     "a default that does not hold": (GOOD + "defaults: {on_failure: drop}\n", 4, "A step that fails fails its"),
     "a step that may be dropped": ("start: a\nsteps:\n  a: {model: m, on_failure: drop}\n", 3, "Unknown key"),
-    "a reserved name": (GOOD + "  end: {model: m}\n", 4, "named 'end', which has a meaning"),
+    "a reserved name": (GOOD + "  end: {model: m}\n", 4, "named 'end', a reserved name"),
     "neither model nor topology": ("start: a\nsteps:\n  a: {}\n", 3, "neither a model nor a topology"),
     "unknown model": ("start: a\nsteps:\n  a: {model: q}\n", 3, "Unknown model 'q'"),
     "a model twice": ("start: a\nsteps:\n  a: {model: [m, m]}\n", 3, "stands twice"),
     "unknown topology": ("start: a\nsteps:\n  a: {topology: tre}\n", 3, "Unknown topology 'tre'.*'tree'"),
     "both": ("start: a\nsteps:\n  a:\n    topology: tree\n    model: m\n", 5, "has 'model', which only agents"),
-    "a slot that nobody fills": (
+    "a slot without a precursor": (
         "start: a\nsteps:\n  a: {model: m, prompt: {slot: '{output}'}}\n",
         3,
         "no earlier step fills it",
@@ -128,11 +120,11 @@ WRONG = {
     "a rule behind one that always holds": (
         "start:\n  - {go: a}\n  - {when: {label: {x: y}}, go: a}\nsteps:\n  a: {model: m}\n",
         3,
-        "is never asked: start.0. always holds",
+        "is never reached: start.0. always holds",
     ),
     "a rule without a target": ("start: [{when: {label: {x: y}}}]\nsteps:\n  a: {model: m}\n", 1, "lacks 'go'"),
-    "an empty condition": ("start: [{when: {}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n", 1, "says nothing"),
-    "a text that nobody reads": (
+    "an empty condition": ("start: [{when: {}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n", 1, "has no condition"),
+    "a text that no condition reads": (
         "start: [{when: {label: {x: y}, of: request}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n",
         1,
         "reads no text",
@@ -160,7 +152,7 @@ WRONG = {
     "a pattern that does not close": (
         "start: [{when: {matches: '(x'}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n",
         1,
-        "is no pattern: missing \\)",
+        "is not a regular expression: missing \\)",
     ),
     "a pattern that looks ahead": (
         "start: [{when: {matches: '(?=x)'}, go: a}, {go: a}]\nsteps:\n  a: {model: m}\n",
@@ -194,10 +186,10 @@ WRONG = {
         1,
         "has no class 'y'",
     ),
-    "a classifier that nobody asks": (
+    "an unused classifier": (
         GOOD + "classifiers: {c: {examples: {x: [y]}}}\n",
         4,
-        "No rule asks the classifier 'c'",
+        "No rule uses the classifier 'c'",
     ),
     "a classifier without examples": (GOOD + "classifiers: {c: {}}\n", 4, "lacks 'examples'"),
     "a circle": (
@@ -231,7 +223,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("text", "line", "message"), WRONG.values(), ids=WRONG.keys())
-def test_what_is_wrong_is_told_with_its_line_and_a_remedy(text: str, line: int | tuple[int, ...], message: str) -> None:
+def test_problems_have_their_line_and_a_remedy(text: str, line: int | tuple[int, ...], message: str) -> None:
     with pytest.raises(TopologyError, match=message) as refused:
         parse_steps(text, source="f.yaml", topologies={"tree": TREE}, models=("m",))
     lines = (line,) if isinstance(line, int) else line
@@ -264,13 +256,13 @@ def test_a_step_may_not_ask_a_topology_that_has_steps(tmp_path: Path) -> None:
         load_files(files(tmp_path, first=GOOD, second="start: a\nsteps:\n  a: {topology: first}\n"))
 
 
-def test_a_topology_whose_own_file_is_wrong_is_told_once(tmp_path: Path) -> None:
+def test_a_topology_whose_own_file_is_wrong_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(TopologyError) as refused:
         load_files(files(tmp_path, first=ASKS_TREE, second=TREE_FILE + "prefil: {}\n"))
     assert "second.yaml:3: Unknown key" in str(refused.value) and "Unknown topology" not in str(refused.value)
 
 
-def test_one_file_is_read_with_those_beside_it_that_its_steps_name(tmp_path: Path) -> None:
+def test_one_file_is_read_with_those_in_its_folder_that_its_steps_name(tmp_path: Path) -> None:
     first, _, _ = files(tmp_path, first=ASKS_TREE, second=TREE_FILE, broken="tree: 3\n")
     assert list(load_with_others([first])) == [first]
 

@@ -15,14 +15,13 @@ from training.practice import Course, practise
 from training.problems import make_problem, problems
 from training.sampling import write
 
-from shell_router.core.model import ServedModel
-from shell_router.engines.embedded.checkpoint import TURN_END
-from shell_router.engines.scripted import Script, ScriptedEngine
+from shell_router.core.engine import ServedModel
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.execution.assembly import agent_parts
-from shell_router.execution.prompt import GrowingPrompt
+from shell_router.launching.random_checkpoint import TURN_END
+from shell_router.moa.prompt import GrowingPrompt, agent_parts
 from shell_router.topology import Agent, Prompt
 from shell_router.topology.prompting import AGGREGATOR
+from tests.fakes.scripted_engine import Script, ScriptedEngine
 
 TOKENIZER = family.make_tokenizer()
 LESSONS = Lessons(TOKENIZER)
@@ -35,7 +34,7 @@ def examples(share: int) -> list[Example]:
     return [LESSONS.example(LESSONS.question(one.question), one.solution) for one in asked]
 
 
-def told(_progress: str) -> None:
+def ignore(_progress: str) -> None:
     pass
 
 
@@ -80,7 +79,7 @@ def test_what_is_learned_ends_the_turn() -> None:
 def test_a_course_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
     whole, cut = (family.make_network(TINY, TOKENIZER, seed=0) for _ in range(2))
     course = Course(tokens=12_000, learning_rate=1e-2)
-    practise(whole, examples, course, tmp_path / "whole.pt", told)
+    practise(whole, examples, course, tmp_path / "whole.pt", ignore)
 
     def until_the_third(share: int) -> list[Example]:
         if share == 2:
@@ -88,9 +87,9 @@ def test_a_course_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
         return examples(share)
 
     with pytest.raises(InterruptedError):
-        practise(cut, until_the_third, course, tmp_path / "cut.pt", told)
+        practise(cut, until_the_third, course, tmp_path / "cut.pt", ignore)
     resumed = family.make_network(TINY, TOKENIZER, seed=1)
-    practise(resumed, examples, course, tmp_path / "cut.pt", told)
+    practise(resumed, examples, course, tmp_path / "cut.pt", ignore)
     for name, weights in whole.state_dict().items():
         assert torch.equal(weights, resumed.state_dict()[name]), name
 

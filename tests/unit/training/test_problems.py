@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 from training.problems import LARGEST, drill, make_problem, problems
 
-from shell_router.core.answers import stated_answer
+from shell_router.early_exit.answers import stated_answer
 
 EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 MANY = list(islice(problems(random.Random(1)), 3000))
@@ -18,11 +18,11 @@ def holds(equation: tuple[str, ...]) -> bool:
     return {"+": a + b == c, "-": a - b == c and c > 0, "*": a * b == c, "/": a == b * c}[sign]
 
 
-def in_range(number: int, told: str) -> bool:
-    low, high = re.findall(r"\d+|$", told)[:2]
-    if "below" in told:
+def in_range(number: int, text: str) -> bool:
+    low, high = re.findall(r"\d+|$", text)[:2]
+    if "below" in text:
         return number < int(low)
-    return int(low) <= number and ("or more" in told or number <= int(high))
+    return int(low) <= number and ("or more" in text or number <= int(high))
 
 
 def test_every_equation_of_every_solution_holds() -> None:
@@ -30,14 +30,14 @@ def test_every_equation_of_every_solution_holds() -> None:
         assert all(holds(one) for one in EQUATION.findall(problem.solution)), problem
 
 
-def test_a_solution_has_one_equation_per_step_and_each_uses_what_was_told_or_worked_out_before() -> None:
+def test_a_solution_has_one_equation_per_step_and_each_uses_what_was_given_or_worked_out_before() -> None:
     for problem in MANY:
-        told = set(re.findall(r"\d+", problem.question))
+        numbers = set(re.findall(r"\d+", problem.question))
         equations = EQUATION.findall(problem.solution)
         assert len(equations) == problem.steps
         for left, _, right, result in equations:
-            assert {left, right} <= told, problem
-            told.add(result)
+            assert {left, right} <= numbers, problem
+            numbers.add(result)
 
 
 def test_the_answer_is_what_the_solution_ends_with() -> None:
@@ -51,8 +51,8 @@ def test_a_number_is_the_last_equations_result_and_a_letter_stands_for_the_one_r
             assert problem.answer == result
         else:
             offered = re.findall(r"([A-D])\) ([\w ]+?)(?= [A-D]\)|$)", problem.question)
-            assert [letter for letter, told in offered] == list("ABCD")
-            assert [letter for letter, told in offered if in_range(int(result), told)] == [problem.answer]
+            assert [letter for letter, text in offered] == list("ABCD")
+            assert [letter for letter, text in offered if in_range(int(result), text)] == [problem.answer]
 
 
 def test_no_letter_is_right_much_more_often_than_another() -> None:

@@ -1,0 +1,73 @@
+"""What the benchmark runs on: an embedded pair, or real SGLang on this machine's CPU, with room for some adapters."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
+from launch.sglang_cpu.pair import CpuPair, make_pair
+from shell_router.config import RandomWeights
+from shell_router.engines.address import PairAddress
+from shell_router.errors import ConfigError
+from shell_router.launching.random_checkpoint import make_random_model
+from shell_router.standins.embedded.fleet import EmbeddedFleet
+from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettings
+
+RANK = 64
+WEIGHTS = {
+    "embedded": RandomWeights(hidden=128, layers=2, seed=3),
+    "sglang": RandomWeights(hidden=256, layers=4, seed=3),
+}
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Running:
+    """A pair, its model's folder, and what it is in words."""
+
+    address: PairAddress
+    model: Path
+    words: str
+
+
+def make_model(engine: str, folder: Path) -> Path:
+    """The model of random weights that the pair serves."""
+    return make_random_model(WEIGHTS[engine], folder / "model")
+
+
+@asynccontextmanager
+async def running(engine: str, model: Path, room: int, folder: Path) -> AsyncIterator[Running]:
+    """A pair that serves while the context is open. Raises ConfigError and EngineError."""
+    weights = WEIGHTS[engine]
+    words = f"random weights, {weights.layers} layers of {weights.hidden}, adapters of rank {RANK}"
+    if engine == "embedded":
+        # float64 makes outputs independent of what else is in a batch
+        settings = EmbeddedSettings(
+            str(model), dtype="float64", incremental_streaming_output=True, lora=LoraSettings(room, RANK)
+        )
+        async with EmbeddedFleet({"model": settings}) as fleet:
+            pair = fleet["model"]
+            address = pair.address
+            yield Running(address, model, f"embedded pair, cpu, float64; {words}")
+        return
+    sglang = _sglang(model, room, folder)
+    try:
+        await asyncio.to_thread(sglang.start, progress=print)
+        address = PairAddress(sglang.prefill.url, sglang.decode.url, sglang.bootstrap_host, sglang.bootstrap_port)
+        yield Running(address, model, f"SGLang pair, cpu, float32; {words}")
+    finally:
+        await asyncio.to_thread(sglang.stop)
+
+
+def _sglang(model: Path, room: int, folder: Path) -> CpuPair:
+    venv = built_environment()
+    if venv is None:
+        raise ConfigError("the SGLang environment is not built.", remedy=f"Build it with: {BUILD_COMMAND}")
+    places = str(room + 1)  # SGLang counts requests without an adapter as one more
+    options = (
+        *("--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(RANK)),
+        *("--max-loras-per-batch", places, "--max-loaded-loras", places, "--lora-target-modules", *MODULES),
+    )
+    return make_pair(model, venv, folder, options=options)

@@ -1,0 +1,258 @@
+"""Answers in their clients' formats: OpenAI's completions and chunks, agent answers and their typed events."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import orjson
+
+from shell_router.api.streaming import DONE, data_frame
+from shell_router.core.events import (
+    AgentErred,
+    AgentFinished,
+    AgentPlaced,
+    AgentStarted,
+    AgentStopped,
+    AgentTokens,
+    AggregationSkipped,
+    Degraded,
+    Event,
+    ExitScored,
+    ModelChosen,
+    PrefillIncrement,
+    PromptReady,
+    StepChosen,
+)
+from shell_router.moa import AgentRequest, Answer, ProgramState
+from shell_router.telemetry import Trace
+
+KINDS: dict[type, str] = {
+    ModelChosen: "chosen",
+    StepChosen: "step",
+    AgentStarted: "started",
+    PrefillIncrement: "prefill",
+    PromptReady: "ready",
+    AgentPlaced: "placed",
+    AgentTokens: "tokens",
+    AgentFinished: "finished",
+    AggregationSkipped: "skipped",
+    ExitScored: "exit",
+    AgentStopped: "stopped",
+    AgentErred: "failed",
+    Degraded: "degraded",
+}
+_FIELDS = {kind: tuple(one.name for one in fields(kind)) for kind in KINDS}
+_TIMES = ("at_s", "started_s")
+
+
+def facts(event: Event, origin_s: float) -> dict[str, Any]:
+    """The event's fields; times become seconds since `origin_s`."""
+    named = {name: getattr(event, name) for name in _FIELDS[type(event)]}
+    for time in _TIMES:
+        if time in named:
+            named[time] = round(named[time] - origin_s, 6)
+    return named
+
+
+def coalesced(events: Iterable[Event]) -> Iterator[Event]:
+    """The same events with an agent's neighbouring tokens joined; tokens never pass another kind of event."""
+    waiting: dict[str, list[AgentTokens]] = {}
+    for event in events:
+        if isinstance(event, AgentTokens):
+            waiting.setdefault(event.agent, []).append(event)
+        else:
+            yield from _joined(waiting)
+            waiting.clear()
+            yield event
+    yield from _joined(waiting)
+
+
+def _joined(waiting: dict[str, list[AgentTokens]]) -> Iterator[AgentTokens]:
+    for agent, pieces in waiting.items():
+        if len(pieces) == 1:
+            yield pieces[0]
+        else:
+            ids = tuple(token for piece in pieces for token in piece.ids)
+            yield AgentTokens(pieces[-1].at_s, agent, ids, "".join(piece.text for piece in pieces))
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    """OpenAI's usage, summed over the agents."""
+    prompt = written = cached = 0
+    for spent in answer.agents.values():
+        prompt += spent.prompt_tokens
+        written += spent.completion_tokens
+        cached += spent.cached_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def agents(answer: Answer, trace: Trace) -> dict[str, Any]:
+    """What each agent did and cost; confidences as the trace holds them."""
+    return {
+        agent: asdict(spent) | {"confidence": trace.agents[agent].confidence if agent in trace.agents else None}
+        for agent, spent in answer.agents.items()
+    }
+
+
+def completion(run_id: str, created: int, model: str, answer: Answer) -> dict[str, Any]:
+    """A whole chat completion."""
+    message = {"role": "assistant", "content": answer.text}
+    return {
+        "id": f"chatcmpl-{run_id}",
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": answer.reason}],
+        "usage": usage(answer),
+    }
+
+
+class ChatFrames:
+    """Writes the frames of one streamed completion (streaming.Frames).
+
+    The tokens of `answering` agents are the answer. What was held back, since another step could have followed, comes
+    in one piece when it is chosen.
+
+    Agents' events are chunks without choices, as the usage chunk of OpenAI is, so that its clients step over them;
+    the SSE event name and the field `agent_event` are for clients that read them.
+    """
+
+    def __init__(
+        self,
+        base: Mapping[str, Any],
+        answering: Collection[str],
+        trace: Trace,
+        include_usage: bool,
+        include_agents: bool,
+    ) -> None:
+        self._base = base
+        self._open = orjson.dumps(base)[:-1]
+        self._answering = answering
+        self._trace = trace
+        self._include_usage = include_usage
+        self._include_agents = include_agents
+        self._role = b'"role":"assistant",'
+
+    def wants(self, event: Event) -> bool:
+        """Whether the event would be written."""
+        return self._include_agents or bool(self._answer_in(event))
+
+    def events(self, events: Sequence[Event]) -> bytes:
+        """The chunks that `events` call for."""
+        if not self._include_agents:  # all of them are parts of the answer
+            return self._text("".join([self._answer_in(event) for event in events])) if events else b""
+        return b"".join([self._frame(event) for event in coalesced(events)])
+
+    def answer(self, answer: Answer) -> bytes:
+        """The finish reason, the usage where asked for, and the end mark."""
+        choice = {"index": 0, "delta": {}, "finish_reason": answer.reason}
+        finish: dict[str, Any] = {**self._base, "choices": [choice]}
+        if self._include_agents:
+            finish["agents"] = agents(answer, self._trace)
+        frames = data_frame(finish)
+        if self._include_usage:
+            frames += data_frame({**self._base, "choices": [], "usage": usage(answer)})
+        return frames + DONE
+
+    def error(self, envelope: dict[str, Any]) -> bytes:
+        """OpenAI's clients raise an APIError on it."""
+        return data_frame(envelope)
+
+    def _answer_in(self, event: Event) -> str:
+        """The part of the answer that comes with the event."""
+        if isinstance(event, AgentTokens | AggregationSkipped):
+            return event.text if event.agent in self._answering else ""
+        return event.text if isinstance(event, StepChosen) else ""
+
+    def _frame(self, event: Event) -> bytes:
+        text = self._answer_in(event)
+        written = self._text(text) if text else b""
+        if isinstance(event, AgentTokens) and event.agent in self._answering:
+            return written
+        return written + self._agent_event(event)
+
+    def _text(self, text: str) -> bytes:
+        """Put together from bytes, as this is the one frame there are many of."""
+        role, self._role = self._role, b""
+        return b'data: %s,"choices":[{"index":0,"delta":{%s"content":%s},"finish_reason":null}]}\n\n' % (
+            self._open,
+            role,
+            orjson.dumps(text),
+        )
+
+    def _agent_event(self, event: Event) -> bytes:
+        name = f"agent.{KINDS[type(event)]}"
+        sent = {"type": name, **facts(event, self._trace.started_s)}
+        if "ids" in sent:
+            sent["tokens"] = len(sent.pop("ids"))
+        if isinstance(event, StepChosen | AggregationSkipped):
+            del sent["text"]  # the client has it: it is in the answer, or was written by `source`
+        chunk = data_frame({**self._base, "choices": [], "agent_event": sent})
+        return b"event: %s\n%s" % (name.encode(), chunk)
+
+
+def chunk_base(run_id: str, created: int, model: str) -> dict[str, Any]:
+    """What all chunks of a stream have in common."""
+    return {"id": f"chatcmpl-{run_id}", "object": "chat.completion.chunk", "created": created, "model": model}
+
+
+def agent_answer(run_id: str, created: int, request: AgentRequest, answer: Answer) -> dict[str, Any]:
+    """A whole answer."""
+    return {
+        "id": run_id,
+        "object": "agent.answer",
+        "created": created,
+        "program": request.program,
+        "agent": request.agent,
+        "model": answer.agents[request.agent].model,
+        "text": answer.text,
+        "finish_reason": answer.reason,
+        "usage": usage(answer),
+    }
+
+
+class AgentFrames:
+    """Writes the frames of one streamed agent request (streaming.Frames)."""
+
+    def __init__(self, run_id: str, created: int, request: AgentRequest, origin_s: float) -> None:
+        self._run_id = run_id
+        self._created = created
+        self._request = request
+        self._origin_s = origin_s
+
+    def wants(self, event: Event) -> bool:
+        """All but how the agent ended: the last frame says that."""
+        return not isinstance(event, AgentFinished | AgentErred)
+
+    def events(self, events: Sequence[Event]) -> bytes:
+        """One typed object per event."""
+        return b"".join(self._frame(event) for event in coalesced(events))
+
+    def answer(self, answer: Answer) -> bytes:
+        """The finished event, which holds the whole answer, and the end mark."""
+        whole = agent_answer(self._run_id, self._created, self._request, answer)
+        return data_frame({"type": "finished", **whole}) + DONE
+
+    def error(self, envelope: dict[str, Any]) -> bytes:
+        """The error event."""
+        return data_frame({"type": "error", **envelope})
+
+    def _frame(self, event: Event) -> bytes:
+        kind = "token" if isinstance(event, AgentTokens) else KINDS[type(event)]
+        return data_frame({"type": kind, **facts(event, self._origin_s)})
+
+
+def program_reply(state: ProgramState) -> dict[str, Any]:
+    """A program and its agents."""
+    return {
+        "object": "agent.program",
+        "program": state.program,
+        "agents": {
+            agent: {"state": how, "output": state.outputs.get(agent, "")} for agent, how in state.agents.items()
+        },
+    }

@@ -1,0 +1,87 @@
+"""What a chat completion's `model` may name: topologies, models as the smallest topologies, and a choice of models."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+from shell_router.api.services import Services
+from shell_router.errors import ConfigError, UnknownModel
+from shell_router.topology import AUTO, Agent, Conditional, Graph, Topology
+
+
+class Targets:
+    """Topologies and models by the names that requests use."""
+
+    def __init__(self, services: Services) -> None:
+        clash = sorted(services.topologies.keys() & {*services.models, AUTO})
+        if clash:
+            raise ConfigError(
+                f"{', '.join(clash)} name both a topology and a model (auto is the choice of one).",
+                remedy="Requests choose by name: rename one of them.",
+            )
+        self._services = services
+        self.by_name: Mapping[str, Graph] = {
+            **{alias: straight_through(alias) for alias in services.models},
+            AUTO: straight_through(AUTO),
+            **services.topologies,
+        }
+
+    def find(self, name: str) -> Graph:
+        """Raises UnknownModel."""
+        topology = self.by_name.get(name)
+        if topology is None:
+            known = ", ".join(sorted(self.by_name)) or "none"
+            raise UnknownModel(f"No topology or model is named {name!r}.", remedy=f"Known: {known}.")
+        return topology
+
+    def choice(self, names: Sequence[str]) -> Graph:
+        """The one that is named, or one agent whose model is to be chosen among those. Raises UnknownModel."""
+        if len(names) == 1:
+            return self.find(names[0])
+        models = self._services.models
+        if unknown := sorted(set(names) - models.keys()):
+            raise UnknownModel(
+                f"No model is named {' or '.join(map(repr, unknown))}.",
+                remedy=f"Choose among models: {', '.join(sorted(models))}.",
+            )
+        return Topology(name=AUTO, agents={AUTO: Agent(id=AUTO, model=AUTO, candidates=tuple(names))})
+
+    def listed(self, created: int) -> list[dict[str, Any]]:
+        """All of them in the shape of OpenAI's model objects."""
+        return [self._model_object(name, created) for name in sorted(self.by_name)]
+
+    def _model_object(self, name: str, created: int) -> dict[str, Any]:
+        facts = {"id": name, "object": "model", "created": created, "owned_by": "shell-router"}
+        if name == AUTO:
+            return {**facts, "kind": AUTO, "description": "one of the models, chosen for each request"}
+        topology = self._services.topologies.get(name)
+        if topology is None:
+            model = self._services.models[name]
+            words = self._services.engines.get(model.base or name)
+            known = {"engine": words, "parent": model.base}
+            known = {key: value for key, value in known.items() if value is not None}
+            return {**facts, "kind": "model", "max_model_len": model.context_length, **known}
+        steps, names = {}, {name}
+        if isinstance(topology, Conditional):
+            steps = {"steps": list(topology.steps)}
+            names = {step.topology.name for step in topology.steps.values()}
+        return {
+            **facts,
+            "kind": "topology",
+            "description": topology.description,
+            "agents": len(topology.agents),
+            **steps,
+            "incremental_prefill": [
+                asdict(seen) for seen in self._services.holdouts.comparisons() if seen.topology in names
+            ],
+        }
+
+
+def straight_through(alias: str) -> Topology:
+    """One agent that is asked the client's messages as they are."""
+    return Topology(name=alias, agents={alias: Agent(id=alias, model=alias)})
+
+
+TARGETS = web.AppKey("TARGETS", Targets)

@@ -1,0 +1,97 @@
+"""A deployment whose engines the router starts, keeps running and stops itself."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from shutil import which
+
+from shell_router.app.serving import serve
+from shell_router.config import Config
+from shell_router.errors import ConfigError
+from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
+from shell_router.launching.restarts import RestartPolicy
+from shell_router.launching.supervisor import Engines, Patience, running_engines
+
+log = logging.getLogger(__name__)
+
+WEIGHTS_LIMIT_S = 120.0
+
+
+def plan_launch(config: Config, name: str, machine: str | None, environ: Mapping[str, str]) -> LaunchPlan:
+    """What `launch` will run. Logs lie where the deployment says, or in the user's cache folder under `name`."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = config.launch.folder or cache / "shell-router" / "launch" / name
+    return plan(config, folder=folder, python=sys.executable, machine=machine)
+
+
+async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[str], None]) -> None:
+    """Start the plan's engines, serve until SIGINT or SIGTERM, and stop all. `ready` gets the router's URL.
+
+    With `engines_only` no router is started, and a signal cancels this. Raises ConfigError and EngineError.
+    """
+    async with launched_engines(launched) as engines:
+        if engines_only:
+            log.info("all engines serve; no router is started here")
+            await asyncio.Event().wait()  # until a signal cancels this task
+        await serve(launched.config, ready=ready, engine_restarts=engines.restarts)
+
+
+@asynccontextmanager
+async def launched_engines(launched: LaunchPlan) -> AsyncIterator[Engines]:
+    """The plan's engines, which serve while the context is open. Raises ConfigError and EngineError."""
+    _require_startable(launched.engines)
+    launched.folder.mkdir(parents=True, exist_ok=True)
+    for command in launched.weights:
+        await _finished(command)
+    settings = launched.config.launch
+    policy = RestartPolicy(limit=settings.restart_limit, delay_s=settings.restart_delay_s)
+    patience = Patience(start_s=launched.config.limits.engine_start_s)
+    async with running_engines(launched, policy=policy, patience=patience) as engines:
+        yield engines
+
+
+def _require_startable(engines: Sequence[EngineCommand]) -> None:
+    for engine in engines:
+        if which(engine.argv[0]) is None:
+            raise ConfigError(
+                f"{engine.argv[0]} is not a program that can be run.",
+                remedy="Correct launch.python, or make it executable.",
+            )
+        for port in engine.ports:
+            _require_free(engine, port)
+
+
+def _require_free(engine: EngineCommand, port: int) -> None:
+    """Without this look another server there would be taken for the engine."""
+    try:
+        socket.create_server((engine.host, port)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{engine.name} cannot listen on {engine.host}, port {port}: {error.strerror}.",
+            remedy="Stop what listens there, or correct the pair's URLs; --machine says which host this is.",
+        ) from error
+
+
+async def _finished(command: Sequence[str]) -> None:
+    """Run `command` to its end. Raises ConfigError with what it says where it fails."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        async with asyncio.timeout(WEIGHTS_LIMIT_S):
+            _, said = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise ConfigError(f"random weights could not be made: {said.decode(errors='replace').strip()[-500:]}")

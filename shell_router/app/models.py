@@ -1,0 +1,180 @@
+"""The running models of a deployment, each with its tokenizer and the engines that serve it."""
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from yarl import URL
+
+from shell_router.app.model_files import ModelFiles, adapters_of, named, read_files
+from shell_router.app.wings import EngineKind, Progress, StartedEngine, engine_kind, kind_of
+from shell_router.config import Config, PairSettings
+from shell_router.core.engine import ServedModel
+from shell_router.engines.address import PairAddress, PairLimits
+from shell_router.engines.sglang import AdaptedModel, SglangPair
+from shell_router.errors import EngineError, EngineStalled
+from shell_router.routing.failures import BreakerSettings, RetrySettings
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+SGLANG_BATCH_SIZE = 32
+"""Sequences that an SGLang engine is taken to decode together where `auto.max_batch` says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningModel:
+    """A model as requests see it, and the engine that serves it. Token ids are below `vocabulary`."""
+
+    served: ServedModel
+    engine: StartedEngine
+    vocabulary: int
+
+    @property
+    def pool(self) -> SglangPair | None:
+        """Its prefill and decode servers, where pairs serve it."""
+        return self.engine.engine if isinstance(self.engine.engine, SglangPair) else None
+
+
+@asynccontextmanager
+async def running_models(
+    config: Config, on_progress: Progress, kinds: Mapping[str, EngineKind] | None = None
+) -> AsyncIterator[Mapping[str, RunningModel]]:
+    """Every model by its alias; `on_progress` gets a line per step. `kinds` take precedence over the wing table's.
+
+    Raises ConfigError and EngineError.
+    """
+    by_kind: dict[str, list[str]] = {}
+    for alias, model in config.models.items():
+        by_kind.setdefault(kind_of(model), []).append(alias)
+    used = {name: (kinds or {}).get(name) or engine_kind(name) for name in by_kind}
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shell-router-")))
+        files = await asyncio.to_thread(read_files, config.models, folder)
+        engines: dict[str, StartedEngine] = {}
+        for name, kind in used.items():
+            its_files = {alias: files[alias] for alias in by_kind[name]}
+            engines |= await stack.enter_async_context(kind.running(its_files, config, on_progress))
+        yield {
+            alias: RunningModel(_served(alias, engines[alias], files[alias]), engines[alias], files[alias].vocabulary)
+            for alias in config.models
+        }
+
+
+def _served(alias: str, engine: StartedEngine, files: ModelFiles) -> ServedModel:
+    model = ServedModel(alias, engine.engine, files.tokenizer, files.context_length)
+    if isinstance(pool := engine.engine, SglangPair):
+        prefills, _ = pool.dispatchers
+        model = replace(model, prefill_cost=pool.prefill_cost, prefill_servers=len(prefills.engines))
+    return model
+
+
+def adapted_models(base: ServedModel, pool: SglangPair) -> Mapping[str, tuple[ServedModel, AdaptedModel]]:
+    """The adapters of a running model as models by their names, each with what serves it."""
+    found = {}
+    for adapter in pool.adapters.settings.folders:
+        name, engine = named(base.alias, adapter), AdaptedModel(pool, adapter)
+        found[name] = replace(base, alias=name, engine=engine, base=base.alias), engine
+    return found
+
+
+class SglangPairs:
+    """The engine kind of models that name `pairs`, which run already."""
+
+    settings: ClassVar[type] = PairSettings
+
+    @asynccontextmanager
+    async def running(
+        self, files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
+    ) -> AsyncIterator[Mapping[str, StartedEngine]]:
+        """See `EngineKind`."""
+        addresses = {alias: [*map(address_of, config.models[alias].pairs)] for alias in files}
+        async with running_pairs(addresses, files, config, on_progress) as pools:
+            yield {alias: StartedEngine(pool, await _name(pool), SGLANG_BATCH_SIZE) for alias, pool in pools.items()}
+
+
+def address_of(pair: PairSettings) -> PairAddress:
+    """The pair as its client wants it. By default the bootstrap server is on the prefill server's host."""
+    host = pair.bootstrap_host or URL(pair.prefill).host or ""
+    return PairAddress(pair.prefill, pair.decode, host, pair.bootstrap_port)
+
+
+async def _name(pool: SglangPair) -> str:
+    try:
+        return engine_name(await pool.version())
+    except EngineError as error:
+        log.warning("an engine does not say what it is: %s", error)
+        return "engine of unknown kind"
+
+
+def engine_name(version: str) -> str:
+    """What a server is that names itself by `version`; one that has a number is SGLang."""
+    return {"scripted": "scripted engine", "embedded": "embedded pair"}.get(version, f"SGLang {version}")
+
+
+@asynccontextmanager
+async def running_pairs(
+    addresses: Mapping[str, Sequence[PairAddress]],
+    files: Mapping[str, ModelFiles],
+    config: Config,
+    on_progress: Progress,
+) -> AsyncIterator[Mapping[str, SglangPair]]:
+    """Per alias the client of its prefill and decode servers, once all of them serve. Raises EngineError."""
+    async with AsyncExitStack() as stack:
+        pools = {alias: await _pool(alias, found, files[alias], config) for alias, found in addresses.items()}
+        for pool in pools.values():
+            stack.push_async_callback(pool.aclose)
+        await _until_ready(pools, config.limits.engine_start_s, on_progress)
+        for pool in pools.values():
+            await stack.enter_async_context(pool.followed())
+        yield pools
+
+
+async def _pool(alias: str, addresses: Sequence[PairAddress], files: ModelFiles, config: Config) -> SglangPair:
+    limits = config.limits
+    return SglangPair(
+        *addresses,
+        limits=PairLimits(stall_s=limits.engine_stall_s),
+        retries=RetrySettings(attempts=limits.engine_attempts),
+        breaker=BreakerSettings(failures=limits.breaker_failures, open_s=limits.breaker_open_s),
+        vocabulary=files.vocabulary,
+        scheduling=config.scheduling,
+        adapters=await asyncio.to_thread(adapters_of, alias, config.models[alias]),
+    )
+
+
+async def _until_ready(pools: Mapping[str, SglangPair], limit_s: float, on_progress: Progress) -> None:
+    """Return when every server is healthy and its way of prefill-only is known. Raises the first EngineError."""
+    try:
+        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
+            for alias, pool in pools.items():
+                tasks.create_task(_probe(alias, pool, on_progress))
+    except TimeoutError as error:
+        raise EngineStalled(
+            f"The engines were not ready within {limit_s:g} s.", remedy="Raise limits.engine_start_s."
+        ) from error
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+async def _probe(alias: str, pool: SglangPair, on_progress: Callable[[str], None]) -> None:
+    """Wait for the servers, which may still be loading; the caller sets the limit."""
+    waiting = False
+    while True:
+        try:
+            await pool.ready()
+            break
+        except EngineError as error:
+            if not waiting:
+                on_progress(f"model {alias}: waiting for its engines ({error})")
+            waiting = True
+            await asyncio.sleep(RETRY_S)
+    ways = await pool.probe()
+    on_progress(f"model {alias} is ready; prefill-only by {' and '.join(sorted(set(ways)))}")
+    if "pair" in ways:
+        log.warning("model %s: no prefill-only request warms the cache; one-token requests take its place", alias)

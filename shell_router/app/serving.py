@@ -1,0 +1,104 @@
+"""A deployment on a socket until it is stopped."""
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+
+from shell_router.api import ApiSettings, bound_sockets, create_app, listening, refuse_batches
+from shell_router.app.services import running_services
+from shell_router.app.wings import wing
+from shell_router.config import Config, Listen
+from shell_router.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+LISTEN_REMEDIES = {
+    errno.EADDRINUSE: "Stop what listens there, or choose another port, or 0 for a free one.",
+    errno.EACCES: "Choose a port above 1023.",
+    errno.EADDRNOTAVAIL: "Set listen.host to an address of this machine.",
+}
+
+
+def with_address(config: Config, host: str | None, port: int | None) -> Config:
+    """The same deployment listening elsewhere. Raises ConfigError where that would leave it open to all."""
+    listen = config.listen
+    chosen = replace(listen, host=host or listen.host, port=listen.port if port is None else port)
+    return replace(config, listen=chosen)
+
+
+@asynccontextmanager
+async def running_server(
+    config: Config,
+    *,
+    on_progress: Callable[[str], None] = log.info,
+    engine_restarts: Callable[[], Mapping[str, int]] = dict,
+    force_shutdown: asyncio.Event | None = None,
+) -> AsyncIterator[str]:
+    """Serve `config` while the context is open; gives its base URL. `on_progress` gets a line per step of the start.
+
+    `engine_restarts` is asked for a metric: by engine, how often it was started again.
+
+    On leaving, running requests get the deployment's `drain_s` to end, or none once `force_shutdown` is set. Then all
+    that was started is stopped.
+    """
+    with ExitStack() as stack:  # before engines start, so that what is taken shows at once
+        sockets = stack.enter_context(taken_address(config.listen))
+        batches = stack.enter_context(wing("batch")(config)) if config.batches.folder else refuse_batches
+        async with running_services(config, on_progress=on_progress, engine_restarts=engine_restarts) as services:
+            app = create_app(services, api_settings(config))
+            batches(app)
+            async with listening(app, sockets, drain_s=config.limits.drain_s, force_shutdown=force_shutdown) as url:
+                yield url
+
+
+@contextmanager
+def taken_address(listen: Listen) -> Iterator[list[socket.socket]]:
+    """The sockets to listen on. Raises ConfigError."""
+    with ExitStack() as stack:
+        try:
+            sockets = stack.enter_context(bound_sockets(listen.host, listen.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {listen.host}, port {listen.port}: {error.strerror}.",
+                remedy=LISTEN_REMEDIES.get(error.errno or 0, "Correct listen.host."),
+            ) from error
+        yield sockets
+
+
+async def serve(
+    config: Config, *, ready: Callable[[str], None], engine_restarts: Callable[[], Mapping[str, int]] = dict
+) -> None:
+    """Serve until SIGINT or SIGTERM, then drain; a second signal ends running requests. `ready` gets the URL."""
+    loop, stopped, force_shutdown = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    async with running_server(config, engine_restarts=engine_restarts, force_shutdown=force_shutdown) as url:
+
+        def stop(name: str) -> None:
+            if stopped.is_set():
+                log.info("%s again: running requests are cut", name)
+                force_shutdown.set()
+                return
+            log.info("%s: no new requests; running ones may end (%g s)", name, config.limits.drain_s)
+            stopped.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number.name)
+        ready(url)
+        await stopped.wait()
+
+
+def api_settings(config: Config) -> ApiSettings:
+    """The part of a deployment that the API reads."""
+    limits = config.limits
+    return ApiSettings(
+        keys={tenant: key for tenant, key in config.api_keys.items() if isinstance(key, str)},
+        max_body_bytes=limits.max_body_bytes,
+        max_running=limits.max_running,
+        request_timeout_s=limits.request_timeout_s,
+        body_timeout_s=limits.body_timeout_s,
+        write_timeout_s=limits.write_timeout_s,
+    )

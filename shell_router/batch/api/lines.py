@@ -1,0 +1,224 @@
+"""A batch's lines: read and checked, the contract of what answers them, and their results as they come."""
+
+import contextlib
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+import orjson
+
+from shell_router.api.fields import shown
+from shell_router.batch.api.storage import Fault, append_whole, on_disk
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """What became of one line: an answer with its HTTP status, or, for a line that never ran, an error."""
+
+    custom_id: str
+    request_id: str
+    status: int | None = None
+    body: Mapping[str, Any] | None = None
+    error: Mapping[str, str] | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it belongs to the output file; the others belong to the error file."""
+        return self.status == 200
+
+    def as_line(self) -> bytes:
+        """The line that OpenAI's clients expect."""
+        response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
+        line = {
+            "id": f"batch_req_{self.request_id}",
+            "custom_id": self.custom_id,
+            "response": response if self.status is not None else None,
+            "error": self.error,
+        }
+        return orjson.dumps(line) + b"\n"
+
+
+class Results:
+    """The two files of one batch's results. All methods block; threads may call them."""
+
+    def __init__(self, output: Path, errors: Path) -> None:
+        self._output = output
+        self._errors = errors
+        self._adding = Lock()
+        self._completed: set[str] = set()
+        self._failed: set[str] = set()
+
+    @property
+    def completed(self) -> int:
+        """Lines in the output file."""
+        return len(self._completed)
+
+    @property
+    def failed(self) -> int:
+        """Lines in the error file."""
+        return len(self._failed)
+
+    def __contains__(self, custom_id: object) -> bool:
+        return custom_id in self._completed or custom_id in self._failed
+
+    def recover(self) -> None:
+        """Read what is there. A last line that was torn when a router was killed is cut off, to be answered again."""
+        self._completed = _recovered(self._output)
+        self._failed = _recovered(self._errors)
+
+    def add(self, results: Iterable[LineResult]) -> None:
+        """Append them; each is there as a whole or not at all. Raises OSError."""
+        results = tuple(results)
+        with self._adding:
+            _append(self._output, self._completed, [one for one in results if one.succeeded])
+            _append(self._errors, self._failed, [one for one in results if not one.succeeded])
+
+
+def _append(path: Path, names: set[str], results: list[LineResult]) -> None:
+    if results:
+        append_whole(path, b"".join(one.as_line() for one in results))
+        names.update(one.custom_id for one in results)
+
+
+def _recovered(path: Path) -> set[str]:
+    """The names on the whole lines; the file is cut off after them."""
+    names: set[str] = set()
+    if not path.exists():
+        return names
+    whole_bytes = 0
+    with path.open("r+b") as file, contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            names.add(str(orjson.loads(line)["custom_id"]))
+            whole_bytes += len(line)
+    os.truncate(path, whole_bytes)
+    return names
+
+
+READ_BYTES = 2**18
+"""Read at once: parsing so much keeps the event loop for less than a millisecond."""
+KEPT_FAULTS = 100
+"""Each is kept in the batch's record."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request of a batch: its line number from 1, its name there, and its body, as of an online request."""
+
+    number: int
+    custom_id: str
+    body: Mapping[str, Any]
+
+
+Keep = Callable[[LineResult], Awaitable[None]]
+
+
+class LineRunner(Protocol):
+    """Answers lines, in any order and grouping."""
+
+    async def run(self, tenant: str, lines: AsyncIterator[BatchLine], keep: Keep) -> None:
+        """Return once every line's result has been kept. Cancelled, it leaves nothing running.
+
+        What `keep` raises ends it. A line that fails has a result that says so.
+        """
+        ...
+
+
+def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | Fault:
+    """The request on a line, or why there is none. Its body is looked at when it runs."""
+    try:
+        line = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        return Fault("invalid_json_line", f"The line is not JSON: {error}. Write one JSON object.", number)
+    if not isinstance(line, dict):
+        return Fault("invalid_json_line", f"The line must be a JSON object, not {shown(line)}.", number)
+    for param, is_right, code, message in _RULES:
+        if not is_right(line, endpoint):
+            return Fault(code, message.format(endpoint=endpoint), number, param)
+    return BatchLine(number, line["custom_id"], line["body"])
+
+
+_RULES: tuple[tuple[str, Callable[[dict[str, Any], str], bool], str, str], ...] = (
+    (
+        "custom_id",
+        lambda line, _: isinstance(line.get("custom_id"), str) and line["custom_id"] != "",
+        "missing_required_parameter",
+        "custom_id must be a string that is not empty: it names the line among the results.",
+    ),
+    ("method", lambda line, _: line.get("method") == "POST", "invalid_method", "method must be POST."),
+    (
+        "url",
+        lambda line, endpoint: line.get("url") == endpoint,
+        "invalid_url",
+        "url must be {endpoint}, the batch's endpoint.",
+    ),
+    (
+        "body",
+        lambda line, _: isinstance(line.get("body"), dict),
+        "missing_required_parameter",
+        "body must be an object: the request itself.",
+    ),
+    (
+        "body.stream",
+        lambda line, _: line["body"].get("stream") is not True,
+        "invalid_request",
+        "body.stream has no place in a batch. Leave it out.",
+    ),
+)
+"""Per field: whether it is right, and the code and the message where it is not; the first failure is reported."""
+
+
+async def checked(path: Path, endpoint: str, max_bytes: int) -> tuple[int, tuple[Fault, ...]]:
+    """The number of requests and the faults of an input with lines of at most `max_bytes`. Raises StorageFailed."""
+    seen: dict[str, int] = {}
+    faults: list[Fault] = []
+    async for number, raw in _raw_lines(path):
+        fault = _fault_of(number, raw, endpoint, max_bytes, seen)
+        if fault and len(faults) < KEPT_FAULTS:
+            faults.append(fault)
+    if not seen and not faults:
+        faults.append(Fault("empty_file", "The file has no lines. Write one JSON object per request."))
+    return len(seen), tuple(faults)
+
+
+def _fault_of(number: int, raw: bytes, endpoint: str, max_bytes: int, seen: dict[str, int]) -> Fault | None:
+    """What is wrong with the line after those `seen`, to which it is added."""
+    if len(raw) > max_bytes:
+        return Fault("line_too_long", f"The line has {len(raw)} bytes; max_body_bytes is {max_bytes}.", number)
+    line = read_line(number, raw, endpoint)
+    if isinstance(line, Fault):
+        return line
+    first = seen.setdefault(line.custom_id, number)
+    if first == number:
+        return None
+    message = f"custom_id {shown(line.custom_id)} stands on line {first} already. Give each line its own."
+    return Fault("duplicate_custom_id", message, number, "custom_id")
+
+
+async def lines_left(path: Path, endpoint: str, answered: Container[str]) -> AsyncGenerator[BatchLine, None]:
+    """The requests of a checked input that are not yet `answered`, in their order. Raises StorageFailed."""
+    async for number, raw in _raw_lines(path):
+        line = read_line(number, raw, endpoint)
+        if isinstance(line, BatchLine) and line.custom_id not in answered:
+            yield line
+
+
+async def _raw_lines(path: Path) -> AsyncGenerator[tuple[int, bytes], None]:
+    """Lines with their numbers; blank ones are left out. No file stays open while others run."""
+    at_byte, number = 0, 0
+    while lines := await on_disk(_read_from, path, at_byte):
+        for raw in lines:
+            at_byte += len(raw)
+            number += 1
+            if not raw.isspace():
+                yield number, raw
+
+
+def _read_from(path: Path, at_byte: int) -> list[bytes]:
+    with path.open("rb") as file:
+        file.seek(at_byte)
+        return file.readlines(READ_BYTES)

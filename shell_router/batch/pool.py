@@ -1,0 +1,208 @@
+"""A pool's YAML file: models, the workers that run them, how it answers. See docs/how-to/batch-a-file.md."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from shell_router.batch.questions import read_answer
+from shell_router.config import EmbedderSettings, LaunchSettings, Limits, PairSettings
+from shell_router.config.models import count
+from shell_router.config.read import read_file
+from shell_router.early_exit.answers import number_of, stated_answer
+from shell_router.errors import ConfigError, require
+from shell_router.standins.embedded.settings import EmbeddedSection
+from shell_router.topology.forms import Number, Text
+
+SEE = "docs/how-to/batch-a-file.md explains pools."
+ALWAYS = 2.0
+"""A tau that no agreement reaches: the aggregator is asked everything."""
+
+AnswerKind = Literal["auto", "exact", "numeric", "choice"]
+Agreement = Literal["plurality", "probability", "similarity"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a model decodes, in SGLang's terms."""
+
+    temperature: Annotated[
+        float, Number("0 takes the likeliest token, as `aggregate` without `sampling` does.", at_least=0)
+    ] = 0.7
+    top_p: Annotated[float, Number("Probability mass that is drawn from.", above=0, at_most=1)] = 0.95
+    max_new_tokens: Annotated[int, count("Longest output, in tokens.")] = 512
+
+    def params(self, seed: int) -> dict[str, Any]:
+        """The engine's `sampling_params`. The output is read at its end, so the engine need not send single tokens."""
+        return {**asdict(self), "sampling_seed": seed, "stream_interval": self.max_new_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class Recruiting:
+    """Which models answer a question whose line names none."""
+
+    proposers: Annotated[int, count("Proposers per question whose line names none.")] = 3
+    skills: Annotated[Path | None, "Folder of a finished run, from which proposers are drawn by skill."] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """How an answer is found in a text."""
+
+    kind: Annotated[AnswerKind, "How an answer is found: `auto`, `numeric`, `choice` or `exact`."] = "auto"
+    pattern: Annotated[str | None, "A regular expression instead; its last match counts, or the group in it."] = None
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern or "")
+        except re.error as error:
+            require(False, f"pattern is no regular expression: {error}")
+
+    def read(self, text: str) -> str | None:
+        """The answer, so that equal answers are equal (EXTRACT in MOSAIC's Algorithm 1); None where there is none."""
+        if self.pattern is not None:
+            found = [match[1 if match.re.groups else 0] for match in re.finditer(self.pattern, text)]
+            return found[-1] or None if found else None
+        if self.kind != "auto":
+            value = read_answer(text, self.kind)
+            return None if value is None else str(value)
+        stated = stated_answer(text)
+        if stated is None:
+            return None
+        number = number_of(stated)
+        return str(number) if number is not None else " ".join(stated.casefold().split())
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregating:
+    """The model that answers where the proposers do not agree, and when they do (MOSAIC, equation 11)."""
+
+    model: Annotated[str, "One of the models."]
+    tau: Annotated[float, "Agreement that needs no aggregator; 1 is all, 0.67 two of three, above 1 never."] = 1.0
+    confidence: Annotated[Agreement, "Measure of agreement: `plurality`, `probability` or `similarity`."] = "plurality"
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
+
+    def __post_init__(self) -> None:
+        require(
+            self.tau > 0,
+            f"tau must be above 0, not {self.tau:g}.",
+            remedy="1 means all proposers, 0.67 two of three; above 1 the aggregator is always asked.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolModel:
+    """A model of the pool."""
+
+    path: Annotated[Path, "Folder of the model."]
+    system: Annotated[str, "A system prompt."] = ""
+    context_length: Annotated[int | None, count("Tokens of prompt and output together.")] = None
+    adapter: Annotated[Path | None, "Folder of a LoRA adapter with which it answers; not on a Ray cluster."] = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWorker:
+    """What holds one model at a time: an embedded pair, or an SGLang pair that is started there."""
+
+    embedded: EmbeddedSection | None = None
+    pair: PairSettings | None = None
+    node: Annotated[str | None, "Address of the only node that this worker may run on (Ray)."] = None
+
+    def __post_init__(self) -> None:
+        require(
+            (self.embedded is None) != (self.pair is None),
+            "a worker is embedded or a pair, and not both",
+            remedy="Write `embedded: {}`, or `pair:` with its URLs.",
+        )
+        require(
+            self.pair is None or self.pair.launch is not None,
+            "a worker's pair is started with one model after the other, and has no launch",
+            remedy="Add `launch: {}` to it.",
+        )
+
+
+_ADDRESS = Text(
+    "`auto` or `host:port` on a machine of the cluster, `ray://host:port` on any other.",
+    r"auto|(ray://)?[^/]+:\d+",
+    "auto, host:port or ray://host:port",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RaySettings:
+    """The Ray cluster whose nodes the workers run on."""
+
+    address: Annotated[str, _ADDRESS]
+    cpus: Annotated[float, Number("CPUs that each worker reserves.", at_least=0)] = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pool: more models than its workers hold at once."""
+
+    models: Mapping[str, PoolModel]
+    workers: tuple[PoolWorker, ...]
+    proposers: Annotated[tuple[str, ...], "Models that answer questions; by default all."] = ()
+    capacity: Annotated[int | None, count("Most models that a worker loads in one run (K).")] = None
+    concurrency: Annotated[int, count("Prompts that a worker gives its engine at a time.")] = 32
+    sampling: Sampling = field(default_factory=Sampling)
+    recruit: Recruiting = field(default_factory=Recruiting)
+    answers: Answers = field(default_factory=Answers)
+    aggregate: Aggregating | None = None
+    embedder: EmbedderSettings = field(default_factory=EmbedderSettings)
+    profile: Annotated[Path | None, "Required: the file that `batch profile` writes."] = None
+    limits: Limits = field(default_factory=Limits)
+    launch: LaunchSettings = field(default_factory=LaunchSettings)
+    ray: RaySettings | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.models), "models is empty", remedy="Name at least one model.")
+        require(bool(self.workers), "workers is empty", remedy="Name at least one, as in `workers: [embedded: {}]`.")
+        require(
+            self.ray is not None or all(worker.node is None for worker in self.workers),
+            "a worker names its node, and the pool runs on no Ray cluster",
+            remedy="Add `ray: {address: auto}`, or leave node out.",
+        )
+        adapted = [name for name, model in self.models.items() if model.adapter is not None]
+        require(
+            self.ray is None or not adapted,
+            f"model {(*adapted, '')[0]!r} has an adapter, which workers on a Ray cluster do not load",
+            remedy="Run the pool on this machine, or merge the adapter into the model's weights.",
+        )
+        for name in self.proposers:
+            require(name in self.models, f"proposers names {name!r}, which is none of the models")
+        require(len(set(self.proposers)) == len(self.proposers), "proposers names a model twice")
+        if self.aggregate is not None:
+            model = self.aggregate.model
+            require(model in self.models, f"aggregate names {model!r}, none of the models")
+            require(
+                not self.judges_by_similarity or self.embedder.model != "none",
+                "aggregate.confidence is similarity, and embedder.model none",
+                remedy="Name an embedding model, or another confidence.",
+            )
+
+    @property
+    def proposer_names(self) -> tuple[str, ...]:
+        """The models that answer questions."""
+        return self.proposers or tuple(self.models)
+
+    @property
+    def judges_by_similarity(self) -> bool:
+        """Whether the gate needs the drafts' embeddings."""
+        return self.aggregate is not None and self.aggregate.confidence == "similarity"
+
+    def with_tau(self, tau: float | None) -> "Pool":
+        """The pool with another tau for its gate, if one is given. Raises ConfigError."""
+        if tau is None:
+            return self
+        if self.aggregate is None:
+            raise ConfigError("tau needs an aggregator, and the pool has none.", remedy="Add `aggregate` to it.")
+        return replace(self, aggregate=replace(self.aggregate, tau=tau))
+
+
+def load_pool(path: Path) -> Pool:
+    """The pool that `path` describes. Raises ConfigError, which begins with the file and the line."""
+    pool, _ = read_file(path, Pool, see=SEE)
+    assert isinstance(pool, Pool)
+    return replace(pool, embedder=pool.embedder.found_from(path.parent))

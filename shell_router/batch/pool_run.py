@@ -1,0 +1,168 @@
+"""A pool's batch: its file, its workers and a run's folder brought together."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import yaml
+
+from shell_router.app.model_files import CONFIG as ADAPTER_CONFIG
+from shell_router.app.resources import running_embedder
+from shell_router.batch.journal import Key, Output, opened, write_whole
+from shell_router.batch.pool import ALWAYS, SEE, Pool
+from shell_router.batch.profile import ModelProfile, PoolProfile
+from shell_router.batch.prompts import Batch, Prompt
+from shell_router.batch.questions import Question, Questions, read_questions
+from shell_router.batch.recruit import answered_by_all, recruited, skill_scores, skill_similarity, text_similarity
+from shell_router.batch.results import Result, as_lines, read_results
+from shell_router.batch.run import Finished, Follow, Planner, Rig, run_batch
+from shell_router.batch.sessions import profiled
+from shell_router.batch.workers import pool_workers
+from shell_router.config import EmbedderSettings
+from shell_router.config.read import read_file
+from shell_router.core.statistics import Floats
+from shell_router.errors import ConfigError
+
+
+async def recruit(pool: Pool, questions: Sequence[Question], seed: int) -> Mapping[str, tuple[str, ...]]:
+    """Per question the proposers that its line names, or those that are drawn for it. Raises ConfigError."""
+    names, number = pool.proposer_names, min(pool.recruit.proposers, len(pool.proposer_names))
+    unnamed = [question for question in questions if not question.proposers]
+    scores = np.ones((len(unnamed), len(names)))
+    if unnamed and number < len(names) and pool.recruit.skills is not None:
+        scores = await _scores(pool, unnamed, answered_by_all(read_results(pool.recruit.skills), names))
+    drawn = {
+        question.id: recruited(
+            dict(zip(names, map(float, row), strict=True)), number, random.Random(f"{seed}/{question.id}")
+        )
+        for question, row in zip(unnamed, scores, strict=True)
+    }
+    return {question.id: question.proposers or drawn[question.id] for question in questions}
+
+
+async def _scores(pool: Pool, asked: Sequence[Question], known: Sequence[Result]) -> Floats:
+    """[asked, proposers], by the skills that all lines name and some of the run do, or else by the questions' texts."""
+    rights = [{proposal.model: bool(proposal.right) for proposal in result.proposals} for result in known]
+    scored = np.array([[one[name] for name in pool.proposer_names] for one in rights], dtype=float)
+    if all(question.skills for question in asked) and any(one.skills for one in known):
+        alike = skill_similarity([one.skills for one in asked], [frozenset(one.skills) for one in known])
+        return skill_scores(alike, scored)
+    async with running_embedder(pool.embedder) as running:
+        if running.embedder is None:
+            raise ConfigError(
+                "embedder.model is none, and not all questions name skills.", remedy="Name an embedding model."
+            )
+        texts = [*(one.text for one in asked), *(one.question for one in known)]
+        vectors = np.array([(await running.embedder.embed(text)).mean(axis=0) for text in texts], dtype=float)
+    return skill_scores(text_similarity(vectors[: len(asked)], vectors[len(asked) :]), scored)
+
+
+def questions_for(pool: Pool, file: Path, limit: int | None = None) -> Questions:
+    """The file's questions, the first `limit` of them. Raises DataError."""
+    questions = read_questions(file, pool.proposer_names)
+    return questions if limit is None else questions.first(limit)
+
+
+async def run_pool(
+    pool: Pool, questions: Questions, folder: Path, planner: Planner, follow: Follow, *, seed: int = 0
+) -> Finished:
+    """Answer the questions, or what is still missing of a run that was begun in `folder`, and write the results there.
+
+    Raises ConfigError and EngineError.
+    """
+    _require_models(pool)
+    batch = Batch(pool, questions, await recruit(pool, questions.asked, seed), seed)
+    profile = _profile(pool)
+    with opened(folder, _depends_on(pool, questions, seed)) as journal:
+        settings = pool.embedder if pool.judges_by_similarity else EmbedderSettings(model="none")
+        async with running_embedder(settings) as running, pool_workers(pool, folder / "logs") as workers:
+            rig = Rig(workers, profile, monotonic, running.embedder)
+            finished = await run_batch(batch, rig, journal, planner, follow)
+    _write(folder / "results.jsonl", as_lines(finished.results))
+    return finished
+
+
+async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], follow: Follow) -> None:
+    """Time every proposer in turn and then the aggregator, with what they wrote, and write the pool's profile.
+
+    Raises ConfigError and EngineError.
+    """
+    _require_models(pool)
+    if pool.profile is None:
+        raise ConfigError("The pool names no profile.", remedy="Name the file to write, as in `profile: costs.yaml`.")
+    every = {question.id: pool.proposer_names for question in questions.asked}
+    batch = Batch(pool.with_tau(ALWAYS if pool.aggregate else None), questions, every)
+    written: dict[Key, Output] = {}
+
+    async def timed(name: str, prompts: Sequence[Prompt]) -> ModelProfile:
+        found, outputs = await profiled(name, prompts, sizes, workers, len(pool.workers), pool.concurrency, monotonic)
+        written.update({output.key: output for output in outputs})
+        follow.on_progress(f"{name}: {found.load_s:.1f} s to load, {found.token_s * 1000:.2f} ms per token")
+        return found
+
+    async with pool_workers(pool, pool.profile.with_suffix(".logs")) as workers:
+        asked = batch.proposer_prompts()
+        models = {name: await timed(name, [one for one in asked if one.model == name]) for name in pool.proposer_names}
+        profile = PoolProfile(models)
+        if pool.aggregate is not None:
+            profile = PoolProfile(models, await timed(pool.aggregate.model, batch.aggregator_prompts(written.get)))
+    _write(pool.profile, yaml.safe_dump(profile.as_plain(), sort_keys=False).encode())
+
+
+def _write(file: Path, content: bytes) -> None:
+    try:
+        write_whole(file, content)
+    except OSError as error:
+        remedy = "Free disk space there, and run the same command again."
+        raise ConfigError(f"{file}: {error.strerror}.", remedy=remedy) from error
+
+
+def _require_models(pool: Pool) -> None:
+    """Raise ConfigError for a model or adapter that is not there; folders on a cluster's nodes cannot be seen."""
+    for name, model in pool.models.items():
+        if pool.ray is None and not model.path.is_dir():
+            raise ConfigError(
+                f"models.{name}.path: there is no folder {model.path}.",
+                remedy="Name the folder that holds the model; a relative path counts from the pool's folder.",
+            )
+        if model.adapter is not None and not (model.adapter / ADAPTER_CONFIG).is_file():
+            raise ConfigError(
+                f"models.{name}.adapter: {model.adapter} holds no {ADAPTER_CONFIG}.",
+                remedy="Name the folder of an adapter in PEFT's form; a relative path counts from the pool's folder.",
+            )
+
+
+def _profile(pool: Pool) -> PoolProfile:
+    if pool.profile is None or not pool.profile.exists():
+        raise ConfigError(
+            f"There is no profile {pool.profile or ''}: what the models cost is not known.",
+            remedy="Name the file as `profile` in the pool, and run shell-router batch profile.",
+        )
+    profile, _ = read_file(pool.profile, PoolProfile, see=SEE)
+    assert isinstance(profile, PoolProfile)
+    return profile
+
+
+def _depends_on(pool: Pool, questions: Questions, seed: int) -> dict[str, Any]:
+    """What the outputs of a run depend on; the gate and what reads answers may change between two starts."""
+    aggregate = pool.aggregate
+    return {
+        "questions": questions.fingerprint,
+        "models": {
+            name: {
+                "path": str(model.path.resolve()),
+                "system": model.system,
+                "adapter": model.adapter and str(model.adapter.resolve()),
+            }
+            for name, model in pool.models.items()
+        },
+        "proposers": pool.proposer_names,
+        "sampling": asdict(pool.sampling),
+        "recruit": {"proposers": pool.recruit.proposers, "skills": str(pool.recruit.skills or "")},
+        "aggregate": None if aggregate is None else {"model": aggregate.model, **asdict(aggregate.sampling)},
+        "seed": seed,
+    }

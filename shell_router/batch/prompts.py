@@ -1,0 +1,188 @@
+"""What the models of a batch are asked, and whether they agree so well that no aggregator has to be asked."""
+
+import uuid
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from shell_router.batch.journal import Key, Output, Role
+from shell_router.batch.pool import Agreement, Pool, Sampling
+from shell_router.batch.questions import Question, Questions, plurality
+from shell_router.core.engine import Finish, Generation, ServedModel
+from shell_router.early_exit.algorithm1 import Confidence
+from shell_router.errors import ConfigError, EngineError, EngineRejected, InvalidRequest
+from shell_router.topology.prompting import AGGREGATOR, fill_text, slot_parts
+
+CLIENT_ERRORS = frozenset(range(400, 500)) - {408, 429}
+"""Statuses by which an engine refuses this prompt; with 408 and 429 it refuses any."""
+ROUNDING = 0.005
+"""A tau of 0.67 means two of three."""
+
+Outputs = Callable[[Key], Output | None]
+"""What was written so far, as `Journal.get` gives it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """What one model is asked: chat messages, and SGLang's sampling parameters."""
+
+    question: str
+    role: Role
+    model: str
+    messages: Sequence[Mapping[str, str]]
+    sampling: Mapping[str, Any]
+
+    @property
+    def key(self) -> Key:
+        """What its output will be an output of."""
+        return self.question, self.role, self.model
+
+    def failed(self, error: str) -> Output:
+        """The output that says why there is none."""
+        return Output(self.question, self.role, self.model, error=error)
+
+
+async def answered(model: ServedModel, prompt: Prompt) -> Output:
+    """What the model writes. A prompt that it refuses is an output too; raises other EngineErrors."""
+    try:
+        ids = model.tokenizer.encode(model.tokenizer.render_chat(prompt.messages))
+        new_tokens = prompt.sampling["max_new_tokens"]
+        if len(ids) + new_tokens > model.context_length:
+            return prompt.failed(
+                f"A prompt of {len(ids)} tokens and {new_tokens} new ones are more than the {model.context_length} that"
+                f" {model.alias!r} takes. Shorten the question, or lower max_new_tokens."
+            )
+        return await _written(model, prompt, ids)
+    except (InvalidRequest, ConfigError) as error:  # the chat template or the engine refuses it
+        return prompt.failed(str(error))
+    except EngineRejected as error:
+        if error.status in CLIENT_ERRORS:
+            return prompt.failed(str(error))
+        raise
+
+
+async def _written(model: ServedModel, prompt: Prompt, ids: Sequence[int]) -> Output:
+    texts: list[str] = []
+    confidence = Confidence()
+    request = Generation(uuid.uuid4().hex, ids, prompt.sampling, logprobs=True)
+    async with aclosing(model.engine.generate(request)) as stream:
+        async for item in stream:
+            if isinstance(item, Finish):
+                counts = confidence.value or 0.0, item.prompt_tokens, item.completion_tokens
+                return Output(prompt.question, prompt.role, prompt.model, "".join(texts), *counts)
+            texts.append(item.text)
+            confidence.add(item.logprobs)
+    raise EngineError(f"The stream of a prompt on {model.alias!r} ended without its last event.")
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What one proposer answers, None where it answers nothing, and the probability that it gives to that."""
+
+    answer: str | None
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The vote that says the answer most votes are for, and how much confidence that deserves, 0 to 1."""
+
+    winner: int | None
+    confidence: float
+
+    def passes(self, tau: float) -> bool:
+        """Whether the winner stands and no aggregator is needed (MOSAIC, equation 11); above 1 it always is."""
+        return self.winner is not None and self.confidence >= tau - ROUNDING
+
+
+def verdict_of(votes: Sequence[Vote], measure: Agreement = "plurality", similarity: float = 0.0) -> Verdict:
+    """The plurality and its confidence.
+
+    By plurality C = max_a |{i : a_i = a}| / k (equation 11); a proposer without an answer agrees with none. By
+    probability each vote weighs as much as its own. `similarity` is measured where outputs can be embedded
+    (`run.with_similarity`).
+    """
+    winner = plurality([vote.answer for vote in votes])
+    if measure == "similarity":
+        return Verdict(winner, similarity)
+    weights = [vote.probability if measure == "probability" else 1.0 for vote in votes]
+    if winner is None or not sum(weights):
+        return Verdict(winner, 0.0)
+    agreeing = sum(weight for vote, weight in zip(votes, weights, strict=True) if vote.answer == votes[winner].answer)
+    return Verdict(winner, agreeing / sum(weights))
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A question after its proposers: their outputs, in order, and the verdict; whether that `passes` the gate."""
+
+    outputs: Sequence[Output]
+    verdict: Verdict
+    passes: bool
+
+    @property
+    def drafts(self) -> list[Output]:
+        """The outputs that were written."""
+        return [output for output in self.outputs if not output.error]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Questions for a pool and, by id, the proposers that answer each, in the order in which the aggregator reads them.
+
+    `similarity` is, per question, what the gate's confidence by similarity is, once its proposers have answered.
+    """
+
+    pool: Pool
+    questions: Questions
+    proposers: Mapping[str, Sequence[str]]
+    seed: int = 0
+    similarity: Mapping[str, float] = field(default_factory=dict)
+
+    def proposer_prompts(self) -> list[Prompt]:
+        """One per question and proposer."""
+        return [
+            self._prompt(question, "proposer", proposer, question.text, self.pool.sampling)
+            for question in self.questions.asked
+            for proposer in self.proposers[question.id]
+        ]
+
+    def aggregator_prompts(self, outputs: Outputs) -> list[Prompt]:
+        """One per question that does not pass the gate and has drafts, with the default prompt of topologies."""
+        to = self.pool.aggregate
+        assert to is not None
+        judged = [(question, self.judged(question, outputs)) for question in self.questions.asked]
+        return [
+            self._prompt(question, "aggregator", to.model, _with_drafts(question, one.drafts), to.sampling)
+            for question, one in judged
+            if not one.passes and one.drafts
+        ]
+
+    def judged(self, question: Question, outputs: Outputs) -> Judged:
+        """What the proposers' outputs come to; without an aggregator every plurality passes."""
+        keys: list[Key] = [(question.id, "proposer", proposer) for proposer in self.proposers[question.id]]
+        written = [output for key in keys if (output := outputs(key))]
+        votes = [Vote(None if one.error else self.pool.answers.read(one.text), one.confidence) for one in written]
+        gate = self.pool.aggregate
+        if gate is None:
+            return Judged(written, verdict_of(votes), True)
+        verdict = verdict_of(votes, gate.confidence, self.similarity.get(question.id, 0.0))
+        return Judged(written, verdict, verdict.passes(gate.tau))
+
+    def _prompt(self, question: Question, role: Role, model: str, text: str, sampling: Sampling) -> Prompt:
+        system = self.pool.models[model].system
+        messages = [{"role": "system", "content": system}] if system else []
+        seed = zlib.crc32(f"{self.seed}/{question.id}/{role}/{model}".encode()) >> 1  # 31 bits, SGLang's limit
+        return Prompt(question.id, role, model, [*messages, {"role": "user", "content": text}], sampling.params(seed))
+
+
+def _with_drafts(question: Question, drafts: Sequence[Output]) -> str:
+    slots = [
+        f"{before}{draft.text}{after}"
+        for index, draft in enumerate(drafts, 1)
+        for before, after in [slot_parts(AGGREGATOR.slot, draft.model, index)]
+    ]
+    prefix, suffix = (fill_text(part, question.text) for part in (AGGREGATOR.prefix, AGGREGATOR.suffix))
+    return "".join((prefix, *slots, suffix))

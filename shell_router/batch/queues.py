@@ -1,0 +1,151 @@
+"""What each worker has yet to do, and which workers take what one of them failed to do."""
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from shell_router.batch.planner import ModelWork, Plan
+from shell_router.batch.prompts import Prompt
+
+BISECTIONS = 50
+TRIES = 3
+"""A model that does not load on this many workers, or answers nothing in this many sessions, is given up."""
+
+
+def shared_out(work: ModelWork, busy_s: Mapping[int, float]) -> dict[int, int]:
+    """How many of the model's prompts each worker gets, so that the last one is done earliest.
+
+    `busy_s` says how long each worker that may take some is still busy; there is at least one.
+    """
+    low_s, high_s = min(busy_s.values()), min(busy_s.values()) + work.session_s(work.prompts)
+    for _ in range(BISECTIONS):
+        middle_s = (low_s + high_s) / 2
+        if sum(work.fitting(middle_s - busy) for busy in busy_s.values()) >= work.prompts:
+            high_s = middle_s
+        else:
+            low_s = middle_s
+    fitting = {worker: work.fitting(high_s - busy) for worker, busy in busy_s.items()}
+    taken: dict[int, int] = {}
+    for worker, count in sorted(fitting.items(), key=lambda item: -item[1]):
+        if take := min(count, work.prompts - sum(taken.values())):
+            taken[worker] = take
+    if left := work.prompts - sum(taken.values()):  # by rounding
+        first = min(busy_s, key=busy_s.__getitem__)
+        taken[first] = taken.get(first, 0) + left
+    return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Prompts of one model, meant for one worker.
+
+    `barren` is how many sessions in a row answered none of them, although the model was loaded.
+    """
+
+    model: str
+    prompts: Sequence[Prompt]
+    barren: int = 0
+
+
+@dataclass(slots=True)
+class WorkerQueue:
+    """One worker: what it has yet to do, and what it does now."""
+
+    shares: deque[Share] = field(default_factory=deque)
+    running: Share | None = None
+    left: int = 0
+    """Prompts of the running share that have no output yet."""
+
+    def add(self, share: Share) -> None:
+        """Queue it; with another of the same model it becomes one, so that the model is loaded once."""
+        for index, other in enumerate(self.shares):
+            if other.model == share.model and not other.barren and not share.barren:
+                self.shares[index] = replace(other, prompts=[*other.prompts, *share.prompts])
+                return
+        self.shares.append(share)
+
+    def begin(self) -> Share:
+        """Take the first share of the queue."""
+        self.running = self.shares.popleft()
+        self.left = len(self.running.prompts)
+        return self.running
+
+
+class WorkerQueues:
+    """The workers of a plan. `models` have their costs, `prompts` what each of them is asked."""
+
+    def __init__(
+        self, models: Sequence[ModelWork], prompts: Mapping[str, Sequence[Prompt]], plan: Plan, workers: int
+    ) -> None:
+        self._models = {model.name: model for model in models}
+        self._queues = [WorkerQueue() for _ in range(workers)]
+        self._failed_on: dict[str, set[int]] = {name: set() for name in self._models}
+        self._barren: Counter[str] = Counter()
+        self._worked: set[str] = set()
+        taken = dict.fromkeys(prompts, 0)
+        for session in plan.sessions:
+            begin = taken[session.model]
+            taken[session.model] = end = begin + session.prompts
+            self._queues[session.worker].add(Share(session.model, prompts[session.model][begin:end]))
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def __getitem__(self, worker: int) -> WorkerQueue:
+        return self._queues[worker]
+
+    @property
+    def busy(self) -> bool:
+        """Whether any worker has anything left."""
+        return any(queue.shares or queue.running for queue in self._queues)
+
+    @property
+    def left_s(self) -> float:
+        """How long the rest will take, by the models' costs."""
+        return max((self._busy_s(queue) for queue in self._queues), default=0.0)
+
+    def not_loaded(self, worker: int, share: Share) -> bool:
+        """The model did not load on `worker`: whether others take the share, or it is to be given up."""
+        failed = self._failed_on[share.model]
+        failed.add(worker)
+        others = self._open_to(share.model, worker)
+        return len(failed) < TRIES and self._hand_on(share, others)
+
+    def not_answered(self, worker: int, share: Share, left: Sequence[Prompt]) -> bool:
+        """The loaded model left some of the share unanswered: whether others take those, or they are to be given up.
+
+        A share none of which was answered stays whole, so that few loads show whether the model answers any.
+        """
+        others = self._open_to(share.model, worker)
+        if len(left) < len(share.prompts):
+            return self._hand_on(replace(share, prompts=left, barren=0), others)
+        self._barren[share.model] += 1
+        never = share.model not in self._worked and self._barren[share.model] >= TRIES
+        if never or share.barren + 1 >= TRIES:
+            return False
+        first = min(others, key=others.__getitem__)
+        return self._hand_on(Share(share.model, left, share.barren + 1), {first: others[first]})
+
+    def worked(self, model: str) -> None:
+        """The model answered something."""
+        self._worked.add(model)
+
+    def _busy_s(self, queue: WorkerQueue) -> float:
+        queued_s = sum(self._models[share.model].session_s(len(share.prompts)) for share in queue.shares)
+        running = queue.running
+        return queued_s + (self._models[running.model].per_prompt_s * queue.left if running else 0.0)
+
+    def _open_to(self, model: str, worker: int) -> dict[int, float]:
+        """How long each worker that may load the model is busy; `worker` is among them only where no other may."""
+        failed = self._failed_on[model]
+        busy_s = {number: self._busy_s(queue) for number, queue in enumerate(self._queues) if number not in failed}
+        return {number: seconds for number, seconds in busy_s.items() if number != worker} or busy_s
+
+    def _hand_on(self, share: Share, others: Mapping[int, float]) -> bool:
+        """Put it into the queues of `others`; whether there are any."""
+        work = replace(self._models[share.model], prompts=len(share.prompts))
+        begin = 0
+        for number, count in (shared_out(work, others) if others else {}).items():
+            self._queues[number].add(replace(share, prompts=share.prompts[begin : begin + count]))
+            begin += count
+        return bool(others)

@@ -1,0 +1,409 @@
+"""The workers of a pool: each starts an engine with one model, and stops it before the next.
+
+On a Ray cluster each is an actor, which starts engines on its node and says where they are. The router asks those
+engines over HTTP, as any others.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock, current_thread, main_thread
+from typing import Any
+
+from yarl import URL
+
+from shell_router.app.launching import launched_engines
+from shell_router.app.model_files import named
+from shell_router.app.models import RunningModel, adapted_models, running_models
+from shell_router.app.wings import EngineKind
+from shell_router.batch.pool import Pool, PoolWorker, RaySettings
+from shell_router.batch.sessions import Workers
+from shell_router.config import AdaptersSection, Config, ModelSettings, PairLaunch, PairSettings
+from shell_router.core.engine import ServedModel
+from shell_router.engines.address import PairAddress
+from shell_router.errors import ConfigError, EngineError, EngineStalled, EngineUnreachable
+from shell_router.launching.plan import plan
+from shell_router.standins.embedded.kind import LOOPBACK, Embedded
+from shell_router.standins.embedded.servers import Spawner
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def pool_workers(pool: Pool, folder: Path) -> AsyncIterator[Workers]:
+    """The workers of a pool while the context is open, here or on its Ray cluster. SGLang's logs lie in `folder`.
+
+    Raises ConfigError where there is no cluster, and EngineError where a worker does not fit there.
+    """
+    if pool.ray is not None:
+        async with joined(pool.ray.address) as ray:
+            workers = RayWorkers(ray, pool, pool.ray, folder)
+            try:
+                await workers.start()
+                yield workers
+            finally:
+                await workers.stop()
+    else:
+        async with Spawner() as spawner:
+            if any(worker.embedded for worker in pool.workers):
+                await spawner.launch()  # here, so that the first session is no dearer than the others
+            yield PoolWorkers(pool, folder, spawner)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWorkers:
+    """See `batch.sessions.Workers`. `pool_workers` makes it."""
+
+    pool: Pool
+    folder: Path
+    spawner: Spawner
+
+    @asynccontextmanager
+    async def session(self, worker: int, model: str) -> AsyncIterator[ServedModel]:
+        """See `Workers`."""
+        place, logs = self.pool.workers[worker], self.folder / f"worker-{worker}"
+        async with running_session(self.pool, place, model, logs, self.spawner) as running:
+            served, adapter = running.served, self.pool.models[model].adapter
+            if adapter is None:
+                yield served
+            else:  # as its adapter has it, under the name that the pool gives it
+                assert running.pool is not None
+                adapted, _ = adapted_models(served, running.pool)[named(served.alias, adapter.name)]
+                yield replace(adapted, alias=served.alias)
+
+
+@asynccontextmanager
+async def running_session(
+    pool: Pool, place: PoolWorker, model: str, logs: Path, spawner: Spawner, host: str = LOOPBACK
+) -> AsyncIterator[RunningModel]:
+    """The pool's `model`, loaded on the worker `place` of this machine, whose embedded servers listen on `host`.
+
+    Raises ConfigError and EngineError.
+    """
+    config = _config(pool, place, model)
+    async with AsyncExitStack() as stack:
+        if place.pair is not None:
+            launched = plan(config, folder=logs, python=sys.executable)
+            await stack.enter_async_context(launched_engines(launched))
+        kinds: Mapping[str, EngineKind] = {} if place.embedded is None else {"embedded": Embedded(spawner, host)}
+        models = await stack.enter_async_context(running_models(config, log.info, kinds))
+        yield models[model]
+
+
+def _config(pool: Pool, place: PoolWorker, model: str) -> Config:
+    wanted = pool.models[model]
+    pairs = () if place.pair is None else (place.pair,)
+    settings = ModelSettings(
+        wanted.path,
+        engine={} if place.embedded is None else {"embedded": place.embedded},
+        pairs=pairs,
+        context_length=wanted.context_length,
+        adapters=None if wanted.adapter is None else AdaptersSection(wanted.adapter.parent, max_loaded_adapters=1),
+    )
+    return Config({model: settings}, limits=pool.limits, launch=pool.launch)
+
+
+CONNECT_LIMIT_S = 5.0
+_USERS: list[str] = []
+"""The address of this process's cluster, once for each pool that uses it: a process is part of one at a time."""
+_JOINING = Lock()
+
+
+def _join(ray: Any, address: str) -> None:
+    with _JOINING:
+        if _USERS and _USERS[0] != address:
+            raise ConfigError(
+                f"A pool runs on the Ray cluster at {_USERS[0]} now, so that no other can be joined.",
+                remedy="Give all pools of a router the same ray.address.",
+            )
+        if not _USERS:  # Ray's driver log would mix the logs of all workers into the progress bar
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _USERS.append(address)
+
+
+def _leave(ray: Any, address: str) -> None:
+    with _JOINING:
+        _USERS.remove(address)
+        if not _USERS:
+            ray.shutdown()
+
+
+@asynccontextmanager
+async def joined(address: str) -> AsyncIterator[Any]:
+    """The module `ray`, connected to the cluster at `address` while the context is open. Raises ConfigError."""
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a call that comes late starts a cluster of its own
+    try:
+        import ray  # noqa: PLC0415 - an extra, and heavy
+    except ImportError as error:
+        raise ConfigError(
+            "ray names a cluster, and Ray is not installed.", remedy="pip install 'shell-router[ray]'"
+        ) from error
+    logging.getLogger("ray").setLevel(logging.ERROR)  # before init, or it warns that it is called in a thread
+    await _require_listening(address)
+    try:
+        # a thread of its own also keeps Ray from replacing the handler of SIGTERM
+        await asyncio.to_thread(_join, ray, address)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _not_joined(address, error) from error
+    _restore_sigterm()
+    try:
+        yield ray
+    finally:
+        await asyncio.to_thread(_leave, ray, address)
+
+
+def _restore_sigterm() -> None:
+    """Ray handles SIGTERM in C++ from `init` on, and aborts a process that takes more than 3 s to end after it."""
+    if current_thread() is main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
+async def _require_listening(address: str) -> None:
+    """Otherwise Ray waits minutes for a cluster that is not there, and cannot be interrupted."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host:
+        return  # auto: found by Ray itself
+    try:
+        async with asyncio.timeout(CONNECT_LIMIT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, OverflowError) as error:
+        raise _not_joined(address, error) from error
+    writer.close()
+    await writer.wait_closed()
+
+
+def _not_joined(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"There is no Ray cluster at {address} that could be joined: {str(error) or 'no answer'}.".replace("..", "."),
+        remedy="Start one here with `ray start --head`, correct ray.address, or set RAY_AUTH_MODE where it asks so.",
+    )
+
+
+def gpus_of(place: PoolWorker) -> tuple[int, ...]:
+    """The GPUs that the worker's settings name; on Ray as many are reserved, whatever their numbers."""
+    if place.pair is not None:
+        launch = place.pair.launch or PairLaunch()
+        return tuple(dict.fromkeys((*launch.prefill_gpus, *launch.decode_gpus)))
+    return (0,) if place.embedded is not None and place.embedded.device.startswith("cuda") else ()
+
+
+def on_node(place: PoolWorker, host: str, gpus: Sequence[str]) -> PoolWorker:
+    """The worker as it runs on the node `host`, with the `gpus` that Ray reserved for it there."""
+    if place.embedded is not None:
+        device = "cuda" if gpus_of(place) else place.embedded.device
+        return replace(place, embedded=replace(place.embedded, device=device))
+    assert place.pair is not None and place.pair.launch is not None
+    reserved = dict(zip(gpus_of(place), map(int, gpus), strict=True))
+    launch = replace(
+        place.pair.launch,
+        prefill_gpus=tuple(reserved[gpu] for gpu in place.pair.launch.prefill_gpus),
+        decode_gpus=tuple(reserved[gpu] for gpu in place.pair.launch.decode_gpus),
+    )
+    prefill, decode = (str(URL(url).with_host(host)) for url in (place.pair.prefill, place.pair.decode))
+    return replace(place, pair=replace(place.pair, prefill=prefill, decode=decode, bootstrap_host=host, launch=launch))
+
+
+def node_of_actor() -> tuple[str, Sequence[str]]:
+    """The address of the node that this actor is on, and the GPUs that Ray reserved for it."""
+    import ray  # noqa: PLC0415 - an extra
+
+    return ray.util.get_node_ip_address(), ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+
+class NodeWorker:
+    """A worker on its node. Its sessions are opened one after the other; its engines end with its process.
+
+    `folder` takes SGLang's logs, on the node.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        place: PoolWorker,
+        folder: Path,
+        node: Callable[[], tuple[str, Sequence[str]]] = node_of_actor,
+    ) -> None:
+        self._pool = pool
+        self._place = place
+        self._folder = folder
+        self._node = node
+        self._host = ""
+        self._spawner = Spawner()
+        self._stack = AsyncExitStack()
+        self._session: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Get ready for sessions; gives the node's address."""
+        self._host, gpus = self._node()
+        self._place = on_node(self._place, self._host, gpus)
+        await self._stack.enter_async_context(self._spawner)
+        if self._place.embedded is not None:
+            await self._spawner.launch()
+        return self._host
+
+    async def stop(self) -> None:
+        """End the session, and all else that `start` started."""
+        await self.close()
+        await self._stack.aclose()
+
+    async def open(self, model: str) -> PairAddress:
+        """Load `model`; gives where it serves until `close`. Raises EngineError, which Ray passes to the router."""
+        opened: asyncio.Future[PairAddress] = asyncio.get_running_loop().create_future()
+        self._session = asyncio.create_task(self._hold(model, opened), name=f"session of {model}")
+        self._session.add_done_callback(lambda _: opened.cancel())  # it may be closed before it has begun
+        return await opened
+
+    async def close(self) -> None:
+        """End the session, or its beginning; without one this is no error."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.cancel()
+            await asyncio.wait([session])
+
+    async def _hold(self, model: str, opened: asyncio.Future[PairAddress]) -> None:
+        """One task enters and leaves the session, as task groups in it demand."""
+        try:
+            async with running_session(
+                self._pool, self._place, model, self._folder, self._spawner, self._host
+            ) as running:
+                assert running.pool is not None
+                opened.set_result(running.pool.addresses[0])
+                await asyncio.Event().wait()  # until `close` cancels this
+        except Exception as error:
+            if opened.done():
+                log.exception("The session of %s did not end in order", model)
+            else:  # as one kind: not every error survives being pickled
+                opened.set_exception(EngineError(f"On the node {self._host}: {error}"))
+
+
+CLOSE_LIMIT_S = 30.0
+REMEDY = (
+    "See `ray status` and the logs of Ray there. Every node needs the same Python, Ray and shell-router, and the "
+    "models in the same folders."
+)
+
+
+@dataclass(slots=True)
+class _NodeActor:
+    """A worker's actor, and the node that it is on."""
+
+    worker: int
+    actor: Any
+    node: str = ""
+    """Its address; empty until Ray has found one and the worker is ready there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayWorkers:
+    """See `batch.sessions.Workers`. `pool_workers` makes it. `ray` is the module: an extra."""
+
+    ray: Any
+    pool: Pool
+    settings: RaySettings
+    folder: Path
+    placed: dict[int, _NodeActor] = field(default_factory=dict)
+
+    async def start(self) -> None:
+        """Place all workers at the same time. Raises the first EngineError."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for worker in range(len(self.pool.workers)):
+                    tasks.create_task(self._start(worker))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def stop(self) -> None:
+        """End all workers, and with them what they still run."""
+        async with asyncio.TaskGroup() as tasks:  # returns when all have ended, whatever happens to one of them
+            for placed in list(self.placed.values()):
+                tasks.create_task(self._stop(placed))
+
+    @asynccontextmanager
+    async def session(self, worker: int, model: str) -> AsyncIterator[ServedModel]:
+        """See `Workers`. A worker whose node was lost is placed again, if it fits elsewhere."""
+        placed = self.placed.get(worker) or await self._start(worker)
+        try:
+            # engines, and then whether they serve, have the limit each
+            limit_s = 2 * self.pool.limits.engine_start_s + CLOSE_LIMIT_S
+            address = await self._answer(placed, placed.actor.open.remote(model), limit_s)
+            wanted = self.pool.models[model]
+            pair = PairSettings(address.prefill_url, address.decode_url, address.bootstrap_port, address.bootstrap_host)
+            settings = ModelSettings(wanted.path, pairs=(pair,), context_length=wanted.context_length)
+            async with running_models(Config({model: settings}, limits=self.pool.limits), log.info) as models:
+                yield models[model].served
+        finally:
+            await self._close(placed)
+
+    async def _start(self, worker: int) -> _NodeActor:
+        """Have Ray choose a node and start the worker there; it is ready then."""
+        placed = _NodeActor(worker, await asyncio.to_thread(self._actor, worker))
+        self.placed[worker] = placed
+        limit_s = self.pool.limits.engine_start_s
+        try:
+            placed.node = await self._answer(placed, placed.actor.start.remote(), limit_s)
+        except EngineStalled as error:
+            place = self.pool.workers[worker]
+            needs = f"{self.settings.cpus:g} CPUs and {len(gpus_of(place))} GPUs"
+            node = f" on the node {place.node}" if place.node else ""
+            raise EngineStalled(
+                f"No node of the Ray cluster could take worker {worker} within {limit_s:g} s: {needs}{node}.",
+                remedy="See `ray status`; add nodes, lower ray.cpus, or take the worker out of the pool.",
+            ) from error
+        log.info("worker %d runs on the node %s", worker, placed.node)
+        return placed
+
+    def _actor(self, worker: int) -> Any:
+        place = self.pool.workers[worker]
+        actor = self.ray.remote(NodeWorker).options(
+            num_cpus=self.settings.cpus,
+            num_gpus=len(gpus_of(place)),
+            resources={f"node:{place.node}": 0.001} if place.node else {},
+            scheduling_strategy="SPREAD",
+        )
+        return actor.remote(self.pool, place, self.folder.absolute() / f"worker-{worker}")
+
+    async def _answer(self, placed: _NodeActor, call: Awaitable[Any], limit_s: float) -> Any:
+        """What the worker answers. Raises EngineError; a worker that is lost, or that does not answer, is given up."""
+        name = f"Worker {placed.worker} on the node {placed.node or 'that it was meant for'}"
+        try:
+            async with asyncio.timeout(limit_s):
+                return await call
+        except self.ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, EngineError):
+                raise error.cause from error
+            raise EngineError(f"{name} failed: {error.cause!r}.", remedy=REMEDY) from error
+        except self.ray.exceptions.RayError as error:
+            await self._give_up(placed)
+            reason = str(error).strip().splitlines()[-1].strip()[:300]  # Ray says many lines
+            raise EngineUnreachable(f"{name} was lost: {reason}", remedy=REMEDY) from error
+        except TimeoutError as error:
+            await self._give_up(placed)
+            raise EngineStalled(f"{name} did not answer within {limit_s:g} s.", remedy=REMEDY) from error
+
+    async def _close(self, placed: _NodeActor) -> None:
+        """End its session; a failure only logs a warning."""
+        if self.placed.get(placed.worker) is placed:
+            try:
+                await self._answer(placed, placed.actor.close.remote(), CLOSE_LIMIT_S)
+            except EngineError as error:
+                log.warning("%s", error)
+
+    async def _stop(self, placed: _NodeActor) -> None:
+        try:
+            if placed.node:
+                await self._answer(placed, placed.actor.stop.remote(), CLOSE_LIMIT_S)
+        except EngineError as error:
+            log.warning("%s", error)
+        finally:
+            await self._give_up(placed)
+
+    async def _give_up(self, placed: _NodeActor) -> None:
+        """End its process; its engines end with it."""
+        self.placed.pop(placed.worker, None)
+        await asyncio.to_thread(self.ray.kill, placed.actor)

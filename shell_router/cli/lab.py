@@ -1,0 +1,285 @@
+"""`shell-router demo`, `eval`, `calibrate`, `simulate` and `profile`."""
+
+import json as jsonlib
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from shell_router.cli.options import (
+    NONE,
+    Json,
+    KeyVariable,
+    Names,
+    Numbers,
+    Picture,
+    Seed,
+    WholeNumbers,
+    argument,
+    examples,
+    listed,
+    names,
+    numbers,
+    option,
+    require_writable,
+    run,
+    say,
+    secret,
+    takes,
+    whole_numbers,
+    write,
+)
+from shell_router.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shell_router.lab.simulation.settings import Loaded
+
+app = typer.Typer()
+
+FIRST, TAUS, THRESHOLDS = WholeNumbers((0,)), Numbers((0.7,)), Numbers((0.5, 0.6, 0.7, 0.8, 0.9, 0.95))
+POLICIES, SCOPES = Names(("in_flight", "threshold", "stochastic")), Names(("cluster", "layer"))
+LENGTHS, BATCHES = WholeNumbers((32, 128, 512, 1024, 2048)), WholeNumbers((1, 2, 4, 8, 16))
+
+
+def asking(
+    data: Annotated[Path, option('Questions: JSONL, one {"question": …, "answer": …} per line.', metavar="FILE")],
+    grader: Annotated[
+        Literal["auto", "exact", "numeric", "choice"],
+        option("Compares answers; `auto` chooses by the form of the right answer."),
+    ] = "auto",
+    offset: Annotated[int, option("Skip this many questions.", least=0)] = 0,
+    limit: Annotated[int | None, option("Ask at most this many questions.", least=1)] = None,
+    seeds: Annotated[WholeNumbers, listed(whole_numbers, "Ask every question once per seed.", "0,1,…")] = FIRST,
+    concurrency: Annotated[int, option("Questions that are asked at the same time.", least=1)] = 1,
+    timeout_s: Annotated[float, option("Limit for one request, in seconds.", "--timeout-s")] = 900.0,
+    by: Annotated[str | None, option("Also report accuracy per value of this key.", metavar="KEY")] = None,
+    json: Annotated[Path | None, option("Write the whole report, as JSON.", metavar="FILE")] = None,
+    records: Annotated[Path | None, option("Write every answer, as JSONL.", metavar="FILE")] = None,
+    picture: Picture = None,
+) -> dict[str, Any]:
+    """The fields of EvaluationOptions that `eval` and `calibrate` share."""
+    from shell_router.lab.evaluation.settings import Reports
+
+    return {
+        **{"data": data, "grader": grader, "offset": offset, "limit": limit, "seeds": seeds},
+        **{"concurrency": concurrency, "limit_s": timeout_s, "reports": Reports(json, records, picture, by)},
+    }
+
+
+@app.command(epilog=examples("shell-router demo --rounds 5"))
+def demo(
+    rounds: Annotated[int, option("Questions per topology.", least=1)] = 3,
+    seed: Seed = 0,
+    json: Annotated[bool, option("Draw nothing; end with one JSON object on the last line.", "--json")] = False,
+) -> None:
+    """Start everything on this machine and ask questions.
+
+    Needs neither a GPU nor a download.
+    """
+    from shell_router.lab.demo import DemoSettings, run_demo
+
+    run(run_demo(DemoSettings(rounds, seed, as_json=json)))
+
+
+@app.command(
+    "eval",
+    epilog=examples(
+        "shell-router eval --config configs/evaluation.yaml --data models/data/test.jsonl --limit 50",
+        "shell-router eval --url http://127.0.0.1:8000 --data mine.jsonl small 'vote:small*3,large' tree",
+    ),
+)
+@takes(asked=asking)
+def evaluate(
+    asked: dict[str, Any],
+    settings: Annotated[
+        list[str] | None,
+        argument("SETTING", "A model, a topology, or a vote such as vote:a*3,b. Default: all."),
+    ] = None,
+    config: Annotated[Path | None, option("Start this deployment on a free port, and ask it.", metavar="FILE")] = None,
+    url: Annotated[str | None, option("Ask the router that runs there.")] = None,
+    api_key_env: KeyVariable = None,
+    temperature: Annotated[
+        float | None, option("For plain models (default 0) and for the roots of topologies.")
+    ] = None,
+    vote_temperature: Annotated[float, option("For the members of a vote.")] = 0.7,
+    max_tokens: Annotated[int | None, option("Output limit of plain models and votes. Default: 128.", least=1)] = None,
+    baseline: Annotated[
+        str | None, option("Compare with this one. Default: the first topology.", metavar="SETTING")
+    ] = None,
+) -> None:
+    """Compare models, votes and topologies on your questions.
+
+    Reports accuracy with its 95 % interval, latency, tokens and early exits.
+    """
+    from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
+    from shell_router.lab.evaluation.settings import Sampling
+
+    if (config is None) == (url is None):
+        raise typer.BadParameter("exactly one of the two is required.", param_hint="--config / --url")
+    if config and api_key_env:
+        raise ConfigError("--api-key-env goes with --url only.", remedy="A deployment of --config needs no key.")
+    options = EvaluationOptions(
+        config=config,
+        url=url,
+        api_key=secret(api_key_env),
+        settings=tuple(settings or ()),
+        baseline=baseline,
+        sampling=Sampling(temperature, vote_temperature, max_tokens),
+        **asked,
+    )
+    run(run_evaluation(options))
+
+
+@app.command(
+    epilog=examples(
+        "shell-router calibrate tree.yaml --config configs/evaluation.yaml --data models/data/test.jsonl --bound 1"
+    )
+)
+@takes(asked=asking)
+def calibrate(
+    topology: Annotated[Path, argument("TOPOLOGY", "A file, with early exit or without.")],
+    config: Annotated[Path, option("The deployment that serves its models.", metavar="FILE")],
+    asked: dict[str, Any],
+    bound: Annotated[float, option("Points of accuracy that early exit may lose.")] = 0.5,
+    policies: Annotated[Names, listed(names, "Policies to try.")] = POLICIES,
+    scopes: Annotated[Names, listed(names, "Scopes to try.")] = SCOPES,
+    taus: Annotated[Numbers, listed(numbers, "Values of tau to try.", "0.6,0.7,…")] = TAUS,
+    thresholds: Annotated[Numbers, listed(numbers, "Thresholds to try.", "0.8,0.9,…")] = THRESHOLDS,
+) -> None:
+    """Choose a topology's early exit by its loss of accuracy.
+
+    Takes the fastest one whose loss, and that of more cautious thresholds, stays within the bound.
+    """
+    from shell_router.lab.evaluation import EvaluationOptions, Tried, run_calibration
+
+    tried = Tried(policies, scopes, taus, thresholds)
+    run(run_calibration(topology, tried, bound, EvaluationOptions(config=config, **asked)))
+
+
+@app.command(
+    epilog=examples(
+        "shell-router simulate configs/simulations/six-h200.yaml --topology full",
+        "shell-router simulate configs/simulations/six-h200.yaml --topology full --what-if-gpus 12 --p95-s 20",
+    )
+)
+def simulate(
+    simulation: Annotated[
+        list[Path],
+        argument("FILE", "YAML: topologies, engines and their costs, a workload."),
+    ],
+    compare: Annotated[
+        list[Path] | None, option("Another simulation, compared with the first.", metavar="FILE")
+    ] = None,
+    topology: Annotated[str | None, option("Simulate only this topology.", metavar="NAME")] = None,
+    seed: Seed = 0,
+    json: Json = None,
+    picture: Picture = None,
+    what_if_gpus: Annotated[
+        int | None, option("Search the cheapest arrangement of at most N GPUs.", metavar="N", least=1)
+    ] = None,
+    p95_s: Annotated[
+        float | None, option("The arrangement's p95 latency may be S seconds.", "--p95-s", metavar="S")
+    ] = None,
+) -> None:
+    """Predict latencies on engines that you do not have.
+
+    Runs the router's own code in virtual time, on engines that cost what their profile gives.
+    """
+    from shell_router.lab.simulation.settings import load
+
+    files = [simulation[0], *(compare or ()), *simulation[1:]]
+    if (what_if_gpus is None) != (p95_s is None):
+        raise ConfigError("--what-if-gpus and --p95-s go together.", remedy="Give both, or none.")
+    if what_if_gpus is not None and (len(files) > 1 or json or picture):
+        raise ConfigError("--what-if-gpus prints a table of one simulation.", remedy="Leave the other options out.")
+    require_writable(json, picture)
+    loaded = [_only(load(file), file, topology) for file in files]
+    if what_if_gpus is not None and p95_s is not None:
+        _arrange(loaded[0], what_if_gpus, p95_s, seed)
+        return
+    stems = [file.stem for file in files]
+    stems = stems if len(set(stems)) == len(stems) else list(map(str, files))
+    _simulate(dict(zip(stems if len(files) > 1 else [""], loaded, strict=True)), seed, json, picture)
+
+
+def _only(loaded: "Loaded", file: Path, name: str | None) -> "Loaded":
+    if name is None:
+        return loaded
+    if name not in loaded.topologies:
+        raise ConfigError(f"{file} has no topology {name!r}.", remedy=f"Choose one of: {', '.join(loaded.topologies)}.")
+    return replace(loaded, topologies={name: loaded.topologies[name]})
+
+
+def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None, picture: Path | None) -> None:
+    from rich.console import Console
+
+    from shell_router.lab.simulation.run import simulate
+    from shell_router.lab.simulation.screen import as_json, report
+    from shell_router.lab.simulation.summary import middle, summary_of
+    from shell_router.lab.timeline import timelines_svg
+
+    done = {
+        " ".join(filter(None, (of, name))): simulate(one.simulation, topology, one.costs, seed)
+        for of, one in loaded.items()
+        for name, topology in one.topologies.items()
+    }
+    answered = {name: one for name, one in done.items() if one.answered} or done
+    summaries = {name: summary_of(one) for name, one in answered.items()}
+    console = Console()
+    for part in report(summaries):
+        console.print(part)
+    for name, one in done.items():
+        if name not in answered:
+            print(f"{name} answered no request: {one.runs[0].error}")
+    if json:
+        write(json, jsonlib.dumps(as_json(summaries), indent=2) + "\n")
+    if picture:
+        traces = {name: middle(one) for name, one in answered.items()}
+        write(picture, timelines_svg(traces, "One request (simulated)"))
+
+
+def _arrange(loaded: "Loaded", gpus: int, p95_s: float, seed: int) -> None:
+    from rich.console import Console
+
+    from shell_router.lab.simulation.screen import arrangement_table
+    from shell_router.lab.simulation.summary import arranged, cheapest
+
+    if len(loaded.topologies) > 1:
+        raise ConfigError("An arrangement is for one topology.", remedy="Choose it by --topology.")
+    tried = list(arranged(loaded, gpus, p95_s, seed))
+    best = cheapest(tried, p95_s)
+    Console().print(arrangement_table(tried, best))
+    if best is None:
+        print(f"No arrangement of {gpus} GPUs has a p95 latency of {p95_s:g} s or less.")
+        raise typer.Exit(1)
+    print(f"The cheapest takes {best.gpus} GPUs: {', '.join(f'{n} x {m}' for m, n in best.pairs.items())}.")
+
+
+@app.command(epilog=examples("shell-router profile configs/embedded.yaml --out configs/engines/mine.yaml"))
+def profile(
+    config: Annotated[Path, argument("CONFIG", "The deployment's YAML file.")],
+    out: Annotated[Path, option("YAML file of profiles; other profiles in it are kept.", metavar="FILE")],
+    models: Annotated[Names, listed(names, "Measure only these models. Default: all.")] = NONE,
+    rounds: Annotated[int, option("Report medians of this many rounds.", least=1)] = 5,
+    lengths: Annotated[WholeNumbers, listed(whole_numbers, "Prompt lengths in tokens.", "N,N,…")] = LENGTHS,
+    batches: Annotated[WholeNumbers, listed(whole_numbers, "Decode batch sizes.", "N,N,…")] = BATCHES,
+    new_tokens: Annotated[int, option("Tokens that each sequence of a batch generates.", least=1)] = 64,
+    chunk_tokens: Annotated[
+        int | None, option("New tokens in one prefill pass. Default: SGLang's 8192.", least=1)
+    ] = None,
+    prompts_per_pass: Annotated[int | None, option("Prompts in one pass. Default: unlimited.", least=1)] = None,
+    cache_tokens: Annotated[int | None, option("An engine's KV capacity. Default: unlimited.", least=1)] = None,
+    max_running: Annotated[int | None, option("Largest decode batch. Default: unlimited.", least=1)] = None,
+    machine: Annotated[str | None, option("Start only engines whose URLs name this host.", metavar="HOST")] = None,
+) -> None:
+    """Measure what a deployment's engines cost, for `simulate`."""
+    from shell_router.lab.simulation.profile import Limits, ProfileOptions, run_profile
+    from shell_router.lab.simulation.profiling import Amount
+
+    amount = Amount(lengths, batches, new_tokens, rounds)
+    limits = Limits(chunk_tokens, prompts_per_pass, cache_tokens, max_running)
+    date = datetime.now(UTC).date().isoformat()
+    run(run_profile(ProfileOptions(config, out, date, models, amount, limits, machine), say))

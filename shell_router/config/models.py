@@ -1,0 +1,174 @@
+"""What a deployment's YAML file says of its models and of the engines that serve them."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from shell_router.config.read import KIND_KEYS
+from shell_router.errors import require
+from shell_router.routing.adapter_cache import AdapterSettings
+from shell_router.topology.forms import Form, ListOf, Number, Text
+
+
+def count(about: str) -> Number:
+    """A whole number from 1."""
+    return Number(about, at_least=1, whole=True)
+
+
+def seconds(about: str) -> Number:
+    """A time above 0."""
+    return Number(about, above=0)
+
+
+def _gpus(about: str) -> Form:
+    return ListOf(about, Number("GPU, counted from 0.", at_least=0, whole=True))
+
+
+def _url(about: str) -> Text:
+    return Text(about, r"https?://.+", "an http(s) URL")
+
+
+@dataclass(frozen=True, slots=True)
+class PairLaunch:
+    """`shell-router launch` starts this pair; `{}` is enough."""
+
+    prefill_gpus: Annotated[tuple[int, ...], _gpus("The prefill engine's GPUs; SGLang chooses without them.")] = ()
+    decode_gpus: Annotated[tuple[int, ...], _gpus("The decode engine's GPUs; SGLang chooses without them.")] = ()
+    flags: Annotated[str, "Further flags of both engines, as in a shell: quantization, memory, parallelism."] = ""
+    prefill_flags: Annotated[str, "Further flags of the prefill engine."] = ""
+    decode_flags: Annotated[str, "Further flags of the decode engine."] = ""
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_gpus", "decode_gpus"):
+            gpus = getattr(self, name)
+            require(len(set(gpus)) == len(gpus), f"{name} names a GPU twice")
+        _require_flags(self)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSettings:
+    """How `shell-router launch` starts engines."""
+
+    python: Annotated[Path | None, "The interpreter that has SGLang; by default the router's own."] = None
+    transfer_backend: Annotated[str, "How KV moves between engines, as your network allows."] = "mooncake"
+    flags: Annotated[str, "Further flags of `sglang.launch_server` for all engines, as in a shell."] = ""
+    prefill_flags: Annotated[str, "Further flags of all prefill engines."] = ""
+    decode_flags: Annotated[str, "Further flags of all decode engines."] = ""
+    environment: Annotated[Mapping[str, str], "Variables of all engines."] = field(default_factory=dict)
+    folder: Annotated[Path | None, "Takes logs and random weights; by default in the user's cache folder."] = None
+    restart_limit: Annotated[
+        int, Number("Restarts of one engine within 10 minutes before it is left down.", at_least=0, whole=True)
+    ] = 5
+    restart_delay_s: Annotated[float, seconds("Wait before the first restart; it doubles with each.")] = 1.0
+
+    def __post_init__(self) -> None:
+        _require_flags(self)
+
+
+def _require_flags(section: PairLaunch | LaunchSettings) -> None:
+    for name in ("flags", "prefill_flags", "decode_flags"):
+        try:
+            shlex.split(getattr(section, name))
+        except ValueError as error:
+            require(False, f"{name} cannot be split as a shell would: {error}", "Close every quote.")
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptersSection:
+    """LoRA adapters that are models of their own, as `<alias>:<adapter>`."""
+
+    folder: Annotated[Path, "Holds a PEFT folder of each adapter, at the same path on the engines' machines."]
+    max_loaded_adapters: Annotated[int, count("Adapters that a server holds at a time; more need more GPU memory.")]
+    max_rank: Annotated[int, count("Highest rank of an adapter, for engines that the router starts.")] = 64
+    window_s: Annotated[
+        float,
+        Number(
+            "How long requests for loaded adapters go before one that waits; 0 is first come, first served.",
+            at_least=0,
+        ),
+    ] = 10.0
+    evict: Annotated[str, "Which adapter is unloaded first: `queue-aware` or `lru`."] = "queue-aware"
+    wait_s: Annotated[float, seconds("Longest wait for an adapter before the request fails.")] = 60.0
+    load_s: Annotated[float, seconds("Longest time to load an adapter; raise it for slow disks.")] = 60.0
+
+    def __post_init__(self) -> None:
+        self.of({})
+
+    def of(self, folders: Mapping[str, Path]) -> AdapterSettings:
+        """The settings of the model's adapters, `folders` by the adapters' names. Raises ConfigError."""
+        return AdapterSettings(folders, self.max_loaded_adapters, self.window_s, self.evict, self.wait_s, self.load_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """A small model with random weights, made at the start: for trials without a download."""
+
+    hidden: Annotated[int, "Width, a multiple of 32: larger models load the machine more."] = 64
+    layers: Annotated[int, count("Number of layers.")] = 2
+    seed: Annotated[int, "Fixes the weights."] = 0
+
+    def __post_init__(self) -> None:
+        require(self.hidden % 32 == 0 and self.hidden > 0, f"hidden must be a multiple of 32, not {self.hidden}")
+
+
+@dataclass(frozen=True, slots=True)
+class PairSettings:
+    """An SGLang pair. Any prefill server of a model works with any of its decode servers."""
+
+    prefill: Annotated[str, _url("URL of the prefill server.")]
+    decode: Annotated[str, _url("URL of the decode server.")]
+    bootstrap_port: Annotated[
+        int, Number("The prefill server's `--disaggregation-bootstrap-port`.", at_least=1, at_most=65535, whole=True)
+    ] = 8998
+    bootstrap_host: Annotated[
+        str | None, "The prefill server as decode servers reach it; by default the prefill URL's host."
+    ] = None
+    launch: PairLaunch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """A model that topologies and requests may name, and what serves it.
+
+    `engine` holds the settings of the engine kind that serves it, by the kind's name, unless `pairs` do; without either
+    it is `embedded` with its defaults.
+    """
+
+    path: Annotated[Path | None, "Hugging Face folder with the tokenizer and the weights."] = None
+    random: Annotated[
+        RandomWeights | None, "Instead of `path`: a small model with random weights; pairs then need `launch`."
+    ] = None
+    pairs: Annotated[
+        tuple[PairSettings, ...], "SGLang pairs that serve it; any prefill server works with any decode server."
+    ] = ()
+    context_length: Annotated[
+        int | None, count("Prompt and output tokens together; by default the model's `max_position_embeddings`.")
+    ] = None
+    adapters: AdaptersSection | None = None
+    engine: Annotated[Mapping[str, Any], KIND_KEYS] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(
+            (self.path is None) != (self.random is None),
+            "a model needs path or random, and not both",
+            remedy="Give the model's folder as path, or random to have one made.",
+        )
+        named = [*(["pairs"] if self.pairs else []), *self.engine]
+        require(
+            len(named) < 2,
+            f"a model is served by one kind of engine, not by both {' and '.join(named)}",
+            remedy="Leave one of them out.",
+        )
+        bootstraps = {(pair.prefill, pair.bootstrap_host, pair.bootstrap_port) for pair in self.pairs}
+        require(
+            len(bootstraps) == len({pair.prefill for pair in self.pairs}),
+            "several pairs name one prefill server with different bootstrap hosts or ports",
+            remedy="It has one; correct the others.",
+        )
+        require(
+            not (self.random and any(pair.launch is None for pair in self.pairs)),
+            "pairs serve weights of their own, so random cannot be given with them",
+            remedy="Give the folder of the pairs' model as path, or each pair launch, to start it with these weights.",
+        )

@@ -1,0 +1,242 @@
+"""The contract between the router and its engines: requests, answers, and where each request went."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
+
+import orjson
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def value(cls: type[T]) -> type[T]:
+    """A dataclass that only mypy keeps from being changed. Making a frozen one takes eight times as long, and requests
+    make many."""
+    return dataclass(slots=True, unsafe_hash=True)(cls)
+
+
+@value
+class Hints:
+    """The user, the place in a program, and the output that is expected. All of it is optional.
+
+    Requests of one `user` tend to share prefixes, and have a fair share together. `program` is one run of the
+    topology `topology`, `agent` the place in it. `output_tokens` are those that are expected of this request,
+    `total_tokens` those of this request and of all that follow it in its program (Chimera, section 3.4), `path_tokens`
+    those on the longest path from it to the program's end, which is what an answer waits for where agents run side by
+    side.
+    """
+
+    user: str | None = None
+    program: str | None = None
+    topology: str | None = None
+    agent: str | None = None
+    output_tokens: float | None = None
+    total_tokens: float | None = None
+    path_tokens: float | None = None
+
+
+NO_HINTS = Hints()
+
+
+@value
+class Placement:
+    """An engine that took a request: its name, by which policy and for which reason, and how long the request waited.
+
+    `engine` is its role, or `engine` where it has all roles, and its number among those of its model: `prefill-0`.
+    `adapter_s` is how long it waited there for its adapter.
+    """
+
+    engine: str
+    policy: str
+    why: str
+    waited_s: float = 0.0
+    adapter_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.engine} ({self.policy}: {self.why})"
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+MESSAGE_CHARACTERS = 2000
+
+DEFAULT_MAX_NEW_TOKENS = 128
+"""SGLang's own, where `sampling` has no `max_new_tokens`."""
+
+UNSTREAMED_INTERVAL = 32
+"""The most tokens per event (`stream_interval`) of an output that no client watches.
+
+Each event costs the engine and the router. But that many tokens take about a second, and a longer silence would look
+like a stalled engine's.
+"""
+
+
+class OnPlaced(Protocol):
+    """Called whenever an attempt of a request is sent, with an engine of each role that takes part in it."""
+
+    def __call__(self, *placed: Placement) -> None: ...
+
+
+def _ignore(*placed: Placement) -> None:
+    """Do nothing."""
+
+
+@value
+class Generation:
+    """One request to an engine.
+
+    `rid` names the request on every engine it reaches and is unique per attempt. `sampling` holds SGLang's
+    `sampling_params` and is sent unchanged. With `logprobs` every output token comes with its natural-log
+    probability. `priority` is the engine's scheduling priority, where it has one. Requests of one `affinity` grow one
+    prompt: where several servers prefill, they go to the one that holds its KV. `adapter` names the one of the model's
+    adapters that answers; it is loaded where it has to be. `hints` are for the schedulers. `on_placed` is called with
+    the engines it goes to.
+    """
+
+    rid: str
+    input_ids: Sequence[int]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: bool = False
+    priority: int | None = None
+    affinity: str | None = None
+    adapter: str | None = None
+    hints: Hints = NO_HINTS
+    on_placed: OnPlaced = field(default=_ignore, compare=False)
+
+
+@value
+class Tokens:
+    """Newly decoded tokens: ids, the text they add, and, when asked for, one log-probability each.
+
+    `text` may be empty while a character is incomplete; a stop token is never among `ids`.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[float, ...] = ()
+
+
+@value
+class Finish:
+    """The last thing an engine says of a request. Counts are tokens; `cached_tokens` is part of `prompt_tokens`."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@value
+class Prefilled:
+    """Outcome of a prefill-only request: `cached_tokens` of its `prompt_tokens` needed no computation."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Engine(Protocol):
+    """A prefill-decode pair (or several) that serves one model.
+
+    Both calls raise `EngineError`. A request that failed before its first token may have been sent again under another
+    id. When a caller abandons either, by cancelling or by closing the generator, the
+    implementation aborts `rid` on every engine it reached; nothing stays running.
+    """
+
+    def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
+        """Yield `Tokens` as they are decoded, then exactly one `Finish`."""
+        ...
+
+    async def prefill(self, request: Generation) -> Prefilled:
+        """Compute the prompt's KV into the prefill engine's prefix cache; decode nothing (Faster-MoA, 4.3)."""
+        ...
+
+
+NativeRoute = Literal["generate", "prefill_only"]
+
+
+@value
+class Relayed:
+    """An engine's answer on its way through: bytes as they came, and where they come from."""
+
+    status: int
+    content_type: str
+    chunks: AsyncIterator[bytes]
+    placed: tuple[Placement, ...] = ()
+
+
+class Relay(Protocol):
+    """Sends a client's native body to a pair, unknown fields intact, and its answer back."""
+
+    def forward(
+        self, route: NativeRoute, body: bytes, *, affinity: str | None = None
+    ) -> AbstractAsyncContextManager[Relayed]:
+        """Forward `body`, a JSON object in SGLang's native shape. `affinity` is as in `Generation`.
+
+        Raises InvalidRequest for a body that is not an object or that sets `bootstrap_*` itself, and EngineError.
+        Leaving the context before the answer ended aborts the request on both engines.
+        """
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and chats to text, as the model's own tokenizer does it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal fingerprints mean the same vocabulary and merges: token ids may be exchanged."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; no special tokens are added, those written in the text are recognised."""
+        ...
+
+    def encode_stable(self, text: str) -> list[int]:
+        """The leading ids of `encode(text)` that no continuation of `text` is expected to change."""
+        ...
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The chat template's text for `messages` (role, content), ending where the assistant speaks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """Seconds of a prefill-only request: `fixed_s`, whatever it holds, and `token_s` per token that is not cached."""
+
+    fixed_s: float
+    token_s: float
+
+    def seconds(self, new_tokens: int) -> float:
+        """For `new_tokens` that are not cached."""
+        return self.fixed_s + self.token_s * new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that requests may name. `context_length` counts prompt and output tokens together.
+
+    An adapter is a model too; `base` is then the alias of the model that it adapts. `prefill_cost` is what was measured
+    of one of its `prefill_servers` while it was idle.
+    """
+
+    alias: str
+    engine: Engine
+    tokenizer: Tokenizer
+    context_length: int
+    base: str | None = None
+    prefill_cost: PrefillCost | None = None
+    prefill_servers: int = 1
+
+
+def error_message(body: bytes) -> str:
+    """The engine's own words in an error body of any of SGLang's shapes, shortened."""
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body.decode("utf-8", "replace")[:MESSAGE_CHARACTERS]
+    for key in ("error", "message", "detail", "error_message"):
+        while isinstance(found, dict) and key in found:
+            found = found[key]
+    return (found if isinstance(found, str) else orjson.dumps(found).decode())[:MESSAGE_CHARACTERS]

@@ -1,0 +1,107 @@
+"""Intervals and fits that several wings use: 95 % intervals for shares, and non-negative least squares."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+Z95 = 1.959963984540054
+METHOD_SHARE = "Wilson's score interval; with several seeds for the effective number of answers, clustered by question"
+METHOD_DIFFERENCE = "Agresti and Min's adjusted Wald interval for paired shares, over questions"
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A value with the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def wilson(share: float, answers: float) -> Interval:
+    """Wilson's score interval of a `share` observed over `answers`, which need not be whole. At least 1 answer."""
+    spread = Z95**2 / answers
+    middle = (share + spread / 2) / (1 + spread)
+    reach = Z95 / (1 + spread) * sqrt(share * (1 - share) / answers + spread / (4 * answers))
+    return Interval(share, max(0.0, middle - reach), min(1.0, middle + reach))
+
+
+def clustered_share(rights: Sequence[Sequence[bool]]) -> Interval:
+    """The share of right answers, given per question; a question answered with several seeds counts several times.
+
+    Answers to one question resemble each other: the interval is that of as many independent answers as would vary as
+    much, at least one per question and at most all.
+    """
+    answers = sum(map(len, rights))
+    share = sum(map(sum, rights)) / answers
+    return wilson(share, min(answers, max(len(rights), _effective_answers(rights, share, answers))))
+
+
+def _effective_answers(rights: Sequence[Sequence[bool]], share: float, answers: int) -> float:
+    questions = len(rights)
+    if questions < 2:
+        return questions
+    deviations = sum((sum(one) - share * len(one)) ** 2 for one in rights)
+    variance = questions / (questions - 1) * deviations / answers**2
+    return share * (1 - share) / variance if variance > 0 else questions
+
+
+def paired_difference(differences: Sequence[float]) -> Interval:
+    """The mean of the questions' differences in their share of right answers, each between -1 and 1.
+
+    Agresti and Min (2005): half a question is added to each cell of the paired table (won, lost, and both draws).
+    """
+    questions = len(differences) + 2
+    mean = sum(differences) / questions
+    variance = (sum(one**2 for one in differences) + 1) / questions - mean**2
+    reach = Z95 * sqrt(max(0.0, variance) / questions)
+    value = sum(differences) / len(differences)
+    return Interval(value, max(-1.0, mean - reach), min(1.0, mean + reach))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the sorted `values` lie, interpolated linearly. At least one value."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+Floats = NDArray[np.float64]
+
+
+def non_negative(terms: Floats, wanted: Floats) -> Floats:
+    """The factors >= 0 of `terms`, [rows, terms], whose sums come closest to `wanted`, [rows], in squares.
+
+    Where two sets of terms explain the rows equally well, the one with fewer terms is taken; the rest are 0.
+    """
+    count = terms.shape[1]
+    fits = [
+        fitted
+        for size in range(1, count + 1)
+        for subset in combinations(range(count), size)
+        if (fitted := _fitted(terms, wanted, subset)) is not None
+    ]
+    nothing = (_error(terms, wanted, np.zeros(count)), np.zeros(count))
+    _, best = min((*fits, nothing), key=lambda fitted: fitted[0])
+    return best
+
+
+def _fitted(terms: Floats, wanted: Floats, subset: tuple[int, ...]) -> tuple[float, Floats] | None:
+    """Squared error and factors with all terms but `subset` at 0; None where one would be negative."""
+    found, *_ = np.linalg.lstsq(terms[:, subset], wanted, rcond=None)
+    if (found < 0).any():
+        return None
+    factors = np.zeros(terms.shape[1])
+    factors[list(subset)] = found
+    return _error(terms, wanted, factors), factors
+
+
+def _error(terms: Floats, wanted: Floats, factors: Floats) -> float:
+    # rounded so that equal fits are equal, and the simpler comes first
+    return round(float(((terms @ factors - wanted) ** 2).sum()), 12)

@@ -1,0 +1,347 @@
+"""LoRA adapters on a model's servers: leases for requests, and the loads that they need."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from shell_router.engines.adapter_loading import ServerLoader
+from shell_router.engines.http_client import TaskOwner
+from shell_router.engines.server_client import ServerClient
+from shell_router.errors import AdapterFailed, EngineError, EngineUnavailable, UnknownModel
+from shell_router.routing.adapter_cache import AdapterCache, AdapterSettings, Group
+
+log = logging.getLogger(__name__)
+
+
+class Lease:
+    """The adapter stays on its server from now until `close`, which must be called; calling it again changes nothing.
+
+    It is on load `number` of the adapter there, and was waited for `waited_s`.
+    """
+
+    def __init__(self, adapter: str, number: int, waited_s: float, left: Callable[[], None]) -> None:
+        self.adapter = adapter
+        self.number = number
+        self.waited_s = waited_s
+        self._left = left
+        self._open = True
+
+    def close(self) -> None:
+        """The request needs it no longer."""
+        if self._open:
+            self._open = False
+            self._left()
+
+
+@dataclass(slots=True)
+class AdapterCounts:
+    """What has happened on one server: adapters loaded and for how long in all, requests that waited for theirs and how
+    long, loads that failed, adapters that were missing although they had been loaded."""
+
+    loads: int = 0
+    load_s: float = 0.0
+    waited: int = 0
+    waited_s: float = 0.0
+    failures: int = 0
+    missing: int = 0
+
+
+class Loader(Protocol):
+    """Loads and unloads adapters on one server, one at a time."""
+
+    async def load(self, adapter: str) -> None:
+        """A load that raises, or is cancelled, leaves nothing behind."""
+        ...
+
+    async def unload(self, adapter: str) -> None:
+        """What this raises is logged; the adapter then counts as gone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    """A request that waits since `arrived_s`; `coming` is called when its adapter begins to load."""
+
+    lease: "asyncio.Future[Lease]"
+    coming: Callable[[], None]
+    arrived_s: float
+
+
+class AdapterLeases:
+    """Gives leases on the adapters of one server, and has them loaded so that all get theirs.
+
+    Any number of requests may hold the same adapter. It stays while one of them does. `server` names it in words,
+    `clock` gives monotonic seconds. `failing` says that the server itself failed at its last load.
+    """
+
+    def __init__(
+        self, server: str, loader: Loader, settings: AdapterSettings, tasks: TaskOwner, clock: Callable[[], float]
+    ) -> None:
+        self.counts = AdapterCounts()
+        self.failing = False
+        self._server = server
+        self._loader = loader
+        self._wait_s = settings.wait_s
+        self._tasks = tasks
+        self._clock = clock
+        self._cache: AdapterCache[_Waiter] = AdapterCache(settings)
+        self._lock = asyncio.Lock()
+        self._at_work = False
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """The adapters that are loaded."""
+        return tuple(self._cache)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for theirs."""
+        return self._cache.waiting
+
+    def will_have(self, adapter: str) -> bool:
+        """Whether it is loaded, being loaded, or awaited here."""
+        return self._cache.is_coming(adapter) or self._cache.is_awaited(adapter)
+
+    async def lease(self, adapter: str, coming: Callable[[], None] = lambda: None) -> Lease:
+        """The adapter, loaded, until the lease is closed. `coming` is called when it begins to be loaded.
+
+        Raises AdapterFailed where it does not load, EngineError where the server fails, EngineUnavailable where no
+        place for it comes free within `wait_s`, or it is still being loaded then.
+        """
+        self._cache.requested(adapter)
+        self._cache.drain(self._clock())
+        if self._cache.serves(adapter):
+            return self._granted(adapter, 0.0)
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), coming, self._clock())
+        self._cache.wait(adapter, waiter, waiter.arrived_s)
+        self._advance()
+        try:
+            async with asyncio.timeout(self._wait_s):
+                return await waiter.lease
+        except BaseException as error:
+            self._forget(waiter)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise self._too_late(adapter) from error
+
+    def load_ahead(self, adapter: str) -> None:
+        """A request is about to want it: load it now if no waiting request needs the place."""
+        if not self.will_have(adapter):
+            self._cache.load_ahead(adapter)
+            self._advance()
+
+    async def missing(self, lease: Lease) -> None:
+        """The server says that it does not have the adapter of this lease: it is to be loaded again."""
+        async with self._lock:
+            if self._cache.load_number(lease.adapter) == lease.number:
+                self.counts.missing += 1
+                log.warning("the %s has lost the adapter %r: it is loaded again", self._server, lease.adapter)
+                await self._unload(lease.adapter)
+        self._advance()
+
+    # --- granting
+
+    def _granted(self, adapter: str, waited_s: float) -> Lease:
+        at = self._cache.pin(adapter)
+
+        def left() -> None:
+            at.pins -= 1
+            self._advance()
+
+        return Lease(adapter, at.loaded, waited_s, left)
+
+    def _advance(self) -> None:
+        """Something has changed: grant leases, and load what is next."""
+        self._grant()
+        if not self._at_work and self._cache.next_to_load() is not None:
+            self._at_work = True
+            self._tasks.start(self._load_all())
+
+    def _grant(self) -> None:
+        """Group by group, since an adapter may be drained once those before the others have got it."""
+        cache = self._cache
+        if not cache.groups:
+            return
+        cache.drain(self._clock())
+        while group := next((one for one in cache.groups if cache.serves(one.adapter)), None):
+            now_s = self._clock()
+            for waiter in self._taken_out([group]):
+                waited_s = now_s - waiter.arrived_s
+                self.counts.waited += 1
+                self.counts.waited_s += waited_s
+                waiter.lease.set_result(self._granted(group.adapter, waited_s))
+            cache.drain(self._clock())
+
+    def _taken_out(self, groups: Iterable[Group[_Waiter]]) -> list[_Waiter]:
+        """The requests of these groups, which wait no longer, but for those that were given up in this very moment."""
+        groups = list(groups)
+        self._cache.groups = [one for one in self._cache.groups if one not in groups]
+        return [waiter for group in groups for waiter in group.waiters if not waiter.lease.done()]
+
+    def _forget(self, waiter: _Waiter) -> None:
+        """The request waits no longer. A lease that came in this very moment is given back."""
+        if self._cache.leave(waiter):
+            self._advance()
+        elif waiter.lease.done() and not waiter.lease.cancelled() and waiter.lease.exception() is None:
+            waiter.lease.result().close()
+
+    def _too_late(self, adapter: str) -> EngineUnavailable:
+        if self._cache.is_coming(adapter):
+            return EngineUnavailable(
+                f"The adapter {adapter!r} was still being loaded on the {self._server} after {self._wait_s:g} s.",
+                remedy="Look at that server's load and log, or raise the model's adapters.wait_s.",
+            )
+        return EngineUnavailable(
+            f"No place for the adapter {adapter!r} came free on the {self._server} within {self._wait_s:g} s.",
+            remedy="Ask again later, add engines, or raise max_loaded_adapters or wait_s of the model's adapters.",
+        )
+
+    # --- loading
+
+    async def _load_all(self) -> None:
+        """Load what is awaited, one after the other, until there is nothing more to load or no place for it."""
+        try:
+            while (found := self._cache.next_to_load()) is not None and await self._loaded_or_failed(*found):
+                self._grant()
+        finally:
+            self._at_work = False
+
+    async def _loaded_or_failed(self, adapter: str, turn: int) -> bool:
+        """False where there is no place: the next lease that closes starts this again."""
+        try:
+            return await self._load(adapter, turn)
+        except AdapterFailed as error:
+            self._give_up(error, [group for group in self._cache.groups if group.adapter == adapter])
+        except EngineError as error:  # the server's fault: every request here fails
+            self.failing = True
+            self._cache.forget_ahead()
+            self._give_up(error, self._cache.groups)
+        except Exception as error:
+            log.exception("adapters of the %s", self._server)
+            self._give_up(AdapterFailed(f"{error!r}", remedy="Please report it."), self._cache.groups)
+        finally:
+            self._cache.forget_ahead(adapter)
+        return True
+
+    async def _load(self, adapter: str, turn: int) -> bool:
+        cache = self._cache
+        cache.loading(adapter)
+        try:
+            async with self._lock:
+                if not await self._make_room(turn):
+                    return False
+                for group in cache.groups:
+                    if group.adapter == adapter:
+                        for waiter in group.waiters:
+                            waiter.coming()
+                begun_s = self._clock()
+                cache.taken += 1
+                try:
+                    await self._loader.load(adapter)
+                except BaseException:
+                    cache.taken -= 1
+                    raise
+                cache.add(adapter)
+        finally:
+            cache.loading(None)
+        took_s = self._clock() - begun_s
+        self.failing = False
+        self.counts.loads += 1
+        self.counts.load_s += took_s
+        log.info("the %s has the adapter %r after %.0f ms", self._server, adapter, 1e3 * took_s)
+        return True
+
+    async def _make_room(self, turn: int) -> bool:
+        """Unload until there is a place. False where what may leave is not enough."""
+        while (victims := self._cache.victims(turn)) is not None:
+            if not victims:
+                return True
+            for adapter in victims:
+                if self._cache.in_use(adapter):  # since the one before it began to be unloaded
+                    break
+                await self._unload(adapter)
+        return False
+
+    async def _unload(self, adapter: str) -> None:
+        """Unload it, needed or not. One that cannot be unloaded counts as gone, with a line in the log."""
+        self._cache.remove(adapter)
+        try:
+            await self._loader.unload(adapter)
+        except Exception:
+            log.exception("%s could not be unloaded from the %s: its memory may not be free.", adapter, self._server)
+        finally:
+            self._cache.taken -= 1
+
+    def _give_up(self, error: EngineError, groups: Iterable[Group[_Waiter]]) -> None:
+        """Fail the requests of these groups; a later request tries again."""
+        self.counts.failures += 1
+        log.error("%s", error)
+        for waiter in self._taken_out(groups):
+            waiter.lease.set_exception(error)
+
+
+class Adapters:
+    """Gives requests leases on the servers that they go to."""
+
+    def __init__(
+        self,
+        servers: Iterable[ServerClient],
+        settings: AdapterSettings,
+        tasks: TaskOwner,
+        clock: Callable[[], float],
+    ) -> None:
+        self.settings = settings
+        self._loaders = {one: ServerLoader(one, settings.folders, settings.load_s) for one in servers}
+        self.leases = {
+            one: AdapterLeases(str(one), loader, settings, tasks, clock) for one, loader in self._loaders.items()
+        }
+
+    async def begin(self) -> None:
+        """Begin with no adapter on any server. Raises EngineError."""
+        if self.settings.folders:
+            await asyncio.gather(*(loader.clear() for loader in self._loaders.values()))
+
+    async def lease(self, server: ServerClient, adapter: str, coming: Callable[[], None] = lambda: None) -> Lease:
+        """See `AdapterLeases.lease`. Raises UnknownModel too."""
+        if adapter not in self.settings.folders:
+            raise UnknownModel(f"No adapter is named {adapter!r}.", remedy="Choose from the model's adapters.folder.")
+        return await self.leases[server].lease(adapter, coming)
+
+    async def of_pair(self, prefill: ServerClient, decode: ServerClient, adapter: str) -> tuple[Lease, Lease]:
+        """Leases on both servers of an attempt, prefill's first in what is returned.
+
+        All take decode's first and keep it while they wait for prefill's, as they do with slots: a request that holds a
+        lease on prefill waits for nothing more, so that no two requests wait for each other. Meanwhile the adapter is
+        loaded on prefill as soon as it is on decode.
+        """
+        decode_lease = await self.lease(decode, adapter, partial(self.leases[prefill].load_ahead, adapter))
+        try:
+            return await self.lease(prefill, adapter), decode_lease
+        except BaseException:
+            decode_lease.close()
+            raise
+
+    @asynccontextmanager
+    async def leased(self, server: ServerClient, adapter: str) -> AsyncIterator[Lease]:
+        """A lease on one server while the context is open."""
+        lease = await self.lease(server, adapter)
+        try:
+            yield lease
+        finally:
+            lease.close()
+
+    def will_have(self, server: ServerClient, adapter: str) -> bool:
+        """Whether the adapter is loaded on the server, or on its way there."""
+        return self.leases[server].will_have(adapter)
+
+    def failing(self, *servers: ServerClient) -> Collection[ServerClient]:
+        """Those of the servers that failed when they were last to load something."""
+        return [one for one in servers if self.leases[one].failing]
+
+    async def missing(self, server: ServerClient, lease: Lease) -> None:
+        """The server says that it does not have the adapter of this lease."""
+        await self.leases[server].missing(lease)

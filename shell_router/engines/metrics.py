@@ -1,0 +1,127 @@
+"""Metrics of the engines, read at each scrape from what the router knows of them."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from shell_router.engines.adapter_leases import AdapterLeases
+from shell_router.engines.server_client import ServerClient
+from shell_router.engines.sglang import SglangPair
+from shell_router.routing.dispatcher import TrackedEngine
+from shell_router.routing.holdout import Comparison
+from shell_router.telemetry.metrics import PREFIX
+
+ROLE = ("model", "role")
+SERVER = ("model", "role", "url")
+Server = TrackedEngine[ServerClient]
+Family = type[CounterMetricFamily | GaugeMetricFamily]
+GAUGE, COUNT = GaugeMetricFamily, CounterMetricFamily
+SERVER_FAMILIES: tuple[tuple[Family, str, str, Callable[[Server, float], float | None]], ...] = (
+    (GAUGE, "engine_requests", "Running requests of this router", lambda at, _: at.engine.running),
+    (COUNT, "engine_failures", "Failures of the server: unreachable, silent, or 5xx", lambda at, _: at.engine.failures),
+    (GAUGE, "engine_breaker_open", "1 while the circuit breaker is open", lambda at, _: at.breaker.open),
+    (GAUGE, "engine_tokens", "Prompt and expected output tokens on the server", lambda at, _: at.in_flight.tokens),
+    (
+        GAUGE,
+        "engine_kv_usage",
+        "Share of the KV cache in use, as the server reports",
+        lambda at, _: None if at.reported is None else at.reported.kv_usage,
+    ),
+    (
+        GAUGE,
+        "engine_cache_hit_rate",
+        "Share of prompt tokens found cached, as reported",
+        lambda at, _: None if at.reported is None else at.reported.hit_rate,
+    ),
+    (GAUGE, "engine_report_age_seconds", "Age of the server's last report", lambda at, now_s: at.age_s(now_s)),
+    (COUNT, "engine_reports_missed", "Polls without a report", lambda at, _: at.failed_polls),
+)
+ADAPTER_FAMILIES: tuple[tuple[Family, str, str, Callable[[AdapterLeases], float]], ...] = (
+    (GAUGE, "adapters_loaded", "Adapters loaded on the server", lambda of: len(of.loaded)),
+    (GAUGE, "adapter_requests_waiting", "Requests that wait for their adapter", lambda of: of.waiting),
+    (COUNT, "adapter_loads", "Adapter loads", lambda of: of.counts.loads),
+    (COUNT, "adapter_load_seconds", "Total time of adapter loads", lambda of: of.counts.load_s),
+    (COUNT, "adapter_waited", "Requests that waited for their adapter", lambda of: of.counts.waited),
+    (COUNT, "adapter_waited_seconds", "Total wait for adapters", lambda of: of.counts.waited_s),
+    (COUNT, "adapter_load_failures", "Failed adapter loads", lambda of: of.counts.failures),
+    (COUNT, "adapters_missing", "Loaded adapters that were gone after a restart", lambda of: of.counts.missing),
+)
+
+
+class EngineMetrics(Collector):
+    """The families of `pools`, which are named by their models.
+
+    `restarts` counts them by engine, `comparisons` says what incremental prefill saves.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, SglangPair],
+        restarts: Callable[[], Mapping[str, int]] = dict,
+        clock: Callable[[], float] = time.monotonic,
+        comparisons: Callable[[], Iterable[Comparison]] = tuple,
+    ) -> None:
+        self._pools = pools
+        self._restarts = restarts
+        self._clock = clock
+        self._comparisons = comparisons
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        retries = {alias: pool.retried for alias, pool in self._pools.items()}
+        yield _counts("engine_restarts", "Restarts of a dead engine", "engine", self._restarts())
+        yield _counts("retries", "Requests sent again before their first token", "model", retries)
+        servers = [
+            ((alias, at.engine.server.role, str(at.engine.server.url)), at, pool.adapters)
+            for alias, pool in self._pools.items()
+            for dispatcher in pool.dispatchers
+            for at in dispatcher.tracked
+        ]
+        for kind, name, meaning, value in SERVER_FAMILIES:
+            family = kind(PREFIX + name, meaning, labels=SERVER)
+            for labels, at, _ in servers:
+                if (found := value(at, self._clock())) is not None:
+                    family.add_metric(labels, found)
+            yield family
+        for kind, name, meaning, count in ADAPTER_FAMILIES:
+            family = kind(PREFIX + name, meaning, labels=SERVER)
+            for labels, at, adapters in servers:
+                if adapters.settings.folders:
+                    family.add_metric(labels, count(adapters.leases[at.engine]))
+            yield family
+        yield from self._queues()
+        yield from self._incremental_prefill()
+
+    def _queues(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """How servers were chosen, and the requests that wait for one."""
+        by = (*ROLE, "policy", "why")
+        choices = CounterMetricFamily(PREFIX + "engine_choices", "Requests that got a server, by reason", labels=by)
+        waiting = GaugeMetricFamily(PREFIX + "queue_requests", "Requests waiting in the router", labels=ROLE)
+        waited = CounterMetricFamily(PREFIX + "queue_waited", "Requests that waited in the router", labels=ROLE)
+        seconds = CounterMetricFamily(PREFIX + "queue_waited_seconds", "Total wait in the router", labels=ROLE)
+        for alias, pool in self._pools.items():
+            for role, one in zip(("prefill", "decode"), pool.dispatchers, strict=True):
+                for why, count in one.choices.items():
+                    choices.add_metric((alias, role, one.policy, why), count)
+                waiting.add_metric((alias, role), one.waiting)
+                waited.add_metric((alias, role), one.waited)
+                seconds.add_metric((alias, role), one.waited_s)
+        yield from (choices, waiting, waited, seconds)
+
+    def _incremental_prefill(self) -> Iterator[GaugeMetricFamily]:
+        labels = "topology", "models"
+        on = GaugeMetricFamily(PREFIX + "incremental_prefill_on", "0 where it was switched off", labels=labels)
+        saved = GaugeMetricFamily(PREFIX + "incremental_prefill_saved", "Share of latency that it saves", labels=labels)
+        for one in self._comparisons():
+            on.add_metric((one.topology, one.models), one.state != "off")
+            if one.benefit is not None:
+                saved.add_metric((one.topology, one.models), one.benefit.mean)
+        yield from (on, saved)
+
+
+def _counts(name: str, meaning: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(PREFIX + name, meaning, labels=[label])
+    for labelled, count in counts.items():
+        family.add_metric([labelled], count)
+    return family

@@ -1,0 +1,269 @@
+"""A model's prefill and decode servers as an engine: SGLang's, or servers that speak its wire format."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+
+from shell_router.core.engine import Finish, Generation, NativeRoute, PrefillCost, Prefilled, Relayed, Tokens
+from shell_router.engines.adapter_leases import Lease
+from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits, random_bootstrap_room
+from shell_router.engines.dispatching import Monitor, engine_slot
+from shell_router.engines.http_client import HttpClient, TaskOwner
+from shell_router.engines.legs import Legs
+from shell_router.engines.native_body import NativeRules
+from shell_router.engines.pairing import Attempts, Pairing
+from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
+from shell_router.engines.relay import PairRelay
+from shell_router.engines.server_client import ServerClient, Transport
+from shell_router.engines.server_state import (
+    any_healthy,
+    capabilities_of,
+    learn_priority,
+    require_healthy,
+    state_of,
+    version_of,
+)
+from shell_router.engines.wire import leg_bodies
+from shell_router.errors import AdapterMissing, EngineError
+from shell_router.routing.adapter_cache import AdapterSettings
+from shell_router.routing.dispatcher import SchedulingSettings
+from shell_router.routing.engine_selection import PlacementRequest
+from shell_router.routing.failures import DEFAULT_BREAKER, DEFAULT_RETRIES, BreakerSettings, RetrySettings
+
+DEFAULT_SCHEDULING = SchedulingSettings()
+NO_ADAPTERS = AdapterSettings()
+HEALTH_LIMIT_S = 10.0
+METRICS_POLL_S = 5.0
+"""How often servers are asked for a state that only metrics show."""
+
+
+def random_rid() -> str:
+    """A fresh request id."""
+    return f"{random.getrandbits(128):032x}"
+
+
+class SglangPair:
+    """The prefill-decode pairs of one model as an `Engine` and a `Relay`.
+
+    Any prefill server works with any decode server. Requests of one affinity keep their prefill server; else
+    `scheduling` says which takes the next, and when. A request that fails before its first token is sent again,
+    on other servers if there are others. It opens as many connections as requests run at a time, and keeps them for the
+    next ones.
+
+    `servers` are prefill servers first, `dispatchers` theirs and those of decode, `adapters` those on each server.
+    `room` gives fresh bootstrap rooms below 2^63, `rid` fresh request ids, none of which begins with another; `draw` is
+    uniform in [0, 1), `clock` monotonic seconds. With `vocabulary` relayed token ids are checked against it. A request
+    that names one of the `adapters` is sent once that is loaded on both its servers.
+    """
+
+    def __init__(
+        self,
+        *addresses: PairAddress,
+        limits: PairLimits = DEFAULT_LIMITS,
+        retries: RetrySettings = DEFAULT_RETRIES,
+        breaker: BreakerSettings = DEFAULT_BREAKER,
+        room: Callable[[], int] = random_bootstrap_room,
+        rid: Callable[[], str] = random_rid,
+        draw: Callable[[], float] = random.random,
+        clock: Callable[[], float] = time.monotonic,
+        vocabulary: int | None = None,
+        scheduling: SchedulingSettings = DEFAULT_SCHEDULING,
+        adapters: AdapterSettings = NO_ADAPTERS,
+    ) -> None:
+        if not addresses:
+            raise ValueError("name at least one pair")
+        self.addresses = addresses
+        self._limits = limits
+        self._retries = retries
+        self._draw = draw
+        self._scheduling = scheduling
+        self._tasks = TaskOwner()
+        self._http = HttpClient(connect_s=limits.connect_s)
+        transport = Transport(self._http, self._tasks, limits, breaker, clock)
+        self._pairing = Pairing(addresses, transport, room, scheduling, adapters)
+        self.servers = self._pairing.servers
+        self.dispatchers = self._pairing.prefills, self._pairing.decodes
+        self.adapters = self._pairing.adapters
+        self._prefill_only = {
+            server: PrefillOnly(server, bootstrap, partial(self._prefill_by_pair, server), rid, clock)
+            for server, bootstrap in self._pairing.bootstraps.items()
+        }
+        rules = NativeRules(vocabulary, adapters=bool(adapters.folders))
+        self._relay = PairRelay(self._pairing, self._prefill_only, self._attempts, rid, rules)
+
+    @property
+    def retried(self) -> int:
+        """Attempts that were not their request's first."""
+        return self._pairing.retried
+
+    @property
+    def prefill_ways(self) -> tuple[PrefillWay, ...]:
+        """How each prefill server makes prefill-only requests: `route` until `probe` has found out."""
+        return tuple(only.way for only in self._prefill_only.values())
+
+    @property
+    def prefill_cost(self) -> PrefillCost | None:
+        """What `probe` measured of prefill-only requests to an idle server, the dearest where there are several."""
+        costs = [only.cost for only in self._prefill_only.values() if only.cost is not None]
+        return max(costs, key=lambda cost: cost.fixed_s / cost.token_s, default=None)
+
+    async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
+        """See `Engine.generate`. Raises PromptTooLong where the engine says so."""
+        attempts, sent = self._attempts(PlacementRequest.of(request)), request
+        while True:
+            pair = await attempts.pick()
+            begun = False
+            legs: Legs | None = None
+            try:
+                request.on_placed(*pair.placed)
+                priorities = None if sent.priority is not None else pair.priorities
+                bodies = leg_bodies(sent, pair.bootstrap.fields(), priorities)
+                prefill, decode, stall_s = pair.prefill.engine, pair.decode.engine, self._limits.stall_s
+                legs = Legs(prefill, decode, (sent.rid,), bodies, stall_s, pair.prefilled)
+                while not isinstance(event := await legs.next(logprobs=request.logprobs), Finish):
+                    begun = True
+                    pair.decode.wrote(len(event.ids))
+                    yield event
+                begun = True
+                pair.decode.completed()
+                yield event
+                return
+            except EngineError as error:
+                if begun or legs is None:
+                    raise
+                failure = error
+            finally:
+                if legs is not None:
+                    legs.close()
+                pair.close()
+            await attempts.failed(pair, failure, legs.blamed_servers)
+            # engines abort whatever begins with the id of an attempt before, so that stands last
+            sent = replace(request, rid=f"{attempts.made}.{request.rid}")
+
+    def _attempts(self, request: PlacementRequest) -> Attempts:
+        return Attempts(self._pairing, request, self._retries, self._draw)
+
+    async def prefill(self, request: Generation) -> Prefilled:
+        """See `Engine.prefill`. It is made once, in its server's way: a failure costs no more than the overlap."""
+        slot = await engine_slot(self._pairing.prefills, PlacementRequest.of(request, update=True))
+        try:
+            only = self._prefill_only[slot.engine]
+            if slot.priority is not None and slot.engine.priority_sign is not None:
+                request = replace(request, priority=slot.engine.priority_sign * slot.priority)
+            if only.way == "pair" or request.adapter is None:  # a pair takes its leases itself, decode's first
+                return await only.prefill(request)
+            async with self.adapters.leased(slot.engine, request.adapter) as lease:
+                try:
+                    return await only.prefill(request)
+                except AdapterMissing:
+                    await self.adapters.missing(slot.engine, lease)
+                    raise
+        finally:
+            slot.close()
+
+    async def _prefill_by_pair(self, prefill: ServerClient, request: Generation) -> Prefilled:
+        """One token by a pair with this prefill server, whose slot the caller holds."""
+        # an update is not limited on decode: requests that wait for this prefill server may hold its last slots
+        slot = await engine_slot(self._pairing.decodes, PlacementRequest.of(request, update=True))
+        decode, leases = slot.engine, tuple[Lease, ...]()
+        try:
+            if request.adapter is not None:
+                leases = await self.adapters.of_pair(prefill, decode, request.adapter)
+            bodies = leg_bodies(request, self._pairing.bootstraps[prefill].fields())
+            legs = Legs(
+                prefill, decode, (request.rid,), bodies, self._limits.stall_s, leases[0].close if leases else None
+            )
+            try:
+                while not isinstance(event := await legs.next(logprobs=False), Finish):
+                    pass
+                return Prefilled(event.prompt_tokens, event.cached_tokens)
+            except AdapterMissing:
+                for server, lease in zip((prefill, decode), leases, strict=False):
+                    if server in legs.blamed_servers:
+                        await self.adapters.missing(server, lease)
+                raise
+            finally:
+                legs.close()
+        finally:
+            for lease in leases:
+                lease.close()
+            slot.close()
+
+    async def probe(self, *, tokens: int = 256, vocabulary: int = 256) -> tuple[PrefillWay, ...]:
+        """Ask every server what it is, and find each prefill server's first way of prefill-only that warms its cache.
+
+        Each way is tried with a prompt of `tokens` fresh random ids below `vocabulary`, sent twice. Raises
+        EngineRejected when no way warms anything or a server has another role, EngineUnreachable or EngineStalled when
+        one does not serve.
+        """
+        found = await asyncio.gather(*map(capabilities_of, self.servers))
+        await self.adapters.begin()
+        if self._scheduling.queue.engine_priority:
+            await asyncio.gather(*map(learn_priority, self.servers))
+        for server, capabilities in zip(self.servers, found, strict=True):
+            if server in self._prefill_only:
+                await self._prefill_only[server].probe(tokens, vocabulary, route=capabilities.known)
+        return self.prefill_ways
+
+    async def version(self) -> str:
+        """The version that the first decode server names itself by. Raises EngineError."""
+        return await version_of(self._pairing.decodes.engines[0])
+
+    def forward(
+        self, route: NativeRoute, body: bytes, *, affinity: str | None = None, adapter: str | None = None
+    ) -> AbstractAsyncContextManager[Relayed]:
+        """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's.
+
+        With `adapter` that one answers. A body may not name one itself, where the model has adapters.
+        """
+        return self._relay.forward(route, body, affinity, adapter)
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """While the context is open, every server is asked for its state: often where choices depend on it."""
+        ask = partial(state_of, limit_s=self._limits.connect_s)
+        poll_s, metrics_poll_s = self._scheduling.poll_s, max(METRICS_POLL_S, self._scheduling.poll_s)
+        async with AsyncExitStack() as stack:
+            for one in self.dispatchers:
+                await stack.enter_async_context(Monitor(one, ask, poll_s if one.reads_reports else metrics_poll_s))
+            yield
+
+    async def ready(self, *, limit_s: float = HEALTH_LIMIT_S) -> None:
+        """Return when every server says that it is healthy; raises EngineError for the first that does not."""
+        await asyncio.gather(*(require_healthy(server, limit_s) for server in self.servers))
+
+    async def serves(self, *, limit_s: float = HEALTH_LIMIT_S) -> bool:
+        """Whether at least one server of each role says that it is healthy."""
+        roles = (self._pairing.prefills.engines, self._pairing.decodes.engines)
+        return all(await asyncio.gather(*(any_healthy(servers, limit_s) for servers in roles)))
+
+    async def aclose(self) -> None:
+        """Wait, within the abort limit, for the aborts and legs that still end, and close idle connections."""
+        await self._tasks.aclose(self._limits.abort_s)
+        await self._http.aclose(self._limits.abort_s)
+
+
+class AdaptedModel:
+    """Every request is one for the same adapter. Implements `Engine` and `Relay`."""
+
+    def __init__(self, engine: SglangPair, adapter: str) -> None:
+        self._engine = engine
+        self._adapter = adapter
+
+    def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
+        """See `Engine.generate`."""
+        return self._engine.generate(replace(request, adapter=self._adapter))
+
+    async def prefill(self, request: Generation) -> Prefilled:
+        """See `Engine.prefill`."""
+        return await self._engine.prefill(replace(request, adapter=self._adapter))
+
+    def forward(
+        self, route: NativeRoute, body: bytes, *, affinity: str | None = None
+    ) -> AbstractAsyncContextManager[Relayed]:
+        """See `Relay.forward`. Raises InvalidRequest for a body that names an adapter itself."""
+        return self._engine.forward(route, body, affinity=affinity, adapter=self._adapter)

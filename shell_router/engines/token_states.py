@@ -1,0 +1,89 @@
+"""Last hidden states from a sentence-transformers model. Imported only in the embedding process."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+from transformers.utils import logging
+
+from shell_router.core.predictors import TokenStates
+from shell_router.errors import EngineError
+
+_WINDOW_TOKENS = 512
+_BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A piece of a text, at most as long as the model reads at once, its special tokens included."""
+
+    text: int
+    inputs: dict[str, list[int]]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.inputs["input_ids"])
+
+
+class TokenStateModel:
+    """Loads once, embeds many. Any sentence-transformers model, by name (from the local cache) or folder."""
+
+    def __init__(self, model: str, *, device: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        # CPUs are slow at the half precision that weights may be kept in
+        kept_as = {"dtype": torch.float32} if device == "cpu" else {}
+        self._model: Any = SentenceTransformer(model, device=device, local_files_only=True, model_kwargs=kept_as)
+        self._tokenizer: Any = self._model.tokenizer
+        if not self._tokenizer.is_fast:
+            raise EngineError(
+                f"the tokenizer of {model} cannot split long texts into windows.",
+                remedy="Choose an embedding model with a `tokenizer.json`.",
+            )
+
+    def embed(self, texts: Sequence[str]) -> list[TokenStates]:
+        """States [tokens >= 1, features] of each text; a long text's windows are stacked, in order."""
+        windows = self._windows(texts)
+        states: dict[int, TokenStates] = {}
+        for batch in _batches([window.tokens for window in windows]):
+            rows = self._forward([windows[index] for index in batch])
+            states.update(zip(batch, rows, strict=True))
+        parts: list[list[TokenStates]] = [[] for _ in texts]
+        for index, window in enumerate(windows):
+            parts[window.text].append(states[index])
+        return [np.concatenate(part) for part in parts]
+
+    def _windows(self, texts: Sequence[str]) -> list[Window]:
+        limit = self._model.max_seq_length or _WINDOW_TOKENS
+        encoded = self._tokenizer(
+            list(texts), truncation=True, max_length=limit, stride=0, return_overflowing_tokens=True
+        )
+        owners = encoded.pop("overflow_to_sample_mapping")
+        columns = {name: encoded[name] for name in encoded}
+        return [
+            Window(text, {name: values[index] for name, values in columns.items()}) for index, text in enumerate(owners)
+        ]
+
+    def _forward(self, windows: Sequence[Window]) -> list[TokenStates]:
+        padded = self._tokenizer.pad([window.inputs for window in windows], return_tensors="pt")
+        with torch.inference_mode():
+            inputs = {name: tensor.to(self._model.device) for name, tensor in padded.items()}
+            output = self._model[0](inputs)["token_embeddings"].float().cpu().numpy()
+        kept = padded["attention_mask"].numpy().astype(bool)
+        return [rows[mask] for rows, mask in zip(output, kept, strict=True)]
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices in groups of like length, each group padded to its longest holding `_BATCH_TOKENS` at most."""
+    group: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if group and (len(group) + 1) * lengths[group[0]] > _BATCH_TOKENS:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group

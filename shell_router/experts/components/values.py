@@ -1,0 +1,171 @@
+"""Components, their costs, the requests for them, and the protocol of what holds the real ones (CoServe, 4.2, 4.5)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Protocol
+
+from shell_router.errors import InvalidRequest, require
+from shell_router.topology.forms import Number
+
+
+class Tier(StrEnum):
+    """Where the weights of a component are that has to be loaded."""
+
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A model of `architecture` whose weights take `memory_bytes`.
+
+    `usage` is the probability that a request needs it. `after` names the components whose output leads to it; without
+    any it is the first of its requests (a preliminary component, section 4.3).
+    """
+
+    name: str
+    architecture: str
+    memory_bytes: int
+    usage: float = 0.0
+    after: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        named = bool(self.name) and self.name.isprintable()
+        require(named, f"A component is named {self.name!r}.", "Give it a name of printable characters.")
+        for field, holds, remedy in (
+            ("memory_bytes", self.memory_bytes >= 1, "Give the bytes of its weights."),
+            ("usage", 0 <= self.usage <= 1, "Give a probability from 0 to 1."),
+            ("after", self.name not in self.after, "A component cannot come before itself."),
+        ):
+            require(holds, f"Component {self.name!r} has {field} {getattr(self, field)!r}.", remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What components of one architecture cost on one kind of processor (section 4.5).
+
+    A batch of n samples takes `sample_s` * n + `batch_s` (K and B), and `activation_bytes` * n besides the weights.
+    More than `largest_batch` samples bring no further gain. A load takes `host_load_s` from host memory, `disk_load_s`
+    from disk through host memory.
+    """
+
+    sample_s: Annotated[float, Number("Measured: K of a batch, K n + B.", at_least=0)]
+    batch_s: Annotated[float, Number("Measured: B.", at_least=0)]
+    largest_batch: Annotated[int, Number("Measured: a larger batch gains nothing.", at_least=1, whole=True)]
+    activation_bytes: Annotated[int, Number("Measured: bytes of each sample.", at_least=0, whole=True)]
+    host_load_s: Annotated[float, Number("Measured: load from host memory.", at_least=0)]
+    disk_load_s: Annotated[float, Number("Measured: load from disk.", at_least=0)]
+
+    def __post_init__(self) -> None:
+        require(
+            self.disk_load_s >= self.host_load_s,
+            f"disk_load_s is {self.disk_load_s}, less than host_load_s, {self.host_load_s}.",
+            "Count what comes after the disk in both.",
+        )
+
+    def load_s(self, tier: Tier) -> float:
+        """How long a component takes to load from there."""
+        return self.host_load_s if tier is Tier.HOST else self.disk_load_s
+
+    def read_s(self, tier: Tier) -> float:
+        """How much of that the disk is occupied for."""
+        return 0.0 if tier is Tier.HOST else self.disk_load_s - self.host_load_s
+
+    def added_seconds(self, load_s: float, *, joins: bool) -> float:
+        """The additional latency of a request on a queue: K behind others for the same component, else K + B."""
+        return self.sample_s + (0.0 if joins else self.batch_s) + load_s
+
+    def batch_seconds(self, samples: int) -> float:
+        """K * n + B."""
+        return self.sample_s * samples + self.batch_s
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """One queue, one share of a processor's memory, and what each architecture costs there.
+
+    Of `memory_bytes` at most `component_share` holds components (0.75 is the paper's casual choice, section 5.2); the
+    rest is for the samples of running batches. An architecture without costs never runs here.
+    """
+
+    name: str
+    memory_bytes: int
+    costs: Mapping[str, Costs]
+    component_share: float = 0.75
+
+    def __post_init__(self) -> None:
+        it = f"Executor {self.name!r} has"
+        require(self.memory_bytes >= 1, f"{it} memory_bytes {self.memory_bytes}.", "Give 1 or more.")
+        require(0 < self.component_share <= 1, f"{it} component_share {self.component_share}.", "Give a share up to 1.")
+        require(self.name != Tier.HOST, "An executor is named 'host'.", "That is host memory: take another name.")
+
+    @property
+    def shelf_bytes(self) -> int:
+        """Most that components take."""
+        return int(self.component_share * self.memory_bytes)
+
+    def takes(self, component: Component) -> bool:
+        """Whether the component and one sample fit, were nothing else there."""
+        costs = self.costs.get(component.architecture)
+        if costs is None or component.memory_bytes > self.shelf_bytes:
+            return False
+        return component.memory_bytes + costs.activation_bytes <= self.memory_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One sample for a chain of components: the first one, and those that follow as far as is known beforehand."""
+
+    id: str
+    chain: tuple[str, ...]
+    sample: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.chain or len(set(self.chain)) < len(self.chain):
+            raise InvalidRequest(
+                f"The chain of request {self.id!r} names {'a component twice' if self.chain else 'no component'}.",
+                remedy="Name each component once, and the first at least.",
+            )
+
+    def after(self, component: str) -> str | None:
+        """The component that its chain names after `component`; None at its end, and for one that it does not name."""
+        index = self.chain.index(component) + 1 if component in self.chain else len(self.chain)
+        return self.chain[index] if index < len(self.chain) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """A request at one of its components, which gets `sample`."""
+
+    request: Request
+    component: str
+    sample: Any
+    arrived_s: float
+
+
+class Loader(Protocol):
+    """Loads and unloads components at places. It is asked for one load at a time per place."""
+
+    async def load(self, component: Component, place: str) -> None:
+        """Weights into a place's memory: from host memory where they are loaded there, from disk otherwise.
+
+        A load that raises, or is cancelled, leaves nothing behind.
+        """
+        ...
+
+    async def unload(self, component: Component, place: str) -> None:
+        """Free the memory. What this raises is logged."""
+        ...
+
+
+class Components(Loader, Protocol):
+    """Loads, unloads and runs components at places: an executor's name, or `Tier.HOST` for host memory.
+
+    For a component that is not loaded at a place a pool calls `load` only. What `load` and `run` raise fails the
+    requests for that component alone.
+    """
+
+    async def run(self, component: Component, place: str, samples: Sequence[Any]) -> Sequence[Any]:
+        """One output per sample, in their order; a ComponentError instead of one fails that request alone."""
+        ...

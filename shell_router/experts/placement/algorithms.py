@@ -1,0 +1,361 @@
+"""Placement algorithms, all by name: ours, SGLang's (its trivial placement, and EPLB), and Gimbal's Algorithm 3."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, inf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shell_router.errors import ConfigError, require
+from shell_router.experts.placement.records import Counts, ExpertRecord, Gpus, Placement, experts_per_gpu, kept, loads
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSettings:
+    """For `gpus` GPUs. Each algorithm's docstring says what it reads.
+
+    `slack` is how far above the mean the fullest GPU of a layer may be where EPLB's is nearer: 0.05 for 5 %. With 0
+    no layer is worse balanced than by EPLB. `anchor_gpu` takes experts of strong affinity, those of the
+    `affinity_pairs` strongest pairs per layer. `limit_s` bounds each run of a solver. ConfigError for bad values.
+    """
+
+    gpus: int
+    slack: float = 0.0
+    anchor_gpu: int = 0
+    affinity_pairs: int = 8
+    limit_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, holds, must in (
+            ("gpus", self.gpus >= 1, "at least 1"),
+            ("slack", 0 <= self.slack < inf, "a number from 0 on"),
+            ("anchor_gpu", 0 <= self.anchor_gpu < self.gpus, f"one of GPUs 0 to {self.gpus - 1}"),
+            ("affinity_pairs", self.affinity_pairs >= 0, "at least 0"),
+            ("limit_s", 0 < self.limit_s < inf, "a positive number"),
+        ):
+            require(holds, f"{name} must be {must}, not {getattr(self, name)}.", "Correct the option of that name.")
+
+
+def contiguous(record: ExpertRecord, settings: PlacementSettings) -> Placement:
+    """The first experts on the first GPU, and so on in every layer: `--init-expert-location trivial`."""
+    per_gpu = experts_per_gpu(record.experts, settings.gpus)
+    row = np.arange(record.experts) // per_gpu
+    return Placement(settings.gpus, np.tile(row, (len(record.activations), 1)))
+
+
+def eplb(record: ExpertRecord, settings: PlacementSettings) -> Placement:
+    """What SGLang's EPLB (`--eplb-algorithm deepseek`) does on one node without redundant experts; written anew here.
+
+    Layer by layer the most activated expert that is left goes to the GPU with the least load that is not full. It reads
+    activations only. tests/sglang holds it against SGLang's own code.
+    """
+    per_gpu = experts_per_gpu(record.experts, settings.gpus)
+    return Placement(settings.gpus, np.array([packed(row, settings.gpus, per_gpu) for row in record.activations]))
+
+
+def packed(activations: Counts, gpus: int, per_gpu: int, placed: Gpus | None = None) -> Gpus:
+    """The GPU of each expert [experts], most activations first: the least loaded that has fewer than `per_gpu`.
+
+    `placed` has the GPUs of experts that have one already, -1 for the others.
+    """
+    gpu_of = np.full(len(activations), -1) if placed is None else placed.copy()
+    fixed = gpu_of >= 0
+    load = np.bincount(gpu_of[fixed], activations[fixed], minlength=gpus)
+    left = per_gpu - np.bincount(gpu_of[fixed], minlength=gpus)
+    for expert in np.argsort(-activations, kind="stable"):
+        if gpu_of[expert] < 0:
+            gpu = int(np.argmin(np.where(left > 0, load, np.inf)))
+            gpu_of[expert] = gpu
+            load[gpu] += activations[expert]
+            left[gpu] -= 1
+    return gpu_of
+
+
+def gimbal(record: ExpertRecord, settings: PlacementSettings) -> Placement:
+    """Algorithm 3, with `anchor_gpu` for its k. M is made of the strongest pairs, `affinity_pairs` of them per layer.
+
+    A pair of which an expert does not fit on the anchor is left out of M, as section III.D asks. Line 4 orders the
+    remaining experts by A_ij, so each layer is placed on its own, and M holds a pair for its two layers only.
+    """
+    per_gpu = experts_per_gpu(record.experts, settings.gpus)
+    anchored = np.zeros(record.activations.shape, dtype=bool)
+    links = record.transitions
+    strongest = np.argsort(-links, axis=None, kind="stable")[: settings.affinity_pairs * len(links)]
+    strongest = strongest[links.flat[strongest] > 0]
+    for layer, one, other in zip(*np.unravel_index(strongest, links.shape), strict=True):
+        new = {expert for expert in ((layer, one), (layer + 1, other)) if not anchored[expert]}
+        if all(anchored[of].sum() + sum(layer_ == of for layer_, _ in new) <= per_gpu for of in (layer, layer + 1)):
+            for expert in new:
+                anchored[expert] = True
+    rows = zip(record.activations, np.where(anchored, settings.anchor_gpu, -1), strict=True)
+    return Placement(settings.gpus, np.array([packed(row, settings.gpus, per_gpu, placed) for row, placed in rows]))
+
+
+ROUNDING = 1e-6
+"""Loads are whole numbers; the ideal load is not."""
+
+
+def pull_of(record: ExpertRecord, on: Counts, layer: int, *, after: bool = True) -> Counts:
+    """[experts, gpus]: the transitions that stay on a GPU if the expert is there, with the layers around it as in `on`.
+
+    A layer's part of the cut (11) is linear in its own x, since experts of one layer never follow each other. Without
+    `after` only those from the previous layer count.
+    """
+    pull = np.zeros(on.shape[1:])
+    if layer > 0:
+        pull += record.transitions[layer - 1].T @ on[layer - 1]
+    if after and layer < len(on) - 1:
+        pull += record.transitions[layer] @ on[layer + 1]
+    return pull
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The load that each GPU of a layer shall have."""
+
+    low: float
+    high: float
+
+    def outside(self, load: Counts) -> Counts:
+        """How far each load is outside; 0 within."""
+        return np.asarray((load - self.high).clip(0) + (self.low - load).clip(0))
+
+    def loosened(self, share: float) -> "Bounds":
+        """Wider by `share` of each."""
+        return Bounds(self.low * (1 - share), self.high * (1 + share))
+
+
+def bounds_of(load: Counts, slack: float) -> Bounds:
+    """What a layer with EPLB's `load` [gpus] allows: the load of its fullest GPU, and D (8, 9) around the ideal.
+
+    Where `slack` allows more around the ideal load, that. Within them a layer is worse in neither than by EPLB.
+    """
+    ideal = load.mean()
+    deviation = abs(load - ideal).max()
+    low, high = min(ideal - deviation, (1 - slack) * ideal), max(load.max(), (1 + slack) * ideal)
+    return Bounds(low - ROUNDING, high + ROUNDING)
+
+
+@dataclass(slots=True, eq=False)
+class Layer:
+    """A layer's experts on their GPUs: `gpu_of`, `activations` [experts], and their `pull` [experts, gpus].
+
+    The methods change `gpu_of`. Each swaps two experts as long as that is better, so that numbers per GPU stay equal,
+    and ends, since no placement comes twice.
+    """
+
+    gpu_of: Gpus
+    activations: Counts
+    pull: Counts
+
+    @property
+    def load(self) -> Counts:
+        """[gpus]."""
+        return np.asarray(np.bincount(self.gpu_of, self.activations, minlength=self.pull.shape[1]), dtype=np.float64)
+
+    def level(self, bounds: Bounds) -> bool:
+        """Bring every GPU's load within `bounds`, first by the swap that loses least for it. Whether it could."""
+        while (outside := bounds.outside(self.load)).any():
+            now = outside[self.gpu_of]
+            relief = now[:, None] + now - bounds.outside(self._after()).sum(axis=0)
+            loss = -self._gain()
+            merit = relief / (1 + loss - loss.min())
+            if not self._swap(np.where(self._apart(), merit, 0.0)):
+                return False
+        return True
+
+    def gather(self, bounds: Bounds) -> None:
+        """Keep more transitions on their GPUs, all loads within `bounds` as they were: the best swap first."""
+        while self._swap(np.where(bounds.outside(self._after()).any(axis=0), 0.0, self._gain())):
+            pass
+
+    def even(self, bounds: Bounds) -> None:
+        """Lower the highest load where that loses no transition, within `bounds`: what lowers it most first."""
+        while True:
+            load, after = self.load, self._after()
+            fullest = load[self.gpu_of][:, None] == load.max()
+            free = (self._gain() >= 0) & ~bounds.outside(after).any(axis=0)
+            if not self._swap(np.where(fullest & self._apart() & free, load.max() - after.max(axis=0), 0.0)):
+                return
+
+    def _gain(self) -> Counts:
+        """[experts, experts]: how many more transitions stay on their GPUs after a swap of the two."""
+        there = self.pull[:, self.gpu_of]
+        now = there.diagonal()
+        return np.asarray(there + there.T - now - now[:, None])
+
+    def _after(self) -> Counts:
+        """[2, experts, experts]: the loads of the first's and of the second's GPU after a swap of the two."""
+        first = (self.load[self.gpu_of] - self.activations)[:, None] + self.activations
+        return np.stack((first, first.T))
+
+    def _apart(self) -> NDArray[np.bool_]:
+        return np.asarray(self.gpu_of[:, None] != self.gpu_of)
+
+    def _swap(self, merit: Counts) -> bool:
+        """Swap the two of most merit, if any has some. Whether it did."""
+        one, other = np.unravel_index(np.argmax(merit), merit.shape)
+        if merit[one, other] <= 0:
+            return False
+        self.gpu_of[[one, other]] = self.gpu_of[[other, one]]
+        return True
+
+
+LOOSENED = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
+"""How far loads may lie above their bounds: first experts that follow each other get together, then loads even."""
+SWEEPS = 8
+ENOUGH = 5e-4
+"""A sweep that keeps so few more of the transitions is the last."""
+
+
+def swap(record: ExpertRecord, settings: PlacementSettings) -> Placement:
+    """Less traffic than EPLB's and no layer worse balanced, by local search; reads `gpus` and `slack`.
+
+    Two searches start from EPLB's placement: one never leaves its bounds, the other loosens them and tightens them
+    again, which finds groups that the first cannot reach. Both end within the bounds, and a sweep that stays within
+    them never adds traffic, so that the better one is no worse than EPLB in either. Then each layer's highest load is
+    lowered as far as that costs no traffic, which is all there is to do where no transitions were recorded.
+    """
+    reference = eplb(record, settings)
+    bounds = [bounds_of(load, settings.slack) for load in loads(record, reference)]
+    near, far = _Search(record, reference), _Search(record, reference)
+    near.until_settled(bounds)
+    for loosened in LOOSENED:
+        far.until_settled([one.loosened(loosened) for one in bounds])
+    best = max(near, far, key=lambda search: kept(record, search.placement))
+    best.even(bounds)
+    return best.placement
+
+
+class _Search:
+    """A placement that is made better layer by layer, from `reference` on."""
+
+    def __init__(self, record: ExpertRecord, reference: Placement) -> None:
+        self._record = record
+        self._reference = reference
+        self._gpu_of = reference.gpu_of.copy()
+        self._on = reference.on.copy()
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self._reference.gpus, self._gpu_of)
+
+    def until_settled(self, bounds: Sequence[Bounds]) -> None:
+        """Sweep forth and back until a sweep changes little. Within `bounds` afterwards, if `reference` is."""
+        forth = range(len(self._gpu_of))
+        before = -np.inf
+        for sweep in range(SWEEPS):
+            for number in forth if sweep % 2 == 0 else reversed(forth):
+                layer = self._layer(number)
+                if not layer.level(bounds[number]):
+                    layer.gpu_of = self._reference.gpu_of[number].copy()
+                layer.gather(bounds[number])
+                self._put(number, layer)
+            now = kept(self._record, self.placement)
+            if now - before <= ENOUGH * now:
+                return
+            before = now
+
+    def even(self, bounds: Sequence[Bounds]) -> None:
+        """Lower each layer's highest load where no transition is lost by it."""
+        for number in range(len(self._gpu_of)):
+            layer = self._layer(number)
+            layer.even(bounds[number])
+            self._put(number, layer)
+
+    def _layer(self, number: int) -> Layer:
+        pull = pull_of(self._record, self._on, number)
+        return Layer(self._gpu_of[number].copy(), self._record.activations[number], pull)
+
+    def _put(self, number: int, layer: Layer) -> None:
+        self._gpu_of[number] = layer.gpu_of
+        self._on[number] = np.eye(self._reference.gpus)[layer.gpu_of]
+
+
+SEARCHERS = 8
+
+
+def cp_sat() -> Any:
+    """The module `cp_model`. Raises ConfigError without OR-tools."""
+    try:
+        from ortools.sat.python import cp_model  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ConfigError(
+            "This algorithm needs OR-tools.", remedy="pip install 'shell-router[plan]', or use --algorithm swap."
+        ) from error
+    return cp_model
+
+
+def solved(cp: Any, model: Any, limit_s: float) -> Any:
+    """The solver with what it found for `model` within `limit_s`. Raises ConfigError if it found nothing."""
+    solver = cp.CpSolver()
+    solver.parameters.max_time_in_seconds = limit_s
+    solver.parameters.num_workers = SEARCHERS
+    solver.parameters.random_seed = 0
+    status = solver.solve(model)
+    if status not in (cp.OPTIMAL, cp.FEASIBLE):
+        raise ConfigError(
+            f"The solver found no placement within {limit_s:g} s ({solver.status_name(status)}).",
+            remedy="Raise --limit-s, or use --algorithm swap.",
+        )
+    return solver
+
+
+def layerwise(record: ExpertRecord, settings: PlacementSettings) -> Placement:
+    """The first layer as EPLB places it, then each so that most transitions from the one before stay; needs OR-tools.
+
+    Within the bounds of `swap` (`slack`), so that no layer is worse balanced than EPLB's. Each layer is proven optimal
+    unless `limit_s` ends its solver first; the whole is not, as no layer looks at the next. Raises ConfigError.
+    """
+    cp = cp_sat()
+    reference = eplb(record, settings)
+    bounds = [bounds_of(load, settings.slack) for load in loads(record, reference)]
+    gpu_of, on = reference.gpu_of.copy(), reference.on.copy()
+    for number in range(1, len(gpu_of)):
+        layer = Layer(gpu_of[number].copy(), record.activations[number], pull_of(record, on, number, after=False))
+        layer.gather(bounds[number])  # where the solver starts
+        gpu_of[number] = _exact(cp, layer, bounds[number], settings)
+        on[number] = np.eye(settings.gpus)[gpu_of[number]]
+    return Placement(settings.gpus, gpu_of)
+
+
+def _exact(cp: Any, layer: Layer, bounds: Bounds, settings: PlacementSettings) -> Gpus:
+    """The experts' GPUs [experts] with most pull, of those within `bounds`."""
+    model, (experts, gpus) = cp.CpModel(), layer.pull.shape
+    x = [[model.new_bool_var(f"x {expert} {gpu}") for gpu in range(gpus)] for expert in range(experts)]
+    for row, gpu in zip(x, layer.gpu_of, strict=True):
+        model.add_exactly_one(row)  # (3)
+        for at, variable in enumerate(row):
+            model.add_hint(variable, at == gpu)
+    activations, pull = layer.activations.astype(int), layer.pull.astype(int)
+    for gpu in range(gpus):
+        column = [row[gpu] for row in x]
+        model.add(sum(column) == experts_per_gpu(experts, gpus))  # (4)
+        load = cp.LinearExpr.weighted_sum(column, activations)
+        model.add_linear_constraint(load, ceil(bounds.low), floor(bounds.high))  # (8, 9)
+    flat = [variable for row in x for variable in row]
+    model.maximize(cp.LinearExpr.weighted_sum(flat, pull.ravel()))
+    solver = solved(cp, model, settings.limit_s)
+    return np.asarray(np.array([[solver.value(variable) for variable in row] for row in x]).argmax(axis=1))
+
+
+Algorithm = Callable[[ExpertRecord, PlacementSettings], Placement]
+
+ALGORITHMS: Mapping[str, Algorithm] = {
+    "swap": swap,
+    "layerwise": layerwise,
+    "gimbal": gimbal,
+    "eplb": eplb,
+    "contiguous": contiguous,
+}
+
+
+def place(algorithm: str, record: ExpertRecord, settings: PlacementSettings) -> Placement:
+    """The placement that `algorithm` finds for `record`. Raises ConfigError."""
+    if algorithm not in ALGORITHMS:
+        raise ConfigError(
+            f"There is no placement algorithm {algorithm!r}.", remedy=f"Choose one of: {', '.join(ALGORITHMS)}."
+        )
+    return ALGORITHMS[algorithm](record, settings)

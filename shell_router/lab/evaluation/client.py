@@ -1,0 +1,172 @@
+"""The router that an evaluation asks over HTTP: one that runs, or a deployment that is started for it."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from shell_router.app import load_config, running_server
+from shell_router.config import Config, Listen
+from shell_router.errors import EngineError, EngineStalled, EngineUnreachable, ShellRouterError, Unauthorized
+from shell_router.lab.evaluation.records import Reply, read_reply
+from shell_router.lab.evaluation.settings import EvaluationOptions, Served
+
+START_LIMIT_S = 180.0
+"""What a router may take to get ready after its start."""
+OK, UNAUTHORIZED, UNAVAILABLE = 200, 401, 503
+
+
+class Client:
+    """One router at `url`, reached through the caller's session; a request may take `limit_s`."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        *,
+        api_key: str | None = None,
+        limit_s: float = 900.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._session = session
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._limit = aiohttp.ClientTimeout(total=limit_s)
+        self._clock = clock
+
+    async def wait_until_ready(self, *, limit_s: float = START_LIMIT_S) -> None:
+        """Wait for `/ready`. Raises EngineUnreachable where nothing listens, EngineStalled after `limit_s`."""
+        try:
+            async with asyncio.timeout(limit_s):
+                while not await self._ready():  # noqa: ASYNC110 - readiness over HTTP can only be asked for
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise EngineStalled(
+                f"The router at {self._url} was not ready within {limit_s:g} s.",
+                remedy="Ask its /ready, or look at its log, for the reason.",
+            ) from None
+
+    async def _ready(self) -> bool:
+        try:
+            async with self._session.get(f"{self._url}/ready", timeout=self._limit) as response:
+                if response.status not in (OK, UNAVAILABLE):
+                    raise _no_router(self._url, f"its /ready answered {response.status}")
+                return response.status == OK
+        except aiohttp.ClientError as error:
+            raise _unreachable(self._url, error) from error
+
+    async def served(self) -> list[Served]:
+        """What the router serves, in its own order. Raises ShellRouterError."""
+        listed, _ = await self._fetched("GET", "/v1/models")
+        if not all("kind" in one for one in listed["data"]):
+            raise _no_router(self._url, "its models have no kind")
+        return [Served(one["id"], one["kind"], one.get("engine", "")) for one in listed["data"]]
+
+    async def ask(self, body: Mapping[str, Any]) -> Reply:
+        """The answer to a chat completion's `body`; its trace is fetched after the answer has been timed."""
+        sent_s = self._clock()
+        completion, headers = await self._fetched("POST", "/v1/chat/completions", body)
+        latency_s = self._clock() - sent_s
+        return read_reply(completion, await self._trace(headers), latency_s)
+
+    async def stream(self, body: Mapping[str, Any], on_chunk: Callable[[Mapping[str, Any]], None]) -> Mapping[str, Any]:
+        """Have a chat completion streamed, every chunk handed to `on_chunk`; its trace. Raises ShellRouterError."""
+        async with self._session.post(f"{self._url}/v1/chat/completions", json=body) as response:
+            if response.status != OK:
+                raise ShellRouterError(f"The router answered {response.status}: {await response.text()}")
+            async for line in response.content:
+                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                    chunk = orjson.loads(line.removeprefix(b"data: "))
+                    if "error" in chunk:
+                        raise ShellRouterError(f"The request failed: {chunk['error']['message']}")
+                    on_chunk(chunk)
+        return await self._trace(response.headers)
+
+    async def _trace(self, headers: Mapping[str, str]) -> Mapping[str, Any]:
+        return (await self._fetched("GET", f"/v1/traces/{headers['x-trace-id']}"))[0]
+
+    async def _fetched(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], Mapping[str, str]]:
+        try:
+            async with self._session.request(
+                method, self._url + path, json=body, headers=self._headers, timeout=self._limit
+            ) as response:
+                return _checked(response.status, await response.read()), response.headers
+        except aiohttp.ClientError as error:
+            raise _unreachable(self._url, error) from error
+        except TimeoutError:
+            raise EngineStalled(
+                f"The router did not answer within {self._limit.total:g} s.", remedy="Allow more with --timeout-s."
+            ) from None
+
+
+def _unreachable(url: str, error: aiohttp.ClientError) -> EngineUnreachable:
+    return EngineUnreachable(f"No answer from a router at {url}: {error}.", remedy="Start one, or correct the URL.")
+
+
+def _no_router(url: str, why: str) -> ShellRouterError:
+    return ShellRouterError(f"What listens at {url} is no shell-router: {why}.", remedy="Correct the URL.")
+
+
+def _checked(status: int, answer: bytes) -> dict[str, Any]:
+    """The answer's object; ShellRouterError with the router's own words where it is an error."""
+    try:
+        found = orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        found = None
+    if status == OK and isinstance(found, dict):
+        return found
+    error = found.get("error") if isinstance(found, dict) else None
+    words = str(error["message"]) if isinstance(error, dict) and "message" in error else repr(answer[:200])
+    if status == UNAUTHORIZED:
+        raise Unauthorized(words, remedy="Name the variable that holds the key with --api-key-env.")
+    raise ShellRouterError(f"The router answered {status}: {words}")
+
+
+@asynccontextmanager
+async def running_router(
+    options: EvaluationOptions, on_progress: Callable[[str], None]
+) -> AsyncIterator[tuple[Client, Sequence[str]]]:
+    """A client of the router at a URL, or of a deployment that is started, with the models in the order of its file.
+
+    `on_progress` gets a line per step of a start. Raises ConfigError and EngineError.
+    """
+    async with AsyncExitStack() as stack:
+        url = options.url
+        models: Sequence[str] = ()
+        if url is None:
+            assert options.config is not None
+            # on a free port, and without keys, which only callers on other machines would need
+            config = replace(
+                load_config(options.config, os.environ, with_keys=False), listen=Listen(port=0), api_keys={}
+            )
+            config = replace(config, topologies=options.topologies or config.topologies)
+            url, models = await _started(config, options.config, stack, on_progress), tuple(config.models)
+        connector = aiohttp.TCPConnector(limit=0)  # all members of a vote ask at the same time
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        client = Client(session, url, api_key=options.api_key, limit_s=options.limit_s)
+        await client.wait_until_ready(limit_s=START_LIMIT_S)
+        yield client, models
+
+
+async def _started(config: Config, file: Path, stack: AsyncExitStack, on_progress: Callable[[str], None]) -> str:
+    """The URL of the deployment, which ends with `stack`."""
+    launching = ""
+    if any(pair.launch for model in config.models.values() for pair in model.pairs):
+        command = f"shell-router launch --config {file} --engines-only"
+        launching = f"Pairs with `launch` have to run already: `{command}` starts them."
+        on_progress(launching)
+    try:
+        return await stack.enter_async_context(running_server(config, on_progress=on_progress))
+    except EngineError as error:
+        if not launching:
+            raise
+        raise EngineUnreachable(str(error), remedy=launching) from error

@@ -1,0 +1,265 @@
+"""What is reported of each setting, from the records alone."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from shell_router.core.statistics import (
+    METHOD_DIFFERENCE,
+    METHOD_SHARE,
+    Interval,
+    clustered_share,
+    paired_difference,
+    quantile,
+)
+from shell_router.lab.evaluation.records import Record
+from shell_router.lab.evaluation.settings import Served, Setting
+from shell_router.topology import VOTE
+
+CUT_OFF = ("early_exit", "unneeded")
+"""States, in traces, of agents whose work was thrown away to save time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUse:
+    """One model's agents in one answer, on average: how many the setting has, `started`, and `completed`.
+
+    `activation_rate` is `completed` / `agents`: the share of its possible invocations that were carried through.
+    """
+
+    agents: int
+    started: float
+    completed: float
+    activation_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exits:
+    """Early exit over a setting's answers; None where no cluster was judged.
+
+    `clusters_exited` is a share of the clusters that were judged, `questions_with_exit` of the answers.
+    `exposed_share` is the part of the end-to-end latency that judging which led to an exit took at most, `exposed_s`
+    the same in seconds; both are means.
+    """
+
+    clusters_judged: int
+    clusters_exited: float
+    questions_with_exit: float
+    exposed_s: float
+    exposed_share: float
+
+
+def model_uses(records: Sequence[Record]) -> dict[str, ModelUse]:
+    """Per model, in the order of the agents; a setting has as many as its answer with the most. Votes ask no model."""
+    models = list(dict.fromkeys(agent.model for record in records for agent in record.agents if agent.model != VOTE))
+    found = {}
+    for model in models:
+        ran = [[one for one in record.agents if one.model == model] for record in records]
+        agents, completed = max(map(len, ran)), fmean(sum(one.state == "finished" for one in of) for of in ran)
+        found[model] = ModelUse(
+            agents, fmean(sum(one.started for one in of) for of in ran), completed, completed / agents
+        )
+    return found
+
+
+def exits_of(records: Sequence[Record]) -> Exits | None:
+    """Sums over all `records`; see Exits."""
+    judged = [{judged.cluster for judged in record.exits} for record in records]
+    exited = [{judged.cluster for judged in record.exits if judged.exited} for record in records]
+    if not any(judged):
+        return None
+    exposed = [exposed_s(record) for record in records]
+    return Exits(
+        sum(map(len, judged)),
+        sum(map(len, exited)) / sum(map(len, judged)),
+        sum(map(bool, exited)) / len(records),
+        fmean(exposed),
+        fmean(took / record.latency_s for took, record in zip(exposed, records, strict=True)),
+    )
+
+
+def exposed_s(record: Record) -> float:
+    """At most how long the judgements that led to exits kept the answer waiting.
+
+    Clusters of a layer are judged side by side, so that each layer counts with the longest of its own.
+    """
+    longest: dict[int, float] = defaultdict(float)
+    for judged in record.exits:
+        if judged.exited:
+            longest[judged.layer] = max(longest[judged.layer], judged.duration_s)
+    return sum(longest.values())
+
+
+def saved_tokens(records: Sequence[Record]) -> float:
+    """An estimate, per answer, of the tokens that cut agents would still have written.
+
+    An agent would have written as many as agents of its model and layer did on average, of those that finished in these
+    `records`; where none did, nothing is counted.
+    """
+    written: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for record in records:
+        for agent in record.agents:
+            if agent.state == "finished":
+                written[agent.model, agent.layer].append(agent.completion_tokens)
+    usual = {kind: fmean(tokens) for kind, tokens in written.items()}
+    cut = [agent for record in records for agent in record.agents if agent.state in CUT_OFF]
+    saved = (usual.get((agent.model, agent.layer), 0.0) - agent.completion_tokens for agent in cut)
+    return sum(max(0.0, one) for one in saved) / len(records)
+
+
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting. Tokens and agents are means per answer; None where nothing was answered to take it from.
+
+    A failed request counts among `answers`, as a wrong one, and among `failed`; all but the accuracy leaves it out.
+    `difference` and `latency_ratio` are relative to the baseline, over the questions and seeds that both were asked;
+    the ratio is the median over those that both answered, and the baseline differs from itself by None. `cached_share`
+    is of the prompts of agents that finished.
+    """
+
+    setting: str
+    questions: int
+    answers: int
+    failed: int
+    accuracy: Interval
+    difference: Interval | None
+    latency_p50_s: float | None
+    latency_p95_s: float | None
+    latency_ratio: float | None
+    prompt_tokens: float | None
+    completion_tokens: float | None
+    cached_share: float | None
+    models: Mapping[str, ModelUse]
+    agents_cut: float
+    exits: Exits | None
+    saved_tokens: float
+
+
+def rows_of(records: Sequence[Record], settings: Sequence[str], baseline: str) -> list[Row]:
+    """A row for each of `settings` that has a record."""
+    grouped = {name: [one for one in records if one.setting == name] for name in settings}
+    return [_row(group, grouped[baseline], name == baseline) for name, group in grouped.items() if group]
+
+
+def accuracy_by(
+    records: Sequence[Record], settings: Sequence[str], value_of: Callable[[int], str]
+) -> dict[str, dict[str, Interval]]:
+    """Accuracy per value of a question's fact, smallest number or first word first, and per setting."""
+
+    def natural(value: str) -> tuple[bool, float, str]:
+        number = bool(_NUMBER.fullmatch(value))
+        return not number, float(value) if number else 0.0, value
+
+    grouped: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        grouped[value_of(record.question)][record.setting].append(record)
+    return {
+        value: {name: accuracy_of(grouped[value][name]) for name in settings if grouped[value][name]}
+        for value in sorted(grouped, key=natural)
+    }
+
+
+def accuracy_of(records: Sequence[Record]) -> Interval:
+    """The share of right answers among at least one record."""
+    rights: dict[int, list[bool]] = defaultdict(list)
+    for one in records:
+        rights[one.question].append(one.right)
+    return clustered_share([*rights.values()])
+
+
+def _row(records: Sequence[Record], baseline: Sequence[Record], is_baseline: bool) -> Row:
+    answered = [one for one in records if not one.error]
+    finished = [agent for record in answered for agent in record.agents if agent.state == "finished"]
+    cached = sum(agent.cached_tokens for agent in finished)
+    waits = [one.latency_s for one in answered]
+    theirs = {(one.question, one.seed): one.latency_s for one in baseline if not one.error}
+    both = [one for one in answered if (one.question, one.seed) in theirs]
+    return Row(
+        setting=records[0].setting,
+        questions=len({one.question for one in records}),
+        answers=len(records),
+        failed=len(records) - len(answered),
+        accuracy=accuracy_of(records),
+        difference=None if is_baseline else _difference(records, baseline),
+        latency_p50_s=quantile(waits, 0.5) if waits else None,
+        latency_p95_s=quantile(waits, 0.95) if waits else None,
+        latency_ratio=median(one.latency_s / theirs[one.question, one.seed] for one in both) if both else None,
+        prompt_tokens=fmean(one.prompt_tokens for one in answered) if answered else None,
+        completion_tokens=fmean(one.completion_tokens for one in answered) if answered else None,
+        cached_share=cached / sum(agent.prompt_tokens for agent in finished) if finished else None,
+        models=model_uses(answered),
+        agents_cut=fmean(sum(agent.state in CUT_OFF for agent in one.agents) for one in answered) if answered else 0.0,
+        exits=exits_of(answered),
+        saved_tokens=saved_tokens(answered) if answered else 0.0,
+    )
+
+
+def _difference(records: Sequence[Record], baseline: Sequence[Record]) -> Interval | None:
+    """Per question the mean over the seeds that both have, then over questions."""
+    theirs = {(one.question, one.seed): one.right for one in baseline}
+    differences: dict[int, list[int]] = defaultdict(list)
+    for one in records:
+        if (one.question, one.seed) in theirs:
+            differences[one.question].append(one.right - theirs[one.question, one.seed])
+    return paired_difference([fmean(of) for of in differences.values()]) if differences else None
+
+
+SCRIPTED = "scripted"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was asked, on what, and what came out.
+
+    `simulated` is None where the router does not name its engines. `asked` answers of `wanted` are there:
+    fewer mean that the evaluation was interrupted. `by` has the accuracy per value of the data's key `by_key`, and
+    setting.
+    """
+
+    data: str
+    engine: str
+    simulated: bool | None
+    settings: tuple[str, ...]
+    baseline: str
+    seeds: tuple[int, ...]
+    concurrency: int
+    sampling: Mapping[str, Any]
+    asked: int
+    wanted: int
+    rows: Sequence[Row]
+    by_key: str | None
+    by: Mapping[str, Mapping[str, Interval]]
+
+    @property
+    def partial(self) -> bool:
+        """Whether something that was wanted was not asked."""
+        return self.asked < self.wanted
+
+    @property
+    def title(self) -> str:
+        """What was evaluated, on what, and whether it is whole."""
+        truth = {True: "simulated", False: "real engines", None: "real or simulated"}[self.simulated]
+        partial = f"\nPARTIAL: interrupted after {self.asked} of {self.wanted} answers" if self.partial else ""
+        return f"Evaluation of {self.data} ({truth})\n{self.engine}{partial}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of `--json`; rows and intervals as objects."""
+        methods = {"accuracy": METHOD_SHARE, "difference": METHOD_DIFFERENCE}
+        return {"title": self.title, "partial": self.partial, **asdict(self), "methods": methods}
+
+
+def engines_of(settings: Sequence[Setting], served: Sequence[Served]) -> tuple[str, bool | None]:
+    """What serves the models, in words, and whether it only simulates; topologies may use any of the models."""
+    alone = {name for one in settings for name in one.members if one.kind != "topology"}
+    every = any(one.kind in ("topology", "auto") for one in settings)
+    models = [one for one in served if one.kind == "model" and (every or one.name in alone)]
+    if not models or not all(one.engine for one in models):
+        return "engines unknown: the router does not name them", None
+    words = list(dict.fromkeys(one.engine for one in models))
+    return "; ".join(words), any(word.startswith(SCRIPTED) for word in words)

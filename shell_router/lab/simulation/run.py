@@ -1,0 +1,307 @@
+"""Runs a workload through the router's own code, on simulated engines, in virtual time."""
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from agent_cache import MemoryAgentPromptCache
+from shell_router.core.engine import (
+    UNSTREAMED_INTERVAL,
+    Finish,
+    Generation,
+    PrefillCost,
+    Prefilled,
+    ServedModel,
+    Tokens,
+)
+from shell_router.engines.dispatching import Monitor, engine_slot
+from shell_router.errors import ConfigError, ShellRouterError
+from shell_router.lab.simulation.settings import SimulatedModel, Simulation, Workload
+from shell_router.lab.simulation.virtual_time import run_virtual, uncollected
+from shell_router.moa.executor import Executor
+from shell_router.moa.requests import MoaRequest
+from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
+from shell_router.routing.engine_selection import EngineReport, PlacementRequest
+from shell_router.routing.failures import Breaker
+from shell_router.standins.simulated import (
+    PairCosts,
+    Processor,
+    SimulatedEmbedder,
+    SimulatedPair,
+    SimulatedTokenizer,
+    Written,
+)
+from shell_router.standins.simulated.text import closing, filler
+from shell_router.telemetry.trace import Trace
+from shell_router.topology import Topology
+
+
+class Fleet:
+    """See `Engine`. The router's own dispatcher chooses the pair, under the loop's clock; no pair ever fails."""
+
+    def __init__(self, alias: str, pairs: Sequence[SimulatedPair], scheduling: SchedulingSettings) -> None:
+        self.alias = alias
+        self.pairs = pairs
+        named = [(pair, f"pair-{index}", Breaker()) for index, pair in enumerate(pairs)]
+        self.dispatcher = Dispatcher(named, scheduling, asyncio.get_running_loop().time)
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """While the context is open, the dispatcher polls the pairs; a single pair needs no choice."""
+        if len(self.pairs) == 1:
+            yield
+            return
+        async with Monitor(self.dispatcher, _reported, self.dispatcher.settings.poll_s):
+            yield
+
+    async def prefill(self, request: Generation) -> Prefilled:
+        """See `Engine.prefill`."""
+        slot = await engine_slot(self.dispatcher, PlacementRequest.of(request, update=True))
+        request.on_placed(slot.placement())
+        try:
+            return await slot.engine.prefill(request)
+        finally:
+            slot.close()
+
+    async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
+        """See `Engine.generate`."""
+        slot = await engine_slot(self.dispatcher, PlacementRequest.of(request))
+        request.on_placed(slot.placement())
+        try:
+            async with aclosing(slot.engine.generate(request)) as stream:
+                async for item in stream:
+                    if isinstance(item, Tokens):
+                        slot.wrote(len(item.ids))
+                    else:
+                        slot.completed()
+                    yield item
+        finally:
+            slot.close()
+
+
+async def _reported(pair: SimulatedPair) -> EngineReport:
+    return pair.reported()
+
+
+RIGHT = "1"
+
+
+class Outputs:
+    """Equal seeds, questions and agents give equal outputs, so that two settings are asked the same."""
+
+    def __init__(self, workload: Workload, seed: int) -> None:
+        self._workload = workload
+        self._seed = seed
+
+    def question(self, question: str) -> str:
+        """The text that the client asks."""
+        draws = self._draws(question)
+        return filler(self._workload.question.at(draws.random(), draws.gauss()), f"{self._seed}/{question}")
+
+    def by(self, model: str) -> Callable[[Generation], Written]:
+        """What the agents of a model write. The router calls requests `question.number.agent`."""
+        outputs = self._workload.outputs
+
+        def write(request: Generation) -> Written:
+            question, _, agent = request.rid.split(".", 2)
+            length = outputs.get(agent) or outputs[model]
+            draws = self._draws(f"{question}/{agent}")
+            tokens = length.at(draws.random(), draws.gauss())
+            answer = RIGHT if draws.random() < self._workload.right else f"{agent}'s own"
+            end = closing(question, answer)
+            return Written.after_filler(
+                tokens, f"{self._seed}/{question}/{agent}", end, math.log(self._workload.confidence)
+            )
+
+        return write
+
+    def _draws(self, name: str) -> Random:
+        return Random(f"{self._seed}/{name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One request: its trace as JSON, and the error that it ended with, if any."""
+
+    trace: Mapping[str, Any]
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """One engine pair over a whole simulation of `elapsed_s`.
+
+    Busy shares count the time that its work takes undivided; `batch` is the mean number of sequences while it decoded,
+    `preemptions` how often one of them was preempted.
+    """
+
+    model: str
+    prefill_busy: float
+    decode_busy: float
+    batch: float
+    prefilled_tokens: int
+    decoded_tokens: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What came of a simulation: a run per request, in the order of asking, and what the engines did meanwhile."""
+
+    topology: Topology
+    elapsed_s: float
+    runs: tuple[Run, ...]
+    engines: tuple[EngineUse, ...]
+
+    @property
+    def answered(self) -> bool:
+        """Whether any request was."""
+        return any(not run.error for run in self.runs)
+
+
+def simulate(simulation: Simulation, topology: Topology, costs: Mapping[str, PairCosts], seed: int = 0) -> Simulated:
+    """Simulate it from the first request to the last answer. `costs` are those of the models' pairs.
+
+    Equal arguments give equal results, to the last bit. Meanwhile Python's garbage collector rests. Raises ConfigError
+    where the topology or the workload names a model that the simulation lacks.
+    """
+    wanted = topology.models
+    for name, known in (("models", simulation.models), ("workload.outputs", simulation.workload.outputs)):
+        if missing := sorted(wanted - known.keys()):
+            raise ConfigError(f"{topology.name!r} needs {', '.join(missing)}.", remedy=f"Add them to {name}.")
+    with uncollected():
+        return run_virtual(_simulated(simulation, topology, costs, seed))
+
+
+async def _simulated(
+    simulation: Simulation, topology: Topology, costs: Mapping[str, PairCosts], seed: int
+) -> Simulated:
+    loop = asyncio.get_running_loop()
+    outputs = Outputs(simulation.workload, seed)
+    shared = None if simulation.cores is None else Processor(simulation.cores)
+    fleets = {
+        alias: Fleet(alias, _pairs(model, costs[alias], outputs.by(alias), shared), simulation.scheduling)
+        for alias, model in simulation.models.items()
+        if alias in simulation.workload.outputs
+    }
+    tokenizer, length = SimulatedTokenizer(), simulation.context_length
+    models = {
+        alias: ServedModel(
+            alias,
+            fleet,
+            tokenizer,
+            length,
+            prefill_cost=PrefillCost(costs[alias].prefill.forward_s, costs[alias].prefill.token_s),
+            prefill_servers=len(fleet.pairs),
+        )
+        for alias, fleet in fleets.items()
+    }
+    settings = simulation.embedder
+    embedder = SimulatedEmbedder(settings.same, settings.different, settings.request_s, settings.token_s, shared)
+    async with AsyncExitStack() as stack:
+        cache = await stack.enter_async_context(MemoryAgentPromptCache(clock=loop.time, ttl_s=math.inf))
+        for fleet in fleets.values():
+            await stack.enter_async_context(fleet.followed())
+        client = _Client(simulation, topology, outputs, Executor(models, cache, embedder, clock=loop.time), seed)
+        await client.ask_all()
+    elapsed_s = loop.time()
+    uses = tuple(
+        EngineUse(
+            fleet.alias,
+            pair.prefilling.busy_s / elapsed_s if elapsed_s else 0.0,
+            pair.decoding.busy_s / elapsed_s if elapsed_s else 0.0,
+            pair.decoding.batch_s / pair.decoding.busy_s if pair.decoding.busy_s else 0.0,
+            pair.prefilling.computed,
+            pair.decoding.written,
+            pair.decoding.preemptions,
+        )
+        for fleet in fleets.values()
+        for pair in fleet.pairs
+    )
+    return Simulated(topology, elapsed_s, tuple(client.runs[number] for number in sorted(client.runs)), uses)
+
+
+def _pairs(
+    model: SimulatedModel, costs: PairCosts, write: Callable[[Generation], Written], shared: Processor | None
+) -> list[SimulatedPair]:
+    """The pairs of a model, or an engine of both kinds for each of their GPUs."""
+    if model.engines == "disaggregated":
+        return [
+            SimulatedPair(costs, write, prefill_processor=shared, decode_processor=shared, host=shared)
+            for _ in range(model.pairs)
+        ]
+    stays = replace(costs, transfer=replace(costs.transfer, token_s=0.0))
+    first = model.engines == "data_parallel"
+    gpus = [Processor() for _ in range(2 * model.pairs)]
+    return [
+        SimulatedPair(
+            stays,
+            write,
+            prefill_processor=None if first else gpu,
+            decode_processor=gpu,
+            prefill_first=first,
+            one_engine=True,
+        )
+        for gpu in gpus
+    ]
+
+
+@dataclass(slots=True)
+class _Client:
+    """Asks the workload's questions as they arrive."""
+
+    simulation: Simulation
+    topology: Topology
+    outputs: Outputs
+    executor: Executor
+    seed: int
+    runs: dict[int, Run] = field(default_factory=dict)
+
+    async def ask_all(self) -> None:
+        """Ask one after the other, by several clients, or at random times; return when all are answered."""
+        workload = self.simulation.workload
+        async with asyncio.TaskGroup() as group:
+            if workload.arrivals in ("one_by_one", "closed"):
+                numbers = iter(range(workload.requests))
+                for _ in range(1 if workload.arrivals == "one_by_one" else workload.clients):
+                    group.create_task(self._ask_each(numbers))
+                return
+            size = workload.burst if workload.arrivals == "bursty" else 1
+            draws = random.Random(f"{self.seed}/arrivals")
+            for first in range(0, workload.requests, size):
+                if first:
+                    await asyncio.sleep(draws.expovariate(workload.per_s / size))
+                for number in range(first, min(first + size, workload.requests)):
+                    group.create_task(self._ask(number))
+
+    async def _ask_each(self, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            await self._ask(number)
+
+    async def _ask(self, number: int) -> None:
+        loop, topology, name = asyncio.get_running_loop(), self.topology, f"q{number}"
+        trace = Trace(
+            name,
+            tenant="simulation",
+            target=topology.name,
+            root=topology.root.id,
+            started_s=loop.time(),
+            wall_s=loop.time(),
+            precursors={agent.id: agent.precursors for agent in topology.agents.values()},
+        )
+        asked = ({"role": "user", "content": self.outputs.question(name)},)
+        pieces = {"stream_interval": topology.root.sampling.get("stream_interval", UNSTREAMED_INTERVAL)}
+        timeout_s = self.simulation.timeout_s
+        request = MoaRequest(name, "simulation", asked, sampling=pieces, seed=number, timeout_s=timeout_s)
+        error = ""
+        try:
+            await self.executor.run(topology, request, trace.add)
+        except ShellRouterError as failed:
+            error = str(failed)
+        trace.ended(loop.time(), "failed" if error else "finished", error)
+        self.runs[number] = Run(trace.as_json(), error)

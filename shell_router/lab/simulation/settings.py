@@ -1,0 +1,224 @@
+"""A simulation's YAML file: topologies, engines and what they cost, a workload. docs/how-to/simulate.md explains it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from shell_router.config.read import read_file
+from shell_router.errors import ConfigError, require
+from shell_router.lab.simulation.roofline import Count, Gpu, Positive, Roofline, Seconds, costs_of
+from shell_router.routing.dispatcher import SchedulingSettings
+from shell_router.standins.simulated import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.topology import Topology, load_topology
+from shell_router.topology.forms import Number
+
+SEE = "docs/how-to/simulate.md explains simulations."
+Engines = Literal["disaggregated", "data_parallel", "data_parallel_chunked"]
+ENDLESS_TOKENS = 1 << 30
+Arrivals = Literal["one_by_one", "poisson", "bursty", "closed"]
+TOKENS = Number("", at_least=1, whole=True)
+Share = Annotated[float, Number("", at_least=0, at_most=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """One model on one kind of engine: its costs as measured, or the roofline that they follow from."""
+
+    prefill: PrefillCosts | None = None
+    decode: DecodeCosts | None = None
+    transfer: TransferCosts = field(default_factory=TransferCosts)
+    roofline: Roofline | None = None
+
+    def __post_init__(self) -> None:
+        measured = self.prefill is not None and self.decode is not None
+        require(
+            measured != (self.roofline is not None),
+            "a profile is measured or a roofline, and not both",
+            remedy="Write `prefill:` and `decode:`, or `roofline:`.",
+        )
+
+    def costs(self, gpus: Mapping[str, Gpu]) -> PairCosts:
+        """Of a pair of such engines. Raises ConfigError for a GPU that is none of `gpus`."""
+        if self.roofline is not None:
+            require(self.roofline.gpu in gpus, f"gpu {self.roofline.gpu!r} is none of: {', '.join(gpus) or 'none'}")
+            return costs_of(self.roofline, gpus[self.roofline.gpu])
+        assert self.prefill is not None and self.decode is not None
+        return PairCosts(self.prefill, self.decode, self.transfer)
+
+
+@dataclass(frozen=True, slots=True)
+class Profiles:
+    """A file of profiles: GPUs, and models on them. `shell-router profile` writes one too."""
+
+    models: Mapping[str, EngineProfile]
+    gpus: Mapping[str, Gpu] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Tokens: always `tokens`, or from `low` to `high` alike, or log-normal with `mean` and deviation `mean` * `cv`.
+
+    With `mean`, a share of `runaways` never ends: they write until their limit.
+    """
+
+    tokens: Annotated[int | None, TOKENS] = None
+    low: Annotated[int | None, TOKENS] = None
+    high: Annotated[int | None, TOKENS] = None
+    mean: Annotated[float | None, Number("", at_least=1)] = None
+    cv: Annotated[float, Number("", at_least=0, at_most=100)] = 0.0
+    runaways: Share = 0.0
+
+    def __post_init__(self) -> None:
+        between = (self.low, self.high) != (None, None)
+        kinds = (self.tokens is not None, between, self.mean is not None)
+        require(sum(kinds) == 1, "a length is tokens, low and high, or mean (and cv)")
+        low, high = self.low or 0, self.high or 0
+        require(not between or 1 <= low <= high, f"low and high must satisfy 1 <= low <= high, not {low}, {high}")
+        require(not (self.cv or self.runaways) or self.mean is not None, "cv and runaways go with mean")
+
+    def at(self, uniform: float, normal: float) -> int:
+        """The length that a uniform draw from [0, 1) and one from the standard normal distribution stand for."""
+        if self.tokens is not None:
+            return self.tokens
+        if self.low is not None and self.high is not None:
+            return self.low + int(uniform * (self.high - self.low + 1))
+        assert self.mean is not None
+        if uniform < self.runaways:
+            return ENDLESS_TOKENS
+        variance = math.log(1 + self.cv**2)
+        return max(1, round(self.mean * math.exp(math.sqrt(variance) * normal - variance / 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is asked, how often, and what comes back.
+
+    `one_by_one` asks the next question when the one before is answered, `closed` does so for `clients` at a time,
+    `poisson` asks `per_s` a second, `bursty` the same in bursts of `burst`. An agent writes
+    `outputs` tokens by its model, is right with probability `right`, and sure of every token with `confidence`; wrong
+    answers all differ.
+    """
+
+    requests: Count
+    outputs: Mapping[str, Length]
+    question: Length = Length(tokens=128)
+    arrivals: Arrivals = "one_by_one"
+    per_s: Positive = 1.0
+    burst: Count = 8
+    clients: Count = 8
+    right: Share = 0.7
+    confidence: Annotated[float, Number("", above=0, at_most=1)] = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """An alias: the profile of its engines, and how many pairs of a prefill and a decode engine there are.
+
+    For comparison, every pair may be replaced by engines of both kinds, one for each of its two GPUs: `data_parallel`
+    prefills first, `data_parallel_chunked` shares itself between prefill and decode.
+    """
+
+    profile: str
+    pairs: Count = 1
+    engines: Engines = "disaggregated"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEmbedding:
+    """The early-exit gate's embedding model: what a text costs, and how alike outputs are that say the same or not."""
+
+    request_s: Seconds = 0.0
+    token_s: Seconds = 0.0
+    same: float = 0.8
+    different: float = 0.5
+
+    def __post_init__(self) -> None:
+        alike = 0 < self.different <= self.same <= 1
+        require(alike, f"0 < different <= same <= 1 does not hold for {self.different:g} and {self.same:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One workload, asked of one topology after another on the same engines.
+
+    `cores` is the CPU that all engines share; without it each engine has a GPU of its own. `max_new_tokens` replaces
+    the topologies' own, by which outputs are cut.
+    """
+
+    topologies: tuple[Path, ...]
+    profiles: Path
+    models: Mapping[str, SimulatedModel]
+    workload: Workload
+    embedder: SimulatedEmbedding = SimulatedEmbedding()
+    context_length: Count = 131_072
+    cores: Annotated[float | None, Number("", above=0)] = None
+    timeout_s: Positive = 86_400.0
+    max_new_tokens: Annotated[int | None, TOKENS] = None
+    scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
+
+    def __post_init__(self) -> None:
+        require(bool(self.topologies), "topologies is empty", remedy="Name at least one file.")
+        apart = all(model.engines == "disaggregated" for model in self.models.values())
+        require(self.cores is None or apart, "engines that share a CPU are disaggregated here", "Leave `cores` out.")
+
+
+def load_simulation(file: Path) -> Simulation:
+    """The simulation that `file` describes. Raises ConfigError, which begins with the file and the line."""
+    found, _ = read_file(file, Simulation, see=SEE)
+    assert isinstance(found, Simulation)
+    return found
+
+
+def load_profiles(file: Path) -> Profiles:
+    """The profiles in `file`. Raises ConfigError, which begins with the file and the line."""
+    found, _ = read_file(file, Profiles, see=SEE)
+    assert isinstance(found, Profiles)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A simulation, its topologies by name, and per model a pair's costs and the GPUs that an engine of it takes."""
+
+    simulation: Simulation
+    topologies: Mapping[str, Topology]
+    costs: Mapping[str, PairCosts]
+    gpus_per_engine: Mapping[str, int]
+
+
+def load(file: Path) -> Loaded:
+    """What `file` describes. Raises ConfigError."""
+    simulation = load_simulation(file)
+    profiles = load_profiles(simulation.profiles)
+    costs, gpus = {}, {}
+    for alias, model in simulation.models.items():
+        if model.profile not in profiles.models:
+            raise ConfigError(
+                f"{file}: models.{alias} has the profile {model.profile!r}, which {simulation.profiles} lacks.",
+                remedy=f"Choose one of: {', '.join(profiles.models)}.",
+            )
+        profile = profiles.models[model.profile]
+        try:
+            costs[alias] = profile.costs(profiles.gpus)
+        except ConfigError as error:
+            where = f"{simulation.profiles}: models.{model.profile}"
+            raise ConfigError(f"{where}: {error.args[0]}", remedy=error.remedy) from error
+        gpus[alias] = profile.roofline.gpus if profile.roofline else 1
+    topologies = [load_topology(one, models=simulation.models) for one in simulation.topologies]
+    if simulation.max_new_tokens is not None:
+        topologies = [widened(topology, simulation.max_new_tokens) for topology in topologies]
+    by_name = {topology.name: topology for topology in topologies}
+    if len(by_name) < len(topologies):
+        raise ConfigError(f"{file}: two of the topologies have one name.", remedy="Rename one.")
+    return Loaded(simulation, by_name, costs, gpus)
+
+
+def widened(topology: Topology, max_new_tokens: int) -> Topology:
+    """The topology with another limit to all outputs."""
+    agents = {
+        name: replace(agent, sampling={**agent.sampling, "max_new_tokens": max_new_tokens})
+        for name, agent in topology.agents.items()
+    }
+    return replace(topology, agents=agents)

@@ -1,0 +1,246 @@
+"""A simulation in figures, and the cheapest arrangement of engine pairs that is fast enough."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from shell_router.errors import ConfigError, DataError
+from shell_router.lab.simulation.run import EngineUse, Simulated, simulate
+from shell_router.lab.simulation.settings import Loaded
+from shell_router.topology import Topology
+
+Agents = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run's measurements, in seconds but for the shares and counts. Readers are the aggregators and the root.
+
+    Figures of the second layer are None where none of it wrote anything; where no reader did, nothing was late.
+    """
+
+    end_to_end_s: float
+    second_layer_s: float | None
+    exposed_s: float | None
+    reader_exposed_s: float
+    late_share: float
+    cached_share: float
+    bound_s: float
+    cut_off: int
+
+
+def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
+    """One finished run's figures, from its trace as JSON."""
+    agents: Agents = trace["agents"]
+    finished = {name: agent for name, agent in agents.items() if agent["state"] == "finished"}
+    readers = {name: agent for name, agent in finished.items() if topology.agents[name].precursors}
+    aggregators = [name for name in topology.layers[1] if name in readers]
+    inputs_end_s = {name: max(agents[p]["ended_s"] for p in topology.agents[name].precursors) for name in readers}
+    prompts = sum(agent["prompt_tokens"] for agent in readers.values()) or 1
+    in_time = sum(
+        # an update may have held a slot that an early exit then left out
+        min(prefilled_tokens(agent, inputs_end_s[name]), agent["cached_tokens"])
+        for name, agent in readers.items()
+    )
+    return Figures(
+        end_to_end_s=trace["duration_s"],
+        second_layer_s=_mean([agents[name]["ended_s"] - inputs_end_s[name] for name in aggregators]),
+        exposed_s=_mean([agents[name]["exposed_prefill_s"] for name in aggregators]),
+        reader_exposed_s=_mean([agent["exposed_prefill_s"] for agent in readers.values()]) or 0.0,
+        late_share=1 - in_time / prompts if readers else 0.0,
+        cached_share=sum(agent["cached_tokens"] for agent in readers.values()) / prompts,
+        bound_s=critical_path_s(topology, agents),
+        cut_off=sum(agent["state"] == "early_exit" for agent in agents.values()),
+    )
+
+
+def prefilled_tokens(agent: Mapping[str, Any], at_s: float) -> int:
+    """Tokens of the agent's prompt that were in the prefix cache at `at_s`, by its updates and its request.
+
+    Without an update by then, what its first request found there: the question, which others have asked before.
+    """
+    updates = [span for span in agent["spans"] if span["name"] == "prefill_increment"]
+    done = [span["prompt_tokens"] for span in updates if span["end_s"] <= at_s]
+    first = updates[0]["cached_tokens"] if updates else agent["cached_tokens"]
+    return int(max(done, default=first))
+
+
+def critical_path_s(topology: Topology, agents: Agents) -> float:
+    """Seconds to the root's end if each agent decoded from the moment its last needed precursor ended.
+
+    An agent whose aggregation was skipped ends as long after its last needed precursor as it did.
+    """
+    end_s: dict[str, float] = {}
+    for name, agent in topology.agents.items():
+        needed = [p for p in agent.precursors if p in end_s]
+        begin_s = max((end_s[p] for p in needed), default=None)
+        if agents[name]["state"] == "skipped":
+            waited_s = agents[name]["ended_s"] - max(agents[p]["ended_s"] for p in needed)
+            end_s[name] = (begin_s or 0.0) + waited_s
+        elif agents[name]["state"] == "finished":
+            decode = next(span for span in agents[name]["spans"] if span["name"] == "decode")
+            end_s[name] = decode["end_s"] - decode["start_s"] + (decode["start_s"] if begin_s is None else begin_s)
+    return end_s[topology.root.id]
+
+
+PREFILL, WAITING = "exposed prefill", "waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A simulation in figures. Seconds are means over the answered requests but for the percentiles.
+
+    `path` is where an answer's time goes along its critical path: decoding by model, exposed prefill, and waiting.
+    `bound_s` is that path's length without exposed prefill; `late` the share of the readers' prompts still to be
+    prefilled when their last input ended; `completed` counts, per model, the agents that were not cut off, of `agents`.
+    """
+
+    requests: int
+    failed: int
+    elapsed_s: float
+    mean_s: float
+    p50_s: float
+    p95_s: float
+    p99_s: float
+    bound_s: float
+    second_layer_s: float | None
+    exposed_s: float | None
+    late: float | None
+    new_tokens: float
+    path: Mapping[str, float]
+    agents: Mapping[str, int]
+    completed: Mapping[str, float]
+    engines: Sequence[EngineUse]
+
+    @property
+    def per_s(self) -> float:
+        """Answers a second."""
+        return (self.requests - self.failed) / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def over_bound(self) -> float:
+        """By what share answers take longer than their bound."""
+        return self.mean_s / self.bound_s - 1 if self.bound_s else 0.0
+
+
+def summary_of(simulated: Simulated) -> Summary:
+    """The figures. Raises DataError where no request was answered."""
+    topology = simulated.topology
+    traces = [run.trace for run in simulated.runs if not run.error]
+    if not traces:
+        raise DataError(
+            f"{topology.name!r} answered no request: {simulated.runs[0].error}", remedy="Ask less, or allow more time."
+        )
+    latencies = [trace["duration_s"] for trace in traces]
+    p50_s, p95_s, p99_s = (float(one) for one in np.percentile(latencies, (50, 95, 99)))
+    figures = [figures_of(topology, trace) for trace in traces] if len(topology.agents) > 1 else []
+    paths = [path_s(trace) for trace in traces]
+    agents = Counter(agent.model for agent in topology.agents.values() if not agent.votes)
+    each = [one for trace in traces for one in trace["agents"].values()]
+    completed = Counter(one["model"] for one in each if one["state"] == "finished")
+    return Summary(
+        len(simulated.runs),
+        len(simulated.runs) - len(traces),
+        simulated.elapsed_s,
+        statistics.mean(latencies),
+        p50_s,
+        p95_s,
+        p99_s,
+        _mean(one.bound_s for one in figures) or statistics.mean(latencies),
+        _mean(one.second_layer_s for one in figures),
+        _mean(one.reader_exposed_s for one in figures),
+        _mean(one.late_share for one in figures),
+        sum(one["decoded_tokens"] for one in each) / len(traces),
+        {
+            kind: sum(path.get(kind, 0.0) for path in paths) / len(paths)
+            for kind in sorted({k for one in paths for k in one})
+        },
+        dict(agents),
+        {model: completed[model] / len(traces) for model in agents},
+        simulated.engines,
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are known."""
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else None
+
+
+def path_s(trace: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds along a finished run's critical path, by what they were spent on."""
+    spent: Counter[str] = Counter()
+    for name in trace["overlap"]["critical_path"]:
+        agent = trace["agents"][name]
+        for span in agent["spans"]:
+            if span["name"] == "decode":
+                spent[f"decoding on {agent['model']}"] += span["end_s"] - span["start_s"]
+        spent[PREFILL] += agent.get("exposed_prefill_s", 0.0)
+    spent[WAITING] = max(0.0, trace["duration_s"] - sum(spent.values()))
+    return dict(spent)
+
+
+def middle(simulated: Simulated) -> Mapping[str, Any]:
+    """The trace of the answered request that took the median time; at least one was answered."""
+    traces = sorted((run.trace for run in simulated.runs if not run.error), key=lambda trace: trace["duration_s"])
+    return traces[(len(traces) - 1) // 2]
+
+
+ENGINES_PER_PAIR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Pairs per model, the GPUs they take, and what came of it; None where no request was answered."""
+
+    pairs: Mapping[str, int]
+    gpus: int
+    summary: Summary | None
+
+    def meets(self, p95_s: float) -> bool:
+        """Whether every request was answered, with a p95 latency of at most `p95_s`."""
+        return self.summary is not None and not self.summary.failed and self.summary.p95_s <= p95_s
+
+
+def arranged(loaded: Loaded, most_gpus: int, p95_s: float, seed: int = 0) -> Iterator[Arrangement]:
+    """Arrangements of at most `most_gpus`, simulated from the cheapest on, up to the first that meets `p95_s`.
+
+    Of those that take equally many GPUs all are tried. `loaded` has one topology. Raises ConfigError where the GPUs are
+    too few for a pair of every model.
+    """
+    simulation, (topology,) = loaded.simulation, loaded.topologies.values()
+    asked = topology.models
+    simulation = replace(simulation, models={name: one for name, one in simulation.models.items() if name in asked})
+    prices = {model: ENGINES_PER_PAIR * loaded.gpus_per_engine[model] for model in simulation.models}
+    if sum(prices.values()) > most_gpus:
+        raise ConfigError(
+            f"{most_gpus} GPUs are too few for a pair of every model.", remedy=f"Allow {sum(prices.values())} or more."
+        )
+    spare = most_gpus - sum(prices.values())
+    by_price: dict[int, list[Mapping[str, int]]] = {}
+    for numbers in product(*(range(1, 2 + spare // price) for price in prices.values())):
+        gpus = sum(price * number for price, number in zip(prices.values(), numbers, strict=True))
+        if gpus <= most_gpus:
+            by_price.setdefault(gpus, []).append(dict(zip(prices, numbers, strict=True)))
+    for gpus in sorted(by_price):
+        tried = []
+        for pairs in by_price[gpus]:
+            models = {name: replace(model, pairs=pairs[name]) for name, model in simulation.models.items()}
+            done = simulate(replace(simulation, models=models), topology, loaded.costs, seed)
+            tried.append(Arrangement(pairs, gpus, summary_of(done) if done.answered else None))
+            yield tried[-1]
+        if any(one.meets(p95_s) for one in tried):
+            return
+
+
+def cheapest(tried: Sequence[Arrangement], p95_s: float) -> Arrangement | None:
+    """Of those that meet `p95_s` the one with the fewest GPUs, and of equals the fastest."""
+    met = [
+        (one.gpus, one.summary.p95_s, number) for number, one in enumerate(tried) if one.summary and one.meets(p95_s)
+    ]
+    return tried[min(met)[2]] if met else None

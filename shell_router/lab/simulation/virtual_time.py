@@ -1,0 +1,89 @@
+"""An event loop whose clock jumps: asyncio code runs unchanged, sleeping costs nothing, runs repeat exactly.
+
+`looptime` does the same for tests, but allows real input and output, which make a run depend on the machine again.
+Here there is none: the selector never waits, and executors run in place.
+"""
+
+import asyncio
+import gc
+import selectors
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from typing import Any, TypeVar, TypeVarTuple
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class Stuck(RuntimeError):
+    """All tasks wait, and nothing is left that could happen."""
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """Its time is 0 at first, and moves only when all tasks wait, to the next moment at which one is due."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        super().__init__(_Waits(self._pass))
+        self._clock_resolution = 1e-9
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._now_s
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        """Run it here and now: threads would end in an order of their own, and computing takes no virtual time."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _pass(self, seconds: float | None) -> None:
+        if seconds is None:
+            raise Stuck("all tasks wait, and nothing is due")
+        self._now_s += seconds
+
+
+class _Waits(selectors.BaseSelector):
+    """Instead of waiting for files it lets time pass. The loop registers its own wake-up socket, which stays silent."""
+
+    def __init__(self, passing: Callable[[float | None], None]) -> None:
+        self._passing = passing
+        self._keys: dict[int, selectors.SelectorKey] = {}
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
+        self._keys[number] = selectors.SelectorKey(fileobj, number, events, data)
+        return self._keys[number]
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._keys.pop(fileobj if isinstance(fileobj, int) else fileobj.fileno())
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None or timeout > 0:
+            self._passing(timeout)
+        return []
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._keys
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` to its end in virtual time. Raises Stuck where it never would."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(main)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Rest Python's garbage collector: thousands of requests at a time live long, and leave no cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,381 @@
+"""Work that would hold up the event loop, or needs libraries that the router never loads, in a process of its own.
+
+The router's side is `SideProcess`. On the other side `serve` reads requests from standard input and writes answers to
+standard output:
+
+    request   kind: u8, call: u64, bytes: u32, then the body
+    answer    kind: u8, call: u64, bytes: u64, then the body (DONE), or a message in UTF-8 (FAILED)
+
+Answers come in any order. Call 0 is never asked: its answer says that the process is ready (DONE, empty) or why it
+could not be (FAILED). The process ends when its input does, so it never outlives the router.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from shell_router.errors import EngineError, EngineStalled, EngineUnreachable
+
+log = logging.getLogger(__name__)
+
+REQUEST, ANSWER = struct.Struct("<BQI"), struct.Struct("<BQQ")
+DO, FORGET = 0, 1
+DONE, FAILED = 0, 1
+READY = 0
+
+_READ_BYTES = 1 << 20
+_GRACE_S = 2.0
+
+
+class Child:
+    """A child process and the calls that wait for its answers. `name` says in messages what it is."""
+
+    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._name = name
+        self._calls = itertools.count(READY + 1)
+        self._waiting: dict[int, asyncio.Future[bytearray]] = {}
+        self._silent_since_s: float | None = None
+        self.alive = True
+        self._reader = asyncio.create_task(self._read_until_end(), name=f"{name}-answers")
+
+    @classmethod
+    async def launch(cls, name: str, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> Self:
+        """Start `command` and wait until it is ready. EngineError with the reason if it never is."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env=env,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_READ_BYTES,
+                # a Ctrl-C at the terminal is for the router, which then closes the pipe
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineUnreachable(f"the {name} process could not be started: {error}.") from error
+        child = cls(process, name)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await child._answer_to(READY)
+        except BaseException as error:
+            await child.close()
+            if isinstance(error, TimeoutError):
+                raise EngineStalled(f"the {name} process was not ready within {timeout_s:g} s.") from None
+            raise
+        return child
+
+    @property
+    def pid(self) -> int:
+        """The operating system's id of the process."""
+        return self._process.pid
+
+    @property
+    def silent_s(self) -> float:
+        """How long it has owed an answer, and given none."""
+        return 0.0 if self._silent_since_s is None else _now_s() - self._silent_since_s
+
+    async def ask(self, body: bytes) -> bytearray:
+        """Ask and wait. Giving up the wait gives up the call; a late answer is dropped."""
+        call = next(self._calls)
+        if not self._writable:
+            raise EngineUnreachable(f"the {self._name} process has ended.")
+        # no drain: the body is in memory already, and the pipe's buffer holds what the process has not read
+        self._stdin.write(REQUEST.pack(DO, call, len(body)) + body)
+        if self._silent_since_s is None:
+            self._silent_since_s = _now_s()
+        try:
+            return await self._answer_to(call)
+        finally:
+            if self._waiting.pop(call, None) is not None and self._writable:
+                self._stdin.write(REQUEST.pack(FORGET, call, 0))
+
+    def kill(self) -> None:
+        """End the process now; calls that wait fail, new ones are refused."""
+        self.alive = False
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def close(self) -> None:
+        """Close the pipe, which ends the process; kill it if it has not ended after two seconds."""
+        self._stdin.close()
+        await asyncio.wait({self._reader}, timeout=_GRACE_S)
+        self.kill()
+        await asyncio.wait({self._reader})
+
+    async def _answer_to(self, call: int) -> bytearray:
+        self._waiting[call] = answer = asyncio.Future[bytearray]()
+        return await answer
+
+    @property
+    def _writable(self) -> bool:
+        return self.alive and not self._stdin.is_closing()
+
+    async def _read_until_end(self) -> None:
+        try:
+            while True:
+                kind, call, size = ANSWER.unpack(await self._stdout.readexactly(ANSWER.size))
+                body = await self._read_body(size)
+                failed = EngineError(f"the {self._name} process failed. {body.decode()}") if kind == FAILED else None
+                self._settle(call, failed or body)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            log.info("%s process %d closed its pipe", self._name, self.pid)
+        finally:
+            self.alive = False
+            self._stdin.close()
+            await self._fail_waiting()
+
+    async def _read_body(self, size: int) -> bytearray:
+        """Read in pieces, so that no single step of the event loop copies a whole large array."""
+        body, filled = bytearray(size), 0
+        while filled < size:
+            piece = await self._stdout.read(min(_READ_BYTES, size - filled))
+            if not piece:
+                raise asyncio.IncompleteReadError(b"", size - filled)
+            body[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        return body
+
+    def _settle(self, call: int, outcome: bytearray | EngineError) -> None:
+        answer = self._waiting.pop(call, None)
+        self._silent_since_s = _now_s() if self._waiting else None
+        if answer is None or answer.done():
+            return
+        if isinstance(outcome, EngineError):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+
+    async def _fail_waiting(self) -> None:
+        """Wait for the process's end, or kill it, and fail the calls that wait."""
+        try:
+            async with asyncio.timeout(_GRACE_S):
+                status = await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            status = await self._process.wait()
+        for call in list(self._waiting):
+            ended = f"the {self._name} process ended (status {status}) before it answered."
+            self._settle(call, EngineUnreachable(ended, remedy="It is started again by the next call."))
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLimits:
+    """Seconds: for one answer, for the start, before a failed start is tried again, and of silence before it is killed.
+
+    Without `hang_s` the silence of one call's limit is enough.
+    """
+
+    answer_s: float = 30.0
+    start_s: float = 120.0
+    retry_s: float = 10.0
+    hang_s: float | None = None
+
+    @property
+    def silence_s(self) -> float:
+        """How long the process may owe an answer and give none."""
+        return self.answer_s if self.hang_s is None else self.hang_s
+
+
+class SideProcess:
+    """Asks a child process that runs `serve`; when it has died, the next call starts it again.
+
+    A call waits for the start at most `start_s`, then for its answer at most `answer_s`. A process that has owed
+    answers for longer than the limits allow counts as hung and is killed. After a failed start, calls fail with its
+    reason for `retry_s` before it is tried again. `restarts` counts the starts after the first.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], limits: ProcessLimits | None = None
+    ) -> None:
+        self.name = name
+        self._command = tuple(command)
+        self._env = dict(env)
+        self._limits = limits or ProcessLimits()
+        self._launch: asyncio.Task[Child] | None = None
+        self._failed_s = 0.0
+        self._closed = False
+        self.restarts = 0
+
+    async def start(self) -> None:
+        """Start the process, unless it runs, and wait until it is ready. EngineError if it cannot be."""
+        await self._running()
+
+    async def ask(self, body: bytes) -> bytearray:
+        """The answer to `body`. EngineStalled after `answer_s`, EngineUnreachable if the process dies."""
+        child = await self._running()
+        try:
+            async with asyncio.timeout(self._limits.answer_s):
+                return await child.ask(body)
+        except TimeoutError:
+            if child.silent_s >= self._limits.silence_s and child.alive:
+                log.warning("%s process %d answered nothing for %g s: killed", self.name, child.pid, child.silent_s)
+                child.kill()
+            raise EngineStalled(
+                f"no answer from the {self.name} process within {self._limits.answer_s:g} s.",
+                remedy="Give it more threads, a GPU, or a longer limit.",
+            ) from None
+
+    async def aclose(self) -> None:
+        """End the process; calls that wait fail. Safe to call twice."""
+        self._closed = True
+        if self._launch is None:
+            return
+        self._launch.cancel()
+        await asyncio.wait({self._launch})
+        if not self._launch.cancelled() and self._launch.exception() is None:
+            await self._launch.result().close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def pid(self) -> int | None:
+        """The running process's id; None while there is none that is ready."""
+        child = self._child()
+        return child.pid if child is not None and child.alive else None
+
+    async def _running(self) -> Child:
+        if self._closed:
+            raise EngineError(f"the {self.name} process is closed.")
+        if self._launch is None or self._spent(self._launch):
+            if self._launch is not None:
+                self.restarts += 1
+                log.warning("%s process has ended; starting it again (restart %d)", self.name, self.restarts)
+            start = self._start_child(after=self._child())
+            self._launch = asyncio.create_task(start, name=f"{self.name}-start")
+        launch = self._launch
+        try:
+            # shared by all callers: one that gives up must not end it for the others
+            return await asyncio.shield(launch)
+        except asyncio.CancelledError:
+            if launch.cancelled():
+                raise EngineError(f"the {self.name} process was closed while it started.") from None
+            raise
+
+    async def _start_child(self, *, after: Child | None) -> Child:
+        if after is not None:
+            await after.close()
+        try:
+            return await Child.launch(self.name, self._command, self._env, self._limits.start_s)
+        except EngineError as error:
+            self._failed_s = _now_s()
+            log.error("%s process could not be started: %s", self.name, error)
+            raise
+
+    def _spent(self, launch: asyncio.Task[Child]) -> bool:
+        if not launch.done():
+            return False
+        child = self._child()
+        if child is None:
+            return _now_s() - self._failed_s >= self._limits.retry_s
+        return not child.alive
+
+    def _child(self) -> Child | None:
+        launch = self._launch
+        if launch is None or not launch.done() or launch.cancelled() or launch.exception() is not None:
+            return None
+        return launch.result()
+
+
+Work = Callable[[Sequence[bytes]], Sequence[Sequence[bytes]]]
+"""Bodies that wait together to their answers, in order, each in pieces."""
+
+
+class Inbox:
+    """Calls that wait, oldest first; those that were given up are dropped."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, bytes] = {}
+        self._arrived = threading.Condition()
+
+    def put(self, call: int, body: bytes) -> None:
+        with self._arrived:
+            self._waiting[call] = body
+            self._arrived.notify()
+
+    def forget(self, call: int) -> None:
+        with self._arrived:
+            self._waiting.pop(call, None)
+
+    def take(self, limit: int, gather_s: float = 0.0) -> dict[int, bytes]:
+        """Wait for a call; return it with those that wait or come within `gather_s`, `limit` at most."""
+        with self._arrived:
+            while True:
+                self._arrived.wait_for(lambda: self._waiting)
+                if gather_s > 0:
+                    self._arrived.wait_for(lambda: len(self._waiting) >= limit, gather_s)
+                if calls := list(self._waiting)[:limit]:  # all may have been given up meanwhile
+                    return {call: self._waiting.pop(call) for call in calls}
+
+
+def serve(load: Callable[[], Work], max_batch: int, gather_s: float = 0.0) -> None:
+    """Load, say so, and answer until the input ends; then end the whole process."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints goes to standard error
+    inbox = Inbox()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, inbox), daemon=True).start()
+    try:
+        work = load()
+    except Exception as error:
+        # whatever is wrong with a model's files, the router gets the reason instead of a trace on the terminal
+        _write_failure(answers, READY, error)
+        # a plain exit would wait for the reading thread
+        os._exit(1)
+    write_done(answers, READY)
+    while True:
+        batch = inbox.take(max_batch, gather_s)
+        try:
+            done = work(list(batch.values()))
+        except Exception as error:
+            # one body too many for the memory must not end the process
+            for call in batch:
+                _write_failure(answers, call, error)
+        else:
+            for call, body in zip(batch, done, strict=True):
+                write_done(answers, call, *body)
+
+
+def write_done(answers: BinaryIO, call: int, *body: bytes) -> None:
+    """Answer `call` with a body, given in pieces; READY with none says that requests can be answered."""
+    answers.write(ANSWER.pack(DONE, call, sum(map(len, body))))
+    for piece in body:
+        answers.write(piece)
+    answers.flush()
+
+
+def _write_failure(answers: BinaryIO, call: int, error: Exception) -> None:
+    message = f"{type(error).__name__}: {error}".encode(errors="replace")
+    answers.write(ANSWER.pack(FAILED, call, len(message)) + message)
+    answers.flush()
+
+
+def _read(requests: BinaryIO, inbox: Inbox) -> None:
+    while len(head := requests.read(REQUEST.size)) == REQUEST.size:
+        kind, call, size = REQUEST.unpack(head)
+        body = requests.read(size)
+        if kind == DO:
+            inbox.put(call, body)
+        else:
+            inbox.forget(call)
+    os._exit(0)

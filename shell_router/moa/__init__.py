@@ -1,0 +1,47 @@
+"""The online path: walks the agent graph, grows prompts while precursors decode, and exits early."""
+
+from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
+from shell_router.moa.executor import Executor
+from shell_router.moa.planning import (
+    AGENT_REQUEST,
+    KnownPrompt,
+    known_of_agent,
+    known_of_request,
+    stages_of,
+    workflow_of,
+)
+from shell_router.moa.programs import Programs
+from shell_router.moa.requests import (
+    AgentRequest,
+    AgentUsage,
+    Answer,
+    MoaRequest,
+    OutputOf,
+    ProgramState,
+    Segment,
+)
+from shell_router.moa.steps import Classes, Scores, StepExecutor
+
+__all__ = [
+    "AGENT_REQUEST",
+    "AgentRequest",
+    "AgentUsage",
+    "Answer",
+    "Auto",
+    "Classes",
+    "Executor",
+    "KnownPrompt",
+    "MoaRequest",
+    "ModelChooser",
+    "ModelFigures",
+    "OutputOf",
+    "ProgramState",
+    "Programs",
+    "Scores",
+    "Segment",
+    "StepExecutor",
+    "known_of_agent",
+    "known_of_request",
+    "stages_of",
+    "workflow_of",
+]

@@ -1,0 +1,250 @@
+"""Chooses models for agents that name several, by measured latencies, load in flight and the predictors' scores."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from shell_router.core.engine import ServedModel
+from shell_router.core.events import Degraded, Event, ModelChosen
+from shell_router.core.predictors import Forecast, Predictor, Prospect
+from shell_router.errors import UnknownModel
+from shell_router.routing.increments import PrefillLoad
+from shell_router.routing.model_choice import (
+    Candidate,
+    ModelChoice,
+    ModelChoiceSettings,
+    choose_model,
+    scores_decide,
+)
+from shell_router.topology import Topology
+
+K = TypeVar("K")
+
+_KEPT_AGENTS = 10_000  # agents of topologies; those that ended longest ago are forgotten first
+_WEIGHT = 0.2  # of the newest measurement: a change of load shows after about five
+
+
+class LatencyEstimates:
+    """Exponential means per model alias, or what comes near them; absent until first measured."""
+
+    def __init__(self) -> None:
+        self._run_s: dict[str, float] = {}
+        self._prefill: dict[str, PrefillLoad] = {}
+        self._token_s: dict[str, float] = {}
+        self._output_tokens: dict[str, float] = {}
+        self._agent_tokens: OrderedDict[tuple[str, str | None, str | None], float] = OrderedDict()
+        self._fates: OrderedDict[tuple[str | None, str | None, str], float] = OrderedDict()
+
+    def observe_run(self, model: str, seconds: float) -> None:
+        """An agent of `model` took this long from its complete prompt to its end."""
+        _blend(self._run_s, model, seconds)
+
+    def prefill(self, model: ServedModel) -> PrefillLoad:
+        """The prefill servers of `model`, which it shares with its adapters."""
+        name = model.base or model.alias
+        found = self._prefill.get(name)
+        if found is None:
+            found = self._prefill[name] = PrefillLoad(model.prefill_cost, model.prefill_servers)
+        return found
+
+    def observe_decode(self, model: str, tokens: int, seconds: float) -> None:
+        """An agent of `model` wrote `tokens` after its first, in `seconds`."""
+        if tokens > 0:
+            _blend(self._token_s, model, seconds / tokens)
+
+    def token_s(self, model: str) -> float | None:
+        """Mean seconds between a sequence's tokens."""
+        return self._token_s.get(model)
+
+    def observe_output(self, model: str, topology: str | None, agent: str | None, tokens: int) -> None:
+        """The agent of this topology wrote `tokens` with `model` to its end."""
+        _blend(self._output_tokens, model, tokens)
+        key = (model, topology, agent)
+        _blend(self._agent_tokens, key, tokens)
+        self._agent_tokens.move_to_end(key)
+        if len(self._agent_tokens) > _KEPT_AGENTS:
+            self._agent_tokens.popitem(last=False)
+
+    def output_tokens(self, model: str, topology: str | None, agent: str | None) -> float | None:
+        """Mean tokens that this agent of this topology writes with `model`; any agent, where it has not written yet."""
+        return self._agent_tokens.get((model, topology, agent), self._output_tokens.get(model))
+
+    def observe_fate(self, topology: str | None, agent: str | None, *, decoded: bool, read: bool) -> None:
+        """A run ended in which the agent's prompt was decoded or not, and its output read or left out."""
+        for kind, happened in (("decoded", decoded), ("read", read)):
+            _blend(self._fates, (topology, agent, kind), float(happened))
+            self._fates.move_to_end((topology, agent, kind))
+        while len(self._fates) > 2 * _KEPT_AGENTS:
+            self._fates.popitem(last=False)
+
+    def chance(self, topology: str | None, agent: str | None, kind: Literal["decoded", "read"]) -> float:
+        """How likely the agent's prompt is decoded, or its output read; 1 before its first run."""
+        return self._fates.get((topology, agent, kind), 1.0)
+
+    def expected_finish_s(self, topology: Topology) -> Mapping[str, float]:
+        """Per agent, seconds from the request's start to its expected end; agents of unmeasured models are absent."""
+        finish: dict[str, float] = {}
+        for agent in topology.agents.values():
+            run_s = self._run_s.get(agent.model)
+            if run_s is not None and all(precursor in finish for precursor in agent.precursors):
+                finish[agent.id] = run_s + max((finish[p] for p in agent.precursors), default=0.0)
+        return finish
+
+
+def _blend(means: MutableMapping[K, float], key: K, newest: float) -> None:
+    before = means.get(key, newest)
+    means[key] = before + _WEIGHT * (newest - before)
+
+
+Emit = Callable[[Event], None]
+Leave = Callable[[str], None]
+"""Called with an agent that has ended."""
+
+
+class Activity:
+    """The predicted tokens of every agent that was given to a model and has not ended, however it will."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, dict[tuple[int, str], float]] = {}
+        self._programs = 0
+
+    def in_flight(self, model: str) -> float:
+        """P_m = the sum over the entries of `model` (Algorithm 1, line 10)."""
+        return sum(self._tokens.get(model, {}).values())
+
+    @contextmanager
+    def program(self, expected: Mapping[str, tuple[str, float]]) -> Iterator[Leave]:
+        """Enter the agents of one run, each with its model and tokens, for as long as the context is open.
+
+        An agent leaves when its end is reported to the function that this gives; the others leave with the context.
+        All stages enter at once: together those of a chain hold what the paper's entry of the running stage does, the
+        tokens of it and of all that follow.
+        """
+        self._programs += 1
+        program = self._programs
+        for agent, (model, tokens) in expected.items():
+            self._tokens.setdefault(model, {})[program, agent] = tokens
+
+        def leave(agent: str) -> None:
+            self._tokens[expected[agent][0]].pop((program, agent), None)
+
+        try:
+            yield leave
+        finally:
+            for agent, (model, _) in expected.items():
+                self._tokens[model].pop((program, agent), None)
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFigures:
+    """A model's Pi (Algorithm 1, line 11). Without `decode_s_per_token` the router measures it as it goes."""
+
+    max_batch: int = 32
+    decode_s_per_token: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """What `auto` stands for, all models where `models` is empty, and how the choice is made."""
+
+    models: tuple[str, ...] = ()
+    settings: ModelChoiceSettings = field(default_factory=ModelChoiceSettings)
+    figures: Mapping[str, ModelFigures] = field(default_factory=dict)
+
+
+class ModelChooser:
+    """Chooses by `auto`. `activity` is what it reads the load from; its users enter what they run."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        auto: Auto | None = None,
+        predictor: Predictor | None = None,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._models = models
+        self._auto = auto or Auto()
+        self._predictor = predictor
+        self.predicts = predictor is not None
+        self._clock = clock
+        self._turns = 0
+        self.activity = Activity()
+        self.estimates = LatencyEstimates()
+
+    def now_s(self) -> float:
+        """The runs' clock."""
+        return self._clock()
+
+    def candidates(self, named: tuple[str, ...]) -> tuple[str, ...]:
+        """The models that `named` stands for; none of them means `auto`. Raises UnknownModel."""
+        candidates = named or self._auto.models or tuple(self._models)
+        if unknown := sorted(set(candidates) - self._models.keys()):
+            raise UnknownModel(
+                f"Models to choose from are not configured: {', '.join(unknown)}.",
+                remedy=f"Configure them, or use some of: {', '.join(sorted(self._models))}.",
+            )
+        return candidates
+
+    def scores_decide(self, candidates: Sequence[str]) -> bool:
+        """Whether scores could change the choice among them, by what is in flight now."""
+        return scores_decide([self._candidate(model, Forecast()) for model in candidates], self._auto.settings)
+
+    async def forecasts(self, prospects: Sequence[Prospect], emit: Emit) -> Sequence[Forecast]:
+        """What to expect of each; empty ones without a predictor. What the predictor lacks is logged and emitted."""
+        if self._predictor is None:
+            return [Forecast() for _ in prospects]
+        found = await self._predictor.forecast(prospects)
+        for kind, why in found.trouble.items():
+            log.warning("no predicted %s: %s", kind, why)
+            emit(Degraded(self._clock(), "", kind, why))
+        return found.each
+
+    def choose(
+        self, agents: tuple[str, ...], candidates: Sequence[str], forecast: Forecast, started_s: float, emit: Emit
+    ) -> str:
+        """The model of `agents`, chosen now by what is in flight now."""
+        choice = choose_model(
+            [self._candidate(model, forecast) for model in candidates], self._auto.settings, self._turns
+        )
+        self._turns += 1
+        emit(self._chosen(agents, candidates, forecast, choice, started_s))
+        return choice.model
+
+    def kept(self, agents: tuple[str, ...], model: str, emit: Emit) -> str:
+        """The model that the program was given before (Algorithm 1, line 26)."""
+        now_s = self._clock()
+        emit(ModelChosen(now_s, now_s, agents, model, self._auto.settings.policy, "kept", {}, {}, ()))
+        return model
+
+    def _candidate(self, model: str, forecast: Forecast) -> Candidate:
+        figures = self._auto.figures.get(model, ModelFigures())
+        cost = figures.decode_s_per_token
+        return Candidate(
+            model,
+            forecast.scores.get(model),
+            self.activity.in_flight(model),
+            self.estimates.token_s(model) if cost is None else cost,
+            figures.max_batch,
+            forecast.own_tokens.get(model),
+        )
+
+    def _chosen(
+        self,
+        agents: tuple[str, ...],
+        candidates: Sequence[str],
+        forecast: Forecast,
+        choice: ModelChoice,
+        started_s: float,
+    ) -> ModelChosen:
+        scores = {model: forecast.scores[model] for model in candidates if model in forecast.scores}
+        policy = self._auto.settings.policy
+        return ModelChosen(
+            self._clock(), started_s, agents, choice.model, policy, choice.why, scores, choice.waits, choice.unmeasured
+        )

@@ -1,0 +1,466 @@
+"""What is decided, and refused, before the first agent of a request runs: models, sampling, prompts, expectations."""
+
+import asyncio
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agent_cache import LogKey
+from shell_router.core.engine import Hints, ServedModel, Tokenizer, value
+from shell_router.core.events import Event
+from shell_router.core.predictors import Forecast, Prospect
+from shell_router.errors import UnknownModel
+from shell_router.moa.agent import FORMS, AgentTask, Source, check_parts, limited
+from shell_router.moa.choosing import LatencyEstimates, ModelChooser
+from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, LONG_TEXT, Part, agent_parts
+from shell_router.moa.requests import AgentRequest, MoaRequest, OutputOf, Segment
+from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event
+from shell_router.topology import AUTO, Agent, Topology
+from shell_router.topology.prompting import fill_text
+
+PLAIN_REQUEST = "plain request"
+"""The workflow of requests that name a model, not a topology, so that they are alike whether it was chosen or not."""
+
+AGENT_REQUEST = "agent request"
+"""The workflow of agents that an external framework sends: which graph it walks is not known."""
+
+Emit = Callable[[Event], None]
+Sampling = Mapping[str, Any]
+
+
+@value
+class Plan:
+    """A request's graph with models chosen, what each agent is to do, and its model and expected output tokens.
+
+    `choices` are to be emitted once nothing can be refused any more: a stream's head goes out with the first event.
+    `held_out` is whether updates that could pay were left out, for comparison; None where none could.
+    """
+
+    topology: Topology
+    tasks: Mapping[str, AgentTask]
+    expected: Mapping[str, tuple[str, float]]
+    choices: Sequence[Event]
+    held_out: bool | None = None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is but one agent, which is not judged."""
+        return len(self.tasks) == 1 and not self.topology.clusters
+
+
+async def plan_run(
+    chooser: ModelChooser,
+    models: Mapping[str, ServedModel],
+    topology: Topology,
+    request: MoaRequest,
+    holds_out: Callable[[Topology], bool],
+) -> Plan:
+    """Choose a model for every agent that names several; agents with the same candidates share one (the paper's
+    assignment per program). `holds_out` says whether the run, whose updates could pay, goes without them. Raises
+    UnknownModel, InvalidRequest and PromptTooLong.
+
+    Nothing happens between the choice and the return, so that no other request is chosen for by the same load.
+    """
+    choices: list[Event] = []
+    sampling = {}
+    choosing = chooser.predicts
+    for agent in topology.agents.values():
+        sampling[agent.id] = _sampling(topology, agent, request)
+        choosing |= agent.model == AUTO
+    forecasts: Mapping[str, Forecast] = {}
+    if choosing:
+        topology, forecasts = await _choose(chooser, models, topology, request, sampling, choices.append)
+    own = own_tokens(topology, chooser.estimates, forecasts)
+    hints = hints_of(topology, request.tenant, request.id, own, forecasts)
+    require_models(topology, models)
+    growing = growing_prompts(topology, request, models, sampling, own, chooser.estimates)
+    held_out = holds_out(topology) if growing else None
+    tasks = _tasks(topology, request, models, sampling, hints, chooser.estimates, {} if held_out else growing)
+    expected = {}
+    for agent in topology.agents.values():
+        tokens = own[agent.id]
+        expected[agent.id] = agent.model, float(sampling[agent.id]["max_new_tokens"]) if tokens is None else tokens
+    return Plan(topology, tasks, expected, choices, held_out)
+
+
+def _sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Sampling:
+    """The client's own sampling holds for the root. A seed of it holds for all, each agent with one of its own (31
+    bits). Where the root votes, agents whose outputs may be the answer keep their own sampling, within the length and
+    in the form that the client asks for."""
+    if agent.id == topology.root.id:
+        return limited({**agent.sampling, **request.sampling})
+    merged: dict[str, Any] = {}
+    seed = request.sampling.get("sampling_seed")
+    if seed is not None:
+        merged["sampling_seed"] = zlib.crc32(f"{seed}/{agent.id}".encode()) >> 1
+    asked = {name: request.sampling[name] for name in ("max_new_tokens", *FORMS) if name in request.sampling}
+    return limited({**merged, **agent.sampling, **(asked if topology.voters.get(agent.id) else {})})
+
+
+# --- incremental prefill
+
+
+def growing_prompts(
+    topology: Topology,
+    request: MoaRequest,
+    models: Mapping[str, ServedModel],
+    sampling: Mapping[str, Sampling],
+    own: Mapping[str, float | None],
+    estimates: LatencyEstimates,
+) -> Mapping[str, float]:
+    """The agents whose prompts may be prefilled while they grow, each with the fewest tokens of an update.
+
+    Where no update can pay, neither is one judged nor do precursors write in smaller pieces: the run is that of a
+    topology without incremental prefill.
+    """
+    chunk, found = topology.prefill.chunk_tokens, {}
+    if not topology.prefill.incremental:
+        return {}
+    asked = sum(len(message["content"]) for message in request.messages)
+    for agent in topology.agents.values():
+        if not agent.precursors or agent.votes:
+            continue
+        if chunk != "adaptive":
+            found[agent.id] = float(chunk)
+            continue
+        text = asked + len(agent.prompt.prefix) + len(agent.prompt.suffix) + sum(len(said) for _, said in agent.given)
+        tokens = text / CHARACTERS_PER_TOKEN
+        for precursor in agent.precursors:
+            written = own[precursor]
+            tokens += sampling[precursor]["max_new_tokens"] / 2 if written is None else written
+        fewest = fewest_tokens(estimates.prefill(models[agent.model]).cost)
+        if tokens > fewest:
+            found[agent.id] = fewest
+    return found
+
+
+def _stream_interval(topology: Topology, agent: Agent, growing: Mapping[str, float]) -> int:
+    """How many tokens of the agent its readers, and the judge of its cluster, want at a time."""
+    cluster = topology.cluster_of.get(agent.id)
+    judged = cluster is not None and cluster.early_exit is not None and not cluster.early_exit.embeds
+    wanted = (growing[reader] for reader in topology.successors[agent.id] if reader in growing)
+    return tokens_per_event(min(wanted, default=None), judged=judged)
+
+
+# --- tasks
+
+
+def require_models(topology: Topology, models: Mapping[str, ServedModel]) -> None:
+    """Raise UnknownModel where an agent's is not configured."""
+    unknown = sorted(topology.models - models.keys())
+    if unknown:
+        raise UnknownModel(
+            f"Topology {topology.name!r} names models that are not configured: {', '.join(unknown)}.",
+            remedy=f"Configure them, or use one of: {', '.join(sorted(models))}.",
+        )
+
+
+def _tasks(
+    topology: Topology,
+    request: MoaRequest,
+    models: Mapping[str, ServedModel],
+    sampling: Mapping[str, Sampling],
+    hints: Mapping[str, Hints],
+    estimates: LatencyEstimates,
+    growing: Mapping[str, float],
+) -> Mapping[str, AgentTask]:
+    """The task of every agent that asks a model, in topological order.
+
+    Request ids are numbered, since SGLang aborts every request whose id begins with the given one, and `p-1` begins
+    `p-10`.
+    """
+    prefill, limit_s = topology.prefill, request.timeout_s
+    finish_s = estimates.expected_finish_s(topology) if prefill.slot_order == "expected_finish" else {}
+    shared: dict[tuple[object, ...], tuple[Part, ...]] = {}  # prompts of agents that differ in their names alone
+    tasks = {}
+    for number, agent in enumerate(topology.agents.values()):
+        if agent.votes:
+            continue
+        model = models[agent.model]
+        order = order_slots(agent.precursors, prefill.slot_order, finish_s) if agent.precursors else ()
+        same = model.alias, agent.prompt, agent.given, order
+        if same not in shared:
+            shared[same] = agent_parts(agent, order, model, request.messages)
+        cluster = topology.cluster_of.get(agent.id)
+        judged = cluster is not None and cluster.early_exit is not None
+        params = sampling[agent.id]
+        if agent.id != topology.root.id:
+            params = {"stream_interval": _stream_interval(topology, agent, growing), **params}
+        task = AgentTask(
+            agent.id,
+            f"{request.id}.{number}.{agent.id}",
+            model,
+            shared[same],
+            params,
+            logprobs=judged or agent.id in topology.voters or (request.confidence and agent.id == topology.root.id),
+            timeout_s=agent.timeout_s,
+            hints=hints[agent.id],
+            sources={name: _source(topology, request, models, sampling, name, model) for name in agent.precursors},
+            prefill=prefill if agent.id in growing or not agent.precursors else replace(prefill, incremental=False),
+            begin_s=limit_s,
+            silence_s=limit_s,
+        )
+        tasks[agent.id] = check_parts(task)
+    return tasks
+
+
+def _source(
+    topology: Topology,
+    request: MoaRequest,
+    models: Mapping[str, ServedModel],
+    sampling: Mapping[str, Sampling],
+    precursor: str,
+    reader: ServedModel,
+) -> Source:
+    writer = topology.agents[precursor]
+    shares_ids = not writer.votes and ids_are_text(models[writer.model], sampling[precursor], reader)
+    return Source(LogKey(request.tenant, request.id, precursor), lambda: shares_ids)
+
+
+def ids_are_text(writer: ServedModel, sampling: Sampling, reader: ServedModel) -> bool:
+    """Whether `reader` may take a writer's ids for its text.
+
+    They must share a tokenizer; and where a stop string ended the output, it is in the ids but not in the text.
+    """
+    return writer.tokenizer.fingerprint == reader.tokenizer.fingerprint and not sampling.get("stop")
+
+
+# --- expectations
+
+
+def own_tokens(
+    topology: Topology, estimates: LatencyEstimates, forecasts: Mapping[str, Forecast]
+) -> Mapping[str, float | None]:
+    """Per agent the output tokens that are expected of it: as predicted, else its own mean so far, else its model's
+    mean; None for a new model. A vote writes none.
+    """
+    own: dict[str, float | None] = {}
+    for agent in topology.agents.values():
+        predicted = forecasts[agent.id].own_tokens.get(agent.model) if agent.id in forecasts else None
+        measured = estimates.output_tokens(agent.model, topology.name, agent.id)
+        own[agent.id] = 0.0 if agent.votes else measured if predicted is None else predicted
+    return own
+
+
+def hints_of(
+    topology: Topology,
+    user: str,
+    program: str,
+    own: Mapping[str, float | None],
+    forecasts: Mapping[str, Forecast],
+) -> Mapping[str, Hints]:
+    """The hints of each agent of one run of `topology`.
+
+    `own` tokens are expected of each agent. An agent gets no total if nothing is expected of one that follows it.
+    """
+    found: dict[str, Hints] = {}
+    after: dict[str, set[str]] = {}
+    paths: dict[str, float] = {}
+    for agent in reversed(tuple(topology.agents.values())):
+        tokens, total, path = own[agent.id], None, None
+        following = after[agent.id] = {agent.id}
+        longest: float | None = 0.0
+        for follower in topology.successors[agent.id]:
+            following |= after[follower]
+            longest = None if longest is None or follower not in paths else max(longest, paths[follower])
+        if tokens is not None and longest is not None:
+            path = paths[agent.id] = tokens + longest
+            if agent.id in forecasts:
+                total = forecasts[agent.id].total_tokens.get(agent.model)
+            if total is None:
+                total = tokens
+                if len(following) > 1:
+                    total = sum(own[one] or 0.0 for one in topology.agents if one in following)
+        found[agent.id] = Hints(user, program, topology.name, agent.id, tokens, total, path)
+    return found
+
+
+# --- choices of models
+
+
+async def _choose(
+    chooser: ModelChooser,
+    models: Mapping[str, ServedModel],
+    topology: Topology,
+    request: MoaRequest,
+    sampling: Mapping[str, Sampling],
+    emit: Emit,
+) -> tuple[Topology, Mapping[str, Forecast]]:
+    """The topology with a model for every agent, and what is predicted of each. `emit` gets each choice."""
+    started_s = chooser.now_s()
+    known = {agent.id: known_of_agent(agent, request.messages) for agent in topology.agents.values()}
+    open_to = {
+        agent.id: _fitting(sampling[agent.id], chooser.candidates(agent.candidates), known[agent.id], models)
+        for agent in topology.agents.values()
+        if agent.model == AUTO
+    }
+    forecasts = await _forecasts(chooser, models, topology, known, open_to, emit)
+    chosen: dict[str, str] = {}
+    for candidates in dict.fromkeys(open_to.values()):
+        agents = tuple(agent for agent, of in open_to.items() if of == candidates)
+        model = chooser.choose(agents, candidates, forecasts.get(agents[0], Forecast()), started_s, emit)
+        chosen |= dict.fromkeys(agents, model)
+    return topology.with_models(chosen), forecasts
+
+
+async def _forecasts(
+    chooser: ModelChooser,
+    models: Mapping[str, ServedModel],
+    topology: Topology,
+    known: Mapping[str, "KnownPrompt"],
+    open_to: Mapping[str, tuple[str, ...]],
+    emit: Emit,
+) -> Mapping[str, Forecast]:
+    """Of agents with the same candidates only the first is scored, since they share one choice."""
+    if not chooser.predicts:
+        return {}
+    asked = [agent for agent in topology.agents.values() if set(open_to.get(agent.id, (agent.model,))) <= models.keys()]
+    to_score = {candidates for candidates in open_to.values() if chooser.scores_decide(candidates)}
+
+    def prospects() -> list[Prospect]:
+        stages, workflow = stages_of(topology), workflow_of(topology)
+        found = []
+        for agent in asked:
+            candidates = open_to.get(agent.id, (agent.model,))
+            scored = agent.id in open_to and candidates in to_score
+            to_score.discard(candidates)
+            prompt = known[agent.id]
+            found.append(
+                prompt.prospect(models[candidates[0]].tokenizer, workflow, stages[agent.id], candidates, scored)
+            )
+        return found
+
+    long = sum(known[agent.id].characters for agent in asked) > LONG_TEXT
+    found = await chooser.forecasts(await asyncio.to_thread(prospects) if long else prospects(), emit)
+    return {agent.id: forecast for agent, forecast in zip(asked, found, strict=True)}
+
+
+def _fitting(
+    sampling: Sampling, candidates: tuple[str, ...], known: "KnownPrompt", models: Mapping[str, ServedModel]
+) -> tuple[str, ...]:
+    """The candidates whose context takes what is known already; all if none does: then the request is refused by name.
+
+    A text has hardly more tokens than bytes, so short ones need no tokenizing.
+    """
+    limit = sampling["max_new_tokens"]
+    if 4 * known.characters + limit <= min(models[name].context_length for name in candidates):
+        return candidates
+    fitting = tuple(
+        name for name in candidates if known.tokens(models[name].tokenizer).known + limit <= models[name].context_length
+    )
+    return fitting or candidates
+
+
+async def plan_agent(
+    chooser: ModelChooser,
+    models: Mapping[str, ServedModel],
+    request: AgentRequest,
+    emit: Emit,
+    chosen_before: Callable[[], str | None],
+) -> tuple[str, Hints]:
+    """The model of an external program's agent, chosen if it names several, and the hints of its requests.
+
+    Its program keeps the model of `chosen_before`. What follows an agent in its program is not known, unless a
+    predictor has learned it. Raises UnknownModel.
+    """
+    auto = request.model == AUTO
+    candidates = chooser.candidates(request.candidates) if auto else (request.model,)
+    forecast, started_s = Forecast(), chooser.now_s()
+    if chooser.predicts and models.keys() >= set(candidates):
+        scored = auto and chosen_before() is None and chooser.scores_decide(candidates)
+        known, tokenizer = known_of_request(request), models[candidates[0]].tokenizer
+        prospect = known.prospect(tokenizer, AGENT_REQUEST, request.agent, candidates, scored)
+        forecast = (await chooser.forecasts([prospect], emit))[0]
+    if not auto:
+        model = request.model
+    elif before := chosen_before():  # or, while the predictors were asked, another agent of the program was first
+        model = chooser.kept((request.agent,), before, emit)
+    else:
+        model = chooser.choose((request.agent,), candidates, forecast, started_s, emit)
+    own = forecast.own_tokens.get(model, chooser.estimates.output_tokens(model, None, request.agent))
+    total = forecast.total_tokens.get(model)
+    return model, Hints(request.tenant, request.program, None, request.agent, own, total)
+
+
+def workflow_of(topology: Topology) -> str:
+    """The topology's name; all plain requests to a model, or to one of several, are of one workflow."""
+    plain = len(topology.agents) == 1 and topology.root.id == topology.name
+    return PLAIN_REQUEST if plain else topology.name
+
+
+def stages_of(topology: Topology) -> Mapping[str, str]:
+    """Per agent its stage in the workflow: the number of its layer, leaves 1."""
+    return {agent: str(number) for number, layer in enumerate(topology.layers, start=1) for agent in layer}
+
+
+# --- what is known of prompts before other agents have written
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPrompt:
+    """The texts of a prompt without the outputs that will stand in it and without the chat template's marks.
+
+    `system` is the system prompt, `user` the client's question, `rest` all other text. Where a framework sends raw
+    segments, what it wrote is the question.
+    """
+
+    system: str
+    user: str
+    rest: str
+
+    def tokens(self, tokenizer: Tokenizer) -> "PromptTokens":
+        """How long they are."""
+        system, user, rest = (
+            len(tokenizer.encode(text)) if text else 0 for text in (self.system, self.user, self.rest)
+        )
+        return PromptTokens(system, user, system + user + rest)
+
+    def prospect(
+        self, tokenizer: Tokenizer, workflow: str, stage: str, models: tuple[str, ...], scored: bool
+    ) -> Prospect:
+        """What predictors are asked of an agent with this prompt."""
+        tokens = self.tokens(tokenizer)
+        return Prospect(workflow, stage, self.user, tokens.system, tokens.user, tokens.known, models, scored)
+
+    @property
+    def characters(self) -> int:
+        """Of all texts."""
+        return len(self.system) + len(self.user) + len(self.rest)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Tokens of the system prompt, of the question, and of all that is known of the prompt."""
+
+    system: int
+    user: int
+    known: int
+
+
+def known_of_agent(agent: Agent, chat: Sequence[Mapping[str, str]]) -> KnownPrompt:
+    """A topology's agent that is asked the last message of `chat`."""
+    question = chat[-1]["content"]
+    system = [fill_text(agent.prompt.system, question)] if agent.prompt.system else []
+    system += [turn["content"] for turn in chat[:-1] if turn["role"] == "system"]
+    rest = [turn["content"] for turn in chat[:-1] if turn["role"] != "system"]
+    rest += [fill_text(agent.prompt.prefix, ""), fill_text(agent.prompt.suffix, "")]
+    return KnownPrompt("\n\n".join(system), question, "\n".join(filter(None, rest)))
+
+
+def known_of_request(request: AgentRequest) -> KnownPrompt:
+    """An agent of an external framework's program."""
+    if request.prompt:
+        return KnownPrompt("", _text(request.prompt), "")
+    by_role = {role: [_text(segments) for said, segments in request.messages if said == role] for role in _ROLES}
+    user = by_role["user"][-1:] or [""]
+    return KnownPrompt(
+        "\n\n".join(by_role["system"]), user[0], "\n".join([*by_role["user"][:-1], *by_role["assistant"]])
+    )
+
+
+_ROLES = ("system", "user", "assistant")
+
+
+def _text(segments: Sequence[Segment]) -> str:
+    return "".join(segment for segment in segments if not isinstance(segment, OutputOf))

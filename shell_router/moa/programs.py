@@ -1,0 +1,351 @@
+"""Agent requests: programs whose agents arrive one by one from an external framework."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from agent_cache import AgentPromptCache, End, LogExists, LogKey, LogWriter
+from shell_router.core.engine import Hints, ServedModel
+from shell_router.core.events import AgentErred, Event
+from shell_router.errors import (
+    AgentFailed,
+    DeadlineExceeded,
+    DuplicateAgent,
+    InvalidRequest,
+    Overloaded,
+    ShellRouterError,
+    UnknownModel,
+    UnknownProgram,
+)
+from shell_router.moa.agent import AgentRun, AgentTask, Source, check_parts, limited, usage_of
+from shell_router.moa.choosing import ModelChooser
+from shell_router.moa.incremental import complete_prompt
+from shell_router.moa.planning import ids_are_text, plan_agent
+from shell_router.moa.prompt import Message, Part, Slot, render
+from shell_router.moa.requests import (
+    AgentRequest,
+    Answer,
+    OutputOf,
+    ProgramAgentState,
+    ProgramState,
+    Segment,
+)
+from shell_router.routing.increments import Remainder
+from shell_router.topology import AUTO
+
+
+@dataclass(slots=True)
+class _Record:
+    """One agent of a program, from the moment it was sent."""
+
+    model: ServedModel
+    sampling: Mapping[str, Any]
+    precursors: frozenset[str]
+    run: AgentRun | None = None
+    task: asyncio.Task[Answer] | None = None
+    ended: ProgramAgentState | None = None
+    output: str = ""
+
+    @property
+    def state(self) -> ProgramAgentState:
+        if self.ended:
+            return self.ended
+        return "running" if self.run and self.run.prompt_tokens else "waiting"
+
+    @property
+    def text(self) -> str:
+        return self.run.text if self.run else self.output
+
+    def end(self, state: ProgramAgentState) -> None:
+        """Keep what can still be asked for, and nothing of the run."""
+        self.ended, self.output, self.run, self.task = state, self.text, None, None
+
+
+@dataclass(slots=True)
+class _Program:
+    used_s: float
+    agents: dict[str, _Record] = field(default_factory=dict)
+    chosen: dict[tuple[str, ...], str] = field(default_factory=dict)  # the program's model among these candidates
+
+    def is_running(self) -> bool:
+        return any(record.ended is None for record in self.agents.values())
+
+
+class Programs:
+    """Runs agent requests and remembers the programs they belong to.
+
+    A program whose agents have all ended is forgotten `ttl_s` after its last one was sent, as the cache forgets their
+    logs, or when there are more than `max_programs`, the oldest first.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        cache: AgentPromptCache,
+        *,
+        clock: Callable[[], float],
+        ttl_s: float = 3600.0,
+        max_programs: int = 10_000,
+        chooser: ModelChooser | None = None,
+    ) -> None:
+        self._models = models
+        self._cache = cache
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._max_programs = max_programs
+        self._chooser = chooser or ModelChooser(models, clock=clock)
+        self._programs: dict[tuple[str, str], _Program] = {}
+
+    async def run(self, request: AgentRequest, emit: Callable[[Event], None]) -> Answer:
+        """Run one agent to its end, reporting to `emit` what happens.
+
+        Raises UnknownModel, DuplicateAgent, InvalidRequest (an agent that waits for itself), PrecursorTimeout,
+        AgentFailed (a precursor failed or was cancelled, or the engine failed), PromptTooLong, DeadlineExceeded, and
+        Overloaded when every remembered program is still running.
+        """
+        request = replace(request, sampling=limited(request.sampling))
+        choices: list[Event] = []  # emitted once nothing can be refused any more
+        model, hints = await self._planned(request, choices.append)
+        expected = hints.output_tokens
+        tokens = float(request.sampling["max_new_tokens"]) if expected is None else expected
+        with self._chooser.activity.program({request.agent: (model, tokens)}):
+            return await self._answered(replace(request, model=model, candidates=()), hints, choices, emit)
+
+    async def _planned(self, request: AgentRequest, emit: Callable[[Event], None]) -> tuple[str, Hints]:
+        """The request's model, the one that its program was given before, and what is expected of it."""
+        if request.model == AUTO:
+            await self._make_space(request)
+        model, hints = await plan_agent(self._chooser, self._models, request, emit, self._chosen_before(request))
+        if request.model == AUTO:
+            program = self._programs.setdefault((request.tenant, request.program), _Program(self._clock()))
+            program.chosen[self._chooser.candidates(request.candidates)] = model
+        return model, hints
+
+    def _chosen_before(self, request: AgentRequest) -> Callable[[], str | None]:
+        def chosen() -> str | None:
+            program = self._programs.get((request.tenant, request.program))
+            return program.chosen.get(self._chooser.candidates(request.candidates)) if program else None
+
+        return chosen
+
+    async def _answered(
+        self, request: AgentRequest, hints: Hints, choices: Iterable[Event], emit: Callable[[Event], None]
+    ) -> Answer:
+        todo = self._task(request, hints)
+        await self._make_space(request)
+        record = self._register(request, todo)
+        for choice in choices:
+            emit(choice)
+        record.task = task = asyncio.create_task(self._run(request, todo, record, emit))
+        try:
+            await asyncio.wait([task])
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+            record.end(_end_of(task))
+        if task.cancelled():
+            raise AgentFailed(
+                f"Agent {request.agent!r} was cancelled with its program {request.program!r}.",
+                remedy="Send it again in a new program.",
+            )
+        return task.result()
+
+    def state(self, tenant: str, program: str) -> ProgramState:
+        """What is known of a program. Raises UnknownProgram."""
+        agents = self._program(tenant, program).agents
+        return ProgramState(
+            program,
+            {agent: record.state for agent, record in agents.items()},
+            {agent: record.text for agent, record in agents.items()},
+        )
+
+    async def cancel(self, tenant: str, program: str) -> None:
+        """End every running agent of the program and forget it. Raises UnknownProgram."""
+        agents = self._program(tenant, program).agents
+        tasks = [record.task for record in agents.values() if record.task and not record.task.done()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._forget(tenant, program)
+
+    # --- before it runs
+
+    def _task(self, request: AgentRequest, hints: Hints) -> AgentTask:
+        model = self._models.get(request.model)
+        if model is None:
+            raise UnknownModel(
+                f"No model {request.model!r} is configured.",
+                remedy=f"Use one of: {', '.join(sorted(self._models))}.",
+            )
+        parts = _parts(request, model)
+        task = AgentTask(
+            request.agent,
+            f"{request.agent}.{uuid.uuid4().hex}",
+            model,
+            parts,
+            request.sampling,
+            timeout_s=request.timeout_s,
+            hints=hints,
+            sources={part.agent: self._source(request, part.agent, model) for part in parts if isinstance(part, Slot)},
+            prefill=request.prefill,
+            all_needed=True,
+            begin_s=request.wait_s,
+            silence_s=request.timeout_s,
+        )
+        return check_parts(task)
+
+    def _source(self, request: AgentRequest, precursor: str, reader: ServedModel) -> Source:
+        def shares_ids() -> bool:
+            # known once its log has begun here; an agent that another router runs is read as text
+            program = self._programs.get((request.tenant, request.program))
+            writer = program.agents.get(precursor) if program else None
+            return writer is not None and ids_are_text(writer.model, writer.sampling, reader)
+
+        return Source(LogKey(request.tenant, request.program, precursor), shares_ids)
+
+    async def _make_space(self, request: AgentRequest) -> None:
+        limit_s = self._clock() - self._ttl_s  # programs are in the order of their last use
+        oldest = takewhile(lambda item: item[1].used_s <= limit_s, list(self._programs.items()))
+        for key in [key for key, program in oldest if not program.is_running()]:
+            await self._forget(*key)
+        if (request.tenant, request.program) in self._programs:
+            return
+        while len(self._programs) >= self._max_programs:
+            ended = next((key for key, program in self._programs.items() if not program.is_running()), None)
+            if ended is None:
+                raise Overloaded(
+                    f"All {self._max_programs} programs are still running.",
+                    remedy="Try again when some have ended.",
+                )
+            await self._forget(*ended)
+
+    def _register(self, request: AgentRequest, task: AgentTask) -> _Record:
+        key = (request.tenant, request.program)
+        program = self._programs.pop(key, None) or _Program(0.0)
+        program.used_s = self._clock()
+        self._programs[key] = program  # the last used is last
+        if request.agent in program.agents:
+            raise _duplicate(request)
+        precursors = frozenset(task.sources)
+        if circle := _circle(program, request.agent, precursors):
+            raise InvalidRequest(
+                f"Agent {request.agent!r} would wait for itself: {' <- '.join(circle)}.",
+                remedy="Break the circle of output_of segments.",
+            )
+        return program.agents.setdefault(request.agent, _Record(task.model, request.sampling, precursors))
+
+    # --- while it runs
+
+    async def _run(
+        self, request: AgentRequest, task: AgentTask, record: _Record, emit: Callable[[Event], None]
+    ) -> Answer:
+        try:
+            writer = await self._cache.create(LogKey(request.tenant, request.program, request.agent))
+        except LogExists as error:  # another router's agent: what is known of this one would be wrong of that
+            if program := self._programs.get((request.tenant, request.program)):
+                program.agents.pop(request.agent, None)
+            raise _duplicate(request) from error
+        try:
+            answer = await self._answer(request, task, record, writer, emit)
+        except asyncio.CancelledError:
+            writer.end(End.ABORTED, "cancelled")
+            raise
+        except ShellRouterError as error:
+            writer.end(End.FAILED, str(error))
+            emit(AgentErred(self._clock(), request.agent, str(error), dropped=False))
+            raise
+        finally:
+            writer.end(End.FAILED, "the router failed")  # says nothing where the log has ended
+        return answer
+
+    async def _answer(
+        self,
+        request: AgentRequest,
+        task: AgentTask,
+        record: _Record,
+        writer: LogWriter,
+        emit: Callable[[Event], None],
+    ) -> Answer:
+        cache, estimates, clock = self._cache, self._chooser.estimates, self._clock
+        record.run = run = AgentRun(task, estimates, emit, clock=clock, writer=writer)
+        run.start()
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                load, remainder = estimates.prefill(task.model), partial(self._remainder, request)
+                prompt = await complete_prompt(task, cache, load, remainder, emit, clock)
+                output = await run.decode(prompt.ids, prompt.sent)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"Agent {request.agent!r} did not end within {request.timeout_s:g} s.",
+                remedy="Allow more time.",
+            ) from error
+        writer.end(End.FINISHED)
+        return Answer(output.text, output.finish.reason, {request.agent: usage_of(task, output)})
+
+    def _remainder(self, request: AgentRequest, read: Collection[str]) -> Remainder:
+        """What the agent still waits for; agents that were not sent here yet, or to another router, are not counted."""
+        program = self._programs.get((request.tenant, request.program))
+        slowest, token_s = 0.0, None
+        for precursor in request.reads:
+            record = program.agents.get(precursor) if program and precursor not in read else None
+            if record is not None and record.run is not None and record.run.remaining[0] > slowest:
+                slowest, token_s = record.run.remaining
+        return Remainder(slowest, token_s)
+
+    # --- remembering
+
+    def _program(self, tenant: str, program: str) -> _Program:
+        found = self._programs.get((tenant, program))
+        if found is None:
+            raise UnknownProgram(f"No program {program!r} is known.", remedy="Send an agent request first.")
+        return found
+
+    async def _forget(self, tenant: str, program: str) -> None:
+        self._programs.pop((tenant, program), None)
+        await self._cache.forget(tenant, program)
+
+
+def _parts(request: AgentRequest, model: ServedModel) -> tuple[Part, ...]:
+    if bool(request.prompt) == bool(request.messages):
+        raise InvalidRequest("Exactly one of prompt and messages is needed.", remedy="Send one of the two.")
+    if request.prompt:
+        return _with_slots(request.prompt)
+    return render(model.tokenizer, [Message(role, _with_slots(segments)) for role, segments in request.messages])
+
+
+def _with_slots(segments: Iterable[Segment]) -> tuple[Part, ...]:
+    return tuple(Slot(part.agent) if isinstance(part, OutputOf) else part for part in segments)
+
+
+def _circle(program: _Program, agent: str, precursors: frozenset[str]) -> tuple[str, ...]:
+    """A way from `agent` over precursors back to it, empty where there is none."""
+    ways: list[tuple[str, ...]] = [(agent, precursor) for precursor in precursors]
+    seen: set[str] = set()
+    while ways:
+        way = ways.pop()
+        if way[-1] == agent:
+            return way
+        if way[-1] not in seen:
+            seen.add(way[-1])
+            known = program.agents.get(way[-1])
+            ways.extend((*way, precursor) for precursor in (known.precursors if known else ()))
+    return ()
+
+
+def _end_of(task: asyncio.Task[Answer]) -> ProgramAgentState:
+    if task.cancelled():
+        return "cancelled"
+    return "failed" if task.exception() else "finished"
+
+
+def _duplicate(request: AgentRequest) -> DuplicateAgent:
+    return DuplicateAgent(
+        f"Program {request.program!r} already has an agent {request.agent!r}.",
+        remedy=f"Give each agent its own id, or first send DELETE /v1/agent/requests/{request.program}.",
+    )

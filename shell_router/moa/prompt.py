@@ -1,0 +1,156 @@
+"""Prompts with slots: rendered once, filled while other agents write, tokenized piece by piece."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+
+from shell_router.core.engine import ServedModel, Tokenizer, value
+from shell_router.topology import Agent
+from shell_router.topology.graph import own_name
+from shell_router.topology.prompting import fill_text, slot_parts
+
+LONG_TEXT = 4096
+"""Characters; tokenizing more takes milliseconds, so it is done off the event loop."""
+
+CHARACTERS_PER_TOKEN = 4
+"""About, where ids are not known."""
+
+
+async def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of `text`."""
+    return tokenizer.encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(tokenizer.encode, text)
+
+
+@value
+class Slot:
+    """A place that one agent's output fills, with the text written around it."""
+
+    agent: str
+    before: str = ""
+    after: str = ""
+
+
+Part = str | Slot
+
+Mark = tuple[int, str]
+"""A place in a growing prompt: how many ids were decided, and the text after them."""
+
+
+@value
+class Message:
+    """A chat message whose content may have slots."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+
+def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Part, ...]:
+    """Put messages through the chat template and find the slots again.
+
+    Each slot goes through the template as a mark that occurs in no message, so the template may move content about
+    but the text around a slot is what the template made of it.
+    """
+    slots = [part for message in messages for part in message.parts if isinstance(part, Slot)]
+    mark = _unused_mark([part for message in messages for part in message.parts if isinstance(part, str)])
+    numbers = iter(range(len(slots)))
+    chat = [
+        {
+            "role": message.role,
+            "content": "".join(
+                part if isinstance(part, str) else f"{mark}{next(numbers)}{mark}" for part in message.parts
+            ),
+        }
+        for message in messages
+    ]
+    pieces = tokenizer.render_chat(chat).split(mark)
+    parts: list[Part] = [slots[int(piece)] if i % 2 else piece for i, piece in enumerate(pieces)]
+    return tuple(part for part in parts if part != "")
+
+
+def _unused_mark(texts: Sequence[str]) -> str:
+    """A string of private-use characters, to which no template gives a meaning, that no text holds."""
+    candidates = (f"\ue000{number}\ue001" for number in count())
+    return next(mark for mark in candidates if not any(mark in text for text in texts))
+
+
+class GrowingPrompt:
+    """Token ids of a prompt that is still being written.
+
+    Text is tokenized with all text it touches, so a run of text between two outputs in token mode has the ids it would
+    have on its own; output ids are taken as they are. The final ids therefore depend on what was added, never on how
+    it was cut or when it came.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._texts: list[str] = []
+
+    def add_text(self, text: str) -> None:
+        """Append text."""
+        self._texts.append(text)
+
+    def add_ids(self, ids: Sequence[int]) -> None:
+        """Append ids that another model with this tokenizer wrote; no ids change nothing."""
+        if ids:
+            self._ids.extend(self._tokenizer.encode("".join(self._texts)))
+            self._texts.clear()
+            self._ids.extend(ids)
+
+    @property
+    def undecided(self) -> int:
+        """Characters at its end whose ids are not decided."""
+        return sum(map(len, self._texts))
+
+    def stable_ids(self) -> list[int]:
+        """The ids that nothing added later is expected to change."""
+        return self._with(self._tokenizer.encode_stable)
+
+    def final_ids(self) -> list[int]:
+        """The ids if nothing more is added."""
+        return self._with(self._tokenizer.encode)
+
+    def _with(self, encode: Callable[[str], list[int]]) -> list[int]:
+        return [*self._ids, *encode("".join(self._texts))] if self._texts else self._ids.copy()
+
+    def mark(self) -> Mark:
+        """How far it has come."""
+        return len(self._ids), "".join(self._texts)
+
+    def back_to(self, mark: Mark) -> None:
+        """Forget all that was added since."""
+        decided, text = mark
+        del self._ids[decided:]
+        self._texts = [text]
+
+
+def agent_parts(
+    agent: Agent, order: Sequence[str], model: ServedModel, chat: Sequence[Mapping[str, str]]
+) -> tuple[Part, ...]:
+    """S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1) as the last user message of the client's chat.
+
+    `order` is the agent's precursors as they shall stand in the prompt, behind the outputs that it is given. System
+    messages of the agent and of the client become one, the agent's first; earlier turns stay as they are.
+    """
+    prompt, question = agent.prompt, chat[-1]["content"]
+    system = [fill_text(prompt.system, question)] if prompt.system else []
+    earlier = []
+    for turn in chat[:-1]:
+        if turn["role"] == "system":
+            system.append(turn["content"])
+        else:
+            earlier.append(turn)
+    first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    if prompt.prefix == "{question}" and not prompt.suffix:
+        before, behind = question, ""
+    else:
+        before, behind = fill_text(prompt.prefix, question), fill_text(prompt.suffix, question)
+    if not order and not agent.given:
+        text = model.tokenizer.render_chat([*first, *earlier, {"role": "user", "content": before + behind}])
+        return (text,) if text else ()
+    names = [*(writer for writer, _ in agent.given), *order]
+    slots = [Slot(name, *slot_parts(prompt.slot, own_name(name), i)) for i, name in enumerate(names, 1)]
+    given = [f"{slot.before}{output}{slot.after}" for slot, (_, output) in zip(slots, agent.given, strict=False)]
+    user = Message("user", (before, *given, *slots[len(agent.given) :], behind))
+    turns = [Message(turn["role"], (turn["content"],)) for turn in (*first, *earlier)]
+    return render(model.tokenizer, [*turns, user])

@@ -1,0 +1,265 @@
+"""Which LoRA adapters lie on a server, and which requests for others are served next. Pure: it loads nothing itself.
+
+Requests for one adapter stand together in groups, in the order in which the groups were opened (as CoServe's expert
+queues, section 4.2). Within `window_s` loaded adapters serve every request that comes. Then as many of them are drained
+as there are other adapters that have been awaited for so long: an adapter in steady use would else never leave.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from shell_router.errors import ConfigError
+
+W = TypeVar("W")
+
+REACH = 1000
+"""Groups of the queue that are looked at; adapters of groups behind them count as not awaited."""
+REMEMBERED = 1000
+"""Requests after which all counts of use are halved, so that old requests count little."""
+
+
+@dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """An adapter on the server. `loaded` and `used` number its load and its last use; with `pins` it is in use."""
+
+    name: str
+    loaded: int
+    used: int
+    pins: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """An adapter that may leave: `share` of the requests are for it, `turn` is its first group's, None without one."""
+
+    at: LoadedAdapter
+    share: float
+    turn: int | None
+
+
+def queue_aware(residents: Sequence[Resident]) -> list[Resident]:
+    """First what no request awaits, the least requested first; then what is awaited, the last in the queue first.
+
+    For awaited adapters it is Belady's choice, as far as the queue reaches.
+    """
+    unneeded = sorted((one for one in residents if one.turn is None), key=lambda one: one.share)
+    awaited = sorted((one for one in residents if one.turn is not None), key=lambda one: -(one.turn or 0))
+    return [*unneeded, *awaited]
+
+
+def least_recently_used(residents: Sequence[Resident]) -> list[Resident]:
+    """The one whose last use was first."""
+    return sorted(residents, key=lambda one: one.at.used)
+
+
+EVICTIONS: Mapping[str, Callable[[Sequence[Resident]], list[Resident]]] = {
+    "queue-aware": queue_aware,
+    "lru": least_recently_used,
+}
+"""Every order in which adapters leave, by the name that settings give it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """A model's adapters: the folder of each as servers see it, at most `max_loaded_adapters` on a server at a time.
+
+    Within `window_s` requests for adapters that are loaded go before one that waits for another; then that one gets the
+    next place. 0 is first come, first served. `evict` names one of EVICTIONS. A request waits `wait_s` at most, and a
+    server has `load_s` to load an adapter.
+    """
+
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    max_loaded_adapters: int = 1
+    window_s: float = 10.0
+    evict: str = "queue-aware"
+    wait_s: float = 60.0
+    load_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.max_loaded_adapters < 1:
+            raise ConfigError(f"max_loaded_adapters is {self.max_loaded_adapters}.", remedy="Allow 1 or more.")
+        if self.window_s < 0:
+            raise ConfigError(f"window_s is {self.window_s:g}.", remedy="Give 0 or more seconds.")
+        for name in ("wait_s", "load_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name):g}.", remedy="Give more than 0 seconds.")
+        if self.evict not in EVICTIONS:
+            raise ConfigError(f"evict is {self.evict!r}.", remedy=f"Take one of {', '.join(EVICTIONS)}.")
+
+
+@dataclass(slots=True, eq=False)
+class Group(Generic[W]):
+    """Requests for one adapter that stand together, in the order of their arrival."""
+
+    adapter: str
+    opened_s: float
+    waiters: list[W] = field(default_factory=list)
+
+
+class AdapterCache(Generic[W]):
+    """The adapters of one server, and the requests (`W`) that wait for one.
+
+    The caller loads and unloads: it asks `next_to_load`, makes room by `victims` and `remove`, and calls `loading`,
+    then `add`, or `loading(None)`. Times are in monotonic seconds.
+    """
+
+    def __init__(self, settings: AdapterSettings) -> None:
+        self.groups: list[Group[W]] = []
+        self.taken = 0
+        """Places that are taken: by loaded adapters, by one that is being loaded, by one that is being unloaded."""
+        self._settings = settings
+        self._order = EVICTIONS[settings.evict]
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._loading: str | None = None
+        self._ahead: dict[str, None] = {}
+        self._draining: tuple[str, ...] = ()
+        self._requests: Counter[str] = Counter()
+        self._total = 0
+        self._numbers = count()
+
+    def __contains__(self, adapter: str) -> bool:
+        return adapter in self._loaded
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaded)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for theirs."""
+        return sum(len(group.waiters) for group in self.groups)
+
+    def requested(self, adapter: str) -> None:
+        """A request wants it."""
+        self._requests[adapter] += 1
+        self._total += 1
+        if self._total >= REMEMBERED:
+            self._requests = Counter({name: times // 2 for name, times in self._requests.items() if times > 1})
+            self._total = self._requests.total()
+
+    def is_coming(self, adapter: str) -> bool:
+        """Whether it is loaded, or being loaded."""
+        return adapter in self._loaded or adapter == self._loading
+
+    def is_awaited(self, adapter: str) -> bool:
+        """Whether a request waits for it."""
+        return any(group.adapter == adapter for group in self.groups)
+
+    def serves(self, adapter: str) -> bool:
+        """Whether it is loaded and takes further requests, by what `drain` found last."""
+        return adapter in self._loaded and adapter not in self._draining
+
+    # --- waiting
+
+    def wait(self, adapter: str, waiter: W, now_s: float) -> None:
+        """Join the last group for the adapter, unless one behind it is `window_s` old; or else open a new group."""
+        for at in range(len(self.groups) - 1, -1, -1):
+            group = self.groups[at]
+            if group.adapter == adapter:
+                behind = self.groups[at + 1] if at + 1 < len(self.groups) else None
+                if behind is None or now_s - behind.opened_s < self._settings.window_s:
+                    group.waiters.append(waiter)
+                    return
+                break
+        self.groups.append(Group(adapter, now_s, [waiter]))
+
+    def leave(self, waiter: W) -> bool:
+        """The request waits no longer; False if it did not wait."""
+        for group in self.groups:
+            if waiter in group.waiters:
+                group.waiters.remove(waiter)
+                if not group.waiters:
+                    self.groups.remove(group)
+                return True
+        return False
+
+    def drain(self, now_s: float) -> None:
+        """Let some of the loaded adapters take no further requests if others have been awaited for `window_s`.
+
+        Those that were drained before stay so: to drain others instead would drain two adapters for one place.
+        """
+        groups, window_s = islice(self.groups, REACH), self._settings.window_s
+        late = {group.adapter for group in groups if now_s - group.opened_s >= window_s}
+        late -= {name for name in late if self.is_coming(name)}
+        if not late:
+            self._draining = ()
+            return
+        turn = next((at for at, group in enumerate(self.groups) if not self.is_coming(group.adapter)), None)
+        order = [one.at.name for one in self._order(self._residents(turn, in_use=True))]
+        kept = [name for name in self._draining if name in order]
+        places = len(late) - (self._settings.max_loaded_adapters - self.taken)
+        self._draining = (*kept, *(name for name in order if name not in kept))[: max(0, places)]
+
+    # --- loading
+
+    def load_ahead(self, adapter: str) -> None:
+        """A request is about to want it: load it if no waiting request needs the place."""
+        self._ahead[adapter] = None
+
+    def forget_ahead(self, adapter: str | None = None) -> None:
+        """Load it, or anything, no longer ahead."""
+        if adapter is None:
+            self._ahead.clear()
+        else:
+            self._ahead.pop(adapter, None)
+
+    def next_to_load(self) -> tuple[str, int] | None:
+        """The first awaited adapter that is not loaded, with its group's place; where all are, one to load ahead."""
+        for turn, group in enumerate(self.groups):
+            if group.adapter not in self._loaded:
+                return group.adapter, turn
+        return next(((name, REACH) for name in self._ahead), None)
+
+    def victims(self, turn: int) -> list[str] | None:
+        """The adapters to unload for one more; None where that frees too little now.
+
+        Adapters in use, and those whose turn comes no later than `turn`, stay.
+        """
+        missing = 1 + self.taken - self._settings.max_loaded_adapters
+        if missing <= 0:
+            return []
+        leaving = [one.at.name for one in self._order(self._residents(turn))[:missing]]
+        return leaving if len(leaving) == missing else None
+
+    def in_use(self, adapter: str) -> bool:
+        """Whether requests hold it."""
+        return self._loaded[adapter].pins > 0
+
+    def loading(self, adapter: str | None) -> None:
+        """It is being loaded from now on; None where the load has ended."""
+        self._loading = adapter
+
+    def add(self, adapter: str) -> None:
+        """It is loaded, on a place that was taken before."""
+        number = next(self._numbers)
+        self._loaded[adapter] = LoadedAdapter(adapter, number, number)
+
+    def remove(self, adapter: str) -> None:
+        """It is gone. Its place stays taken until the caller frees it."""
+        del self._loaded[adapter]
+
+    def load_number(self, adapter: str) -> int | None:
+        """Which load brought it, to tell it from a later one; None where it is not loaded."""
+        at = self._loaded.get(adapter)
+        return None if at is None else at.loaded
+
+    def pin(self, adapter: str) -> LoadedAdapter:
+        """It is in use, and stays until its `pins` are counted down again."""
+        at = self._loaded[adapter]
+        at.pins += 1
+        at.used = next(self._numbers)
+        return at
+
+    def _residents(self, keep_before: int | None, *, in_use: bool = False) -> list[Resident]:
+        turns: dict[str, int] = {}
+        for turn, group in enumerate(islice(self.groups, REACH)):
+            turns.setdefault(group.adapter, turn)
+        found = [
+            Resident(at, self._requests[at.name] / self._total if self._total else 0.0, turns.get(at.name))
+            for at in self._loaded.values()
+            if in_use or not at.pins
+        ]
+        return [one for one in found if keep_before is None or one.turn is None or one.turn > keep_before]

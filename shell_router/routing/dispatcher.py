@@ -1,0 +1,429 @@
+"""Which engine takes a request, and when: filter, score, pick; for servers and simulated pairs alike."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Generic, TypeVar
+
+from shell_router.core.engine import Placement
+from shell_router.errors import EngineUnavailable
+from shell_router.routing.engine_selection import (
+    BLIND,
+    IGNORES_PREFIXES,
+    Choice,
+    ChoiceMemory,
+    EngineReport,
+    EngineState,
+    PlacementRequest,
+    RoutingFeatures,
+    Scene,
+    SelectionSettings,
+    choose,
+    require,
+)
+from shell_router.routing.failures import Breaker
+from shell_router.routing.prompt_index import PromptIndex
+from shell_router.routing.queue import QueueEntry, QueueMemory, QueueSettings, RequestQueue, priority
+
+E = TypeVar("E")
+
+_ONLY_ENGINE = Choice(0, "only_engine")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingSettings:
+    """How engines are chosen and requests wait for them.
+
+    Engines are asked for their state every `poll_s`; reports older than `stale_s` are ignored.
+    """
+
+    selection: SelectionSettings = field(default_factory=SelectionSettings)
+    queue: QueueSettings = field(default_factory=QueueSettings)
+    poll_s: Annotated[float, "Seconds between polls of the engines, below 5; longer costs less and knows less."] = 1.0
+    stale_s: float = field(default=5.0, metadata={"file": False})
+
+    def __post_init__(self) -> None:
+        require(self.poll_s > 0, f"poll_s must be above 0, not {self.poll_s:g}")
+        require(
+            self.stale_s > self.poll_s,
+            f"poll_s must be below {self.stale_s:g}, not {self.poll_s:g}: older reports are ignored",
+        )
+
+
+@dataclass(slots=True)
+class InFlight:
+    """What this router has under way on one engine: the activity monitor (Chimera, section 3.5).
+
+    `prefill_tokens` of prompts are not yet prefilled, `output_tokens` are expected and not yet written (together the
+    paper's volume I[m]), and `held_tokens` of prompts and outputs are there already, as KV. `updates` of the `requests`
+    are prefill-only.
+    """
+
+    requests: int = 0
+    updates: int = 0
+    prefill_tokens: int = 0
+    output_tokens: int = 0
+    held_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The KV that all of it takes in the end, as far as is expected."""
+        return self.prefill_tokens + self.output_tokens + self.held_tokens
+
+
+@dataclass(slots=True)
+class TrackedEngine(Generic[E]):
+    """An engine, and what is known of it.
+
+    `waiting` requests, of `waiting_tokens`, are held back for it; `chosen` numbers the last choice of it; `reported_s`
+    is when it last reported its state, `failed_polls` how often it did not answer.
+    """
+
+    index: int
+    engine: E
+    name: str
+    breaker: Breaker
+    in_flight: InFlight = field(default_factory=InFlight)
+    waiting: int = 0
+    waiting_tokens: int = 0
+    chosen: int = 0
+    reported: EngineReport | None = None
+    reported_s: float = 0.0
+    failed_polls: int = 0
+
+    def age_s(self, now_s: float) -> float | None:
+        """How long ago it reported its state; None where it never did."""
+        return None if self.reported is None else now_s - self.reported_s
+
+    def state(self, now_s: float, stale_s: float, *, has_adapter: bool) -> EngineState:
+        """As policies see it, without a report that is `stale_s` old."""
+        load, age_s = self.in_flight, self.age_s(now_s)
+        return EngineState(
+            self.index,
+            load.requests,
+            self.waiting,
+            load.prefill_tokens,
+            load.output_tokens,
+            self.waiting_tokens,
+            self.chosen,
+            None if age_s is None or age_s >= stale_s else self.reported,
+            age_s,
+            has_adapter,
+        )
+
+
+class EngineSlot(Generic[E]):
+    """A request's slot on `engine`, from the moment it may be sent there until `close`, which must be called.
+
+    `prefilled` and `wrote` keep what is known of the engine's load true; after `close` they change nothing.
+    `priority` is for the engine's own queue (the lower, the sooner), None where it is not sent.
+    """
+
+    def __init__(
+        self,
+        dispatcher: "Dispatcher[E]",
+        at: TrackedEngine[E],
+        features: RoutingFeatures,
+        why: str,
+        waited_s: float = 0.0,
+        priority: int | None = None,
+    ) -> None:
+        self.engine, self.name, self.why, self.waited_s, self.priority = at.engine, at.name, why, waited_s, priority
+        self._dispatcher = dispatcher
+        self._features = features
+        self._load = load = at.in_flight
+        self._prefill = features.new_tokens if features.prefills else 0
+        self._output = features.output_tokens
+        self._held = self._written = 0
+        self._closed = False
+        load.requests += 1
+        load.updates += features.update
+        load.prefill_tokens += self._prefill
+        load.output_tokens += self._output
+
+    def placement(self, adapter_s: float = 0.0) -> Placement:
+        """Where the request went and why; it waited `adapter_s` for its adapter there."""
+        return Placement(self.name, self._dispatcher.policy, self.why, self.waited_s, adapter_s)
+
+    def prefilled(self) -> None:
+        """Its prompt is prefilled. Calling it again changes nothing."""
+        if self._closed or self._held:
+            return
+        load = self._load
+        load.prefill_tokens -= self._prefill
+        self._prefill = 0
+        self._held = self._features.prompt_tokens
+        load.held_tokens += self._held
+        if self._dispatcher.holds:
+            self._dispatcher.grant()
+
+    def wrote(self, tokens: int) -> None:
+        """It wrote `tokens` more, perhaps more than were expected; with the first its prompt is prefilled."""
+        if self._closed:
+            return
+        if not self._held:
+            self.prefilled()
+        load, output = self._load, self._output
+        expected = tokens if tokens < output else output
+        self._output = output - expected
+        load.output_tokens -= expected
+        self._written += tokens
+        self._held += tokens
+        load.held_tokens += tokens
+        if self._dispatcher.holds:
+            self._dispatcher.served(self._features, tokens)
+
+    def completed(self) -> None:
+        """All that it had to write is written."""
+        self._dispatcher.completed(self._written)
+
+    def close(self) -> None:
+        """The engine has done with it, however it ended. Calling it again changes nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        load = self._load
+        load.requests -= 1
+        load.updates -= self._features.update
+        load.prefill_tokens -= self._prefill
+        load.output_tokens -= self._output
+        load.held_tokens -= self._held
+        if self._dispatcher.holds:
+            self._dispatcher.left(self._features)
+
+
+class Dispatcher(Generic[E]):
+    """The engines of one kind, each of which serves every request, but not equally fast.
+
+    An engine whose breaker is open gets none. Requests of one affinity keep the engine that holds their KV; all others
+    go where the policy says, and wait where the settings limit what an engine takes at a time (`holds`). `choices`
+    counts them by reason, `waited` those that had to wait, and `waited_s` for how long in all. `has_adapter` says
+    whether an engine has an adapter. Engines that do not prefill get KV from others; those that do not decode write
+    nothing. Never waits and does no I/O: `engines.dispatching.engine_slot` awaits what `submit` returns.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[tuple[E, str, Breaker]],
+        settings: SchedulingSettings,
+        clock: Callable[[], float],
+        has_adapter: Callable[[E, str], bool] = lambda engine, adapter: False,
+        *,
+        prefills: bool = True,
+        decodes: bool = True,
+    ) -> None:
+        self.tracked = [TrackedEngine(index, *one) for index, one in enumerate(engines)]
+        self.engines = tuple(at.engine for at in self.tracked)
+        self.settings = settings
+        self.policy = settings.selection.policy
+        self.holds = settings.queue.holds
+        self.choices: Counter[str] = Counter()
+        self.waited, self.waited_s = 0, 0.0
+        self._prefills, self._decodes = prefills, decodes
+        self._clock = clock
+        self._has_adapter = has_adapter
+        several = len(engines) > 1
+        self.reads_reports = several and self.policy not in BLIND
+        """Whether choices depend on what engines report."""
+        self._memory = ChoiceMemory(settings.selection.affinity_s, remembers=self.reads_reports)
+        self._prompts = PromptIndex(prefixes=several and self.policy not in IGNORES_PREFIXES)
+        self._queue_memory = QueueMemory()
+        self._queue = RequestQueue(settings.queue, self._queue_memory)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._queue.entries)
+
+    def report(self, index: int, reported: EngineReport) -> None:
+        """The engine has reported its state."""
+        self.tracked[index].reported, self.tracked[index].reported_s = reported, self._clock()
+
+    def serving(self) -> list[TrackedEngine[E]]:
+        """The engines whose breakers are closed, or that may be probed now. EngineUnavailable where there are none."""
+        now_s = self._clock()
+        for at in self.tracked:
+            if at.breaker.blocked_until_s > now_s:
+                break
+        else:
+            return self.tracked
+        serving = [at for at in self.tracked if at.breaker.blocked_until_s <= now_s]
+        if serving:
+            return serving
+        wait_s = min(at.breaker.wait_s(now_s) for at in self.tracked)
+        named = " and the ".join(str(engine) for engine in self.engines)
+        raise EngineUnavailable(
+            f"The circuit breaker of the {named} is open: no request is sent there for another {wait_s:.1f} s.",
+            remedy="Look at the engine's log, and ask again later.",
+        )
+
+    def submit(self, request: PlacementRequest, avoid: Collection[E] = ()) -> EngineSlot[E] | QueueEntry:
+        """A slot, where the request is sent at once, or its queue entry; not on one of `avoid` if another serves.
+
+        Raises EngineUnavailable while the breakers of all are open.
+        """
+        serving, now_s = self.serving(), self._clock()
+        excluded = frozenset(at.index for at in self.tracked if at.engine in avoid) if avoid else _NONE
+        features = self._prompts.features(request, prefills=self._prefills, decodes=self._decodes)
+        if not self.holds:
+            choice = self._choice(features, _not_excluded(serving, excluded) if excluded else serving)
+            rank = None
+            if self.settings.queue.engine_priority:
+                rank = priority(QueueEntry(features, now_s), self._queue_memory, self.settings.queue)
+            self._memory.note(features, choice.index, now_s)
+            return self._take(choice, features, now_s, rank=rank)
+        entry = QueueEntry(features, now_s, excluded=excluded)
+        self._queue_memory.arrived(features, now_s)
+        self._bind(entry, _not_excluded(serving, excluded))
+        self._queue.join(entry)
+        self.grant()
+        if entry.slot is not None:
+            slot: EngineSlot[E] = entry.slot
+            return slot
+        entry.waits = True
+        return entry
+
+    def withdraw(self, entry: QueueEntry) -> None:
+        """The request waits no longer. A slot that it had got in this moment is closed."""
+        if entry in self._queue.entries:
+            self._queue.entries.remove(entry)
+        if entry.slot is not None:
+            entry.slot.close()
+        else:
+            self._unbind(entry)
+            self._queue_memory.left(entry.features)
+
+    def grant(self) -> None:
+        """Give slots that are free to requests that wait, in their order."""
+        if not self._queue.entries:
+            return
+        try:
+            serving = self.serving()
+        except EngineUnavailable as error:
+            entries, self._queue.entries = self._queue.entries, []
+            for entry in entries:
+                entry.error = error
+                entry.decided()
+            return
+        up = {at.index for at in serving}
+        while True:
+            free = {at.index for at in serving if self._has_capacity(at, update=False)}
+            free_for_updates = {at.index for at in serving if self._has_capacity(at, update=True)}
+            if not free_for_updates:
+                return
+
+            def can_go(entry: QueueEntry) -> bool:
+                able = free_for_updates if entry.features.update else free  # noqa: B023 - called in this round only
+                return entry.bound.index in able if entry.bound and entry.bound.index in up else bool(able)
+
+            first = self._queue.next(can_go, self._clock())
+            if first is None:
+                return
+            able = free_for_updates if first.features.update else free
+            self._grant_to(first, [at for at in serving if at.index in able])
+            first.decided()
+
+    # --- for slots
+
+    def served(self, features: RoutingFeatures, output_tokens: int) -> None:
+        """A request wrote tokens."""
+        self._queue_memory.served(features.user, 0, output_tokens)
+
+    def completed(self, output_tokens: int) -> None:
+        """A request wrote all of its output."""
+        self._prompts.wrote(output_tokens)
+
+    def left(self, features: RoutingFeatures) -> None:
+        """A request is over."""
+        self._queue_memory.left(features)
+        self.grant()
+
+    # --- choosing
+
+    def _has_capacity(self, at: TrackedEngine[E], *, update: bool) -> bool:
+        """Updates, whose KV need not stay, are limited only by what is to be prefilled.
+
+        An engine that is being probed gets no second request until its breaker allows one.
+        """
+        if at.breaker.blocked_until_s > self._clock():
+            return False
+        limits, load = self.settings.queue, at.in_flight
+        if limits.max_prefill_tokens is not None and load.prefill_tokens >= limits.max_prefill_tokens:
+            return False
+        if update:
+            return True
+        if limits.max_tokens is not None and load.tokens >= limits.max_tokens:
+            return False
+        return limits.max_running is None or load.requests - load.updates < limits.max_running
+
+    def _choice(self, features: RoutingFeatures, among: Sequence[TrackedEngine[E]]) -> Choice:
+        if len(self.tracked) == 1:
+            return _ONLY_ENGINE
+        home = self._prompts.home(features)
+        if home is not None and any(at.index == home for at in among):
+            return Choice(home, "growing_prompt")
+        if len(among) == 1:
+            return Choice(among[0].index, "only_one_free")
+        now_s, stale_s, adapter = self._clock(), self.settings.stale_s, features.adapter
+        states = [
+            at.state(now_s, stale_s, has_adapter=adapter is not None and self._has_adapter(at.engine, adapter))
+            for at in among
+        ]
+        return choose(Scene(features, states, self._memory, self.settings.selection, now_s))
+
+    def _bind(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
+        """Choose the engine now if the settings say so, or if one of `among` holds the prompt's beginning."""
+        home = self._prompts.home(entry.features)
+        if self.settings.queue.bind == "arrival" or any(at.index == home for at in among):
+            entry.bound = self._choice(entry.features, among)
+            self._memory.note(entry.features, entry.bound.index, entry.arrived_s)
+            self.tracked[entry.bound.index].waiting += 1
+            self.tracked[entry.bound.index].waiting_tokens += entry.features.new_tokens
+
+    def _unbind(self, entry: QueueEntry) -> None:
+        if entry.bound is not None:
+            self.tracked[entry.bound.index].waiting -= 1
+            self.tracked[entry.bound.index].waiting_tokens -= entry.features.new_tokens
+
+    def _grant_to(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
+        """A slot on the engine that the entry is bound to, if that is among these, or else on one of these."""
+        now_s, queue = self._clock(), self.settings.queue
+        choice = entry.bound if entry.bound and any(at.index == entry.bound.index for at in among) else None
+        if choice is None:
+            choice = self._choice(entry.features, _not_excluded(among, entry.excluded))
+        rank = priority(entry, self._queue_memory, queue) if queue.engine_priority else None
+        if entry.bound is None:
+            self._memory.note(entry.features, choice.index, now_s)
+        waited_s = now_s - entry.arrived_s if entry.waits else 0.0
+        self.waited += entry.waits
+        self.waited_s += waited_s
+        self._queue.leave(entry)
+        self._unbind(entry)
+        entry.slot = self._take(choice, entry.features, now_s, rank, waited_s, entry.missed)
+
+    def _take(
+        self,
+        choice: Choice,
+        features: RoutingFeatures,
+        now_s: float,
+        rank: int | None = None,
+        waited_s: float = 0.0,
+        missed: int = 0,
+    ) -> EngineSlot[E]:
+        at = self.tracked[choice.index]
+        features = self._prompts.sent(features, choice.index)
+        at.breaker.tried(now_s)
+        at.chosen = self._memory.made
+        self.choices[choice.why] += 1
+        if self.holds:
+            queue = self.settings.queue
+            self._queue_memory.chosen(features, missed // queue.starvation_misses, queue.quantum)
+        return EngineSlot(self, at, features, choice.why, waited_s, rank)
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+def _not_excluded(among: Sequence[TrackedEngine[E]], excluded: frozenset[int]) -> Sequence[TrackedEngine[E]]:
+    """Those on which the request has not failed, if there are any."""
+    return [at for at in among if at.index not in excluded] or among if excluded else among

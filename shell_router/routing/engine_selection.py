@@ -1,0 +1,373 @@
+"""Which of several engines takes a request: filters, scorers and policies. See docs/explanation/scheduling.md.
+
+A policy is one function and one entry in POLICIES, a scorer one function and one entry in SCORERS.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS, NO_HINTS, Generation, Hints, value
+from shell_router.errors import ConfigError
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Raise ConfigError with `otherwise`, a sentence without its full stop, unless `holds`."""
+    if not holds:
+        raise ConfigError(f"{otherwise}.", remedy="docs/explanation/scheduling.md explains each setting.")
+
+
+KEPT = 65_536
+"""Users and places that are remembered; those that asked longest ago are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine reports: the share of its KV in use, tokens running and waiting, its cache's hit rate."""
+
+    kv_usage: float
+    tokens: int
+    running: int
+    waiting: int
+    hit_rate: float | None = None
+
+
+@value
+class EngineState:
+    """One engine that may be chosen, `index` by its place among all of its kind.
+
+    What the router counts itself is exact: requests it has sent there (`running`) and holds back for it (`waiting`),
+    prompt tokens there that are not yet prefilled, output tokens that are expected and not yet written, and new
+    prompt tokens of what is held back. `reported` is the engine's own report, `age_s` old; None without a fresh
+    one. `chosen` numbers the last choice of it: the lower, the longer ago. `has_adapter`: the request's adapter is
+    loaded there, or being loaded.
+    """
+
+    index: int
+    running: int = 0
+    waiting: int = 0
+    prefill_tokens: int = 0
+    output_tokens: int = 0
+    waiting_tokens: int = 0
+    chosen: int = 0
+    reported: EngineReport | None = None
+    age_s: float | None = None
+    has_adapter: bool = False
+
+
+@value
+class PlacementRequest:
+    """A request that needs an engine of each role.
+
+    `ids` are its prompt's, where they are known. An `update` is prefill-only. `affinity` and `adapter` are as in
+    `Generation`.
+    """
+
+    prompt_tokens: int
+    ids: Sequence[int] | None = None
+    max_output_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    hints: Hints = NO_HINTS
+    affinity: str | None = None
+    update: bool = False
+    adapter: str | None = None
+
+    @classmethod
+    def of(cls, request: Generation, *, update: bool = False) -> "PlacementRequest":
+        """What a dispatcher needs to know of `request`."""
+        ids, limit = request.input_ids, request.sampling.get("max_new_tokens")
+        most = 0 if update else DEFAULT_MAX_NEW_TOKENS if limit is None else limit
+        return cls(len(ids), ids, most, request.hints, request.affinity, update, request.adapter)
+
+
+@value
+class RoutingFeatures:
+    """A request as policies and orders see it.
+
+    `new_tokens` of its `prompt_tokens` are not yet prefilled as far as is known, `output_tokens` are expected of it.
+    `overlaps` are leading prompt tokens that an engine, by its index, has had before; engines that had none are absent.
+    `affinity` and `adapter` are as in `Generation`. `update` marks a prefill-only request; without `prefills` the
+    engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix index.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    output_tokens: int = 0
+    hints: Hints = NO_HINTS
+    affinity: str | None = None
+    overlaps: Mapping[int, int] = field(default_factory=dict)
+    update: bool = False
+    prefills: bool = True
+    adapter: str | None = None
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def user(self) -> Hashable | None:
+        """The user who asks, where that is known."""
+        return self.hints.user
+
+    @property
+    def place(self) -> Hashable | None:
+        """User, topology and agent: finer than the user, so that a tree's agents do not collapse onto one engine.
+
+        None where none of them is known.
+        """
+        hints = self.hints
+        return (hints.user, hints.topology, hints.agent) if hints.user or hints.topology else None
+
+
+@value
+class Choice:
+    """An engine, by its index, and why: a few words that are the same for all choices of the same kind."""
+
+    index: int
+    why: str
+
+
+class ChoiceMemory:
+    """Earlier choices: how many they were, and where users and places went last.
+
+    Policies read it. Without `remembers`, users and places are not kept.
+    """
+
+    def __init__(self, affinity_s: float, *, remembers: bool = True) -> None:
+        self.made = 0
+        self._remembers = remembers
+        self._affinity_s = affinity_s
+        self._homes: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
+
+    def home(self, key: Hashable | None, now_s: float) -> int | None:
+        """The engine of the last request of `key`, a user or a place, unless that is too long ago."""
+        found = None if key is None else self._homes.get(key)
+        return found[0] if found is not None and now_s - found[1] < self._affinity_s else None
+
+    def note(self, features: RoutingFeatures, index: int, now_s: float) -> None:
+        """The request goes to this engine now."""
+        self.made += 1
+        if not self._remembers or features.hints is NO_HINTS:
+            return
+        for key in (features.user, features.place):
+            if key is not None:
+                self._homes[key] = (index, now_s)
+                self._homes.move_to_end(key)
+        while len(self._homes) > KEPT:
+            self._homes.popitem(last=False)
+
+
+UNKNOWN = 0.5
+"""The score of an engine of which a scorer knows nothing fresh."""
+
+
+@value
+class Scene:
+    """What policies and scorers see: the request, the engines that serve, at least one, and the choices before.
+
+    `now_s` is in monotonic seconds.
+    """
+
+    features: RoutingFeatures
+    engines: Sequence[EngineState]
+    memory: ChoiceMemory
+    settings: "SelectionSettings"
+    now_s: float
+
+
+Scorer = Callable[[Scene], Sequence[float]]
+"""A score per engine of the scene, in their order."""
+
+
+def wait(scene: Scene) -> Sequence[float]:
+    """The least work until the request is through, over that on the engine: tokens there, and of it what is new there.
+
+    A prefix that the engine has had before saves its length, so that requests that share one are put together where
+    that costs less than it saves.
+    """
+    features, weight = scene.features, scene.settings.output_weight
+    work = [
+        1 + one.prefill_tokens + one.waiting_tokens + weight * one.output_tokens + _new_tokens(features, one.index)
+        for one in scene.engines
+    ]
+    least = min(work)
+    return [least / one for one in work]
+
+
+def requests(scene: Scene) -> Sequence[float]:
+    """The fewest requests on any engine over those on this one."""
+    counts = [1 + one.running + one.waiting for one in scene.engines]
+    return [min(counts) / count for count in counts]
+
+
+def kv_usage(scene: Scene) -> Sequence[float]:
+    """The share of the engine's KV that is free, by what it reported."""
+    return [UNKNOWN if one.reported is None else 1 - min(1.0, one.reported.kv_usage) for one in scene.engines]
+
+
+def affinity(scene: Scene) -> Sequence[float]:
+    """1 for the engine that had the last request of this user and place in a topology."""
+    home = scene.memory.home(scene.features.place, scene.now_s)
+    return [float(one.index == home) for one in scene.engines]
+
+
+def adapter(scene: Scene) -> Sequence[float]:
+    """1 for engines that have the request's adapter, or are about to."""
+    return [float(one.has_adapter) for one in scene.engines]
+
+
+def prefix(scene: Scene) -> Sequence[float]:
+    """The share of the prompt that the engine has had before."""
+    whole = max(1, scene.features.prompt_tokens)
+    return [scene.features.overlaps.get(one.index, 0) / whole for one in scene.engines]
+
+
+SCORERS: dict[str, Scorer] = {
+    "wait": wait,
+    "requests": requests,
+    "kv_usage": kv_usage,
+    "affinity": affinity,
+    "adapter": adapter,
+    "prefix": prefix,
+}
+"""Every scorer by the name that settings give it."""
+
+
+def _new_tokens(features: RoutingFeatures, index: int) -> int:
+    """What the engine would have to prefill; nothing, where another engine does that."""
+    return max(1, features.prompt_tokens - features.overlaps.get(index, 0)) if features.prefills else 0
+
+
+@dataclass(frozen=True, slots=True)
+class GimbalThresholds:
+    """Algorithm 1's: KV usage that counts as full, what usages may differ by, what loads in tokens may differ by."""
+
+    theta_kv: Annotated[float, "KV usage at which an engine counts as full; lower it where outputs are long."] = 0.9
+    theta_diff: float = field(default=0.1, metadata={"file": False})
+    theta_load: int = field(default=3000, metadata={"file": False})
+
+    def __post_init__(self) -> None:
+        for name in ("theta_kv", "theta_diff"):
+            require(0 < getattr(self, name) <= 1, f"{name} must be above 0 and at most 1, not {getattr(self, name):g}")
+        require(self.theta_load >= 0, f"theta_load must be at least 0, not {self.theta_load}")
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionSettings:
+    """How engines are chosen.
+
+    `affinity_s` after its last request a user's, or a place's, engine is forgotten. `weights` are those of the policy
+    `scored`, by scorer; it leaves out engines whose KV is filled to `gimbal.theta_kv`, unless all are.
+    `output_weight` tokens of a prompt take an engine as long as one token that it writes. Other policies than `scored`
+    choose among the engines that have the request's adapter, unless these have `adapter_slack` more requests.
+    """
+
+    policy: Annotated[str, "Which engine takes a request: `least_running`, `round_robin`, `gimbal` or `scored`."] = (
+        "least_running"
+    )
+    gimbal: GimbalThresholds = GimbalThresholds()
+    weights: Annotated[Mapping[str, float], "Of `scored`: how much waiting, prefix reuse and adapters count."] = field(
+        default_factory=lambda: {"wait": 1.0, "affinity": 0.2, "adapter": 0.5}
+    )
+    output_weight: float = field(default=8.0, metadata={"file": False})
+    affinity_s: Annotated[float, "Seconds for which a user's or an agent's last engine is remembered."] = 300.0
+    adapter_slack: int = field(default=8, metadata={"file": False})
+
+    def __post_init__(self) -> None:
+        require(self.policy in POLICIES, f"policy {self.policy!r} is none of: {', '.join(POLICIES)}")
+        for name, weight in self.weights.items():
+            require(name in SCORERS, f"weights: {name!r} is none of: {', '.join(SCORERS)}")
+            require(weight >= 0, f"weights.{name} must be at least 0, not {weight:g}")
+        require(any(self.weights.values()), "weights are all 0: give one scorer a weight")
+        require(self.output_weight >= 0, f"output_weight must be at least 0, not {self.output_weight:g}")
+        require(self.adapter_slack >= 0, f"adapter_slack must be at least 0, not {self.adapter_slack}")
+        require(self.affinity_s > 0, f"affinity_s must be above 0, not {self.affinity_s:g}")
+
+
+Policy = Callable[[Scene], Choice]
+"""Chooses one of the engines for the request."""
+
+
+def least_running(scene: Scene) -> Choice:
+    """The engine with the fewest requests; of equals the one that was chosen longest ago."""
+    return Choice(min(scene.engines, key=lambda one: (one.running + one.waiting, one.chosen)).index, "fewest_requests")
+
+
+def round_robin(scene: Scene) -> Choice:
+    """One after the other, whatever they have to do."""
+    return Choice(scene.engines[scene.memory.made % len(scene.engines)].index, "turn")
+
+
+def gimbal(scene: Scene) -> Choice:
+    """Gimbal, Algorithm 1. Metric data count as available while every engine's is fresh.
+
+    What the router holds back for an engine is part of that engine's running load: the paper's engines hold it back.
+    """
+    engines, turn, theta = scene.engines, round_robin(scene), scene.settings.gimbal
+    usage = [one.reported.kv_usage for one in engines if one.reported is not None]
+    loads = [one.reported.tokens + one.waiting_tokens for one in engines if one.reported is not None]
+    if len(usage) < len(engines):
+        return Choice(turn.index, "no_metrics")
+    if max(usage) >= theta.theta_kv:
+        if max(usage) - min(usage) >= theta.theta_diff:
+            return Choice(engines[usage.index(min(usage))].index, "lowest_kv_usage")
+        if max(loads) - min(loads) > theta.theta_load:
+            return Choice(engines[loads.index(min(loads))].index, "lowest_load")
+        return turn
+    home = scene.memory.home(scene.features.user, scene.now_s)
+    return Choice(home, "user_affinity") if home in [one.index for one in engines] and home is not None else turn
+
+
+def scored(scene: Scene) -> Choice:
+    """The highest weighted sum of scores among engines whose KV is not full; of equals the one chosen longest ago.
+
+    Why: the scorer by which it is furthest above the mean of all, or `tie`.
+    """
+    full = scene.settings.gimbal.theta_kv
+    not_full = [one for one in scene.engines if one.reported is None or one.reported.kv_usage < full]
+    scene = replace(scene, engines=not_full or scene.engines)
+    engines, weights = scene.engines, scene.settings.weights
+    parts = {name: [weight * score for score in SCORERS[name](scene)] for name, weight in weights.items() if weight > 0}
+    sums = [sum(scores) for scores in zip(*parts.values(), strict=True)]
+    best = max(range(len(engines)), key=lambda at: (sums[at], -engines[at].chosen))
+    lead = {name: scores[best] - sum(scores) / len(scores) for name, scores in parts.items()}
+    first = max(lead, key=lead.__getitem__)
+    return Choice(engines[best].index, first if lead[first] > 0 else "tie")
+
+
+POLICIES: dict[str, Policy] = {
+    "least_running": least_running,
+    "round_robin": round_robin,
+    "gimbal": gimbal,
+    "scored": scored,
+}
+"""Every policy by the name that settings give it."""
+
+BLIND = frozenset({"least_running", "round_robin"})
+"""Policies that read only the router's own count: neither engines' reports, nor earlier choices, nor prefixes."""
+
+IGNORES_PREFIXES = BLIND | {"gimbal"}
+"""Policies that never read `RoutingFeatures.overlaps`, which spares hashing every prompt."""
+
+WEIGHS_ADAPTERS = frozenset({"scored"})
+"""Policies that weigh themselves whether an engine has the request's adapter."""
+
+
+def choose(scene: Scene) -> Choice:
+    """The choice of the settings' policy, among the engines with the request's adapter where these are not too busy."""
+    settings = scene.settings
+    if settings.policy not in WEIGHS_ADAPTERS and scene.features.adapter is not None:
+        scene = replace(scene, engines=with_adapter(scene.features, scene.engines, settings.adapter_slack))
+    if len(scene.engines) == 1:
+        return Choice(scene.engines[0].index, "has_adapter")
+    return POLICIES[settings.policy](scene)
+
+
+def with_adapter(features: RoutingFeatures, engines: Sequence[EngineState], slack: int) -> Sequence[EngineState]:
+    """Those that have the request's adapter, so that it need not be loaded elsewhere.
+
+    All, where none has it, or where the least busy of them has over `slack` more requests than the least busy of all:
+    an adapter that is wanted so much is loaded once more.
+    """
+    having = [one for one in engines if one.has_adapter] if features.adapter is not None else []
+    if not having:
+        return engines
+    least = min(one.running + one.waiting for one in engines)
+    return having if min(one.running + one.waiting for one in having) - least <= slack else engines

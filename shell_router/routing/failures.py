@@ -1,0 +1,104 @@
+"""What failures lead to: the circuit breaker of a server, and whether a request is sent again. Pure."""
+
+from dataclasses import dataclass
+
+from shell_router.errors import AdapterMissing, EngineRejected, EngineUnreachable, ShellRouterError
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerSettings:
+    """`failures` in a row open the breaker; while it is open, one request in `open_s` probes the server."""
+
+    failures: int = 5
+    open_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("failures", "open_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+
+
+DEFAULT_BREAKER = BreakerSettings()
+
+
+class Breaker:
+    """The circuit breaker of one server. One success closes it. The caller gives the time, in monotonic seconds.
+
+    No request may be sent before `blocked_until_s`. `open_s` is as in BreakerSettings.
+    """
+
+    __slots__ = ("_failures", "_limit", "blocked_until_s", "open_s")
+
+    def __init__(self, settings: BreakerSettings = DEFAULT_BREAKER) -> None:
+        self.open_s = settings.open_s
+        self.blocked_until_s = 0.0
+        self._limit = settings.failures
+        self._failures = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether its server has failed so often in a row."""
+        return self._failures >= self._limit
+
+    def wait_s(self, now_s: float) -> float:
+        """Seconds until a request may be sent; 0 where one may be sent now."""
+        return max(0.0, self.blocked_until_s - now_s)
+
+    def tried(self, now_s: float) -> None:
+        """A request is being sent: while the breaker is open the only one for `open_s`."""
+        if self._failures >= self._limit:
+            self.blocked_until_s = now_s + self.open_s
+
+    def failed(self, now_s: float) -> bool:
+        """Note a failure; whether it opened the breaker."""
+        self._failures += 1
+        if self._failures != self._limit:
+            return False
+        self.blocked_until_s = now_s + self.open_s
+        return True
+
+    def succeeded(self) -> bool:
+        """Note a success; whether it closed the breaker."""
+        closed = self._failures >= self._limit
+        self._failures, self.blocked_until_s = 0, 0.0
+        return closed
+
+
+INTERNAL_ERROR = 500
+RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+"""Statuses of a server that may well serve the same request a moment later."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySettings:
+    """At most `attempts` in all; before the second `delay_s`, and twice as long before each further one.
+
+    Each wait is made up to `jitter` longer or shorter, so that requests that failed together do not return together.
+    """
+
+    attempts: int = 3
+    delay_s: float = 0.05
+    jitter: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(f"attempts must be at least 1, not {self.attempts}")
+
+    def wait_s(self, error: ShellRouterError, attempt: int, draw: float) -> float | None:
+        """Seconds before the attempt after number `attempt` (from 1); None where it was the last.
+
+        `draw` is uniform in [0, 1). Requests whose server stalled, and requests that were aborted, are not sent
+        again.
+        """
+        if attempt >= self.attempts or not is_retryable(error):
+            return None
+        return self.delay_s * float(2 ** (attempt - 1)) * (1 + self.jitter * (2 * draw - 1))
+
+
+DEFAULT_RETRIES = RetrySettings()
+
+
+def is_retryable(error: ShellRouterError) -> bool:
+    if isinstance(error, EngineRejected):
+        return error.status in RETRYABLE_STATUSES
+    return isinstance(error, EngineUnreachable | AdapterMissing)

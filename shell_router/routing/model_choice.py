@@ -1,0 +1,197 @@
+"""Which of several models answers: Chimera's Algorithm 1 (lines 4 to 22), and simpler ways to compare it with."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+ModelPolicy = Literal["chimera", "worth", "least_loaded", "round_robin", "best_score"]
+Reason = Literal["only", "kept", "fastest", "better", "worth", "no_scores", "least_loaded", "in_turn", "best_score"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoiceSettings:
+    """How models are chosen.
+
+    `latency_slack` is the paper's tau: a model may be expected to take (1 + tau) times as long as the fastest.
+    `slack_s`, our own, is added to that: the paper's slack is nothing as long as any model is idle, so that whatever
+    else is known the idle one answers. 0 is the paper's. `score_margin` is its Delta s: what a score must be higher by.
+    `answer_worth_s`, of the policy `worth`, is how many seconds of waiting a right answer makes up for.
+    """
+
+    policy: ModelPolicy = "chimera"
+    latency_slack: float = 1.0
+    score_margin: float = 0.05
+    slack_s: float = 0.0
+    answer_worth_s: float = 20.0
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether the policy looks at scores: where it does not, they need not be predicted."""
+        return self.policy in READS_SCORES
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        for name in ("latency_slack", "score_margin", "slack_s"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be at least 0 and finite, not {value}")
+        if not (self.answer_worth_s > 0 and math.isfinite(self.answer_worth_s)):
+            raise ValueError(f"answer_worth_s must be above 0 and finite, not {self.answer_worth_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model that may be chosen: what the router scores it, and its load.
+
+    `tokens_in_flight` is P_m, the predicted output tokens of what it was given and has not done. `decode_s_per_token`
+    is a sequence's seconds per token with `max_batch` sequences at once; None until measured. `own_tokens` are what it
+    is expected to write itself, None where it is not known.
+    """
+
+    model: str
+    score: float | None
+    tokens_in_flight: float
+    decode_s_per_token: float | None
+    max_batch: int
+    own_tokens: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The chosen model, why, and by which waits: L[m] in seconds, or, where the cost of any candidate's tokens is not
+    known, P_m over its batch in tokens; `unmeasured` then names those.
+    """
+
+    model: str
+    why: Reason
+    waits: Mapping[str, float] = field(default_factory=dict)
+    unmeasured: tuple[str, ...] = ()
+
+
+def choose_model(candidates: Sequence[Candidate], settings: ModelChoiceSettings, turn: int = 0) -> ModelChoice:
+    """One of `candidates`, which are not empty. `turn` counts choices, for the policy that takes turns."""
+    waits, unmeasured = _waits(candidates)
+    if len(candidates) == 1:
+        return ModelChoice(candidates[0].model, "only", waits, unmeasured)
+    chosen, why = POLICIES[settings.policy](candidates, waits, settings, turn)
+    return ModelChoice(chosen.model, why, waits, unmeasured)
+
+
+def scores_decide(candidates: Sequence[Candidate], settings: ModelChoiceSettings) -> bool:
+    """Whether scores could change which of `candidates` is chosen, as busy as they are. Reads none."""
+    if len(candidates) == 1 or not settings.reads_scores:
+        return False
+    return settings.policy != "chimera" or len(_within_slack(candidates, _waits(candidates)[0], settings)) > 1
+
+
+def _waits(candidates: Sequence[Candidate]) -> tuple[Mapping[str, float], tuple[str, ...]]:
+    """L[m] by model, and those whose cost is not known: see ModelChoice."""
+    unmeasured = tuple(one.model for one in candidates if one.decode_s_per_token is None)
+    return {one.model: _wait(one, measured=not unmeasured) for one in candidates}, unmeasured
+
+
+def _wait(candidate: Candidate, *, measured: bool) -> float:
+    """L[m] = P_m * decode_s_per_token / max_batch (Algorithm 1, line 11)."""
+    cost = candidate.decode_s_per_token if measured else None
+    return candidate.tokens_in_flight * (1.0 if cost is None else cost) / candidate.max_batch
+
+
+Waits = Mapping[str, float]
+Policy = Callable[[Sequence[Candidate], Waits, ModelChoiceSettings, int], tuple[Candidate, Reason]]
+
+
+def chimera(
+    candidates: Sequence[Candidate], waits: Waits, settings: ModelChoiceSettings, _turn: int
+) -> tuple[Candidate, Reason]:
+    """The highest score within the latency slack and above the score margin (lines 12 to 22); without scores, the load.
+
+    The paper's loop ends at the first model within the slack, whether its score suffices or not: those after it have
+    lower ones. Where only the fastest is within the slack, scores do not matter.
+    """
+    fastest, within = _fastest(candidates, waits), _within_slack(candidates, waits, settings)
+    if len(within) == 1:
+        return fastest, "fastest"
+    if any(one.score is None for one in candidates):
+        return fastest, "no_scores"
+    best = _by_score(within)[0]
+    if best is not fastest and _score(best) >= _score(fastest) + settings.score_margin:
+        return best, "better"
+    return fastest, "fastest"
+
+
+def _within_slack(candidates: Sequence[Candidate], waits: Waits, settings: ModelChoiceSettings) -> Sequence[Candidate]:
+    """Line 18; the fastest is among them."""
+    limit = (1 + settings.latency_slack) * min(waits.values()) + settings.slack_s
+    return [one for one in candidates if waits[one.model] <= limit]
+
+
+def worth(
+    candidates: Sequence[Candidate], waits: Waits, settings: ModelChoiceSettings, _turn: int
+) -> tuple[Candidate, Reason]:
+    """The highest score less what waiting costs, q[m] - (L[m] + own time) / `answer_worth_s`; without scores, the load.
+
+    Our own. Chimera's slack lets every question to a better model while there is room, and none when there is not; here
+    those that gain most by it go first. Own time is `own_tokens` * `decode_s_per_token`, where both are known of all.
+    """
+    if any(one.score is None for one in candidates):
+        return _fastest(candidates, waits), "no_scores"
+    own = {one.model: _own_s(one) for one in candidates}
+    known = all(one.own_tokens is not None for one in candidates)
+    took = {one.model: waits[one.model] + (own[one.model] if known else 0.0) for one in candidates}
+    return max(candidates, key=lambda one: _score(one) - took[one.model] / settings.answer_worth_s), "worth"
+
+
+def _own_s(candidate: Candidate) -> float:
+    """Seconds of its own output; 0 where what that takes is not known."""
+    return (candidate.own_tokens or 0.0) * (candidate.decode_s_per_token or 0.0)
+
+
+def least_loaded(
+    candidates: Sequence[Candidate], waits: Waits, _settings: ModelChoiceSettings, _turn: int
+) -> tuple[Candidate, Reason]:
+    """m_fast, whatever the scores."""
+    return _fastest(candidates, waits), "least_loaded"
+
+
+def round_robin(
+    candidates: Sequence[Candidate], _waits: Waits, _settings: ModelChoiceSettings, turn: int
+) -> tuple[Candidate, Reason]:
+    """One after the other."""
+    return candidates[turn % len(candidates)], "in_turn"
+
+
+def best_score(
+    candidates: Sequence[Candidate], waits: Waits, _settings: ModelChoiceSettings, _turn: int
+) -> tuple[Candidate, Reason]:
+    """The highest score, whatever the load; without scores, the load."""
+    if any(one.score is None for one in candidates):
+        return _fastest(candidates, waits), "no_scores"
+    return _by_score(candidates)[0], "best_score"
+
+
+POLICIES: Mapping[str, Policy] = {
+    "chimera": chimera,
+    "worth": worth,
+    "least_loaded": least_loaded,
+    "round_robin": round_robin,
+    "best_score": best_score,
+}
+
+
+READS_SCORES = frozenset({"chimera", "worth", "best_score"})
+"""Policies whose choice depends on scores; for the others they need not be predicted."""
+
+
+def _fastest(candidates: Sequence[Candidate], waits: Waits) -> Candidate:
+    """The shortest wait; of several, as on idle models, the one whose tokens cost least, then the first."""
+    return min(candidates, key=lambda one: (waits[one.model], one.decode_s_per_token or 0.0))
+
+
+def _by_score(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=_score, reverse=True)
+
+
+def _score(candidate: Candidate) -> float:
+    return -math.inf if candidate.score is None else candidate.score

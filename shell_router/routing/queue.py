@@ -1,0 +1,259 @@
+"""The order of requests that wait for an engine. docs/explanation/scheduling.md has a section per order.
+
+An order is one function and one entry in ORDERS: it gives a waiting request its key, and the lowest key is next. `turn`
+ages every order: a request that has waited `age_s` goes first.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from shell_router.errors import EngineUnavailable
+from shell_router.routing.engine_selection import KEPT, Choice, RoutingFeatures, require
+
+OUTPUT_WEIGHT = 2
+"""An output token counts as two of a prompt, as in the literature on fair serving (and in most price lists)."""
+
+
+class QueueMemory:
+    """Tokens that users were served, when programs began, and how far their requests have risen."""
+
+    def __init__(self) -> None:
+        self._attained: OrderedDict[Hashable, float] = OrderedDict()
+        self._active: Counter[Hashable] = Counter()
+        self._began_s: OrderedDict[str, float] = OrderedDict()
+        self._levels: OrderedDict[str, tuple[int, int]] = OrderedDict()
+
+    def attained(self, user: Hashable) -> float:
+        """Tokens that this user was served, outputs twice."""
+        return self._attained.get(user, 0.0)
+
+    def began_s(self, program: str | None, otherwise: float) -> float:
+        """When the program's first request arrived."""
+        return otherwise if program is None else self._began_s.get(program, otherwise)
+
+    def level(self, program: str | None) -> int:
+        """The starvation level at which the program's requests start: 0 or below."""
+        return 0 if program is None else self._levels.get(program, (0, 0))[0]
+
+    # --- what happens
+
+    def arrived(self, features: RoutingFeatures, now_s: float) -> None:
+        """A request arrives. A user without requests gets no more credit than the least served user with some."""
+        user, program = features.user, features.hints.program
+        if not self._active[user] and self._active.total():
+            least = min(self.attained(one) for one, requests in self._active.items() if requests)
+            self._set(user, max(self.attained(user), least))
+        self._active[user] += 1
+        if program is not None:
+            self._began_s.setdefault(program, now_s)
+            _forget_oldest(self._began_s)
+
+    def chosen(self, features: RoutingFeatures, risen: int, quantum: int) -> None:
+        """The request is served next, having risen by `risen` levels while it waited."""
+        program = features.hints.program
+        if program is not None:
+            level, left = self._levels.pop(program, (0, 0))
+            level, left = (-risen, quantum) if risen else (level, left - 1)
+            if left > 0:
+                self._levels[program] = (level, left)
+                _forget_oldest(self._levels)
+        self.served(features.user, features.new_tokens)
+
+    def served(self, user: Hashable, prompt_tokens: int, output_tokens: int = 0) -> None:
+        """Tokens were prefilled, or written, for the user."""
+        self._set(user, self.attained(user) + prompt_tokens + OUTPUT_WEIGHT * output_tokens)
+
+    def left(self, features: RoutingFeatures) -> None:
+        """A request that had arrived is over."""
+        self._active[features.user] -= 1
+        if self._active[features.user] <= 0:
+            del self._active[features.user]
+
+    def _set(self, user: Hashable, tokens: float) -> None:
+        self._attained[user] = tokens
+        self._attained.move_to_end(user)
+        _forget_oldest(self._attained)
+
+
+def _forget_oldest(remembered: OrderedDict[Any, Any]) -> None:
+    while len(remembered) > KEPT:
+        remembered.popitem(last=False)
+
+
+Key = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """When requests wait in the router, and in which order.
+
+    An engine is full while `max_running` requests run on it, while `max_prefill_tokens` tokens there are to be
+    prefilled, or while prompts and outputs there, expected ones included, take `max_tokens` of KV; where none of these
+    is set, requests do not wait here. `bind` says when the engine is chosen: at the request's `arrival`, or when an
+    engine has a `place` for it. After `wait_s` a request is refused.
+
+    `age_s` is Algorithm 2's aging. `starvation_misses` and `quantum` are Chimera's S and Q. With `engine_priority` the
+    order is also sent to engines that schedule by priority.
+    """
+
+    order: Annotated[
+        str,
+        "Which request is next: `fcfs`, `shortest_prefill`, `shortest_total`, `critical_path` or `least_attained`.",
+    ] = "fcfs"
+    bind: Annotated[
+        str, "Choose the engine when one has capacity (`place`), or when the request arrives (`arrival`)."
+    ] = "place"
+    max_running: Annotated[
+        int | None,
+        "Limit of running requests per engine. Without any of these three limits, requests do not wait in the router.",
+    ] = None
+    max_prefill_tokens: Annotated[int | None, "Limit of prompt tokens to prefill per engine."] = None
+    max_tokens: Annotated[int | None, "Limit of KV tokens per engine, expected outputs included."] = None
+    wait_s: Annotated[float, "Longest wait in the queue, in seconds; then the request is refused."] = 60.0
+    age_s: Annotated[float, "Seconds after which a waiting request goes first, so that none starves."] = 5.0
+    starvation_misses: int = field(default=100, metadata={"file": False})
+    quantum: int = field(default=4, metadata={"file": False})
+    engine_priority: Annotated[bool, "Also send the order to SGLang, which then needs priority scheduling."] = False
+
+    def __post_init__(self) -> None:
+        require(self.order in ORDERS, f"order {self.order!r} is none of: {', '.join(ORDERS)}")
+        require(self.bind in ("arrival", "place"), f"bind must be arrival or place, not {self.bind!r}")
+        for name in ("max_running", "max_prefill_tokens", "max_tokens", "starvation_misses", "quantum"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
+        for name in ("wait_s", "age_s"):
+            require(getattr(self, name) > 0, f"{name} must be above 0, not {getattr(self, name):g}")
+
+    @property
+    def holds(self) -> bool:
+        """Whether requests may have to wait here at all."""
+        return (self.max_running, self.max_prefill_tokens, self.max_tokens) != (None, None, None)
+
+
+def _ignore() -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class QueueEntry:
+    """A request that waits for an engine since `arrived_s`; `missed` others were chosen meanwhile.
+
+    It goes to the `bound` engine where there is one, else to any that it has not failed on (`excluded`, by index). In
+    the end it has a `slot`, or an `error` instead; `decided` is called then. `waits` says that it had none at once.
+    """
+
+    features: RoutingFeatures
+    arrived_s: float
+    missed: int = 0
+    excluded: frozenset[int] = frozenset()
+    bound: Choice | None = None
+    slot: Any = None
+    error: EngineUnavailable | None = None
+    decided: Callable[[], None] = _ignore
+    waits: bool = False
+    served_before: int = 0
+
+
+Order = Callable[[QueueEntry, QueueMemory, QueueSettings], Key]
+"""The key of a waiting request; requests with equal keys go by their arrival."""
+
+
+def fcfs(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> Key:
+    """First come, first served."""
+    return ()
+
+
+def shortest_prefill(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> Key:
+    """The fewest tokens to prefill first (Gimbal, Algorithm 2; `turn` has its aging).
+
+    What is known to be prefilled already is not counted: the paper's r.prompt, where nothing is.
+    """
+    return (one.features.new_tokens,)
+
+
+def shortest_total(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> Key:
+    """The program with the fewest output tokens to come first: (starvation_level, priority), Chimera 3.4 and 3.7.
+
+    A request rises by a level whenever S others were chosen before it. Here nothing that runs is interrupted, so the
+    quantum counts requests: the next Q of a program whose request was promoted start as high as it had risen. Requests
+    of which nothing is expected count the output that is expected of themselves.
+    """
+    hints = one.features.hints
+    level = memory.level(hints.program) - one.missed // settings.starvation_misses
+    return (level, one.features.output_tokens if hints.total_tokens is None else hints.total_tokens)
+
+
+def critical_path(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> Key:
+    """The program that came first, and of its agents the one with the longest path to the answer.
+
+    So a program that has begun is finished before another begins, and its slowest sibling, for which all others would
+    wait, starts first.
+    """
+    hints = one.features.hints
+    path = one.features.output_tokens if hints.path_tokens is None else hints.path_tokens
+    return (memory.began_s(hints.program, one.arrived_s), -path)
+
+
+def least_attained(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> Key:
+    """The user who has been served least, in tokens; of one user, in order of arrival."""
+    return (memory.attained(one.features.user),)
+
+
+ORDERS: dict[str, Order] = {
+    "fcfs": fcfs,
+    "shortest_prefill": shortest_prefill,
+    "shortest_total": shortest_total,
+    "critical_path": critical_path,
+    "least_attained": least_attained,
+}
+"""Every order by the name that settings give it."""
+
+
+def turn(one: QueueEntry, memory: QueueMemory, settings: QueueSettings, now_s: float) -> Key:
+    """The full key: the lowest is next.
+
+    Requests that have waited `age_s` come first, the longest waiting before all (Algorithm 2, line 4). Then come
+    requests of clients, then prefill-only updates, which only make a later request faster, however long they wait.
+    """
+    if now_s - one.arrived_s >= settings.age_s and not one.features.update:
+        return (0, one.arrived_s)
+    return (2 if one.features.update else 1, *ORDERS[settings.order](one, memory, settings), one.arrived_s)
+
+
+_LAST = 2**30
+
+
+def priority(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> int:
+    """The order as a number for an engine's own queue: the lower, the sooner; updates last. It does not age there."""
+    if one.features.update:
+        return _LAST
+    first, *second = (*ORDERS[settings.order](one, memory, settings), 0.0)
+    return round(1_000_000 * first + second[0]) if second[1:] else round(first)
+
+
+class RequestQueue:
+    """The requests that wait, and which is next."""
+
+    def __init__(self, settings: QueueSettings, memory: QueueMemory) -> None:
+        self.entries: list[QueueEntry] = []
+        self._served = 0
+        self._settings = settings
+        self._memory = memory
+
+    def join(self, entry: QueueEntry) -> None:
+        """Wait from now on."""
+        entry.served_before = self._served
+        self.entries.append(entry)
+
+    def leave(self, entry: QueueEntry) -> None:
+        """The entry is served."""
+        self.entries.remove(entry)
+        self._served += 1
+
+    def next(self, can_go: Callable[[QueueEntry], bool], now_s: float) -> QueueEntry | None:
+        """The next, by the settings' order, of those that can go; None where none can."""
+        able = [entry for entry in self.entries if can_go(entry)]
+        for entry in able:
+            entry.missed = self._served - entry.served_before
+        return min(able, key=lambda entry: turn(entry, self._memory, self._settings, now_s), default=None)

@@ -1,0 +1,80 @@
+"""The plugin's hooks into prefix cache, KV transfer and pinned memory."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+MAKERS: Final = ("torch.tensor", "torch.zeros")
+"""Functions that SGLang's adapters ask for pinned memory."""
+PIN: Final = "torch.Tensor.pin_memory"
+
+
+def has_accelerator() -> bool:
+    """Whether there is a device for which memory could be pinned."""
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def unpinned(make: Callable[..., Any], *arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
+    """Around a function that makes a tensor: in ordinary memory."""
+    return make(*arguments, **named)
+
+
+def as_it_is(_pin: Callable[..., Any], tensor: Any, *_arguments: Any, **_named: Any) -> Any:
+    """Around `Tensor.pin_memory`: the tensor stays where it is."""
+    return tensor
+
+
+logger = logging.getLogger(__name__)
+
+
+def index_on_host_without_cuda(kv_class: Any, *_arguments: Any, **_named: Any) -> None:
+    """After `get_kv_class`: a KV sender does not pin host memory through CUDA where there is no CUDA.
+
+    In 0.5.23 `MooncakeKVSender.supports_host_tensor_indices` makes the prefill scheduler copy KV indices into pinned
+    memory, which ends it at the first transfer on a CPU.
+    """
+    if getattr(kv_class, "supports_host_tensor_indices", False):
+        import torch
+
+        kv_class.supports_host_tensor_indices = torch.cuda.is_available()
+
+
+def status_of_room(check_status: Callable[..., Any], transfers: Any, room: int) -> Any:
+    """Around `CommonKVManager.check_status`: a room that has just been cleared has failed, instead of a KeyError.
+
+    A transfer thread asks whether a room is known and then for its status; when the scheduler clears the room in
+    between, the KeyError ends the thread, and every later transfer on its queue stalls. `Failed` makes the
+    thread drop what it holds for that room, which is over.
+    """
+    try:
+        return check_status(transfers, room)
+    except KeyError:
+        logger.info("KV transfer: room %s was cleared while a thread looked at it", room)
+        from sglang.srt.disaggregation.base import KVPoll
+
+        return KVPoll.Failed
+
+
+FAKE_BOOTSTRAP_HOST: Final = "2.2.2.2"
+"""SGLang's own mark of a prefill without a decode partner (`disaggregation.utils.FAKE_BOOTSTRAP_HOST`)."""
+
+PREFILL_ONLY_PORT: Final = -0x5348454C4C
+"""The bootstrap port of our prefill-only requests. SGLang carries a request's port to its scheduler and, for the fake
+host, never connects to it; no other client sends a negative port."""
+
+
+def keep_prefill_only_kv(_made: None, request: Any, *_arguments: Any, **_named: Any) -> None:
+    """After `Req.__init__`: let a prefill-only request of ours, and no other, into the radix cache.
+
+    SGLang bars every request with the fake host, since its own are warm-ups; ours are prefixes that a request will
+    need. A prompt with overridden embeddings stays out: its KV does not follow from its token ids.
+    """
+    if is_ours(request) and request.positional_embed_overrides is None:
+        request.skip_radix_cache_insert = False
+
+
+def is_ours(request: Any) -> bool:
+    """Whether it is a prefill-only request of ours."""
+    return bool(request.bootstrap_host == FAKE_BOOTSTRAP_HOST and request.bootstrap_port == PREFILL_ONLY_PORT)

@@ -1,1 +1,0 @@
-"""The online path under a virtual clock, on engines whose work costs what a profile says (B4)."""

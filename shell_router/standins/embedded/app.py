@@ -1,0 +1,336 @@
+"""The HTTP routes of an embedded server, the same on both sides, and what the server says about itself."""
+
+import time
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+from aiohttp import ClientConnectionResetError, web
+from aiohttp.typedefs import Handler
+
+from shell_router.errors import InvalidRequest
+from shell_router.standins.embedded.adapter_files import AdapterRefused
+from shell_router.standins.embedded.adapters import LoadedAdapters
+from shell_router.standins.embedded.model import CausalLm
+from shell_router.standins.embedded.output import Answer
+from shell_router.standins.embedded.service import Inflight, Loads, Service, output_of
+from shell_router.standins.embedded.settings import ServerSettings
+from shell_router.standins.embedded.wire import (
+    FAKE_BOOTSTRAP_HOST,
+    ContractViolation,
+    GenerateRequest,
+    MalformedBody,
+    RequestLimits,
+    parse_body,
+    parse_object,
+    read_request,
+)
+
+VERSION = "embedded"
+BODY_LIMIT_BYTES = 64 * 2**20
+PREFILL_ONLY = {
+    "bootstrap_host": FAKE_BOOTSTRAP_HOST,
+    "sampling_params": {"max_new_tokens": 0},
+    "stream": False,
+    "return_logprob": False,
+}
+
+
+def server_info(settings: ServerSettings, lm: CausalLm, loads: Loads) -> dict[str, Any]:
+    """Settings as they were resolved, under SGLang's names."""
+    pair = settings.pair
+    return {
+        **asdict(pair),
+        "served_model_name": pair.model_path,
+        "tokenizer_path": pair.model_path,
+        "port": settings.port,
+        "disaggregation_mode": settings.mode,
+        "disaggregation_bootstrap_port": settings.bootstrap_port,
+        "context_length": lm.context_length,
+        "max_total_num_tokens": pair.max_total_tokens,
+        "max_req_input_len": min(lm.context_length, pair.max_total_tokens) - 1,
+        "enable_metrics": True,
+        "disable_radix_cache": False,
+        "enable_lora": pair.lora is not None,
+        "max_loaded_loras": pair.lora and pair.lora.max_loaded_adapters,
+        "max_loras_per_batch": pair.lora and pair.lora.max_loaded_adapters,
+        "max_lora_rank": pair.lora and pair.lora.max_rank,
+        "version": VERSION,
+        "internal_states": [{"num_running_reqs": loads.running, "num_waiting_reqs": loads.waiting}],
+    }
+
+
+def model_info(settings: ServerSettings, lm: CausalLm) -> dict[str, Any]:
+    path = settings.pair.model_path
+    return {
+        "model_path": path,
+        "served_model_name": path,
+        "tokenizer_path": path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": "default",
+        "disaggregation_mode": settings.mode,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": lm.model_type,
+        "architectures": list(lm.architectures),
+    }
+
+
+def loads_report(settings: ServerSettings, loads: Loads, now: datetime) -> dict[str, Any]:
+    """One data-parallel rank. Waiting counts the queue before the batch and, on decode, before the transfer."""
+    return {
+        "timestamp": now.isoformat(),
+        "version": VERSION,
+        "accelerator": settings.pair.device,
+        "num_accelerators": 1,
+        "loads": [
+            {
+                "timestamp": now.timestamp(),
+                "dp_rank": 0,
+                "num_running_reqs": loads.running,
+                "num_waiting_reqs": loads.waiting + loads.decode_prealloc + loads.decode_transfer,
+                "num_used_tokens": loads.used_tokens,
+                "num_total_tokens": loads.used_tokens,
+                "max_total_num_tokens": settings.pair.max_total_tokens,
+                "max_running_requests": settings.pair.max_running_requests,
+                "token_usage": round(_usage(settings, loads), 4),
+                "cache_hit_rate": round(_hit_rate(loads), 4),
+                "disaggregation": {
+                    "mode": settings.mode,
+                    "prefill_bootstrap_queue_reqs": 0,
+                    "prefill_inflight_queue_reqs": loads.prefill_inflight,
+                    "decode_prealloc_queue_reqs": loads.decode_prealloc,
+                    "decode_transfer_queue_reqs": loads.decode_transfer,
+                    "decode_retracted_queue_reqs": 0,
+                },
+                "queues": {"waiting": loads.waiting, "grammar": 0, "paused": 0, "retracted": 0},
+            }
+        ],
+    }
+
+
+def metrics_text(settings: ServerSettings, loads: Loads, adapters: int) -> str:
+    """Prometheus text under SGLang's metric names and labels; `adapters` are loaded."""
+    labels = f'model_name="{settings.pair.model_path}",engine_type="{settings.mode}"'
+    values: dict[str, float] = {
+        "num_running_reqs": loads.running,
+        "num_queue_reqs": loads.waiting,
+        "num_used_tokens": loads.used_tokens,
+        "token_usage": _usage(settings, loads),
+        "cache_hit_rate": _hit_rate(loads),
+        "kv_evictable_tokens": loads.evictable_tokens,
+        "num_prefill_inflight_queue_reqs": loads.prefill_inflight,
+        "num_decode_prealloc_queue_reqs": loads.decode_prealloc,
+        "num_decode_transfer_queue_reqs": loads.decode_transfer,
+        "prompt_tokens_total": loads.prompt_tokens_total,
+        "cached_tokens_total": loads.cached_tokens_total,
+        "generation_tokens_total": loads.generated_tokens_total,
+    }
+    if (lora := settings.pair.lora) is not None:  # as in SGLang, none without it
+        total = lora.max_loaded_adapters
+        values["lora_pool_slots_used"], values["lora_pool_slots_total"] = adapters, total
+        values["lora_pool_utilization"] = adapters / total
+    lines = []
+    for name, value in values.items():
+        kind = "counter" if name.endswith("_tokens_total") else "gauge"
+        lines.append(f"# TYPE sglang:{name} {kind}\nsglang:{name}{{{labels}}} {value}\n")
+    return "".join(lines)
+
+
+def _usage(settings: ServerSettings, loads: Loads) -> float:
+    return loads.used_tokens / settings.pair.max_total_tokens
+
+
+def _hit_rate(loads: Loads) -> float:
+    """Of all prompt tokens since start; SGLang reports its last logging interval."""
+    return loads.cached_tokens_total / loads.prompt_tokens_total if loads.prompt_tokens_total else 0.0
+
+
+def json_response(content: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
+
+
+def server_error(message: str, status: int, kind: str) -> web.Response:
+    """The OpenAI-like envelope that SGLang uses for unreadable bodies and failures of its own."""
+    return json_response({"object": "error", "message": message, "type": kind, "param": None, "code": status}, status)
+
+
+@web.middleware
+async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a request that is refused as SGLang does."""
+    try:
+        return await handler(request)
+    except MalformedBody as error:
+        return server_error(str(error), 400, "Bad Request")
+    except ContractViolation as error:
+        return json_response({"error": str(error)}, 400)
+    except InvalidRequest as error:
+        return json_response({"error": {"message": str(error)}}, 400)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineApp:
+    """Routes over a service. `settings` are those in force, with the ports really taken."""
+
+    settings: ServerSettings
+    lm: CausalLm
+    service: Service[Any, Any]
+    adapters: LoadedAdapters
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=[answer_refusals])
+        for path, read in (
+            ("/health", self._health),
+            ("/health_generate", self._health),
+            ("/server_info", self._server_info),
+            ("/get_server_info", self._server_info),
+            ("/model_info", self._model_info),
+            ("/get_model_info", self._model_info),
+            ("/v1/loads", self._loads),
+            ("/metrics", self._metrics),
+            ("/v1/models", self._models),
+        ):
+            app.router.add_get(path, read)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/generate", self._generate)
+        if self.settings.mode == "prefill":
+            app.router.add_post("/prefill_only", self._prefill_only)
+        app.router.add_post("/load_lora_adapter", self._load_adapter)
+        app.router.add_post("/unload_lora_adapter", self._unload_adapter)
+        return app
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = parse_body(await request.read())
+        return await (self._stream(request, body) if body.get("stream") else self._whole(body))
+
+    async def _prefill_only(self, request: web.Request) -> web.StreamResponse:
+        """A `/generate` whose output is nothing: the prompt's KV stays in the prefix cache, none is transferred."""
+        return await self._whole({**parse_body(await request.read()), **PREFILL_ONLY})
+
+    @contextmanager
+    def _in_work(self, body: Mapping[str, Any]) -> Iterator[Inflight]:
+        """The request among those in work, its adapter kept, for the length of the block. Raises `InvalidRequest`."""
+        pair = self.settings.pair
+        limits = RequestLimits(self.lm.context_length, pair.max_total_tokens, self.lm.vocab_size)
+        request = read_request(body, self.lm.tokenizer, limits)
+        with self.adapters.used(request.lora_path) as adapter:
+            self.service.check(request)
+            with self.service.inflight.add(request, adapter) as inflight:
+                yield inflight
+
+    async def _whole(self, body: Mapping[str, Any]) -> web.Response:
+        with self._in_work(body) as inflight:
+            answer, began = self._answer(inflight.request), time.perf_counter()
+            async with aclosing(output_of(self.service, inflight)) as output:
+                async for pieces in output:
+                    answer.add(pieces)
+            reason = answer.finish_reason or {}
+            code = reason.get("status_code")
+            if code is not None:
+                return server_error(reason["message"], code, str(code))
+            return json_response(answer.render(inflight.cached_tokens, time.perf_counter() - began))
+
+    async def _stream(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
+        """As SGLang: the head is sent before the request is checked, so a refusal is an event of the stream."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        with suppress(ClientConnectionResetError):  # the client has left, and what it asked for has ended
+            try:
+                with self._in_work(body) as inflight:
+                    await response.prepare(request)
+                    await self._write_events(response, inflight)
+            except InvalidRequest as error:
+                refusal = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}
+                await response.prepare(request)
+                await response.write(_event({"error": refusal}))
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+        return response
+
+    async def _write_events(self, response: web.StreamResponse, inflight: Inflight) -> None:
+        answer, began = self._answer(inflight.request), time.perf_counter()
+        async with aclosing(output_of(self.service, inflight)) as output:
+            async for pieces in output:
+                answer.add(pieces)
+                await response.write(_event(answer.render(inflight.cached_tokens, time.perf_counter() - began)))
+
+    def _answer(self, request: GenerateRequest) -> Answer:
+        return Answer(request, self.lm.tokenizer, incremental=self.settings.pair.incremental_streaming_output)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = parse_body(await request.read())
+        if body.get("abort_all"):
+            self.service.inflight.abort_all()
+        else:
+            self.service.inflight.abort(body.get("rid") or "")
+        return web.Response()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self.service.alive else 503)
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return json_response(server_info(self.settings, self.lm, self.service.loads()))
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return json_response(model_info(self.settings, self.lm))
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        return json_response(loads_report(self.settings, self.service.loads(), datetime.now(UTC)))
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=metrics_text(self.settings, self.service.loads(), len(self.adapters.paths)))
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = self.settings.pair.model_path
+        cards = [_card(model, model, None, self.lm.context_length)]
+        cards += [_card(name, path, model, None) for name, path in self.adapters.paths.items()]
+        return json_response({"object": "list", "data": cards})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = parse_object(await request.read())
+        return await self._changed(self.adapters.load(_text(body, "lora_name"), _text(body, "lora_path")))
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        return await self._changed(self.adapters.unload(_text(parse_object(await request.read()), "lora_name")))
+
+    async def _changed(self, change: Awaitable[None]) -> web.Response:
+        """SGLang's answer to a change, with the adapters that are loaded after it."""
+        message = ""
+        try:
+            await change
+        except AdapterRefused as error:
+            message = str(error)
+        result = {
+            "rid": None,
+            "http_worker_ipc": None,
+            "success": not message,
+            "error_message": message,
+            "loaded_adapters": self.adapters.paths,
+        }
+        return json_response(result, 400 if message else 200)
+
+
+def _event(content: Any) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def _card(name: str, root: str, parent: str | None, context_length: int | None) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "shell-router",
+        "root": root,
+        "parent": parent,
+        "max_model_len": context_length,
+    }
+
+
+def _text(body: Mapping[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise MalformedBody(f"{name}: expected a string that is not empty.", remedy=f"Send {name}.")
+    return value

@@ -1,0 +1,216 @@
+"""The decode side: take a prompt's KV from its prefill server and decode it with continuous batching."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shell_router.errors import InvalidRequest
+from shell_router.standins.embedded.adapters import AdaptedRows, Adapter, rows_by_adapter
+from shell_router.standins.embedded.kv_transfer import KvClient, KvTransferError, Prefilled
+from shell_router.standins.embedded.model import CausalLm, SlotKv
+from shell_router.standins.embedded.output import Output, Piece, abort_reason
+from shell_router.standins.embedded.sampling import BatchSampler
+from shell_router.standins.embedded.service import Inflight, Loads, Service
+from shell_router.standins.embedded.settings import EmbeddedSettings
+from shell_router.standins.embedded.wire import GenerateRequest
+from shell_router.standins.kv_capacity import KvCapacity
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class DecodeJob:
+    """A request whose KV has arrived. `prefilled` is let go once its KV is copied into the batch."""
+
+    inflight: Inflight
+    output: Output
+    prefilled: Prefilled | None
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens whose KV the batch holds: all but the last."""
+        return len(self.inflight.request.input_ids) + self.output.draw.position - 1
+
+    def check(self) -> None:
+        """Take note of what came with the KV. Raises `KvTransferError` where it is not the request's."""
+        assert self.prefilled is not None
+        tokens, wanted = self.prefilled.kv.shape[3], len(self.inflight.request.input_ids)
+        if tokens != wanted:
+            raise KvTransferError(f"the room holds {tokens} tokens, not {wanted}")
+        adapter = self.inflight.adapter
+        if self.prefilled.adapter != ("" if adapter is None else adapter.fingerprint):
+            raise KvTransferError(f"prefill holds other weights as LoRA adapter {self.inflight.request.lora_path}")
+        self.inflight.cached_tokens = self.prefilled.cached_tokens
+
+
+@dataclass(slots=True)
+class DecodeWorker:
+    """Steps all running requests together; request i of `_active` owns row i of the slots."""
+
+    lm: CausalLm
+    slots: SlotKv
+    rng: random.Random
+    generated_tokens: int = 0
+    _active: list[DecodeJob] = field(default_factory=list)
+    _news: list[tuple[DecodeJob, Piece]] = field(default_factory=list)
+    _sampler: BatchSampler | None = None
+    _adapted: tuple[AdaptedRows, ...] = ()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._active or self._news)
+
+    @property
+    def running(self) -> int:
+        return len(self._active)
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens whose KV the batch holds."""
+        return sum(job.stored_tokens for job in tuple(self._active))
+
+    def admit(self, job: DecodeJob) -> None:
+        """Take the first token, and a row if there is more to come. Where there is no memory for it, it fails alone."""
+        prefilled, job.prefilled = job.prefilled, None
+        assert prefilled is not None
+        piece = self._accept(job, prefilled.token_id, prefilled.logprob)
+        if piece.finish_reason is None:
+            try:
+                self._occupy(job, prefilled.kv)
+            except (RuntimeError, MemoryError) as error:  # torch says RuntimeError where there is no memory left
+                logger.exception("There is no memory to decode a request in; it is given up")
+                self._news[-1] = job, Piece(finish_reason=abort_reason(f"{type(error).__name__}: {error}", 500))
+
+    def _occupy(self, job: DecodeJob, kv: Tensor) -> None:
+        request, row = job.inflight.request, len(self._active)
+        self.slots.ensure(row + 1, len(request.input_ids) + request.max_new_tokens)
+        self.slots.fill(row, kv)
+        self._active.append(job)
+        self._sampler = None
+
+    def drop(self, job: DecodeJob) -> None:
+        if job in self._active:
+            self._vacate(self._active.index(job))
+
+    def step(self) -> Sequence[tuple[DecodeJob, Piece]]:
+        """One token for every running request; first tokens that came with their KV go out before that."""
+        if self._active and not self._news:
+            self._decode()
+        news, self._news = self._news, []
+        return news
+
+    def fail(self, message: str) -> Sequence[tuple[DecodeJob, Piece]]:
+        """Give up the whole batch: its state after an error is unknown."""
+        failed = [(job, Piece(finish_reason=abort_reason(message, 500))) for job in self._active]
+        news, self._news = self._news, []
+        self._active.clear()
+        self._sampler, self._adapted = None, ()
+        return [*news, *failed]
+
+    def _decode(self) -> None:
+        device = self.lm.kv_shape.device
+        last = torch.tensor([job.output.draw.output_ids[-1] for job in self._active], device=device)
+        positions = torch.tensor([job.stored_tokens for job in self._active], device=device)
+        if self._sampler is None:
+            self._prepare()
+        assert self._sampler is not None
+        tokens, logprobs = self._sampler(self.lm.decode(self.slots, last, positions, self._adapted))
+        ended = [
+            row
+            for row, job in enumerate(self._active)
+            if self._accept(job, tokens[row], logprobs[row] if logprobs else None).finish_reason
+        ]
+        for row in reversed(ended):
+            self._vacate(row)
+
+    def _prepare(self) -> None:
+        """What stays the same until the batch changes."""
+        self._sampler = BatchSampler(
+            [job.output.draw for job in self._active],
+            with_logprobs=any(job.inflight.request.return_logprob for job in self._active),
+            rng=self.rng,
+        )
+        self._adapted = rows_by_adapter([job.inflight.adapter for job in self._active], self.lm.kv_shape.device)
+
+    def _accept(self, job: DecodeJob, token_id: int, logprob: float | None) -> Piece:
+        piece = job.output.accept(token_id, logprob)
+        self.generated_tokens += piece.token_id is not None
+        self._news.append((job, piece))
+        return piece
+
+    def _vacate(self, row: int) -> None:
+        """Free `row` by moving the last row into it."""
+        last = len(self._active) - 1
+        if row != last:
+            moved = self._active[last]
+            self.slots.move(last, row, moved.stored_tokens + 1)
+            self._active[row] = moved
+        self._active.pop()
+        self._sampler, self._adapted = None, ()
+
+
+class DecodeService(Service[DecodeJob, Piece]):
+    """Serves the decode side."""
+
+    def __init__(self, settings: EmbeddedSettings, lm: CausalLm, kv: KvClient, rng: random.Random) -> None:
+        self._lm = lm
+        self._kv = kv
+        self._capacity = KvCapacity(settings.max_total_tokens, settings.max_running_requests)
+        self._worker = DecodeWorker(lm, SlotKv(lm.kv_shape), rng)
+        super().__init__(self._worker, lambda job, piece: job.inflight.put(piece))
+
+    def check(self, request: GenerateRequest) -> None:
+        super().check(request)
+        if request.prefill_only or request.bootstrap_host is None or request.bootstrap_port is None:
+            raise InvalidRequest(
+                "A decode server needs the bootstrap_host and bootstrap_port of a prefill server.",
+                remedy="Send the same body to both servers of a pair.",
+            )
+
+    async def work(self, inflight: Inflight) -> None:
+        """Pieces as they are decoded. KV capacity is claimed before the transfer, as in SGLang."""
+        request = inflight.request
+        assert request.bootstrap_host and request.bootstrap_port and request.bootstrap_room is not None
+        room = request.bootstrap_host, request.bootstrap_port, request.bootstrap_room
+        taken = False
+        try:
+            async with self._capacity.hold(len(request.input_ids) + request.max_new_tokens):
+                inflight.transferring = True
+                job = DecodeJob(inflight, Output.of(request, self._lm), await self._kv.fetch(*room))
+                inflight.transferring = False
+                job.check()
+                taken = True
+                await self._decode(job)
+        except KvTransferError as error:
+            taken = True
+            inflight.fail(f"Decode transfer failed for request {request.rid} room_id={room[2]} with exception {error}")
+        finally:
+            if not taken:
+                await self._kv.give_up(*room)
+
+    async def forget(self, adapter: Adapter) -> None:
+        """Its rows end with their requests: nothing is left once the thread has obeyed."""
+        await self.thread.between_steps(lambda: None)
+
+    def loads(self) -> Loads:
+        return Loads(
+            running=self._worker.running,
+            waiting=0,
+            used_tokens=self._worker.stored_tokens,
+            decode_prealloc=self._capacity.waiting,
+            decode_transfer=self.inflight.transferring,
+            generated_tokens_total=self._worker.generated_tokens,
+        )
+
+    async def _decode(self, job: DecodeJob) -> None:
+        """Keep the request in the batch until its reader has its last piece and cancels."""
+        self.thread.submit(job)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.thread.drop(job)

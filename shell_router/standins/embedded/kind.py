@@ -1,0 +1,72 @@
+"""The engine kind `embedded`: a prefill and a decode process per model, which the router starts and ends itself."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from typing import ClassVar
+
+from shell_router.app.model_files import ModelFiles
+from shell_router.app.models import running_pairs
+from shell_router.app.wings import Progress, StartedEngine
+from shell_router.config import Config, ModelSettings
+from shell_router.errors import ConfigError
+from shell_router.standins.embedded.fleet import EmbeddedFleet
+from shell_router.standins.embedded.servers import Spawner
+from shell_router.standins.embedded.settings import EmbeddedSection, EmbeddedSettings, LoraSettings
+
+LOOPBACK = "127.0.0.1"
+NEEDED = ("torch", "transformers", "safetensors")
+
+
+class Embedded:
+    """See `EngineKind`. Servers listen on `host`, an address of this machine; fleets may share a `spawner`."""
+
+    settings: ClassVar[type] = EmbeddedSection
+
+    def __init__(self, spawner: Spawner | None = None, host: str = LOOPBACK) -> None:
+        if missing := [name for name in NEEDED if find_spec(name) is None]:
+            raise ConfigError(
+                f"embedded pairs need {', '.join(missing)}, not installed here.",
+                remedy="pip install 'shell-router[embedded]', or give the models SGLang pairs.",
+            )
+        self._spawner = spawner
+        self._host = host
+
+    @asynccontextmanager
+    async def running(
+        self, files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
+    ) -> AsyncIterator[Mapping[str, StartedEngine]]:
+        """See `EngineKind`."""
+        settings = {alias: embedded_settings(config.models[alias], files[alias], self._host) for alias in files}
+        limit_s = config.limits.engine_start_s
+        async with EmbeddedFleet(
+            settings, start_limit_s=limit_s, on_progress=on_progress, spawner=self._spawner
+        ) as fleet:
+            addresses = {alias: [fleet[alias].address] for alias in files}
+            async with running_pairs(addresses, files, config, on_progress) as pools:
+                weights = {alias: ", random weights" if config.models[alias].random else "" for alias in files}
+                yield {
+                    alias: StartedEngine(
+                        pool,
+                        f"embedded pair, {settings[alias].device}{weights[alias]}",
+                        settings[alias].max_running_requests,
+                        partial(fleet.restarts_of, alias),
+                    )
+                    for alias, pool in pools.items()
+                }
+
+
+def embedded_settings(model: ModelSettings, files: ModelFiles, host: str) -> EmbeddedSettings:
+    """The settings of the model's servers, which listen on `host`."""
+    section = model.engine.get("embedded") or EmbeddedSection()
+    adapters = model.adapters
+    return EmbeddedSettings(
+        str(files.folder),
+        **asdict(section),
+        context_length=files.context_length,
+        incremental_streaming_output=True,
+        host=host,
+        lora=None if adapters is None else LoraSettings(adapters.max_loaded_adapters, adapters.max_rank),
+    )

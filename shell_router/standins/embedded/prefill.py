@@ -1,0 +1,312 @@
+"""The prefill side: compute a prompt chunk by chunk over the prefix cache, hand its KV to the decode partner."""
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shell_router.errors import InvalidRequest
+from shell_router.standins.embedded.adapters import Adapter
+from shell_router.standins.embedded.kv_transfer import BootstrapRoom, BootstrapRooms, KvTransferError, Prefilled
+from shell_router.standins.embedded.model import CausalLm, PromptKv
+from shell_router.standins.embedded.output import Output, Piece
+from shell_router.standins.embedded.sampling import BatchSampler, token_logprobs
+from shell_router.standins.embedded.service import Inflight, Loads, Service
+from shell_router.standins.embedded.settings import EmbeddedSettings
+from shell_router.standins.embedded.wire import GenerateRequest
+from shell_router.standins.kv_capacity import KvCapacity
+from shell_router.standins.prefix_cache import Node, PrefixCache, upwards
+
+SHORT_LEAF_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A cached prefix of `length` tokens that ends with `node`, which is what to pin."""
+
+    length: int
+    node: Node
+
+    def copy_into(self, kv: Tensor) -> None:
+        """Write the prefix's KV to the first `length` positions of `kv`."""
+        end = self.length
+        for node in upwards(self.node):
+            kv[:, :, :, end - len(node.ids) : end] = node.kv
+            end -= len(node.ids)
+
+
+class KvCache(PrefixCache):
+    """KV (`[layers, 2, kv_heads, tokens, head_dim]`) of prompts, which are tuples of ids, in the nodes themselves.
+
+    SGLang keeps indices into a paged pool instead; on a CPU gathering a prefix is one cheap concatenation, and no
+    attention kernel reads pages. A leaf shorter than `short_leaf_tokens` is extended in place: a prompt that grows by
+    a few tokens at a time would otherwise become a chain of that many nodes, and every match would walk it.
+    """
+
+    def __init__(self, capacity: int, *, short_leaf_tokens: int = SHORT_LEAF_TOKENS) -> None:
+        super().__init__(capacity)
+        self._short_leaf_tokens = short_leaf_tokens
+
+    def find(self, ids: tuple[int, ...], owner: Hashable = None) -> Match:
+        """The longest prefix of `ids` that `owner` has cached, which counts as its use."""
+        node, length = self._descend(ids, owner)
+        self._touch(node)
+        return Match(length, node)
+
+    def pin(self, node: Node) -> None:
+        """Keep `node` and all above it from eviction until `unpin`."""
+        for each in upwards(node):
+            each.pins += 1
+
+    def unpin(self, node: Node) -> None:
+        """Undo one `pin` of `node`."""
+        for each in upwards(node):
+            each.pins -= 1
+
+    def keep(self, ids: tuple[int, ...], kv: Tensor, owner: Hashable = None) -> None:
+        """Copy the part of `owner`'s KV that is not cached yet; where pins leave too little, a leading part of it."""
+        node, start, stop = self._make_room(ids, owner)
+        if start < stop:
+            new = kv[:, :, :, start:stop]
+            if node.parent is None or node.children or len(node.ids) >= self._short_leaf_tokens:
+                kept = new.clone()  # before it has a node: where there is no memory for it, nothing has changed
+                node = self._grow(node, ids[start:stop])
+                node.kv = kept
+            else:
+                node.ids, node.kv = (*node.ids, *ids[start:stop]), torch.cat((node.kv, new), dim=3)
+                self.tokens += stop - start
+        self._touch(node)
+
+    def _split(self, node: Node, at: int) -> Node:
+        # copies, not views: a view would keep the whole storage alive after the other half is evicted
+        halves = node.kv[:, :, :, :at].clone(), node.kv[:, :, :, at:].clone()
+        before = super()._split(node, at)
+        before.kv, node.kv = halves
+        return before
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillJob:
+    """A request whose prompt is to be computed; `outcome` is set in the event loop's thread."""
+
+    inflight: Inflight
+    output: Output
+    outcome: "asyncio.Future[Prefilled]"
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.inflight.request.input_ids
+
+    @property
+    def reusable_ids(self) -> tuple[int, ...]:
+        """How much of the prompt may come from the cache: logits are computed anew, and always the last."""
+        last, scored_from = len(self.ids) - 1, self.inflight.request.scored_from
+        return self.ids[: last if scored_from is None else min(last, scored_from)]
+
+    def settle(self, outcome: Prefilled | KvTransferError) -> None:
+        """Set the outcome, unless its waiter has left."""
+        if not self.outcome.done():
+            if isinstance(outcome, Prefilled):
+                self.outcome.set_result(outcome)
+            else:
+                self.outcome.set_exception(outcome)
+                self.outcome.exception()  # seen: there may be no waiter
+
+
+@dataclass(slots=True)
+class _Running:
+    job: PrefillJob
+    ids: Tensor
+    prompt: PromptKv
+    match: Match
+    done: int
+    input_logprobs: list[float | None]
+
+
+@dataclass(slots=True)
+class PrefillWorker:
+    """Computes one prompt at a time and keeps every chunk in the prefix cache as soon as it is computed.
+
+    `prompt_tokens` and `cached_tokens`, which are part of them, count since the start.
+    """
+
+    lm: CausalLm
+    cache: KvCache
+    chunk_tokens: int
+    rng: random.Random
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    _waiting: deque[PrefillJob] = field(default_factory=deque)
+    _running: _Running | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None or bool(self._waiting)
+
+    @property
+    def requests(self) -> tuple[int, int]:
+        """How many run, and how many wait."""
+        return int(self._running is not None), len(self._waiting)
+
+    def admit(self, job: PrefillJob) -> None:
+        self._waiting.append(job)
+
+    def drop(self, job: PrefillJob) -> None:
+        if self._running is not None and self._running.job is job:
+            self._leave(self._running)
+        elif job in self._waiting:
+            self._waiting.remove(job)
+
+    def step(self) -> Sequence[tuple[PrefillJob, Prefilled | KvTransferError]]:
+        """Compute one chunk; a result when it was the prompt's last."""
+        if self._running is None and self._waiting:
+            self._running = self._begin(self._waiting[0])
+            self._waiting.popleft()
+        if self._running is None:
+            return ()
+        logits = self._compute_chunk(self._running)
+        if self._running.done < len(self._running.job.ids):
+            return ()
+        return (self._finish(self._running, logits),)
+
+    def fail(self, message: str) -> Sequence[tuple[PrefillJob, Prefilled | KvTransferError]]:
+        """Give up the running prompt, or the one that could not be begun; others that wait have met no error."""
+        if self._running is not None:
+            job = self._running.job
+            self._leave(self._running)
+        elif self._waiting:
+            job = self._waiting.popleft()
+        else:
+            return ()
+        return ((job, KvTransferError(message)),)
+
+    def _begin(self, job: PrefillJob) -> _Running:
+        match = self.cache.find(job.reusable_ids, job.inflight.adapter)
+        prompt = PromptKv(self.lm.kv_shape.empty(len(job.ids)))
+        match.copy_into(prompt.kv)
+        ids = torch.tensor(job.ids, device=self.lm.kv_shape.device)
+        self.cache.pin(match.node)  # nothing fails after it, so that every pin belongs to a running prompt
+        self.prompt_tokens += len(job.ids)
+        self.cached_tokens += match.length
+        unscored = job.inflight.request.scored_from is None
+        return _Running(job, ids, prompt, match, match.length, [] if unscored else [None])
+
+    def _compute_chunk(self, running: _Running) -> Tensor:
+        """The logits of the chunk's last token `[1, vocab]`."""
+        job, start = running.job, running.done
+        stop = min(start + self.chunk_tokens, len(job.ids))
+        scored_from = job.inflight.request.scored_from
+        first = stop if scored_from is None else max(start, scored_from)
+        kept = max(1, stop - first)
+        logits = self.lm.prefill(running.prompt, running.ids[start:stop], start, kept, job.inflight.adapter)
+        self.cache.keep(job.ids[:stop], running.prompt.kv, job.inflight.adapter)
+        if first < stop:
+            scored = running.ids[first + 1 : stop + 1]
+            running.input_logprobs += token_logprobs(logits[: len(scored)], scored)
+        running.done = stop
+        return logits[-1:]
+
+    def _finish(self, running: _Running, logits: Tensor) -> tuple[PrefillJob, Prefilled]:
+        job, adapter = running.job, running.job.inflight.adapter
+        sample = BatchSampler([job.output.draw], with_logprobs=job.inflight.request.return_logprob, rng=self.rng)
+        (token_id,), logprobs = sample(logits)
+        self._leave(running)
+        fingerprint = "" if adapter is None else adapter.fingerprint
+        logprob, scored = None if logprobs is None else logprobs[0], tuple(running.input_logprobs)
+        return job, Prefilled(running.prompt.kv, running.match.length, token_id, logprob, fingerprint, scored)
+
+    def _leave(self, running: _Running) -> None:
+        self.cache.unpin(running.match.node)
+        self._running = None
+
+
+# SGLang ends a prefill leg so, whatever was asked for: the length is the decode side's business.
+HANDED_OVER = {"type": "length", "length": 0}
+NO_LIMIT = 1 << 31
+
+
+class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
+    """Serves the prefill side."""
+
+    def __init__(self, settings: EmbeddedSettings, lm: CausalLm, rooms: BootstrapRooms, rng: random.Random) -> None:
+        self._lm = lm
+        self._rooms = rooms
+        self._capacity = KvCapacity(settings.max_total_tokens, NO_LIMIT)
+        self._worker = PrefillWorker(lm, KvCache(settings.max_total_tokens), settings.chunked_prefill_size, rng)
+        super().__init__(self._worker, PrefillJob.settle)
+
+    async def stop(self) -> None:
+        self._rooms.close_all()
+        await super().stop()
+
+    def check(self, request: GenerateRequest) -> None:
+        if request.prefill_only:
+            return
+        super().check(request)
+        if self._room(request).claimed:
+            raise InvalidRequest(
+                f"bootstrap_room {request.bootstrap_room} is in use.", remedy="Draw a new room for every attempt."
+            )
+
+    async def work(self, inflight: Inflight) -> None:
+        """One piece: the first token, once the decode partner has the KV (at once with the fake host)."""
+        if inflight.request.prefill_only:
+            inflight.put(await self._compute(inflight, None))
+            return
+        room = self._room(inflight.request)
+        room.claimed = True
+        try:
+            inflight.put(await self._compute(inflight, room))
+        except KvTransferError as error:
+            room_id = inflight.request.bootstrap_room
+            inflight.fail(f"Prefill transfer failed for request {inflight.request.rid} {room_id=} with {error}")
+        finally:
+            room.fail("Aborted by AbortReq.")
+
+    async def forget(self, adapter: Adapter) -> None:
+        await self.thread.between_steps(lambda: self._worker.cache.forget(adapter))
+
+    def loads(self) -> Loads:
+        running, waiting = self._worker.requests
+        return Loads(
+            running=running,
+            waiting=waiting + self._capacity.waiting,
+            used_tokens=self._capacity.used_tokens,
+            evictable_tokens=self._worker.cache.tokens,
+            prefill_inflight=self._rooms.awaiting_decode,
+            prompt_tokens_total=self._worker.prompt_tokens,
+            cached_tokens_total=self._worker.cached_tokens,
+        )
+
+    def _room(self, request: GenerateRequest) -> BootstrapRoom:
+        assert request.bootstrap_room is not None
+        return self._rooms.open(request.bootstrap_room)
+
+    async def _compute(self, inflight: Inflight, room: BootstrapRoom | None) -> Piece:
+        """Compute the prompt and, given a room, wait until its KV was taken. Raises `KvTransferError`."""
+        async with self._capacity.hold(len(inflight.request.input_ids)):
+            output = Output.of(inflight.request, self._lm)
+            job = PrefillJob(inflight, output, asyncio.get_running_loop().create_future())
+            prefilled = await self._run(job, room)
+            inflight.cached_tokens = prefilled.cached_tokens
+            if room is not None:
+                inflight.transferring = True
+                room.offer(prefilled)
+                await asyncio.shield(room.taken)
+        piece = output.accept(prefilled.token_id, prefilled.logprob)
+        return Piece(piece.token_id, piece.logprob, piece.text, HANDED_OVER, prefilled.input_logprobs)
+
+    async def _run(self, job: PrefillJob, room: BootstrapRoom | None) -> Prefilled:
+        """Compute in the model's thread, giving up when the room fails."""
+        self.thread.submit(job)
+        try:
+            await asyncio.wait({job.outcome} | ({room.taken} if room else set()), return_when="FIRST_COMPLETED")
+            if room is not None and room.taken.done():
+                room.taken.result()
+            return await job.outcome
+        finally:
+            self.thread.drop(job)

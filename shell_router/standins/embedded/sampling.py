@@ -1,0 +1,123 @@
+"""Tokens drawn for a batch by each request's sampling parameters."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shell_router.standins.embedded.wire import WHOLE_VOCABULARY, SamplingParams
+
+
+@dataclass(slots=True)
+class Draw:
+    """What sampling one request needs: its parameters and what it has said; `position` counts output tokens."""
+
+    params: SamplingParams
+    prompt_ids: Sequence[int]
+    stop_ids: frozenset[int]
+    output_ids: list[int] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        return len(self.output_ids)
+
+    def uniform(self, rng: random.Random) -> float:
+        """A number in [0, 1): from `rng`, or fixed by seed and position."""
+        if self.params.sampling_seed is None:
+            return rng.random()
+        return random.Random(f"{self.params.sampling_seed}/{self.position}").random()
+
+
+class BatchSampler:
+    """Samples for one fixed batch of requests; build another when the batch changes.
+
+    Calling it takes logits `[batch, vocab]` and gives token ids `[batch]` and their log-probabilities, the latter
+    None unless `with_logprobs`.
+    """
+
+    def __init__(self, draws: Sequence[Draw], *, with_logprobs: bool, rng: random.Random) -> None:
+        self._draws = draws
+        self._with_logprobs = with_logprobs
+        self._rng = rng
+        self._shaped = [row for row, draw in enumerate(draws) if draw.params.shapes_logits]
+        self._random = [row for row, draw in enumerate(draws) if not draw.params.greedy]
+        self._temperature = _column([draw.params.temperature for draw in draws])
+        params = [draws[row].params for row in self._random]
+        self._truncated = any(one.top_k < WHOLE_VOCABULARY or one.top_p < 1.0 or one.min_p > 0.0 for one in params)
+        self._top_k = torch.tensor([[one.top_k] for one in params])
+        self._top_p = _column([one.top_p for one in params])
+        self._min_p = _column([one.min_p for one in params])
+
+    def __call__(self, logits: Tensor) -> tuple[list[int], list[float] | None]:
+        logits = _widened(logits)
+        if self._shaped:
+            logits = logits.clone()
+            for row in self._shaped:
+                shape_logits(logits[row], self._draws[row])
+        tokens = logits.argmax(-1)
+        if self._random:
+            logits = logits / self._temperature.to(logits)
+            tokens[self._random] = self._sample(logits[self._random])
+        return tokens.tolist(), token_logprobs(logits, tokens) if self._with_logprobs else None
+
+    def _sample(self, logits: Tensor) -> Tensor:
+        uniforms = _column([self._draws[row].uniform(self._rng) for row in self._random]).to(logits)
+        probabilities = torch.softmax(logits, -1)
+        if not self._truncated:
+            return _invert(probabilities, uniforms).squeeze(-1)
+        probabilities, order = probabilities.sort(dim=-1, descending=True)
+        return order.gather(-1, _invert(self._truncate(probabilities), uniforms)).squeeze(-1)
+
+    def _truncate(self, probabilities: Tensor) -> Tensor:
+        """Zero what top-k, top-p and min-p exclude of rows sorted from likely to unlikely."""
+        rank = torch.arange(probabilities.shape[-1], device=probabilities.device)
+        before = probabilities.cumsum(-1) - probabilities
+        excluded = rank >= self._top_k.to(rank)
+        excluded |= before > self._top_p.to(probabilities)
+        excluded |= probabilities < probabilities[:, :1] * self._min_p.to(probabilities)
+        return probabilities.masked_fill(excluded, 0.0)
+
+
+def shape_logits(logits: Tensor, draw: Draw) -> None:
+    """Apply bias and penalties to one request's `logits` `[vocab]` in place.
+
+    Frequency and presence count output tokens; repetition counts prompt and output, as in SGLang.
+    """
+    params = draw.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*draw.prompt_ids, *draw.output_ids}), device=logits.device)
+        values = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if draw.output_ids and (params.frequency_penalty or params.presence_penalty):
+        counts = torch.bincount(torch.tensor(draw.output_ids, device=logits.device), minlength=logits.shape[-1])
+        logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    if draw.position < params.min_new_tokens and draw.stop_ids:
+        logits[sorted(draw.stop_ids)] = -torch.inf
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Indices `[batch, 1]` drawn in proportion to `weights` `[batch, n]`, which need not sum to one."""
+    cumulative = weights.cumsum(-1)
+    picked = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    return picked.clamp_(max=weights.shape[-1] - 1)
+
+
+def _column(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).unsqueeze(-1)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> list[float]:
+    """The log-probability of each of `tokens` `[n]` by its row of `logits` `[n, vocab]`."""
+    logits = _widened(logits)
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    logprobs: list[float] = (chosen - logits.logsumexp(-1)).tolist()
+    return logprobs
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype == torch.bfloat16 else logits

@@ -1,0 +1,278 @@
+"""Requests in work, their output on its way to the client, and the thread that owns the model."""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from shell_router.errors import InvalidRequest
+from shell_router.standins.embedded.adapters import Adapter
+from shell_router.standins.embedded.output import Piece, abort_reason
+from shell_router.standins.embedded.wire import GenerateRequest
+
+logger = logging.getLogger(__name__)
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class Inflight:
+    """One request in work, with its output's pieces in order, which one reader takes in batches. One event loop only.
+
+    The reader is woken by the first piece, then by every `stream_interval` more, and by the last, as in SGLang.
+    `cached_tokens` is set before the first piece, `transferring` while its KV is on its way.
+    """
+
+    def __init__(self, request: GenerateRequest, adapter: Adapter | None = None) -> None:
+        self.request = request
+        self.adapter = adapter
+        self.cached_tokens = 0
+        self.transferring = False
+        self._pieces: list[Piece] = []
+        self._due = 1
+        self._filled = asyncio.Event()
+
+    def put(self, piece: Piece) -> None:
+        """Add to the output."""
+        self._pieces.append(piece)
+        if len(self._pieces) >= self._due or piece.finish_reason is not None:
+            self._filled.set()
+
+    async def take(self) -> list[Piece]:
+        """Everything that came since the last call; waits until that is due."""
+        await self._filled.wait()
+        self._filled.clear()
+        self._due = self.request.stream_interval
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def abort(self) -> None:
+        """Make an abort the output's end. Its reader then stops the work."""
+        if self.transferring:
+            self.fail("KV transfer failed with exception KVTransferError: Aborted by AbortReq.")
+        else:
+            self.put(Piece(finish_reason=abort_reason()))
+
+    def fail(self, message: str) -> None:
+        """Make a failure of the server's the output's end."""
+        self.put(Piece(finish_reason=abort_reason(message, 500)))
+
+
+class InflightRequests:
+    """The requests in work, by `rid`. One event loop only."""
+
+    def __init__(self) -> None:
+        self._by_rid: dict[str, Inflight] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_rid)
+
+    @contextmanager
+    def add(self, request: GenerateRequest, adapter: Adapter | None = None) -> Iterator[Inflight]:
+        """Register a request for the length of the block, with its adapter. Raises `InvalidRequest` on an id in use."""
+        if request.rid in self._by_rid:
+            raise InvalidRequest(
+                f"Duplicate request ID detected: {request.rid}", remedy="Use a new id for every attempt."
+            )
+        inflight = Inflight(request, adapter)
+        self._by_rid[request.rid] = inflight
+        try:
+            yield inflight
+        finally:
+            del self._by_rid[request.rid]
+
+    def abort(self, rid: str) -> None:
+        """Abort one request; an unknown one has ended already."""
+        if rid in self._by_rid:
+            self._by_rid[rid].abort()
+
+    def abort_all(self) -> None:
+        for inflight in self._by_rid.values():
+            inflight.abort()
+
+    @property
+    def transferring(self) -> int:
+        """Requests whose KV is on its way."""
+        return sum(each.transferring for each in self._by_rid.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What a server is doing now. Tokens are of KV; `*_total` count since start."""
+
+    running: int = 0
+    waiting: int = 0
+    used_tokens: int = 0
+    evictable_tokens: int = 0
+    prefill_inflight: int = 0
+    decode_prealloc: int = 0
+    decode_transfer: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generated_tokens_total: int = 0
+
+
+class Service(Generic[Job, Result]):
+    """One side of the pair: the model's thread, and what the event loop does for its requests."""
+
+    def __init__(self, worker: "Worker[Job, Result]", deliver: Callable[[Job, Result], None]) -> None:
+        """See `ModelThread`."""
+        self.inflight = InflightRequests()
+        self.thread = ModelThread(worker, deliver)
+        self.thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """False once the model's thread has ended."""
+        return self.thread.alive
+
+    async def stop(self) -> None:
+        await self.thread.stop()
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise `InvalidRequest` on a request that this side cannot take."""
+        if request.bootstrap_room is None:
+            raise InvalidRequest(
+                f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={request.rid!r}"
+            )
+
+    async def work(self, inflight: Inflight) -> None:
+        """Put the request's output, piece by piece. Cancelling it frees everything within one step."""
+        raise NotImplementedError
+
+    async def forget(self, adapter: Adapter) -> None:
+        """Let go of all that was computed with an adapter that no request uses any more."""
+        raise NotImplementedError
+
+    def loads(self) -> Loads:
+        raise NotImplementedError
+
+
+async def output_of(service: Service[Any, Any], inflight: Inflight) -> AsyncGenerator[Sequence[Piece], None]:
+    """The request's pieces as they come, to the last; its work never outlives this generator."""
+    task = asyncio.create_task(_guarded(service, inflight))
+    try:
+        finished = False
+        while not finished:
+            pieces = await inflight.take()
+            finished = any(piece.finish_reason is not None for piece in pieces)
+            yield pieces
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def _guarded(service: Service[Any, Any], inflight: Inflight) -> None:
+    try:
+        await service.work(inflight)
+    except Exception as error:
+        # whatever it is, the client must hear of it: this task has no other reader
+        logger.exception("Request %s failed", inflight.request.rid)
+        inflight.fail(f"{type(error).__name__}: {error}")
+
+
+STOP_LIMIT_S = 10.0
+
+JobT = TypeVar("JobT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
+
+
+class Worker(Protocol[JobT, ResultT_co]):
+    """What runs in the thread. `step` may be called when nothing is to be done."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has work."""
+        ...
+
+    def admit(self, job: JobT) -> None: ...
+
+    def drop(self, job: JobT) -> None:
+        """Free all that `job` holds; unknown or finished jobs are no error."""
+        ...
+
+    def step(self) -> Sequence[tuple[JobT, ResultT_co]]:
+        """Do one step of work; returns the results that it has for jobs."""
+        ...
+
+    def fail(self, message: str) -> Sequence[tuple[JobT, ResultT_co]]:
+        """Give up everything in work after an error in a step."""
+        ...
+
+
+class ModelThread(Generic[Job, Result]):
+    """Runs a worker step by step; between steps it obeys commands, so that each takes effect within one step."""
+
+    def __init__(self, worker: Worker[Job, Result], deliver: Callable[[Job, Result], None]) -> None:
+        """`deliver` is called in the event loop's thread."""
+        self._worker = worker
+        self._deliver = deliver
+        self._loop = asyncio.get_running_loop()
+        # None ends the thread
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        self._commands.put(partial(self._worker.admit, job))
+
+    def drop(self, job: Job) -> None:
+        self._commands.put(partial(self._worker.drop, job))
+
+    async def between_steps(self, action: Callable[[], None]) -> None:
+        """Run `action` in the thread, after what was submitted and dropped before it. It must not raise."""
+        ran = asyncio.Event()
+
+        def run() -> None:
+            action()
+            self._loop.call_soon_threadsafe(ran.set)
+
+        self._commands.put(run)
+        await ran.wait()
+
+    async def stop(self) -> None:
+        """End after the current step."""
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join, STOP_LIMIT_S)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while self._obey():
+                results = self._step()
+                if results:
+                    self._loop.call_soon_threadsafe(self._deliver_all, results)
+
+    def _obey(self) -> bool:
+        """Carry out waiting commands, waiting for one when idle; False ends the thread."""
+        try:
+            command = self._commands.get(block=not self._worker.busy)
+            while command is not None:
+                command()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _step(self) -> Sequence[tuple[Job, Result]]:
+        try:
+            return self._worker.step()
+        except Exception as error:
+            # Whatever a model raises must end the requests that met it, never the server.
+            logger.exception("A step of the model failed; its requests are given up")
+            return self._worker.fail(f"{type(error).__name__}: {error}")
+
+    def _deliver_all(self, results: Sequence[tuple[Job, Result]]) -> None:
+        for job, result in results:
+            self._deliver(job, result)

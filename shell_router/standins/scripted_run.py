@@ -1,0 +1,370 @@
+"""A scripted server's settings and faults, one request on it (its tokens, the answer it writes), and its adapters."""
+
+import asyncio
+import json
+import time
+import zlib
+from array import array
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import orjson
+
+from shell_router.engines.prefill_only import FAKE_BOOTSTRAP_HOST
+from shell_router.standins.scripted_http import Exchange
+
+FaultKind = Literal["refuse", "status", "close", "stall", "garbage", "error_event", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong with a request.
+
+    `refuse` breaks the connection at once and `status` answers `status`; the others strike after `after_tokens` tokens
+    of a stream, or instead of an answer that is not streamed. It strikes `times` requests, or all when None.
+    """
+
+    kind: FaultKind
+    after_tokens: int = 0
+    status: int = 500
+    message: str = "scripted fault"
+    times: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(FaultKind):
+            raise ValueError(f"fault kind must be one of {', '.join(get_args(FaultKind))}, not {self.kind!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedSettings:
+    """How a scripted server behaves.
+
+    Delays are seconds: `prefill_s` plus `prefill_token_s` for each token not cached, then `token_s` for each
+    token; with `token_s` 0 a whole answer is written at once. `warms` names the prefill-only requests that fill
+    the prefix cache, which holds `cache_tokens`; without `route` there is no such route. `cut_bytes` above 0
+    writes in pieces of that size, `crlf` ends lines as some proxies do. `log_bodies` keeps the bodies of that
+    many last requests. `priorities` says whether it claims to schedule by priority, and which go first. With `stamped`
+    every output says in `meta_info.sent_s` when it was written, in seconds of the machine's monotonic clock. With
+    `max_loaded_adapters` above 0 it takes LoRA adapters, each of which takes `adapter_load_s` to load.
+    """
+
+    role: Literal["prefill", "decode"] = "decode"
+    incremental: bool = True
+    prefill_s: float = 0.0
+    prefill_token_s: float = 0.0
+    token_s: float = 0.0
+    vocabulary: int = 1000
+    context_length: int = 32768
+    cache_tokens: int = 1_000_000
+    warms: tuple[Literal["route", "fake_host"], ...] = ("route",)
+    cut_bytes: int = 0
+    crlf: bool = False
+    log_bodies: int = 0
+    priorities: Literal["none", "low_first", "high_first"] = "none"
+    stamped: bool = False
+    max_loaded_adapters: int = 0
+    adapter_load_s: float = 0.0
+    fault: Fault | None = None
+
+    def __post_init__(self) -> None:
+        least = {"vocabulary": 1, "context_length": 1}
+        for name, value in asdict(self).items():
+            if isinstance(value, int | float) and value < least.get(name, 0):
+                raise ValueError(f"{name} must be at least {least.get(name, 0)}, not {value}")
+
+
+DEFAULT_SETTINGS = ScriptedSettings()
+
+
+def read_script(found: dict[str, Any]) -> dict[str, Any]:
+    """The settings to change, from the body of `POST /script`; raises TypeError or ValueError."""
+    changes = dict(found)
+    if changes.get("fault") is not None:
+        changes["fault"] = Fault(**changes["fault"])
+    if "warms" in changes:
+        changes["warms"] = tuple(changes["warms"])
+    return changes
+
+
+ID_BYTES = 8
+
+
+class BadRequest(Exception):
+    """What the server answers with 400 and this message."""
+
+
+def scripted_id(seed: int, position: int, vocabulary: int) -> int:
+    """The id at an output position: arithmetic modulo the vocabulary, so that every prompt has its own output."""
+    return (seed + (position + 1) * 7919) % vocabulary
+
+
+class ScriptedRun:
+    """One request that has been accepted. Its output is a function of its prompt, its sampling parameters, its adapter.
+
+    `scored_from` is the first prompt token whose log probability is asked for, or the prompt's length for none.
+    """
+
+    def __init__(self, exchange: Exchange, body: dict[str, Any], settings: ScriptedSettings) -> None:
+        self.exchange = exchange
+        self.settings = settings
+        self.rid = str(body.get("rid") or id(self))
+        self.room: int | None = body.get("bootstrap_room")
+        self.fake_host = body.get("bootstrap_host") == FAKE_BOOTSTRAP_HOST
+        self.prompt = _packed_prompt(body)
+        self.adapter: str | None = body.get("lora_path")
+        self.prompt_tokens = len(self.prompt) // ID_BYTES
+        self.cached_tokens = 0
+        self.stream = body.get("stream") is True
+        self.fault: Fault | None = None
+        self.sent = 0
+        self.ended = False
+        self._logprobs = body.get("return_logprob") is True
+        self._logprob_text = body.get("return_text_in_logprobs") is True
+        self.scored_from = self._read_start(body.get("logprob_start_len"))
+        self._plan(body.get("sampling_params") or {})
+
+    def _plan(self, sampling: dict[str, Any]) -> None:
+        self._interval = max(1, int(sampling.get("stream_interval") or 1))
+        wanted = sampling.get("max_new_tokens", 128)
+        if not isinstance(wanted, int) or wanted < 0:
+            raise BadRequest(f"max_new_tokens must be at least 0, got {wanted}.")
+        limit = self.settings.context_length
+        if self.prompt_tokens >= limit:
+            raise BadRequest(
+                f"The input ({self.prompt_tokens} tokens) is longer than the model's context length ({limit} tokens)."
+            )
+        wanted = min(wanted, limit - self.prompt_tokens)
+        seed = zlib.crc32((self.adapter or "").encode(), zlib.crc32(self.prompt))
+        self.ids = [scripted_id(seed, position, self.settings.vocabulary) for position in range(wanted)]
+        self._reason: dict[str, Any] = {"type": "length", "length": wanted}
+        stops = sampling.get("stop_token_ids") or ()
+        first = next((position for position, token in enumerate(self.ids) if token in stops), None)
+        if first is not None:
+            self._reason = {"type": "stop", "matched": self.ids[first]}
+            del self.ids[first + 1 :]
+
+    def _read_start(self, start: object) -> int:
+        if not self._logprobs or start in (None, -1):
+            return self.prompt_tokens
+        if not isinstance(start, int) or not 0 <= start <= self.prompt_tokens:
+            raise BadRequest(f"logprob_start_len must be -1 or at most {self.prompt_tokens}, got {start}.")
+        return start
+
+    def output(self, start: int, end: int, reason: dict[str, Any] | None) -> dict[str, Any]:
+        """Output tokens `start` to `end` as SGLang writes them."""
+        ids = self.ids[start:end]
+        shown = ids[:-1] if reason is not None and reason["type"] == "stop" else ids
+        meta: dict[str, Any] = {
+            "id": self.rid,
+            "finish_reason": reason,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": end,
+            "cached_tokens": self.cached_tokens,
+        }
+        if self._logprobs:
+            meta["input_token_logprobs"] = self._input_logprobs() if self.settings.role == "prefill" else []
+            meta["output_token_logprobs"] = [self._scored(token) for token in ids]
+        if self.settings.stamped:
+            meta["sent_s"] = time.monotonic()
+        return {"text": "".join(map(_text, shown)), "output_ids": ids, "meta_info": meta}
+
+    def _input_logprobs(self) -> list[tuple[float | None, int, str | None]]:
+        """As SGLang, which has no log probability for the first."""
+        scored = [self._scored(token) for token in array("q", self.prompt)[self.scored_from :]]
+        return [(None, token, text) for _, token, text in scored[:1]] + scored[1:]
+
+    def _scored(self, token: int) -> tuple[float | None, int, str | None]:
+        return -(token % 97 + 1) / 100, token, _text(token) if self._logprob_text else None
+
+    def events(self, until: int) -> list[bytes]:
+        """The stream's events for the tokens not yet sent before `until`, the finish with the last."""
+        events: list[bytes] = []
+        while not events or self.sent < until:
+            end = min(until, self.due)
+            reason = self._reason if end >= len(self.ids) else None
+            events.append(self.framed(self.output(self.sent if self.settings.incremental else 0, end, reason)))
+            self.sent = end
+        return events
+
+    @property
+    def due(self) -> int:
+        """Where the next event ends: the first holds one token, each later one `stream_interval` of them."""
+        return min(self.sent + self._interval if self.sent else 1, len(self.ids))
+
+    def framed(self, found: dict[str, Any]) -> bytes:
+        """An event as it goes over the wire."""
+        return b"data: " + orjson.dumps(found) + (b"\r\n\r\n" if self.settings.crlf else b"\n\n")
+
+    def done_mark(self) -> bytes:
+        """The stream's last line."""
+        return b"data: [DONE]" + (b"\r\n\r\n" if self.settings.crlf else b"\n\n")
+
+    def aborted(self, message: str = "Aborted", status: int | None = None) -> dict[str, Any]:
+        """The last output of a request that was aborted after `sent` tokens."""
+        reason = {"type": "abort", "message": message, "status_code": status, "err_type": None}
+        start = self.sent if self.settings.incremental and self.stream else 0
+        return self.output(start, self.sent, reason)
+
+    def first_token_only(self) -> None:
+        """A prefill server answers with the first token."""
+        del self.ids[1:]
+        self._reason = {"type": "length", "length": len(self.ids)}
+
+    def strike(self, fault: Fault) -> bool:
+        """Write a stream's tokens before the fault, then let it happen. True when the answer has ended with it."""
+        events = self.events(fault.after_tokens) if self.sent < fault.after_tokens else []
+        self.ended = True
+        last = fault.kind in ("garbage", "error_event", "abort")
+        if fault.kind == "garbage":
+            events.append(b"data: {broken\n\n")
+        elif fault.kind == "error_event":
+            events.append(self.framed({"error": {"message": fault.message, "code": fault.status}}))
+        elif fault.kind == "abort":
+            events.append(self.framed(self.aborted(fault.message, fault.status)))
+        if events:
+            self.exchange.write(events, last=last)
+        if fault.kind == "close":
+            self.exchange.drop()
+        return last
+
+    def answer_whole(self) -> None:
+        """The answer that is not streamed, or the fault in its place."""
+        fault = self.fault
+        if fault is None:
+            self.exchange.answer_json(self.output(0, len(self.ids), self._reason))
+        elif fault.kind == "close":
+            self.exchange.drop()
+        elif fault.kind == "garbage":
+            self.exchange.answer(200, b"{broken")
+        else:
+            self.exchange.answer_json({"error": {"message": fault.message}}, fault.status)
+
+
+def _text(token: int) -> str:
+    return f" ω{token}"
+
+
+def _packed_prompt(body: dict[str, Any]) -> bytes:
+    ids, text = body.get("input_ids"), body.get("text")
+    if (ids is None) == (text is None):
+        raise BadRequest("Either text or input_ids must be provided, and not both.")
+    if ids is not None and not isinstance(ids, list):
+        raise BadRequest("input_ids must be a list of integers.")
+    try:
+        prompt = array("q", list(str(text).encode()) if ids is None else ids).tobytes()
+    except (TypeError, OverflowError) as error:
+        raise BadRequest(f"input_ids must be integers: {error}") from error
+    if not prompt:
+        raise BadRequest("The prompt is empty.")
+    return prompt
+
+
+MAX_RANK = 64
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """An adapter from one load to its unloading, which owns the KV of its prompts. `running` requests use it."""
+
+    name: str
+    folder: str
+    running: int = 0
+    idle: list[Callable[[], None]] = field(default_factory=list)
+
+    def leave(self) -> None:
+        """A request for it has ended."""
+        self.running -= 1
+        if not self.running:
+            while self.idle:
+                self.idle.pop()()
+
+
+class ScriptedAdapters:
+    """Loads and unloads as SGLang does, one at a time, but never evicts by itself: that would hide a router's mistake.
+
+    `loading` names those under way, `loads` counts them, `unloads` names those that were asked for, `most` is the most
+    that were loaded at a time.
+    """
+
+    def __init__(self, settings: Callable[[], ScriptedSettings], forget: Callable[[LoadedAdapter], None]) -> None:
+        self._forget = forget
+        self.loaded: dict[str, LoadedAdapter] = {}
+        self.loads = 0
+        self.unloads: list[str] = []
+        self.most = 0
+        self._settings = settings
+        self.loading: set[str] = set()
+
+    def taken(self, name: str | None) -> LoadedAdapter | None:
+        """The adapter of a request, which uses it from now on. Raises BadRequest for one that is not loaded."""
+        if name is None:
+            return None
+        if name not in self.loaded:
+            raise BadRequest(
+                f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {list(self.loaded)}."
+            )
+        self.loaded[name].running += 1
+        return self.loaded[name]
+
+    def load(self, exchange: Exchange) -> None:
+        """`POST /load_lora_adapter`."""
+        asked = orjson.loads(exchange.body)
+        name, folder = str(asked["lora_name"]), str(asked["lora_path"])
+        wrong = self._wrong(name, folder)
+        if wrong is not None:
+            self._answer(exchange, wrong)
+            return
+        self.loading.add(name)
+        asyncio.get_running_loop().call_later(self._settings().adapter_load_s, self._loaded, exchange, name, folder)
+
+    def _loaded(self, exchange: Exchange, name: str, folder: str) -> None:
+        self.loading.discard(name)
+        self.loaded[name] = LoadedAdapter(name, folder)
+        self.loads += 1
+        self.most = max(self.most, len(self.loaded))
+        self._answer(exchange)
+
+    def _wrong(self, name: str, folder: str) -> str | None:
+        if not self._settings().max_loaded_adapters:
+            return "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+        if name in self.loaded or name in self.loading:
+            return f"Failed to load LoRA adapter {name} because it is already loaded"
+        if len(self.loaded) + len(self.loading) >= self._settings().max_loaded_adapters:
+            return f"At most {self._settings().max_loaded_adapters} adapters can be loaded, and {list(self.loaded)} are"
+        try:
+            rank = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"{folder}: {error}"
+        return None if rank <= MAX_RANK else f"LoRA adapter {name} with rank {rank} is incompatible"
+
+    def unload(self, exchange: Exchange) -> None:
+        """`POST /unload_lora_adapter`: further requests are refused, and it ends with the last one running."""
+        name = str(orjson.loads(exchange.body)["lora_name"])
+        self.unloads.append(name)
+        adapter = self.loaded.pop(name, None)
+        if adapter is None:
+            self._answer(exchange, f"LoRA with name {name} does not exist. Loaded LoRAs: {list(self.loaded)}")
+        elif adapter.running:
+            adapter.idle.append(lambda: self._unloaded(exchange, adapter))
+        else:
+            self._unloaded(exchange, adapter)
+
+    def _unloaded(self, exchange: Exchange, adapter: LoadedAdapter) -> None:
+        self._forget(adapter)
+        self._answer(exchange)
+
+    def _answer(self, exchange: Exchange, error: str = "") -> None:
+        found = {name: adapter.folder for name, adapter in self.loaded.items()}
+        answer = {"success": not error, "error_message": error, "loaded_adapters": found}
+        exchange.answer_json(answer, 400 if error else 200)
+
+    def listed(self, exchange: Exchange) -> None:
+        """`GET /v1/models`."""
+        base: dict[str, Any] = {"id": "scripted", "object": "model", "root": "scripted", "parent": None}
+        adapters = [
+            {"id": name, "object": "model", "root": adapter.folder, "parent": "scripted"}
+            for name, adapter in self.loaded.items()
+        ]
+        exchange.answer_json({"object": "list", "data": [base, *adapters]})

@@ -1,0 +1,192 @@
+"""Texts whose tokens can be counted: what simulated agents read and write, and an embedder that says how alike."""
+
+import asyncio
+import re
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from random import Random
+from typing import Self, TypeVar
+
+import numpy as np
+
+from shell_router.core.predictors import TokenStates
+from shell_router.errors import ConfigError
+from shell_router.standins.simulated.processor import Processor
+
+T = TypeVar("T", str, tuple[int, ...])
+
+FIRST, LAST = 0x4E00, 0x51FF
+"""Each of these characters is one token, whose id is its code point. So few that a processor keeps them at hand."""
+_PIECE = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]|[^{chr(FIRST)}-{chr(LAST)}]{{1,4}}", re.DOTALL)
+
+
+class _Ids(dict[str, int]):
+    """A piece's id by its text."""
+
+    def __missing__(self, piece: str) -> int:
+        return LAST + 1 + zlib.crc32(piece.encode())
+
+
+_CHARACTERS = [chr(number) for number in range(FIRST, LAST + 1)]
+_IDS = _Ids(zip(_CHARACTERS, range(FIRST, LAST + 1), strict=True))
+_FILLER = "".join(Random(0).choices(_CHARACTERS, k=1 << 16))
+_FILLER_IDS = tuple(map(_IDS.__getitem__, _FILLER))
+
+
+def filler(tokens: int, seed: str) -> str:
+    """A text of `tokens` tokens; equal seeds give texts with equal beginnings."""
+    return _cut(_FILLER, _place(seed), tokens)
+
+
+def _place(seed: str) -> int:
+    return zlib.crc32(seed.encode()) % len(_FILLER)
+
+
+def _cut(source: T, begin: int, tokens: int) -> T:
+    """`tokens` of an endless repetition of `source`, from `begin` on."""
+    begin %= len(source)
+    end = begin + max(0, tokens)
+    return (source * (1 + end // len(source)))[begin:end]
+
+
+@lru_cache(maxsize=64)
+def _lately_encoded(text: str) -> tuple[int, ...]:
+    """The ids of `text`. Agents that are asked the same ask one after the other."""
+    return tuple(map(_IDS.__getitem__, _PIECE.findall(text)))
+
+
+class SimulatedTokenizer:
+    """Filler has a token per character, all other text one per four, as English has on average."""
+
+    fingerprint = "simulated"
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        return list(_lately_encoded(text))
+
+    def encode_stable(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_stable`: a piece at the end that is no filler may still grow."""
+        pieces = _PIECE.findall(text)
+        if pieces and len(pieces[-1]) < 4 and not FIRST <= ord(pieces[-1][0]) <= LAST:
+            pieces.pop()
+        return list(map(_IDS.__getitem__, pieces))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The layout of ChatML."""
+        turns = (f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
+        return "".join(turns) + "<|im_start|>assistant\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """An output before it is written: a piece of text per token, their ids, and the log-probability of each.
+
+    Before them it may have `filled` tokens of filler, which is not copied: thousands of outputs wait to be written.
+    """
+
+    pieces: tuple[str, ...]
+    ids: tuple[int, ...]
+    logprob: float
+    filled: int = 0
+    place: int = 0
+
+    @classmethod
+    def of(cls, text: str, logprob: float) -> Self:
+        """The output that says `text`."""
+        pieces = _PIECE.findall(text)
+        return cls(tuple(pieces), tuple(map(_IDS.__getitem__, pieces)), logprob)
+
+    @classmethod
+    def after_filler(cls, tokens: int, seed: str, end: str, logprob: float) -> Self:
+        """`filler` and then `end`, `tokens` in all; never less than `end`."""
+        last = cls.of(end, logprob)
+        return replace(last, filled=max(0, tokens - len(last)), place=_place(seed))
+
+    def __len__(self) -> int:
+        return self.filled + len(self.ids)
+
+    def part(self, start: int, end: int) -> tuple[tuple[int, ...], str]:
+        """Ids and text of the tokens from `start` to before `end`."""
+        filled = min(end, self.filled) - start
+        ids, text = _cut(_FILLER_IDS, self.place + start, filled), _cut(_FILLER, self.place + start, filled)
+        if end > self.filled:
+            rest = slice(max(0, start - self.filled), end - self.filled)
+            ids, text = ids + self.ids[rest], text + "".join(self.pieces[rest])
+        return ids, text
+
+
+FEATURES = 1024
+MAX_BATCH_SIZE = 16
+"""Texts; as the real embedder."""
+_STATED = re.compile(r"\[(?P<question>[^\]]*)\] Answer: (?P<answer>.*)\.")
+
+
+def closing(question: str, answer: str) -> str:
+    """How an output ends that answers a question; the embedder reads it."""
+    return f" [{question}] Answer: {answer}."
+
+
+class SimulatedEmbedder:
+    """See `Embedder`: texts that wait are embedded together, in `request_s` + all tokens * `token_s`, on `processor`.
+
+    Every output has one row of features -1 and 1, so that the similarity of two is the square of their cosine. A
+    question's features are drawn, a share of them turned over for each answer, and another for each output: two outputs
+    with one answer are `same` alike, with different answers `different`, give or take 0.03.
+    """
+
+    def __init__(
+        self,
+        same: float,
+        different: float,
+        request_s: float = 0.0,
+        token_s: float = 0.0,
+        processor: Processor | None = None,
+    ) -> None:
+        if not 0 < different <= same <= 1:
+            raise ConfigError(f"similarities must satisfy 0 < different <= same <= 1, not {different:g}, {same:g}")
+        # two outputs agree in a feature's sign with mean product (1 - 2 o)^2, times (1 - 2 a)^2 across answers
+        self._turned_by_output = (1 - same**0.25) / 2
+        self._turned_by_answer = (1 - (different / same) ** 0.25) / 2
+        self._request_s = request_s
+        self._token_s = token_s
+        self._processor = processor or Processor()
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._embedding = False
+        self._tokenizer = SimulatedTokenizer()
+
+    async def embed(self, text: str) -> TokenStates:
+        """See `Embedder.embed`; shape [1, 1024]."""
+        ended = asyncio.get_running_loop().create_future()
+        self._waiting.append((len(self._tokenizer.encode(text)), ended))
+        if not self._embedding:
+            self._embed_waiting()
+        await ended
+        stated = _STATED.search(text)
+        question, answer = (stated["question"], stated["answer"]) if stated else ("", text)
+        signs = _signs(question, 0.5) * _signs(f"{question}/{answer}", self._turned_by_answer)
+        return (signs * _signs(text, self._turned_by_output)).astype(np.float32)[None, :]
+
+    def _embed_waiting(self) -> None:
+        batch: list[tuple[int, asyncio.Future[None]]] = []
+        while self._waiting and len(batch) < MAX_BATCH_SIZE:
+            tokens, ended = self._waiting.popleft()
+            if not ended.cancelled():
+                batch.append((tokens, ended))
+        self._embedding = bool(batch)
+        if batch:
+            seconds = self._request_s + sum(tokens for tokens, _ in batch) * self._token_s
+            self._processor.start(seconds, lambda: self._embedded([ended for _, ended in batch]))
+
+    def _embedded(self, batch: Sequence[asyncio.Future[None]]) -> None:
+        for ended in batch:
+            if not ended.done():
+                ended.set_result(None)
+        self._embed_waiting()
+
+
+def _signs(seed: str, turned: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    draws = np.random.default_rng(zlib.crc32(seed.encode())).random(FEATURES)
+    return np.where(draws < turned, -1.0, 1.0)

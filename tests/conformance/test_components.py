@@ -1,0 +1,194 @@
+"""The contract of holders of a pool's components: simulated, torch modules, embedded pairs, swapped weights."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import save_file
+
+from shell_router.errors import ConfigError
+from shell_router.experts.components import Component, Components, Costs, ExecutorSettings, Tier
+from shell_router.experts.components.engine_components import (
+    PairComponents,
+    Prompt,
+    SwappedComponents,
+    SwapPlace,
+    WeightServer,
+    pair_component,
+    swapped_component,
+)
+from shell_router.experts.components.simulated import SimulatedComponents
+from shell_router.experts.components.torch_components import TorchComponents, components_in
+from shell_router.launching.random_checkpoint import make_checkpoint
+from shell_router.standins.embedded.settings import EmbeddedSettings
+from tests.fakes.http_engines import SwappingEngine, served
+from tests.fakes.nets import linear
+from tests.fakes.shared_engines import SharedEngines
+
+LIMIT_S = 120.0
+FIRST, SECOND = "one", "two"
+COSTS = Costs(0.001, 0.001, 8, 1, 0.001, 0.002)
+
+
+@dataclass(frozen=True)
+class UnderTest:
+    """Components `a` and `b` that load at the places FIRST and SECOND, and `bad`, which does not.
+
+    `plain` makes outputs comparable.
+    """
+
+    components: Components
+    a: Component
+    b: Component
+    bad: Component | None
+    samples: Sequence[Any]
+    host_tier: bool
+    plain: Callable[[Any], Any] = lambda output: output
+
+    async def outputs(self, component: Component, place: str) -> list[Any]:
+        return [self.plain(output) for output in await self.components.run(component, place, self.samples)]
+
+
+@asynccontextmanager
+async def simulated(_: Path) -> AsyncIterator[UnderTest]:
+    executors = [ExecutorSettings(name, 100, {"net": COSTS}) for name in (FIRST, SECOND)]
+    components = SimulatedComponents(executors, {FIRST: "gpu", SECOND: "gpu"}, lambda name, sample: (name, sample))
+    yield UnderTest(components, Component("a", "net", 1), Component("b", "net", 1), None, [1, 2, 3], host_tier=True)
+
+
+def _rounded(output: torch.Tensor) -> list[float]:
+    """A batch rounds otherwise than a sample alone."""
+    return [round(number, 4) for number in output.tolist()]
+
+
+@asynccontextmanager
+async def modules(folder: Path) -> AsyncIterator[UnderTest]:
+    for seed, name in enumerate(("a", "b", "bad")):
+        torch.manual_seed(seed)
+        save_file(linear().state_dict(), folder / f"{name}.safetensors")
+    (folder / "bad.safetensors").write_bytes(b"no weights")
+    a, b, bad = components_in(folder, lambda _: "linear")
+    cpu = torch.device("cpu")
+    components = TorchComponents(folder, {"linear": linear}, {FIRST: cpu, SECOND: cpu})
+    samples = [torch.full((16,), float(number)) for number in range(3)]
+    yield UnderTest(components, a, b, bad, samples, host_tier=True, plain=_rounded)
+
+
+PROMPTS = [Prompt((number, 6, 7), {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}) for number in (1, 2, 3)]
+
+
+def _checkpoints(folder: Path) -> Path:
+    for seed, name in enumerate(("a", "b", "bad")):
+        make_checkpoint(folder / name, hidden=32, layers=1, vocab_size=512, context_length=512, seed=seed)
+    weights = folder / "bad" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    return folder
+
+
+@asynccontextmanager
+async def pairs(folder: Path, engines: SharedEngines) -> AsyncIterator[UnderTest]:
+    settings = {name: EmbeddedSettings(str(_checkpoints(folder) / name), dtype="float64") for name in ("a", "b", "bad")}
+    a, b = (pair_component(name, settings[name], "tiny") for name in ("a", "b"))
+    components = PairComponents(lambda name, _: settings[name], engines.spawner())
+    bad = Component("bad", "tiny", a.memory_bytes)
+    yield UnderTest(components, a, b, bad, PROMPTS, host_tier=False, plain=lambda output: output.ids)
+
+
+@asynccontextmanager
+async def swapped(folder: Path) -> AsyncIterator[UnderTest]:
+    _checkpoints(folder)
+    engines = SwappingEngine(folder / "a"), SwappingEngine(folder / "a")
+    async with aiohttp.ClientSession() as session, served(engines[0]) as one, served(engines[1]) as two:
+        places = {}
+        for name, url in ((FIRST, one), (SECOND, two)):
+            server = WeightServer(session, url)
+            places[name] = SwapPlace((server,), server)
+        components = SwappedComponents(lambda name: folder / name, places)
+        a, b, bad = (swapped_component(name, "tiny") for name in ("a", "b", "bad"))
+        yield UnderTest(components, a, b, bad, PROMPTS, host_tier=False, plain=lambda output: (output.text, output.ids))
+
+
+KINDS: dict[str, Callable[[Path], AbstractAsyncContextManager[UnderTest]]] = {
+    "simulated": simulated,
+    "modules": modules,
+    "swapped": swapped,
+}
+
+
+@pytest_asyncio.fixture(params=[*KINDS, "pairs"])
+async def under_test(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[UnderTest]:
+    if request.param == "pairs":
+        opened = pairs(tmp_path, request.getfixturevalue("engines"))
+    else:
+        opened = KINDS[request.param](tmp_path)
+    async with asyncio.timeout(LIMIT_S), opened as found:
+        yield found
+
+
+async def test_an_expert_that_was_unloaded_and_loaded_again_answers_as_before(under_test: UnderTest) -> None:
+    components, a, b = under_test.components, under_test.a, under_test.b
+    seen = {}
+    for component in (a, b, a, b):
+        await components.load(component, FIRST)
+        outputs = await under_test.outputs(component, FIRST)
+        await components.unload(component, FIRST)
+        assert len(outputs) == len(under_test.samples)
+        assert seen.setdefault(component.name, outputs) == outputs
+    assert seen["a"] != seen["b"]
+
+
+async def test_outputs_come_in_the_order_of_the_samples(under_test: UnderTest) -> None:
+    await under_test.components.load(under_test.a, FIRST)
+    together = await under_test.outputs(under_test.a, FIRST)
+    alone = [(await under_test.components.run(under_test.a, FIRST, [sample]))[0] for sample in under_test.samples]
+    assert together == [under_test.plain(output) for output in alone]
+    await under_test.components.unload(under_test.a, FIRST)
+
+
+async def test_an_expert_at_two_places_stays_at_one_when_it_leaves_the_other(under_test: UnderTest) -> None:
+    components, a = under_test.components, under_test.a
+    await asyncio.gather(components.load(a, FIRST), components.load(a, SECOND))
+    both = await asyncio.gather(under_test.outputs(a, FIRST), under_test.outputs(a, SECOND))
+    await components.unload(a, FIRST)
+    assert both[0] == both[1] == await under_test.outputs(a, SECOND)
+    await components.unload(a, SECOND)
+
+
+async def test_a_load_that_fails_leaves_the_place_to_others(under_test: UnderTest) -> None:
+    if under_test.bad is None:
+        pytest.skip("simulated components all load")
+    with pytest.raises(Exception):  # noqa: B017 # whatever the libraries raise: a pool names it
+        await under_test.components.load(under_test.bad, FIRST)
+    await under_test.components.load(under_test.b, FIRST)
+    assert len(await under_test.outputs(under_test.b, FIRST)) == len(under_test.samples)
+    await under_test.components.unload(under_test.b, FIRST)
+
+
+async def test_a_load_that_was_cancelled_leaves_the_place_to_others(under_test: UnderTest) -> None:
+    loading = asyncio.create_task(under_test.components.load(under_test.a, FIRST))
+    await asyncio.sleep(0)
+    loading.cancel()
+    await asyncio.wait({loading})
+    await under_test.components.load(under_test.b, FIRST)
+    assert len(await under_test.outputs(under_test.b, FIRST)) == len(under_test.samples)
+    await under_test.components.unload(under_test.b, FIRST)
+
+
+async def test_host_memory_is_a_tier_of_its_own_or_refused_by_name(under_test: UnderTest) -> None:
+    components, a = under_test.components, under_test.a
+    if not under_test.host_tier:
+        with pytest.raises(ConfigError, match="host_bytes=0"):
+            await components.load(a, Tier.HOST)
+        return
+    await components.load(a, Tier.HOST)
+    await components.load(a, FIRST)
+    await components.unload(a, Tier.HOST)
+    assert len(await under_test.outputs(a, FIRST)) == len(under_test.samples)
+    await components.unload(a, FIRST)

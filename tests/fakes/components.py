@@ -1,0 +1,114 @@
+"""Components, adapters and disks that fail as a test says."""
+
+import asyncio
+import errno
+import io
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shell_router.errors import EngineError
+from shell_router.experts.components import Component, Costs, ExecutorSettings
+
+COSTS = Costs(sample_s=0.01, batch_s=0.02, largest_batch=4, activation_bytes=10, host_load_s=0.1, disk_load_s=0.5)
+
+
+def component(name: str, usage: float = 0.1, after: tuple[str, ...] = (), memory_bytes: int = 100) -> Component:
+    """A small component of the architecture that `executor` has costs for."""
+    return Component(name, "net", memory_bytes, usage, frozenset(after))
+
+
+def executor(name: str = "gpu", room: int = 2, costs: Costs = COSTS, share: float = 0.5) -> ExecutorSettings:
+    """Memory for `room` components of 100 bytes, and for as much again of samples."""
+    return ExecutorSettings(name, room * 200, {"net": costs}, component_share=share)
+
+
+class ScriptedExperts:
+    """Loads take 0.5 s, batches 0.1 s. Outputs are the component's name and the sample.
+
+    `corrupt` components do not load, `broken` ones load and fail on every batch.
+    """
+
+    def __init__(self, corrupt: Sequence[str] = (), broken: Sequence[str] = ()) -> None:
+        self._corrupt = corrupt
+        self._broken = broken
+        self.loaded: set[tuple[str, str]] = set()
+        self.loads: list[tuple[str, str]] = []
+        self.batches: list[tuple[str, tuple[Any, ...]]] = []
+
+    async def load(self, component: Component, place: str) -> None:
+        await asyncio.sleep(0.5)
+        if component.name in self._corrupt:
+            raise OSError("the file is cut off")
+        self.loads.append((component.name, place))
+        self.loaded.add((component.name, place))
+
+    async def unload(self, component: Component, place: str) -> None:
+        self.loaded.remove((component.name, place))
+
+    async def run(self, component: Component, place: str, samples: Sequence[Any]) -> Sequence[Any]:
+        assert (component.name, place) in self.loaded
+        self.batches.append((component.name, tuple(samples)))
+        await asyncio.sleep(0.1)
+        assert (component.name, place) in self.loaded
+        if component.name in self._broken:
+            raise ValueError("weights of another shape")
+        return [(component.name, sample) for sample in samples]
+
+
+def write_adapters(folder: Path, names: Iterable[str], rank: int = 8) -> Mapping[str, Path]:
+    """A PEFT folder without weights for each, which is all that a scripted server looks at."""
+    found = {}
+    for name in names:
+        at = folder / name
+        at.mkdir(parents=True)
+        (at / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+        found[name] = at
+    return found
+
+
+class GatedLoader:
+    """Loads at once, or where `gate` is closed when it opens. Raises `errors[name]` instead, while it is there.
+
+    `loaded` is what lies on the server, `most` the most that did at a time, `loads` all loads in their order.
+    """
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.errors: dict[str, EngineError] = {}
+        self.loaded: set[str] = set()
+        self.loads: list[str] = []
+        self.most = 0
+
+    async def load(self, component: Component, place: str) -> None:
+        await self.gate.wait()
+        await asyncio.sleep(0)
+        if component.name in self.errors:
+            raise self.errors[component.name]
+        assert component.name not in self.loaded
+        self.loaded.add(component.name)
+        self.loads.append(component.name)
+        self.most = max(self.most, len(self.loaded))
+
+    async def unload(self, component: Component, place: str) -> None:
+        await asyncio.sleep(0)
+        self.loaded.remove(component.name)
+
+
+class FillingDisk(io.BytesIO):
+    """Takes bytes as long as there is room, as a raw file does: a part of what is written, then nothing."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def write(self, content: object) -> int:
+        assert isinstance(content, bytes)
+        taken = content[: self.room]
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= len(taken)
+        return super().write(taken)

@@ -1,0 +1,135 @@
+"""Workers of a batch without models, and a pool file with the tiny models."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shell_router.core.engine import Generation, ServedModel
+from shell_router.errors import EngineError, EngineUnreachable
+from tests.fakes.moa import WordTokenizer
+from tests.fakes.scripted_engine import Script, ScriptedEngine, at_once
+
+
+def echo(model: str, text: str) -> Script:
+    """The model says what it was asked."""
+    return Script(f"{model} heard {text}")
+
+
+def never(*_names: object) -> bool:
+    """Nothing of the kind happens."""
+    return False
+
+
+async def soon(_worker: int, _model: str) -> None:
+    """A load that only lets others run."""
+    await asyncio.sleep(0)
+
+
+@dataclass
+class ScriptedWorkers:
+    """`batch.Workers` that answer what `says` gives for a model and the text it is asked, a chat's last message.
+
+    `unloadable` tells on which worker a model does not load, `kills` which text the engine dies of: it answers nothing
+    from then on. `pace` is the engines', `load` is awaited while a model loads. A worker that is given a second model
+    fails the test.
+    """
+
+    says: Callable[[str, str], Script] = echo
+    unloadable: Callable[[int, str], bool] = never
+    kills: Callable[[str, str], bool] = never
+    pace: Callable[[str, int], Awaitable[None]] = at_once
+    load: Callable[[int, str], Awaitable[None]] = soon
+    context_length: int = 4096
+    open: dict[int, str] = field(default_factory=dict)
+    loads: list[tuple[int, str]] = field(default_factory=list)
+    """Worker and model of every session, failed ones included, in the order in which they began."""
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    """Model and text of every prompt that reached an engine."""
+    most_running: int = 0
+    """The most prompts that one engine had at the same time."""
+
+    @asynccontextmanager
+    async def session(self, worker: int, model: str) -> AsyncIterator[ServedModel]:
+        """See `batch.Workers`."""
+        assert worker not in self.open, f"worker {worker} holds {self.open[worker]} and is given {model}"
+        self.open[worker] = model
+        self.loads.append((worker, model))
+        try:
+            await self.load(worker, model)
+            if self.unloadable(worker, model):
+                raise EngineUnreachable(f"{model} did not load on worker {worker}")
+            tokenizer = WordTokenizer()
+            yield ServedModel(model, _Mortal(self, model, tokenizer).engine, tokenizer, self.context_length)
+            await asyncio.sleep(0)  # unloading takes its time, too
+        finally:
+            del self.open[worker]
+
+
+class _Mortal:
+    """One session's engine."""
+
+    def __init__(self, workers: ScriptedWorkers, model: str, tokenizer: WordTokenizer) -> None:
+        self._workers = workers
+        self._model = model
+        self._tokenizer = tokenizer
+        self._dead = False
+        self.engine = ScriptedEngine(tokenizer, self._answer, pace=self._pace)
+
+    def _answer(self, request: Generation) -> Script:
+        text = self._tokenizer.decode(request.input_ids).rpartition("<user>")[2].removesuffix("<assistant>")
+        self._workers.asked.append((self._model, text))
+        self._workers.most_running = max(self._workers.most_running, len(self.engine.running))
+        self._dead = self._dead or self._workers.kills(self._model, text)
+        return Script("", error=self._death()) if self._dead else self._workers.says(self._model, text)
+
+    async def _pace(self, rid: str, piece: int) -> None:
+        await self._workers.pace(rid, piece)
+        if self._dead:
+            raise self._death()
+
+    def _death(self) -> EngineError:
+        return EngineUnreachable(f"the engine of {self._model} is dead")
+
+
+ROOT = Path(__file__).parents[2]
+COSTS = {"load_s": 1.0, "mean_tokens": 30.0, "max_tokens": 96.0, "start_s": 0.0, "step_s": 0.0}
+
+
+def write_pool(folder: Path, **changed: Any) -> Path:
+    """Two experts and an aggregator on two workers, greedy, with made-up costs."""
+    models = {name: {"path": str(ROOT / "models" / name)} for name in ("small", "medium", "large")}
+    greedy = {"temperature": 0, "max_new_tokens": 96}
+    pool = {
+        "models": models,
+        "proposers": ["small", "medium"],
+        "workers": [{"embedded": {}}, {"embedded": {}}],
+        "sampling": greedy,
+        "aggregate": {"model": "large", "tau": 1, "sampling": greedy},
+        "profile": "costs.yaml",
+        **changed,
+    }
+    write_costs(folder, *pool["models"])
+    file = folder / "pool.yaml"
+    file.write_text(yaml.safe_dump(pool))
+    return file
+
+
+def write_costs(folder: Path, *models: str) -> Path:
+    """A made-up profile; each model is slower than the one before."""
+    costs = {name: {**COSTS, "token_s": 0.001 * (1 + place)} for place, name in enumerate(models)}
+    file = folder / "costs.yaml"
+    file.write_text(yaml.safe_dump({"models": costs, "aggregator": costs["large"]}))
+    return file
+
+
+def write_questions(folder: Path, number: int) -> Path:
+    """A file of the first test questions."""
+    file = folder / "questions.jsonl"
+    lines = (ROOT / "models/data/test.jsonl").read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:number]))
+    return file

@@ -1,0 +1,141 @@
+"""The life of batches, with a scripted runner."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shell_router.api import Services
+from shell_router.batch.api.lines import BatchLine, LineResult
+from shell_router.batch.api.run import BatchRuns
+from shell_router.batch.api.runner import Keep
+from shell_router.batch.api.storage import BatchFolder, BatchRecord, FileRecord, Status, opened_folder
+from shell_router.errors import BatchEnded, StorageFailed
+from tests.fakes.api_server import ENDPOINT, jsonl, line
+from tests.fakes.moa import ScriptedMoa
+
+NOW = 1000
+BATCH = BatchRecord("batch_1", "alice", "file-1", ENDPOINT, "24h", NOW, NOW + 3600)
+
+
+class Answering:
+    """Answers every line it is given, unless it has an `error`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.given: list[str] = []
+
+    async def run(self, tenant: str, lines: AsyncIterator[BatchLine], keep: Keep) -> None:
+        async for one in lines:
+            self.given.append(one.custom_id)
+            if self.error:
+                raise self.error
+            await keep(LineResult(one.custom_id, "r", 200, {}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[BatchFolder]:
+    """One that holds a file of two lines."""
+    with opened_folder(tmp_path) as folder:
+        content = jsonl(line("a"), line("b"))
+        folder.content("file-1").write_bytes(content)
+        folder.files.note(FileRecord("file-1", "alice", "in.jsonl", "batch", len(content), NOW))
+        yield folder
+
+
+def runs(folder: BatchFolder, runner: Answering, now: float = NOW) -> BatchRuns:
+    moa = ScriptedMoa()
+    services = Services(moa.executor, moa.programs, {}, moa.models, {}, wall=lambda: now)
+    return BatchRuns(folder, runner, services, max_line_bytes=2**20)
+
+
+async def ended(folder: BatchFolder) -> BatchRecord:
+    async with asyncio.timeout(60):  # every step of a batch is on the disk before the next one
+        while not folder.batches["batch_1"].ended or len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110 # nothing tells
+            await asyncio.sleep(0)
+    return folder.batches["batch_1"]
+
+
+def left_as(folder: BatchFolder, status: Status, **changes: object) -> None:
+    """A batch as another router left it."""
+    folder.batches.note(replace(BATCH.moved(status, NOW), **changes))  # type: ignore[arg-type]
+    folder.input("batch_1").write_bytes(folder.content("file-1").read_bytes())
+
+
+async def test_a_batch_runs_to_its_end(folder: BatchFolder) -> None:
+    runner = Answering()
+    await runs(folder, runner).add(BATCH)
+    record = await ended(folder)
+    assert (record.status, record.total, record.completed, runner.given) == ("completed", 2, 2, ["a", "b"])
+
+
+async def test_a_batch_that_comes_after_the_stop_waits_for_the_next_start(folder: BatchFolder) -> None:
+    runner = Answering()
+    stopped = runs(folder, runner)
+    await stopped.stop()
+    await stopped.add(BATCH)
+    assert not asyncio.all_tasks() - {asyncio.current_task()}
+    runs(folder, runner).resume()
+    assert (await ended(folder)).status == "completed"
+
+
+async def test_a_batch_that_cannot_be_taken_on_leaves_nothing(folder: BatchFolder) -> None:
+    folder.content("file-1").unlink()
+    with pytest.raises(StorageFailed):
+        await runs(folder, Answering()).add(BATCH)
+    assert not list(folder.batches) and not folder.input("batch_1").exists()
+
+
+async def test_a_batch_cancelled_before_its_input_was_checked_names_no_lines(folder: BatchFolder) -> None:
+    left_as(folder, "cancelling")
+    runs(folder, Answering()).resume()
+    record = await ended(folder)
+    assert (record.status, record.error_file_id) == ("cancelled", None)
+
+
+async def test_a_batch_that_was_killed_while_it_expired_is_expired(folder: BatchFolder) -> None:
+    left_as(folder, "finalizing", total=2, at={"expired": NOW, "finalizing": NOW})
+    late = b"".join(LineResult(name, "r", error={"code": "batch_expired"}).as_line() for name in "ab")
+    folder.content("file-1-errors").write_bytes(late)
+    runs(folder, Answering(), now=NOW + 3601).resume()
+    assert (await ended(folder)).status == "expired"
+
+
+async def test_a_batch_that_was_killed_when_all_was_answered_is_completed_however_late(folder: BatchFolder) -> None:
+    left_as(folder, "in_progress", total=2)
+    answers = b"".join(LineResult(name, "r", 200, {}).as_line() for name in "ab")
+    folder.content("file-1-output").write_bytes(answers)
+    runner = Answering()
+    runs(folder, runner, now=NOW + 3601).resume()
+    assert ((await ended(folder)).status, runner.given) == ("completed", [])
+
+
+async def test_a_batch_that_is_ending_is_not_cancelled(folder: BatchFolder) -> None:
+    with pytest.raises(BatchEnded, match="The batch is finalizing"):
+        await runs(folder, Answering()).cancel(BATCH.moved("finalizing", NOW))
+
+
+async def test_a_fault_of_the_router_fails_the_batch_and_gives_nothing_away(folder: BatchFolder) -> None:
+    await runs(folder, Answering(ValueError("secret"))).add(BATCH)
+    record = await ended(folder)
+    (fault,) = record.faults
+    assert (record.status, fault.code) == ("failed", "internal_error") and "secret" not in fault.message
+
+
+async def test_an_end_that_cannot_be_stored_holds_until_the_next_start_which_goes_on(
+    folder: BatchFolder, tmp_path: Path
+) -> None:
+    left_as(folder, "in_progress", total=2)
+    await folder.batches.save(folder.batches["batch_1"])
+    in_the_way = tmp_path / "batches" / "batch_1.tmp"
+    in_the_way.mkdir()
+    runs(folder, Answering()).resume()
+    record = await ended(folder)
+    assert (record.status, record.faults[0].code) == ("failed", "storage_failed")
+    assert record.output_file_id == "file-1-output" and folder.files.find("alice", "file-1-output")
+    in_the_way.rmdir()
+    again, runner = BatchFolder(tmp_path), Answering()
+    runs(again, runner).resume()
+    assert ((await ended(again)).status, runner.given) == ("completed", [])

@@ -1,0 +1,61 @@
+"""What agents are expected to write, and what is still to come after them."""
+
+from shell_router.core.engine import Hints
+from shell_router.moa.choosing import LatencyEstimates
+from shell_router.moa.planning import hints_of, own_tokens
+from shell_router.topology import Agent, Topology
+
+TREE = Topology(
+    "tree",
+    {
+        agent.id: agent
+        for agent in (
+            Agent("a", "small"),
+            Agent("b", "small"),
+            Agent("middle", "medium", ("a", "b")),
+            Agent("root", "large", ("middle", "a")),
+        )
+    },
+)
+
+
+def hints(pace: LatencyEstimates) -> dict[str, Hints]:
+    return dict(hints_of(TREE, "alice", "run-1", own_tokens(TREE, pace, {}), {}))
+
+
+def paced(**tokens: int) -> LatencyEstimates:
+    pace = LatencyEstimates()
+    for agent, written in tokens.items():
+        pace.observe_output(TREE.agents[agent].model, "tree", agent, written)
+    return pace
+
+
+def test_totals_count_each_follower_once_and_paths_the_longest_way() -> None:
+    found = hints(paced(a=10, b=20, middle=100, root=1000))
+    assert {name: one.total_tokens for name, one in found.items()} == {
+        "a": 1110,
+        "b": 1120,
+        "middle": 1100,
+        "root": 1000,
+    }
+    assert found["a"].path_tokens == 1110
+    assert found["root"].path_tokens == 1000
+
+
+def test_an_agent_that_is_new_is_expected_to_write_what_its_model_does() -> None:
+    found = hints(paced(a=10, middle=100, root=1000))
+    assert found["b"].output_tokens == 10
+
+
+def test_nothing_is_expected_of_a_model_that_is_new_nor_of_those_before_it() -> None:
+    found = hints(paced(a=10, b=20, root=1000))
+    assert found["middle"] == Hints("alice", "run-1", "tree", "middle")
+    assert (found["a"].output_tokens, found["a"].total_tokens) == (10, None)
+    assert found["root"].total_tokens == 1000
+
+
+def test_what_was_written_of_late_counts_more() -> None:
+    pace = paced(a=100)
+    for _ in range(20):
+        pace.observe_output("small", "tree", "a", 200)
+    assert 195 < (pace.output_tokens("small", "tree", "a") or 0) <= 200

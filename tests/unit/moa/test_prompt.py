@@ -1,0 +1,75 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shell_router.moa.prompt import GrowingPrompt, Message, Slot, render
+from tests.fakes.moa import WordTokenizer
+
+
+@st.composite
+def _cut_text(draw: st.DrawFn) -> tuple[str, list[str]]:
+    text = draw(st.text(alphabet="ab \n", max_size=40))
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    return text, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@given(_cut_text(), st.lists(st.integers(0, 9), max_size=6), _cut_text())
+def test_final_ids_do_not_depend_on_how_the_prompt_was_cut(
+    first: tuple[str, list[str]], ids: list[int], second: tuple[str, list[str]]
+) -> None:
+    tokenizer = WordTokenizer()
+    whole, pieces = GrowingPrompt(tokenizer), GrowingPrompt(tokenizer)
+    whole.add_text(first[0])
+    whole.add_ids(ids)
+    whole.add_text(second[0])
+    for piece in first[1]:
+        pieces.add_text(piece)
+    for token in ids:
+        pieces.add_ids([token])
+    for piece in second[1]:
+        pieces.add_text(piece)
+    assert pieces.final_ids() == whole.final_ids()
+
+
+@given(_cut_text(), _cut_text())
+def test_stable_ids_are_a_prefix_of_every_later_prompt(
+    first: tuple[str, list[str]], second: tuple[str, list[str]]
+) -> None:
+    tokenizer = WordTokenizer()
+    prompt = GrowingPrompt(tokenizer)
+    stable: list[list[int]] = []
+    for piece in first[1]:
+        prompt.add_text(piece)
+        stable.append(prompt.stable_ids())
+    prompt.add_ids([1, 2, 3])
+    for piece in second[1]:
+        prompt.add_text(piece)
+        stable.append(prompt.stable_ids())
+    final = prompt.final_ids()
+    assert all(final[: len(ids)] == ids for ids in stable)
+
+
+def test_going_back_forgets_ids_and_text_added_since() -> None:
+    tokenizer = WordTokenizer()
+    prompt = GrowingPrompt(tokenizer)
+    prompt.add_text("question")
+    before = prompt.mark()
+    prompt.add_text(" header")
+    prompt.add_ids([7, 8])
+    prompt.add_text(" more")
+    prompt.back_to(before)
+    prompt.add_text("s asked")
+    assert prompt.final_ids() == tokenizer.encode("questions asked")
+
+
+def test_the_chat_template_writes_around_the_holes() -> None:
+    first, second = Slot("a", "[", "]"), Slot("b")
+    parts = render(
+        WordTokenizer(), [Message("system", ("Be kind.",)), Message("user", ("Question", first, " and ", second))]
+    )
+    assert parts == ("<system>Be kind.<user>Question", first, " and ", second, "<assistant>")
+
+
+def test_text_that_looks_like_a_hole_stays_text() -> None:
+    sly = "\ue0000\ue0010\ue0000\ue001"
+    slot = Slot("a")
+    assert render(WordTokenizer(), [Message("user", (sly, slot))]) == (f"<user>{sly}", slot, "<assistant>")

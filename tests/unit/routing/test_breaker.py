@@ -1,0 +1,53 @@
+"""The circuit breaker, stepped by hand."""
+
+import pytest
+
+from shell_router.routing.failures import Breaker, BreakerSettings
+
+SETTINGS = BreakerSettings(failures=3, open_s=5.0)
+
+
+def opened(at_s: float = 0.0) -> Breaker:
+    breaker = Breaker(SETTINGS)
+    assert [breaker.failed(at_s) for _ in range(3)] == [False, False, True]
+    return breaker
+
+
+def test_it_opens_at_that_number_of_failures_in_a_row() -> None:
+    breaker = Breaker(SETTINGS)
+    for _ in range(2):
+        breaker.failed(0.0)
+    breaker.succeeded()
+    for _ in range(2):
+        breaker.failed(0.0)
+    assert (breaker.open, breaker.wait_s(0.0)) == (False, 0.0)
+    assert breaker.failed(0.0)
+    assert (breaker.open, breaker.wait_s(0.0)) == (True, 5.0)
+
+
+def test_an_open_breaker_lets_one_request_through_per_interval() -> None:
+    breaker = opened(at_s=10.0)
+    assert breaker.wait_s(14.0) == 1.0
+    assert breaker.wait_s(15.0) == 0.0
+    breaker.tried(15.0)
+    assert breaker.wait_s(15.0) == 5.0, "a second request went with the first"
+    assert breaker.wait_s(20.0) == 0.0, "a trial that never came back keeps the server away for ever"
+
+
+def test_one_success_closes_it() -> None:
+    breaker = opened()
+    assert breaker.succeeded()
+    assert (breaker.open, breaker.wait_s(0.0)) == (False, 0.0)
+    assert not breaker.succeeded(), "closing is reported once"
+
+
+def test_late_failures_of_requests_under_way_do_not_prolong_it() -> None:
+    breaker = opened(at_s=0.0)
+    assert not breaker.failed(4.0)
+    assert breaker.wait_s(5.0) == 0.0
+
+
+@pytest.mark.parametrize("settings", [{"failures": 0}, {"open_s": 0.0}])
+def test_settings_that_make_no_sense_are_refused_by_name(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        BreakerSettings(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,327 @@
+"""Who gets which engine, and when: the dispatcher with engines that are mere names, under a virtual clock."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shell_router.core.engine import Hints
+from shell_router.engines.dispatching import engine_slot
+from shell_router.errors import EngineUnavailable
+from shell_router.lab.simulation.virtual_time import run_virtual
+from shell_router.routing.dispatcher import Dispatcher, EngineSlot, InFlight, SchedulingSettings
+from shell_router.routing.engine_selection import EngineReport, PlacementRequest, SelectionSettings
+from shell_router.routing.failures import Breaker, BreakerSettings
+from shell_router.routing.queue import ORDERS, QueueSettings
+
+ONE_AT_A_TIME = QueueSettings(max_running=1)
+
+
+def dispatcher(
+    queue: QueueSettings = ONE_AT_A_TIME,
+    selection: SelectionSettings | None = None,
+    engines: int = 2,
+) -> Dispatcher[str]:
+    breaker = BreakerSettings(failures=1, open_s=5.0)
+    named = [(f"engine {at}", f"pair-{at}", Breaker(breaker)) for at in range(engines)]
+    found = SchedulingSettings(selection or SelectionSettings(), queue)
+    return Dispatcher(named, found, asyncio.get_running_loop().time)
+
+
+def wanted(tokens: int = 10, affinity: str | None = None, **hints: object) -> PlacementRequest:
+    return PlacementRequest(tokens, affinity=affinity, hints=Hints(**hints))  # type: ignore[arg-type]
+
+
+def virtually(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """The test, run under a virtual clock."""
+
+    async def whole() -> None:
+        await test()
+
+    def run() -> None:
+        run_virtual(whole())
+
+    run.__name__ = test.__name__
+    return run
+
+
+async def soon() -> None:
+    """Let all tasks that can go on do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@virtually
+async def test_without_limits_no_request_waits() -> None:
+    at = dispatcher(QueueSettings())
+    places = [await engine_slot(at, wanted()) for _ in range(10)]
+    assert [place.engine for place in places] == ["engine 0", "engine 1"] * 5
+    assert at.choices == {"fewest_requests": 10}
+
+
+@virtually
+async def test_who_waits_gets_whichever_engine_is_free_first() -> None:
+    at = dispatcher()
+    held = [await engine_slot(at, wanted()) for _ in range(2)]
+    waiting = asyncio.create_task(engine_slot(at, wanted()))
+    await soon()
+    assert (at.waiting, waiting.done()) == (1, False)
+    await asyncio.sleep(3.0)
+    held[1].close()
+    assert (await waiting).engine == "engine 1"
+    assert (at.waiting, at.waited, at.waited_s) == (0, 1, 3.0)
+
+
+@virtually
+async def test_bound_at_its_arrival_it_waits_for_that_engine() -> None:
+    at = dispatcher(replace(ONE_AT_A_TIME, bind="arrival"), SelectionSettings("round_robin"))
+    held = [await engine_slot(at, wanted()) for _ in range(2)]
+    waiting = asyncio.create_task(engine_slot(at, wanted()))
+    await soon()
+    held[1].close()
+    await soon()
+    assert not waiting.done()
+    held[0].close()
+    assert (await waiting).engine == "engine 0"
+
+
+@virtually
+async def test_a_prompt_that_grows_for_one_adapter_has_no_home_for_another() -> None:
+    at = dispatcher(QueueSettings(), engines=3)
+    for adapter in ("algebra", "algebra", "biology", None):
+        place = await engine_slot(at, replace(wanted(affinity="run"), adapter=adapter))
+        place.close()
+    assert at.choices["growing_prompt"] == 1
+
+
+@virtually
+async def test_a_growing_prompt_waits_for_the_engine_that_holds_its_kv_and_lets_others_pass() -> None:
+    at = dispatcher()
+    first = await engine_slot(at, wanted(affinity="tree"))
+    other = await engine_slot(at, wanted())
+    grown = asyncio.create_task(engine_slot(at, wanted(30, affinity="tree")))
+    unbound = asyncio.create_task(engine_slot(at, wanted()))
+    await soon()
+    other.close()
+    assert (await unbound).engine == "engine 1"
+    assert not grown.done()
+    first.close()
+    assert (await grown).engine == "engine 0"
+    assert at.choices["growing_prompt"] == 1
+    assert at.tracked[0].in_flight.prefill_tokens == 20, "10 of its 30 tokens are there already"
+
+
+@virtually
+async def test_the_order_decides_who_is_next() -> None:
+    at = dispatcher(replace(ONE_AT_A_TIME, order="shortest_prefill"), engines=1)
+    held, done = await engine_slot(at, wanted()), list[int]()
+
+    async def ask(tokens: int) -> None:
+        place = await engine_slot(at, wanted(tokens))
+        done.append(tokens)
+        place.close()
+
+    async with asyncio.TaskGroup() as group:
+        for tokens in (900, 30, 200):
+            group.create_task(ask(tokens))
+        await soon()
+        held.close()
+    assert done == [30, 200, 900]
+
+
+@virtually
+async def test_cancelled_while_it_waits_it_frees_its_turn() -> None:
+    at = dispatcher(engines=1)
+    held = await engine_slot(at, wanted())
+    given_up, stays = (asyncio.create_task(engine_slot(at, wanted())) for _ in range(2))
+    await soon()
+    given_up.cancel()
+    await soon()
+    assert at.waiting == 1
+    held.close()
+    assert (await stays).engine == "engine 0"
+
+
+@virtually
+async def test_cancelled_in_the_moment_of_its_turn_it_gives_the_place_back() -> None:
+    at = dispatcher(engines=1)
+    held = await engine_slot(at, wanted())
+    given_up, stays = (asyncio.create_task(engine_slot(at, wanted())) for _ in range(2))
+    await soon()
+    held.close()  # its turn has come
+    given_up.cancel()  # and it does not know yet
+    assert (await stays).engine == "engine 0"
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+
+
+@virtually
+async def test_who_waits_too_long_is_refused_with_what_to_do() -> None:
+    at = dispatcher(replace(ONE_AT_A_TIME, wait_s=7.0), engines=1)
+    held = await engine_slot(at, wanted())
+    with pytest.raises(EngineUnavailable, match=r"within 7 s.*scheduling\.queue\.wait_s"):
+        await engine_slot(at, wanted())
+    assert (asyncio.get_running_loop().time(), at.waiting) == (7.0, 0)
+    held.close()
+    assert at.tracked[0].in_flight == InFlight()
+
+
+@virtually
+async def test_when_the_last_engine_fails_no_request_waits_for_it() -> None:
+    at = dispatcher(engines=1)
+    held = await engine_slot(at, wanted())
+    waiting = asyncio.create_task(engine_slot(at, wanted()))
+    await soon()
+    at.tracked[0].breaker.failed(0.0)
+    held.close()
+    with pytest.raises(EngineUnavailable, match="circuit breaker"):
+        await waiting
+
+
+@virtually
+async def test_of_those_that_wait_only_one_probes_an_engine_that_failed() -> None:
+    at = dispatcher(QueueSettings(max_running=3))
+    at.tracked[0].breaker.failed(0.0)
+    held = [await engine_slot(at, wanted()) for _ in range(3)]
+    waiting = [asyncio.create_task(engine_slot(at, wanted())) for _ in range(4)]
+    await asyncio.sleep(6.0)  # the breaker of engine 0 allows a probe again
+    held[0].close()
+    await soon()
+    assert sorted(task.result().engine for task in waiting if task.done()) == ["engine 0", "engine 1"]
+    at.tracked[0].breaker.succeeded()
+    held[1].close()
+    assert [(await task).engine for task in waiting].count("engine 0") == 2
+
+
+@virtually
+async def test_bound_to_an_engine_that_failed_it_goes_elsewhere() -> None:
+    at = dispatcher(replace(ONE_AT_A_TIME, bind="arrival"), SelectionSettings("round_robin"))
+    held = [await engine_slot(at, wanted()) for _ in range(2)]
+    waiting = asyncio.create_task(engine_slot(at, wanted()))
+    await soon()
+    at.tracked[0].breaker.failed(0.0)
+    held[1].close()
+    assert (await waiting).engine == "engine 1"
+
+
+@virtually
+async def test_an_engine_takes_no_more_while_enough_is_to_be_prefilled_there() -> None:
+    at = dispatcher(QueueSettings(max_prefill_tokens=100), engines=1)
+    first = await engine_slot(at, wanted(150))
+    waiting = asyncio.create_task(engine_slot(at, wanted()))
+    await soon()
+    assert not waiting.done()
+    first.prefilled()
+    assert (await waiting).engine == "engine 0"
+
+
+@virtually
+async def test_an_engine_takes_no_more_while_its_kv_is_expected_to_fill() -> None:
+    at = dispatcher(QueueSettings(max_tokens=200), engines=1)
+    first = await engine_slot(at, replace(wanted(150), max_output_tokens=60))
+    waiting = asyncio.create_task(engine_slot(at, wanted()))
+    await soon()
+    assert not waiting.done()
+    first.wrote(60)
+    first.close()
+    assert (await waiting).engine == "engine 0"
+
+
+@virtually
+async def test_updates_neither_take_the_places_of_real_requests_nor_wait_for_them() -> None:
+    at = dispatcher(engines=1)
+    update = PlacementRequest(10, max_output_tokens=0, update=True)
+    first = await engine_slot(at, update)
+    real = await engine_slot(at, wanted())
+    again = await engine_slot(at, update)
+    for place in (first, real, again):
+        place.close()
+    assert at.tracked[0].in_flight == InFlight()
+
+
+@virtually
+async def test_a_stale_report_is_ignored() -> None:
+    at = dispatcher(QueueSettings(), SelectionSettings("gimbal"))
+    for index, usage in enumerate((0.95, 0.1)):
+        at.report(index, EngineReport(usage, 0, 0, 0))
+    assert (await engine_slot(at, wanted())).placement().why == "lowest_kv_usage"
+    await asyncio.sleep(SchedulingSettings().stale_s)
+    assert (await engine_slot(at, wanted())).placement().why == "no_metrics"
+
+
+@virtually
+async def test_a_place_says_where_it_is_and_why() -> None:
+    at = dispatcher(selection=SelectionSettings("round_robin"))
+    placed = (await engine_slot(at, wanted())).placement()
+    assert str(placed) == "pair-0 (round_robin: turn)"
+
+
+@virtually
+async def test_requests_that_share_a_long_prefix_meet_on_one_engine() -> None:
+    at = dispatcher(QueueSettings(), SelectionSettings("scored"))
+    shared = list(range(640))
+
+    async def ask(*more: int) -> EngineSlot[str]:
+        return await engine_slot(at, PlacementRequest(len(shared) + 1, ids=[*shared, *more], max_output_tokens=1))
+
+    first = await ask(1)
+    first.wrote(1)
+    second = await ask(2)
+    assert second.engine == first.engine
+    assert at.tracked[0].in_flight.prefill_tokens == 1, "what is known to be there is not counted"
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["ask", "cancel", "prefilled", "write", "complete", "fail"]), st.integers(0, 9)),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(steps=STEPS, bind=st.sampled_from(["arrival", "place"]))
+def test_however_requests_end_nothing_is_in_flight_and_none_waits(
+    order: str, steps: list[tuple[str, int]], bind: str
+) -> None:
+    async def live() -> None:
+        queue = QueueSettings(order, bind, max_running=2, max_prefill_tokens=60, wait_s=1e6)
+        at = dispatcher(queue)
+        tasks: list[asyncio.Task[EngineSlot[str]]] = []
+        for number, (what, which) in enumerate(steps):
+            had = [task.result() for task in tasks if task.done() and not task.cancelled()]
+            if what == "ask":
+                one = PlacementRequest(10 * (1 + which), update=which == 3, affinity="a" if which > 7 else None)
+                tasks.append(asyncio.create_task(engine_slot(at, replace(one, hints=Hints(f"u{which}", f"p{number}")))))
+            elif what == "cancel" and tasks:
+                tasks[which % len(tasks)].cancel()
+            elif had:
+                _step(had[which % len(had)], what)
+            await soon()
+            for candidate in at.tracked:
+                assert candidate.in_flight.requests - candidate.in_flight.updates <= 2
+        while any(not task.done() for task in tasks):  # requests with a slot leave: all others get theirs
+            for task in tasks:
+                if task.done() and not task.cancelled():
+                    task.result().close()
+            await soon()
+        for task in tasks:
+            if not task.cancelled():
+                task.result().close()
+        assert all(candidate.in_flight == InFlight() for candidate in at.tracked)
+        assert all((candidate.waiting, candidate.waiting_tokens) == (0, 0) for candidate in at.tracked)
+        assert at.waiting == 0
+
+    run_virtual(live())
+
+
+def _step(place: EngineSlot[str], what: str) -> None:
+    if what == "prefilled":
+        place.prefilled()
+    elif what == "write":
+        place.wrote(7)
+    else:
+        if what == "complete":
+            place.completed()
+        place.close()

@@ -1,0 +1,204 @@
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from shell_router.core.engine import Hints
+from shell_router.errors import ConfigError
+from shell_router.routing.engine_selection import (
+    POLICIES,
+    Choice,
+    ChoiceMemory,
+    EngineReport,
+    EngineState,
+    GimbalThresholds,
+    RoutingFeatures,
+    Scene,
+    SelectionSettings,
+)
+
+SETTINGS = SelectionSettings()
+ALICE = RoutingFeatures(100, 100, 50, Hints(user="alice"))
+
+
+def chosen(
+    policy: str,
+    engines: Sequence[EngineState],
+    asked: RoutingFeatures = ALICE,
+    memory: ChoiceMemory | None = None,
+    now_s: float = 0.0,
+) -> Choice:
+    settings = replace(SETTINGS, policy=policy)
+    return POLICIES[policy](Scene(asked, engines, memory or ChoiceMemory(300.0), settings, now_s))
+
+
+def reporting(*states: tuple[float, int]) -> list[EngineState]:
+    """Engines that just reported their KV usage and their tokens."""
+    return [
+        EngineState(index, reported=EngineReport(usage, tokens, 0, 0)) for index, (usage, tokens) in enumerate(states)
+    ]
+
+
+def with_home(index: int, at_s: float = 0.0) -> ChoiceMemory:
+    memory = ChoiceMemory(300.0)
+    memory.note(ALICE, index, at_s)
+    return memory
+
+
+# --- least_running and round_robin
+
+
+def test_the_fewest_requests_win_those_held_back_included() -> None:
+    engines = [EngineState(0, running=3), EngineState(1, running=1, waiting=4), EngineState(2, running=4)]
+    assert chosen("least_running", engines) == Choice(0, "fewest_requests")
+
+
+def test_between_equals_the_one_that_was_chosen_longest_ago_is_next() -> None:
+    engines = [EngineState(0, running=1, chosen=7), EngineState(1, running=1, chosen=3)]
+    assert chosen("least_running", engines).index == 1
+
+
+def test_round_robin_goes_on_with_each_choice() -> None:
+    engines, memory, turns = [EngineState(0), EngineState(1, running=99), EngineState(2)], ChoiceMemory(300.0), []
+    for _ in range(4):
+        turns.append(chosen("round_robin", engines, memory=memory).index)
+        memory.note(ALICE, turns[-1], 0.0)
+    assert turns == [0, 1, 2, 0]
+
+
+# --- Gimbal, Algorithm 1, line by line
+
+
+def test_without_all_metrics_it_is_the_next_engines_turn() -> None:
+    engines = [*reporting((0.95, 9000)), EngineState(1)]
+    assert chosen("gimbal", engines, memory=with_home(1)) == Choice(1, "no_metrics")
+
+
+def test_full_kv_and_a_difference_send_to_the_lowest_usage() -> None:
+    assert chosen("gimbal", reporting((0.95, 100), (0.84, 9000))) == Choice(1, "lowest_kv_usage")
+
+
+def test_full_kv_everywhere_sends_to_the_lowest_load_where_loads_differ_by_more_than_theta() -> None:
+    assert chosen("gimbal", reporting((0.95, 9001), (0.9, 6000))) == Choice(1, "lowest_load")
+    assert chosen("gimbal", reporting((0.95, 9000), (0.9, 6000))) == Choice(0, "turn")
+
+
+def test_full_kv_breaks_affinity() -> None:
+    assert chosen("gimbal", reporting((0.95, 100), (0.2, 0)), memory=with_home(0)).index == 1
+
+
+def test_a_known_user_stays_and_an_unknown_one_takes_turns() -> None:
+    engines = reporting((0.5, 9000), (0.1, 0))
+    memory = with_home(0)
+    assert chosen("gimbal", engines, memory=memory) == Choice(0, "user_affinity")
+    unknown = replace(ALICE, hints=Hints())
+    assert chosen("gimbal", engines, unknown, memory) == Choice(1, "turn")
+
+
+def test_an_expired_affinity_is_none() -> None:
+    engines = reporting((0.5, 0), (0.5, 0))
+    assert chosen("gimbal", engines, memory=with_home(0), now_s=299.9).why == "user_affinity"
+    assert chosen("gimbal", engines, memory=with_home(0), now_s=300.0).why == "turn"
+
+
+def test_an_affinity_to_an_engine_that_is_not_there_is_none() -> None:
+    assert chosen("gimbal", reporting((0.5, 0), (0.5, 0))[:1], memory=with_home(1)) == Choice(0, "turn")
+
+
+def test_tokens_that_the_router_holds_back_are_running_load() -> None:
+    engines = reporting((0.95, 5000), (0.95, 5000))
+    engines[0] = replace(engines[0], waiting_tokens=3001)
+    assert chosen("gimbal", engines) == Choice(1, "lowest_load")
+
+
+# --- scored
+
+
+def test_the_least_work_wins() -> None:
+    engines = [EngineState(0, prefill_tokens=4000), EngineState(1, prefill_tokens=100)]
+    assert chosen("scored", engines) == Choice(1, "wait")
+
+
+def test_outputs_that_are_still_to_be_written_weigh_more_than_prompts() -> None:
+    engines = [EngineState(0, prefill_tokens=1000), EngineState(1, output_tokens=1000)]
+    assert chosen("scored", engines).index == 0
+
+
+def test_siblings_are_put_together_exactly_where_their_prefix_saves_more_than_the_wait_costs() -> None:
+    sibling = RoutingFeatures(1000, 1000, 0, overlaps={0: 900})
+    assert chosen("scored", [EngineState(0, prefill_tokens=800), EngineState(1)], sibling).index == 0
+    assert chosen("scored", [EngineState(0, prefill_tokens=1000), EngineState(1)], sibling).index == 1
+
+
+def test_a_prefix_is_worth_nothing_where_another_engine_prefills() -> None:
+    handed_over = RoutingFeatures(1000, 1000, 0, overlaps={0: 900}, prefills=False)
+    assert chosen("scored", [EngineState(0, output_tokens=9), EngineState(1)], handed_over).index == 1
+
+
+def test_agents_of_one_tree_that_share_a_user_do_not_collapse_onto_one_engine() -> None:
+    memory = ChoiceMemory(300.0)
+    first, second = (RoutingFeatures(100, 100, 50, Hints("alice", topology="tree", agent=f"p-{at}")) for at in (1, 2))
+    memory.note(first, 0, 0.0)
+    busy = [EngineState(0, running=1, prefill_tokens=1), EngineState(1)]
+    assert chosen("scored", busy, first, memory) == Choice(0, "affinity")
+    assert chosen("scored", busy, second, memory).index == 1
+
+
+def test_engines_whose_kv_is_full_are_left_out_unless_all_are() -> None:
+    engines = reporting((0.95, 0), (0.5, 0))
+    engines[1] = replace(engines[1], prefill_tokens=9000)
+    assert chosen("scored", engines).index == 1
+    assert chosen("scored", [engines[0], replace(engines[1], reported=EngineReport(0.99, 0, 0, 0))]).index == 0
+
+
+def test_an_unknown_report_neither_helps_nor_harms_an_engine() -> None:
+    settings = SelectionSettings("scored", weights={"kv_usage": 1.0})
+    known = reporting((0.7, 0), (0.3, 0))
+    for engines, best in (([known[0], EngineState(1)], 1), ([EngineState(0), known[1]], 1)):
+        assert POLICIES["scored"](Scene(ALICE, engines, ChoiceMemory(300.0), settings, 0.0)).index == best
+
+
+def test_equal_engines_are_a_tie_and_take_turns() -> None:
+    assert chosen("scored", [EngineState(0, chosen=2), EngineState(1, chosen=1)]) == Choice(1, "tie")
+
+
+# --- settings, and a policy of one's own
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"policy": "best"}, "least_running, round_robin, gimbal, scored"),
+        ({"weights": {"luck": 1.0}}, "luck"),
+        ({"weights": {"wait": -1.0}}, "weights.wait"),
+        ({"weights": {"wait": 0.0}}, "weights"),
+        ({"output_weight": -1.0}, "output_weight"),
+        ({"affinity_s": 0.0}, "affinity_s"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        SelectionSettings(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fields", [{"theta_kv": 0.0}, {"theta_kv": 1.1}, {"theta_diff": 0.0}, {"theta_load": -1}])
+def test_bad_thresholds_are_refused_by_name(fields: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        GimbalThresholds(**fields)  # type: ignore[arg-type]
+
+
+def highest_index(scene: Scene) -> Choice:
+    """A policy of one's own."""
+    return Choice(max(one.index for one in scene.engines), "highest")
+
+
+@pytest.fixture
+def own_policy() -> Iterator[str]:
+    POLICIES["highest_index"] = highest_index
+    yield "highest_index"
+    del POLICIES["highest_index"]
+
+
+def test_a_policy_is_one_function_and_one_entry(own_policy: str) -> None:
+    assert SelectionSettings(own_policy).policy == own_policy
+    assert chosen(own_policy, [EngineState(0), EngineState(1)]) == Choice(1, "highest")

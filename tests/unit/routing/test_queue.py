@@ -1,0 +1,191 @@
+"""The orders of waiting requests, none of which starves a request."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shell_router.core.engine import Hints
+from shell_router.errors import ConfigError
+from shell_router.routing.engine_selection import RoutingFeatures
+from shell_router.routing.queue import ORDERS, QueueEntry, QueueMemory, QueueSettings, priority, turn
+
+NEVER_AGE = 1e9
+
+
+def asked(tokens: int = 10, **hints: object) -> RoutingFeatures:
+    return RoutingFeatures(tokens, tokens, tokens, Hints(**hints))  # type: ignore[arg-type]
+
+
+def first(order: str, *waiting: QueueEntry, memory: QueueMemory | None = None, now_s: float = 1.0) -> int:
+    """The index of the one that is next."""
+    known, chosen = memory or QueueMemory(), QueueSettings(order)
+    return min(range(len(waiting)), key=lambda at: turn(waiting[at], known, chosen, now_s))
+
+
+def test_first_come_first_served() -> None:
+    assert first("fcfs", QueueEntry(asked(1), 0.9), QueueEntry(asked(99), 0.1)) == 1
+
+
+def test_the_shortest_prefill_first_by_what_is_new() -> None:
+    long_but_known = replace(asked(900), new_tokens=5)
+    assert first("shortest_prefill", QueueEntry(asked(30), 0.0), QueueEntry(long_but_known, 0.5)) == 1
+
+
+def test_aged_requests_go_first_the_longest_waiting_before_all() -> None:
+    waiting = [QueueEntry(asked(1), 5.9), QueueEntry(asked(900), 0.9), QueueEntry(asked(800), 0.8)]
+    assert first("shortest_prefill", *waiting, now_s=5.7) == 0
+    assert first("shortest_prefill", *waiting, now_s=6.0) == 2
+
+
+def test_the_program_with_least_to_come_goes_first() -> None:
+    nearly_done, begun = asked(50, total_tokens=60.0), asked(20, total_tokens=900.0)
+    assert first("shortest_total", QueueEntry(begun, 0.0), QueueEntry(nearly_done, 0.5)) == 1
+
+
+def test_missing_s_turns_raises_a_request_above_all_that_missed_fewer() -> None:
+    long, short = asked(900, total_tokens=900.0), asked(5, total_tokens=5.0)
+    misses = QueueSettings().starvation_misses
+    assert first("shortest_total", QueueEntry(long, 0.0, misses - 1), QueueEntry(short, 0.5)) == 1
+    assert first("shortest_total", QueueEntry(long, 0.0, misses), QueueEntry(short, 0.5, misses - 1)) == 0
+
+
+def test_a_promoted_programs_next_q_requests_start_as_high() -> None:
+    memory, quantum = QueueMemory(), 2
+    one = asked(900, program="slow", total_tokens=900.0)
+    memory.chosen(one, 1, quantum)
+    for level in (-1, -1, 0):
+        assert memory.level("slow") == level
+        memory.chosen(one, 0, quantum)
+
+
+def test_the_oldest_program_goes_first_and_its_slowest_sibling_before_the_others() -> None:
+    memory = QueueMemory()
+    old = [asked(10, program="old", path_tokens=path) for path in (100.0, 400.0)]
+    young = asked(10, program="young", path_tokens=9999.0)
+    for at_s, one in ((0.0, old[0]), (0.1, young), (0.2, old[1])):
+        memory.arrived(one, at_s)
+    waiting = [QueueEntry(old[0], 0.0), QueueEntry(young, 0.1), QueueEntry(old[1], 0.2)]
+    assert first("critical_path", *waiting, memory=memory) == 2
+    assert first("critical_path", *waiting[:2], memory=memory) == 0
+
+
+def test_the_user_who_was_served_least_goes_first() -> None:
+    memory = QueueMemory()
+    for user in ("busy", "quiet"):
+        memory.arrived(asked(user=user), 0.0)
+    memory.served("quiet", 20, 20)
+    memory.served("busy", 20, 500)
+    assert first(
+        "least_attained", QueueEntry(asked(user="busy"), 0.0), QueueEntry(asked(user="quiet"), 0.5), memory=memory
+    )
+
+
+def test_a_user_who_was_away_gets_no_credit_for_it() -> None:
+    memory = QueueMemory()
+    memory.arrived(asked(user="busy"), 0.0)
+    memory.served("busy", 5000)
+    memory.arrived(asked(user="new"), 1.0)
+    assert memory.attained("new") == memory.attained("busy") == 5000
+
+
+def test_updates_wait_behind_real_requests_however_long_they_have_waited() -> None:
+    update, real = QueueEntry(replace(asked(1), update=True), 0.0), QueueEntry(asked(900), 4.0)
+    for order in ORDERS:
+        assert first(order, update, real, now_s=4.5) == 1
+        assert first(order, update, real, now_s=500.0) == 1
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.floats(0, 20),
+        st.integers(1, 3000),
+        st.sampled_from(["alice", "bob", "carol"]),
+        st.sampled_from([None, "p", "q"]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(arrivals=ARRIVALS, service_s=st.floats(0.05, 3.0))
+def test_no_real_request_waits_longer_than_to_age_and_for_those_before_it(
+    order: str, arrivals: list[tuple[float, int, str, str | None, bool]], service_s: float
+) -> None:
+    """One engine that serves one request at a time, each in the same time."""
+    chosen, memory = QueueSettings(order, age_s=5.0), QueueMemory()
+    coming = [
+        QueueEntry(
+            replace(asked(tokens, user=user, program=program, total_tokens=tokens, path_tokens=tokens), update=update),
+            at_s,
+        )
+        for at_s, tokens, user, program, update in sorted(arrivals, key=lambda one: one[0])
+    ]
+    before = {id(one): number for number, one in enumerate(coming)}
+    waiting, now_s = list[QueueEntry](), 0.0
+    while coming or waiting:
+        now_s = max(now_s, coming[0].arrived_s) if not waiting else now_s
+        while coming and coming[0].arrived_s <= now_s:
+            waiting.append(coming.pop(0))
+            memory.arrived(waiting[-1].features, waiting[-1].arrived_s)
+        one = min(waiting, key=lambda each: turn(each, memory, chosen, now_s))
+        waiting.remove(one)
+        memory.chosen(one.features, 0, chosen.quantum)
+        memory.left(one.features)
+        assert one.features.update or now_s - one.arrived_s <= chosen.age_s + service_s * (1 + before[id(one)]) + 1e-6
+        now_s += service_s
+
+
+@given(arrivals=st.lists(st.lists(st.integers(1, 3000), min_size=1, max_size=3), min_size=1, max_size=30))
+def test_without_aging_promotion_alone_keeps_the_shortest_total_from_starving_requests(
+    arrivals: list[list[int]],
+) -> None:
+    """One is served after each turn's arrivals. Only who came before, or while S others were served, can go before."""
+    chosen, memory = QueueSettings("shortest_total", age_s=NEVER_AGE, starvation_misses=3), QueueMemory()
+    waiting: list[tuple[int, int]] = []  # turn of arrival, tokens
+    arrived_by: list[int] = []  # how many had arrived when each turn was given
+    served = 0
+    while served < len(arrivals) or waiting:
+        waiting += [(served, tokens) for tokens in (arrivals[served] if served < len(arrivals) else ())]
+        arrived_by.append(served + len(waiting))
+
+        def key(one: tuple[int, int], given: int = served) -> tuple[float, ...]:
+            at = QueueEntry(asked(total_tokens=float(one[1])), one[0], given - one[0])
+            return turn(at, memory, chosen, 0.0)
+
+        entered, tokens = min(waiting, key=key)
+        waiting.remove((entered, tokens))
+        assert served < arrived_by[min(served, entered + chosen.starvation_misses)]
+        served += 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"order": "luck"}, "fcfs, shortest_prefill, shortest_total, critical_path, least_attained"),
+        ({"bind": "later"}, "bind"),
+        ({"max_running": 0}, "max_running"),
+        ({"max_prefill_tokens": 0}, "max_prefill_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"starvation_misses": 0}, "starvation_misses"),
+        ({"quantum": 0}, "quantum"),
+        ({"wait_s": 0.0}, "wait_s"),
+        ({"age_s": -1.0}, "age_s"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        QueueSettings(**fields)  # type: ignore[arg-type]
+
+
+def test_an_engines_own_queue_gets_the_same_order_as_a_number() -> None:
+    memory = QueueMemory()
+    short, long = QueueEntry(asked(30, total_tokens=40.0), 0.0), QueueEntry(asked(900, total_tokens=1900.0), 0.0)
+    for order in ("shortest_prefill", "shortest_total"):
+        assert priority(short, memory, QueueSettings(order)) < priority(long, memory, QueueSettings(order))
+    promoted = replace(long, missed=QueueSettings().starvation_misses)
+    chosen = QueueSettings("shortest_total")
+    assert priority(promoted, memory, chosen) < priority(short, memory, chosen)
