@@ -97,8 +97,8 @@ def setting(topology: Topology, lengths: Mapping[str, Sampling], *, incremental:
 
 
 def writing(agent: Agent, length: Sampling) -> Agent:
-    """`agent` with an output of that length, drawn as its topology says."""
-    return replace(agent, sampling={**agent.sampling, **length})
+    """`agent` with an output of that length, drawn as its topology says. Drafts are measured by drafts.py."""
+    return replace(agent, sampling={**agent.sampling, **length}, drafts=False)
 
 
 WORDS = ("time", "people", "water", "number", "answer", "seven", "twelve", "table", "river", "money", "light", "house")

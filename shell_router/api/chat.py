@@ -25,7 +25,6 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 INERT = frozenset(
     {
         "parallel_tool_calls",
-        "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -85,6 +84,7 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float) -> ChatR
         stream=stream,
         include_usage=options.flag("include_usage") if options else False,
         include_agents=body.flag("include_agents"),
+        prediction=_prediction(body),
     )
 
 
@@ -96,6 +96,15 @@ def ignored_fields(body: Fields) -> tuple[str, ...]:
 
 def _labels(metadata: Fields) -> Mapping[str, str]:
     return {name: text for name in metadata.unread if (text := metadata.text(name)) is not None}
+
+
+def _prediction(body: Fields) -> str:
+    found = body.object("prediction")
+    if found is None:
+        return ""
+    if found.text("type") != "content":
+        raise found.refuse("type", "must be content")
+    return _content(found)
 
 
 def _messages(body: Fields) -> tuple[Mapping[str, str], ...]:

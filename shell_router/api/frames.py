@@ -78,17 +78,25 @@ def _joined(waiting: dict[str, list[AgentTokens]]) -> Iterator[AgentTokens]:
 
 def usage(answer: Answer) -> dict[str, Any]:
     """OpenAI's usage, summed over the agents."""
-    prompt = written = cached = 0
+    prompt = written = cached = drafted = accepted = 0
     for spent in answer.agents.values():
         prompt += spent.prompt_tokens
         written += spent.completion_tokens
         cached += spent.cached_tokens
-    return {
+        drafted += spent.drafted_tokens
+        accepted += spent.accepted_tokens
+    found = {
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if drafted:
+        found["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
+    return found
 
 
 def agents(answer: Answer, trace: Trace) -> dict[str, Any]:

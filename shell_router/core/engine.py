@@ -106,6 +106,15 @@ class Generation:
     on_placed: OnPlaced = field(default=_ignore, compare=False)
 
 
+def asking_for_drafts(sampling: Mapping[str, Any], sources: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
+    """SGLang's `sampling_params` with the field that engines read: further texts to draft from, besides the prompt.
+
+    An SGLang without the plugin leaves it alone.
+    """
+    custom = sampling.get("custom_params") or {}
+    return {**sampling, "custom_params": {"drafts": [list(one) for one in sources], **custom}}
+
+
 @value
 class Tokens:
     """Newly decoded tokens: ids, the text they add, and, when asked for, one log-probability each.
@@ -120,12 +129,15 @@ class Tokens:
 
 @value
 class Finish:
-    """The last thing an engine says of a request. Counts are tokens; `cached_tokens` is part of `prompt_tokens`."""
+    """The last thing an engine says of a request. Counts are tokens; `cached_tokens` is part of `prompt_tokens`, and
+    `accepted_tokens`, those of the `drafted_tokens` that were right, of `completion_tokens`."""
 
     reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @value

@@ -109,6 +109,8 @@ class AgentFinished:
     completion_tokens: int
     cached_tokens: int
     confidence: float | None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @value

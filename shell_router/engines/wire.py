@@ -144,7 +144,12 @@ class OutputReader:
             logprobs = logprobs[: len(ids) - matched]
         if reason is not None:
             self.finish = Finish(
-                reason["type"], meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]
+                reason["type"],
+                meta["prompt_tokens"],
+                meta["completion_tokens"],
+                meta["cached_tokens"],
+                meta.get("spec_num_proposed_drafts", 0),
+                meta.get("spec_num_correct_drafts", 0),
             )
         kept = tuple(ids[: len(ids) - matched])
         return Tokens(kept, text, logprobs) if kept or text else None

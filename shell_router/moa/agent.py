@@ -16,6 +16,7 @@ from shell_router.core.engine import (
     Placement,
     ServedModel,
     Tokens,
+    asking_for_drafts,
     value,
 )
 from shell_router.core.events import (
@@ -55,7 +56,8 @@ class AgentTask:
     `sampling` always holds `max_new_tokens`. `timeout_s` counts from the moment the prompt is complete. A slot whose
     precursor was aborted or failed is left out with the text around it, or, with `all_needed`, fails the agent.
     `begin_s` limits the wait for a precursor's first sign, `silence_s` any later one, which may be noticed up to twice
-    as late. `hints` go with every request.
+    as late. `hints` go with every request. With `drafts` the engine may draft the output from the prompt, and from
+    `prediction`, a text that it is expected to repeat.
     """
 
     agent: str
@@ -71,6 +73,8 @@ class AgentTask:
     all_needed: bool = False
     begin_s: float = 600.0
     silence_s: float = 600.0
+    drafts: bool = False
+    prediction: str = ""
 
 
 @value
@@ -148,8 +152,12 @@ class AgentRun:
         ready_s = self._clock()
         self._emit(PromptReady(ready_s, task.agent, len(ids)))
         confidence = Confidence() if task.logprobs else None
+        sampling = task.sampling
+        if task.drafts or task.prediction:
+            expected = [await encoded(task.model.tokenizer, task.prediction)] if task.prediction else ()
+            sampling = asking_for_drafts(sampling, expected)
         request = Generation(
-            task.rid, ids, task.sampling, task.logprobs, affinity=task.rid, hints=task.hints, on_placed=self._placed
+            task.rid, ids, sampling, task.logprobs, affinity=task.rid, hints=task.hints, on_placed=self._placed
         )
         finish = None
         self._prefilling = self._load.begin(ready_s, len(ids) - sent, update=False)
@@ -224,6 +232,8 @@ class AgentRun:
                 finish.completion_tokens,
                 finish.cached_tokens,
                 confidence,
+                finish.drafted_tokens,
+                finish.accepted_tokens,
             )
         )
         return Output(self.text, finish, confidence)
@@ -243,7 +253,13 @@ def usage_of(task: AgentTask, output: Output) -> AgentUsage:
     """What an agent cost that wrote its output to the end."""
     finish = output.finish
     return AgentUsage(
-        task.model.alias, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens, "finished"
+        task.model.alias,
+        finish.prompt_tokens,
+        finish.completion_tokens,
+        finish.cached_tokens,
+        "finished",
+        finish.drafted_tokens,
+        finish.accepted_tokens,
     )
 
 

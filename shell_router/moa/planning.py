@@ -200,6 +200,8 @@ def _tasks(
             prefill=prefill if agent.id in growing or not agent.precursors else replace(prefill, incremental=False),
             begin_s=limit_s,
             silence_s=limit_s,
+            drafts=agent.drafts,
+            prediction=request.prediction if agent.id == topology.root.id else "",
         )
         tasks[agent.id] = check_parts(task)
     return tasks

@@ -197,6 +197,7 @@ class Programs:
             all_needed=True,
             begin_s=request.wait_s,
             silence_s=request.timeout_s,
+            drafts=bool(request.reads),
         )
         return check_parts(task)
 

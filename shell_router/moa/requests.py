@@ -15,7 +15,8 @@ class MoaRequest:
     `messages` are chat messages (role, content), the last one the user's. `sampling` overrides the root's sampling
     parameters; a `sampling_seed` in it seeds the other agents too, each in its own way. `seed` fixes the early-exit
     gate's draws. `id` is unique; it names the run in the cache and in traces. `labels` are the client's own, which
-    rules between steps may read. With `confidence` the root's is measured.
+    rules between steps may read. With `confidence` the root's is measured. `prediction` is a text that the answer is
+    expected to repeat.
     """
 
     id: str
@@ -26,6 +27,7 @@ class MoaRequest:
     timeout_s: float = 600.0
     labels: Mapping[str, str] = field(default_factory=dict)
     confidence: bool = False
+    prediction: str = ""
 
     @property
     def question(self) -> str:
@@ -84,6 +86,8 @@ class AgentUsage:
     completion_tokens: int
     cached_tokens: int
     state: AgentState
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @value

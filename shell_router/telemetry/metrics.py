@@ -88,6 +88,8 @@ class Metrics:
         self.prompt_tokens = count("prompt_tokens", "Prompt tokens of finished agents", model)
         self.cached_tokens = count("cached_prompt_tokens", "Prompt tokens that requests found cached", model)
         self.completion_tokens = count("completion_tokens", "Tokens decoded by finished agents", model)
+        self.drafted_tokens = count("drafted_tokens", "Tokens that finished agents' engines drafted", model)
+        self.accepted_tokens = count("accepted_draft_tokens", "Drafted tokens that were right", model)
         self.wasted_tokens = count("wasted_tokens", "Tokens decoded by agents cut off later", model, "why")
         self.increments = count("prefill_increments", "Prefill-only updates that ended", model)
         self.increment_seconds = self._seconds("prefill_increment_seconds", "Time of one prefill-only update", model)
@@ -153,6 +155,8 @@ class RunMetrics:
                 metrics.prompt_tokens.labels(model).inc(event.prompt_tokens)
                 metrics.cached_tokens.labels(model).inc(event.cached_tokens)
                 metrics.completion_tokens.labels(model).inc(event.completion_tokens)
+                metrics.drafted_tokens.labels(model).inc(event.drafted_tokens)
+                metrics.accepted_tokens.labels(model).inc(event.accepted_tokens)
             case PrefillIncrement():
                 self._increment(event)
             case AgentStopped():

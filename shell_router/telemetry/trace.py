@@ -145,7 +145,10 @@ class AgentTrace:
 
 
 OUTCOMES: Mapping[type, tuple[str, ...]] = {
-    AgentFinished: ("reason", "prompt_tokens", "completion_tokens", "cached_tokens", "confidence"),
+    AgentFinished: (
+        *("reason", "prompt_tokens", "completion_tokens", "cached_tokens", "confidence"),
+        *("drafted_tokens", "accepted_tokens"),
+    ),
     AggregationSkipped: ("source", "confidence"),
     AgentErred: ("error", "dropped"),
     AgentStopped: (),

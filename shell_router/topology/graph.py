@@ -43,6 +43,7 @@ class Agent:
     Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
     `given` are outputs that are there before it is asked, each with the name of who wrote it; they fill slots before
     those of precursors. An agent that `votes` asks no model: it forwards the output that most precursors agree with.
+    With `drafts` its engine may draft what it writes from what it reads.
     """
 
     id: str
@@ -55,6 +56,7 @@ class Agent:
     candidates: tuple[str, ...] = ()
     given: tuple[tuple[str, str], ...] = ()
     votes: bool = False
+    drafts: bool = False
 
     @property
     def model_name(self) -> str:

@@ -242,6 +242,7 @@ _ASKED: dict[str, Form] = {
     "prompt": PROMPT,
     "sampling": SAMPLING,
     "timeout_s": Number("Seconds the agent may take from its start to its end.", above=0, at_most=86_400),
+    "drafts": Switch("Draft its output from its prompt, where its engine can; on for agents that read others."),
 }
 _SHARED: dict[str, Form] = {**_ASKED, "on_failure": ON_FAILURE}
 

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from shell_router.core.engine import Finish, Generation, Tokens
+from shell_router.core.engine import Finish, Generation, Tokens, asking_for_drafts
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import (
@@ -135,10 +135,11 @@ async def client_of(address: PairAddress, limits: PairLimits = LIMITS) -> AsyncI
 
 
 def request(new_tokens: int, prompt_tokens: int = PROMPT) -> Generation:
-    """A greedy request of a fixed length, whose prompt shares no prefix with any other's."""
+    """A greedy request of a fixed length, with drafts, whose prompt shares no prefix with any other's."""
     salt = next(_unique)
     ids = [20 + salt, *(20 + (at * 7 + salt) % 200 for at in range(prompt_tokens - 1))]
-    return Generation(f"fault-{salt:04}", ids, {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True})
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    return Generation(f"fault-{salt:04}", ids, asking_for_drafts(sampling))
 
 
 async def finish_of(client: SglangPair, asked: Generation) -> Finish:

@@ -208,6 +208,28 @@ async def test_logprobs_are_those_of_the_network(qwen3: Client, references: dict
     assert [logprob for logprob, *_ in found] == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+async def test_drafts_save_passes_and_change_nothing(
+    name: str, clients: dict[str, Client], references: dict[str, Reference]
+) -> None:
+    input_ids = prompt(8, 60)
+    expected = references[name].continue_greedily(input_ids, 80)
+    params = {**GREEDY, "max_new_tokens": 80, "custom_params": {"drafts": [expected]}}
+    answer = await clients[name].generate(input_ids=input_ids, sampling_params=params)
+    meta = answer["meta_info"]
+    assert answer["output_ids"] == expected
+    assert 0 < meta["spec_num_correct_drafts"] <= meta["spec_num_proposed_drafts"]
+    assert meta["spec_verify_ct"] + meta["spec_num_correct_drafts"] < 80
+    streamed = await clients[name].stream(input_ids=input_ids, sampling_params=params)
+    assert streamed[-1]["meta_info"]["completion_tokens"] == 80
+    assert (
+        "spec_verify_ct"
+        not in (await clients[name].generate(input_ids=input_ids, sampling_params={**params, "custom_params": None}))[
+            "meta_info"
+        ]
+    )
+
+
 async def test_text_prompts_are_tokenized_by_the_engine(qwen3: Client, references: dict[str, Reference]) -> None:
     text = "Why does the river meet the ocean?"
     answer = await qwen3.generate(text=text, sampling_params={**GREEDY, "max_new_tokens": 8})

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from shell_router.core.drafts import MOST_DRAFTED, Drafter, DraftGate, matching
 from shell_router.errors import InvalidRequest
 from shell_router.standins.embedded.adapters import AdaptedRows, Adapter, rows_by_adapter
 from shell_router.standins.embedded.kv_transfer import KvClient, KvTransferError, Prefilled
@@ -25,16 +27,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class DecodeJob:
-    """A request whose KV has arrived. `prefilled` is let go once its KV is copied into the batch."""
+    """A request whose KV has arrived. `prefilled` is let go once its KV is copied into the batch.
+
+    `drafter` is None where the request asks for no drafts.
+    """
 
     inflight: Inflight
     output: Output
     prefilled: Prefilled | None
+    drafter: Drafter | None = None
 
     @property
     def stored_tokens(self) -> int:
         """Tokens whose KV the batch holds: all but the last."""
         return len(self.inflight.request.input_ids) + self.output.draw.position - 1
+
+    def draft(self) -> Sequence[int]:
+        """What it may write next, short enough for the pass that verifies it to end within its length."""
+        if self.drafter is None:
+            return ()
+        left = self.inflight.request.max_new_tokens - self.output.draw.position
+        return self.drafter.propose(min(MOST_DRAFTED, left - 1))
 
     def check(self) -> None:
         """Take note of what came with the KV. Raises `KvTransferError` where it is not the request's."""
@@ -48,6 +61,15 @@ class DecodeJob:
         self.inflight.cached_tokens = self.prefilled.cached_tokens
 
 
+Drawn = tuple[int, float | None]
+"""A token, and its log-probability where that is asked for."""
+
+
+def _drawn(sampler: BatchSampler, logits: Tensor) -> list[Drawn]:
+    tokens, logprobs = sampler(logits)
+    return [(token, logprobs[row] if logprobs else None) for row, token in enumerate(tokens)]
+
+
 @dataclass(slots=True)
 class DecodeWorker:
     """Steps all running requests together; request i of `_active` owns row i of the slots."""
@@ -55,6 +77,8 @@ class DecodeWorker:
     lm: CausalLm
     slots: SlotKv
     rng: random.Random
+    clock: Callable[[], float] = time.perf_counter
+    gate: DraftGate = field(default_factory=DraftGate)
     generated_tokens: int = 0
     _active: list[DecodeJob] = field(default_factory=list)
     _news: list[tuple[DecodeJob, Piece]] = field(default_factory=list)
@@ -88,8 +112,11 @@ class DecodeWorker:
 
     def _occupy(self, job: DecodeJob, kv: Tensor) -> None:
         request, row = job.inflight.request, len(self._active)
-        self.slots.ensure(row + 1, len(request.input_ids) + request.max_new_tokens)
+        self.slots.ensure(row + 1, len(request.input_ids) + request.max_new_tokens + MOST_DRAFTED)
         self.slots.fill(row, kv)
+        if request.sampling.drafts is not None:
+            job.drafter = Drafter(request.input_ids, request.sampling.drafts)
+            job.drafter.extend(job.output.draw.output_ids)
         self._active.append(job)
         self._sampler = None
 
@@ -98,7 +125,8 @@ class DecodeWorker:
             self._vacate(self._active.index(job))
 
     def step(self) -> Sequence[tuple[DecodeJob, Piece]]:
-        """One token for every running request; first tokens that came with their KV go out before that."""
+        """A token, or several that were drafted, for every running request; first tokens that came with their KV go out
+        before that."""
         if self._active and not self._news:
             self._decode()
         news, self._news = self._news, []
@@ -113,29 +141,75 @@ class DecodeWorker:
         return [*news, *failed]
 
     def _decode(self) -> None:
-        device = self.lm.kv_shape.device
-        last = torch.tensor([job.output.draw.output_ids[-1] for job in self._active], device=device)
-        positions = torch.tensor([job.stored_tokens for job in self._active], device=device)
-        if self._sampler is None:
-            self._prepare()
-        assert self._sampler is not None
-        tokens, logprobs = self._sampler(self.lm.decode(self.slots, last, positions, self._adapted))
-        ended = [
-            row
-            for row, job in enumerate(self._active)
-            if self._accept(job, tokens[row], logprobs[row] if logprobs else None).finish_reason
-        ]
+        began_s, rows = self.clock(), len(self._active)
+        drafts = [job.draft() for job in self._active]
+        jobs = zip(self._active, drafts, strict=True)
+        width = self.gate.width(rows, [(len(draft), job.drafter.acceptance) for job, draft in jobs if job.drafter])
+        drafts = [draft[: width - 1] for draft in drafts]
+        logits = self._forward(drafts, width)
+        written = self._verify(logits, drafts) if width > 1 else [[one] for one in self._draw(logits[:, 0])]
+        ended = [row for row in range(rows) if self._write(self._active[row], drafts[row], written[row])]
         for row in reversed(ended):
             self._vacate(row)
+        self.gate.note(rows, width, self.clock() - began_s)
+
+    def _forward(self, drafts: Sequence[Sequence[int]], width: int) -> Tensor:
+        """Logits `[rows, width, vocab]` after each row's last token and its draft."""
+        if self._sampler is None:
+            self._prepare()
+        device = self.lm.kv_shape.device
+        ids = [
+            [job.output.draw.output_ids[-1], *draft, *[0] * (width - 1 - len(draft))]
+            for job, draft in zip(self._active, drafts, strict=True)
+        ]
+        positions = torch.tensor([job.stored_tokens for job in self._active], device=device)
+        return self.lm.decode(self.slots, torch.tensor(ids, device=device), positions, self._adapted)
+
+    def _draw(self, logits: Tensor) -> list[Drawn]:
+        """One token for each row, by its logits `[rows, vocab]`."""
+        assert self._sampler is not None
+        return _drawn(self._sampler, logits)
+
+    def _verify(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[list[Drawn]]:
+        """For each row the tokens up to, and with, the first that is not the drafted one.
+
+        Each place is drawn from as if the draft before it had been written: what is kept is what plain decoding draws,
+        token for token where the request has a seed, and by the same distribution where it has none.
+        """
+        places = [(row, place) for row, draft in enumerate(drafts) for place in range(len(draft) + 1)]
+        draws = [self._active[row].output.draw.after(drafts[row][:place]) for row, place in places]
+        sampler = BatchSampler(draws, with_logprobs=self._with_logprobs, rng=self.rng)
+        rows, columns = zip(*places, strict=True)
+        drawn = iter(_drawn(sampler, logits[list(rows), list(columns)]))
+        found = []
+        for draft in drafts:
+            row = [next(drawn) for _ in range(len(draft) + 1)]
+            found.append(row[: matching(draft, [token for token, _ in row]) + 1])
+        return found
+
+    @property
+    def _with_logprobs(self) -> bool:
+        return any(job.inflight.request.return_logprob for job in self._active)
 
     def _prepare(self) -> None:
         """What stays the same until the batch changes."""
-        self._sampler = BatchSampler(
-            [job.output.draw for job in self._active],
-            with_logprobs=any(job.inflight.request.return_logprob for job in self._active),
-            rng=self.rng,
-        )
+        draws = [job.output.draw for job in self._active]
+        self._sampler = BatchSampler(draws, with_logprobs=self._with_logprobs, rng=self.rng)
         self._adapted = rows_by_adapter([job.inflight.adapter for job in self._active], self.lm.kv_shape.device)
+
+    def _write(self, job: DecodeJob, draft: Sequence[int], written: Sequence[Drawn]) -> bool:
+        """Add what a pass wrote to the request's output; whether that ended it."""
+        first, ended = len(self._news), False
+        for token, logprob in written:
+            ended = self._accept(job, token, logprob).finish_reason is not None
+            if ended:
+                break
+        if draft:
+            piece = self._news[first][1]
+            self._news[first] = job, replace(piece, drafted=len(draft), accepted=len(written) - 1)
+        if job.drafter is not None and not ended:
+            job.drafter.extend([token for token, _ in written])
+        return ended
 
     def _accept(self, job: DecodeJob, token_id: int, logprob: float | None) -> Piece:
         piece = job.output.accept(token_id, logprob)

@@ -89,8 +89,7 @@ class SlotKv:
 
     def __init__(self, shape: KvShape, *, rows: int = 4, tokens: int = 512) -> None:
         self._shape = shape
-        self.index = torch.empty(0, dtype=torch.long)
-        self.positions = torch.empty(0, dtype=torch.long)
+        self.index = self.positions = torch.empty(0, 1, dtype=torch.long)
         self.longest = 0
         self._storage = self._allocate(rows, tokens)
         self.cache = self._build_cache()
@@ -106,14 +105,14 @@ class SlotKv:
         self.cache = self._build_cache()
 
     def begin(self, positions: Tensor) -> None:
-        """The next step writes at these `positions` `[n]` of rows 0 to n-1."""
+        """The next step writes at these `positions` `[n, tokens]` of rows 0 to n-1."""
         self.positions, self.longest = positions, int(positions.max()) + 1
-        if self.index.shape != positions.shape:
-            self.index = torch.arange(positions.shape[0], device=positions.device)
+        if self.index.shape[0] != positions.shape[0]:
+            self.index = torch.arange(positions.shape[0], device=positions.device)[:, None]
 
     def write(self, stored: Tensor, new: Tensor) -> Tensor:
         """Keep a step's keys or values of one layer; those that attention reads."""
-        stored[self.index, :, self.positions] = new[:, :, 0]
+        stored[self.index, :, self.positions] = new.transpose(1, 2)
         return stored[: self.index.shape[0], :, : self.longest]
 
     def fill(self, row: int, kv: Tensor) -> None:
@@ -170,13 +169,15 @@ class CausalLm:
     def decode(
         self, slots: SlotKv, input_ids: Tensor, positions: Tensor, adapted: tuple[AdaptedRows, ...] = ()
     ) -> Tensor:
-        """One step for rows 0 to n-1: `input_ids` `[n]` at `positions` `[n]`; returns logits `[n, vocab]`.
+        """One step for rows 0 to n-1: `input_ids` `[n, tokens]`, the first of each row at `positions` `[n]`.
 
-        `adapted` says which of the rows have which adapter.
+        Returns logits `[n, tokens, vocab]`. `adapted` says which of the rows have which adapter.
         """
-        slots.begin(positions)
-        mask = torch.arange(slots.longest, device=input_ids.device) <= positions[:, None]
-        return self._forward(input_ids[:, None], positions[:, None], mask[:, None, None], slots.cache, adapted)[:, -1]
+        tokens = input_ids.shape[1]
+        places = positions[:, None] + torch.arange(tokens, device=positions.device)
+        slots.begin(places)
+        mask = torch.arange(slots.longest, device=input_ids.device) <= places[:, :, None]
+        return self._forward(input_ids, places, mask[:, None], slots.cache, adapted, tokens)
 
     def _forward(
         self,

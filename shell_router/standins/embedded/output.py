@@ -57,7 +57,8 @@ class Piece:
     """What one step adds: at most one token, its text, and the reason if it is the last.
 
     `finish_reason` is SGLang's dict; `input_logprobs` are those of the prompt's last tokens, from a prefill. Ids run
-    through the stop token; text does not (SGLang's `output_ids_through_stop` and `trim_matched_stop`).
+    through the stop token; text does not (SGLang's `output_ids_through_stop` and `trim_matched_stop`). The first piece
+    of a pass that verified drafts says how many tokens were `drafted` in it, and how many `accepted`.
     """
 
     token_id: int | None = None
@@ -65,6 +66,8 @@ class Piece:
     text: str = ""
     finish_reason: dict[str, Any] | None = None
     input_logprobs: Sequence[float | None] = ()
+    drafted: int = 0
+    accepted: int = 0
 
 
 def abort_reason(message: str = "Aborted", status_code: int | None = None) -> dict[str, Any]:
@@ -140,6 +143,7 @@ class Answer:
         self._logprobs: list[list[Any]] = []
         self._input_logprobs: list[list[Any]] = []
         self._completion_tokens = 0
+        self._verified = self._drafted = self._accepted = 0
         self.finish_reason: dict[str, Any] | None = None
 
     def add(self, pieces: Sequence[Piece]) -> None:
@@ -149,6 +153,10 @@ class Answer:
                 return
             self.finish_reason = piece.finish_reason
             self._text.append(piece.text)
+            if piece.drafted:
+                self._verified += 1
+                self._drafted += piece.drafted
+                self._accepted += piece.accepted
             if piece.input_logprobs:
                 scored = self._request.input_ids[-len(piece.input_logprobs) :]
                 self._input_logprobs = [self._row(*each) for each in zip(piece.input_logprobs, scored, strict=True)]
@@ -175,6 +183,9 @@ class Answer:
         meta["completion_tokens"] = self._completion_tokens
         meta["cached_tokens"] = cached_tokens
         meta["cached_tokens_details"] = {"device": cached_tokens, "host": 0} if cached_tokens else None
+        if self._verified:
+            meta["spec_verify_ct"] = self._verified
+            meta["spec_num_proposed_drafts"], meta["spec_num_correct_drafts"] = self._drafted, self._accepted
         if self.finish_reason is not None:
             meta["e2e_latency"] = latency_s
         answer = {"text": "".join(self._text), "output_ids": self._ids, "meta_info": meta}

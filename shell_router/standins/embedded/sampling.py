@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ class Draw:
     @property
     def position(self) -> int:
         return len(self.output_ids)
+
+    def after(self, tokens: Sequence[int]) -> Self:
+        """The same request once it has said these `tokens`, too."""
+        return replace(self, output_ids=[*self.output_ids, *tokens]) if tokens else self
 
     def uniform(self, rng: random.Random) -> float:
         """A number in [0, 1): from `rng`, or fixed by seed and position."""
@@ -65,19 +70,18 @@ class BatchSampler:
     def _sample(self, logits: Tensor) -> Tensor:
         uniforms = _column([self._draws[row].uniform(self._rng) for row in self._random]).to(logits)
         probabilities = torch.softmax(logits, -1)
-        if not self._truncated:
-            return _invert(probabilities, uniforms).squeeze(-1)
-        probabilities, order = probabilities.sort(dim=-1, descending=True)
-        return order.gather(-1, _invert(self._truncate(probabilities), uniforms)).squeeze(-1)
+        weights = self._truncate(probabilities) if self._truncated else probabilities
+        return _invert(weights, uniforms).squeeze(-1)
 
     def _truncate(self, probabilities: Tensor) -> Tensor:
-        """Zero what top-k, top-p and min-p exclude of rows sorted from likely to unlikely."""
-        rank = torch.arange(probabilities.shape[-1], device=probabilities.device)
-        before = probabilities.cumsum(-1) - probabilities
+        """Zero what top-k, top-p and min-p exclude. The order stays, so that a row's draw does not depend on others."""
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        rank = torch.arange(ordered.shape[-1], device=ordered.device)
+        before = ordered.cumsum(-1) - ordered
         excluded = rank >= self._top_k.to(rank)
-        excluded |= before > self._top_p.to(probabilities)
-        excluded |= probabilities < probabilities[:, :1] * self._min_p.to(probabilities)
-        return probabilities.masked_fill(excluded, 0.0)
+        excluded |= (before > self._top_p.to(ordered)) & (self._top_p.to(ordered) < 1)
+        excluded |= ordered < ordered[:, :1] * self._min_p.to(ordered)
+        return probabilities.masked_fill(torch.empty_like(excluded).scatter_(-1, order, excluded), 0.0)
 
 
 def shape_logits(logits: Tensor, draw: Draw) -> None:
@@ -103,8 +107,10 @@ def shape_logits(logits: Tensor, draw: Draw) -> None:
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Indices `[batch, 1]` drawn in proportion to `weights` `[batch, n]`, which need not sum to one."""
     cumulative = weights.cumsum(-1)
-    picked = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    return picked.clamp_(max=weights.shape[-1] - 1)
+    total = cumulative[:, -1:]
+    # below the total even where the product rounds up to it, so that what is picked has a weight
+    wanted = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, wanted, right=True)
 
 
 def _column(values: Sequence[float]) -> Tensor:

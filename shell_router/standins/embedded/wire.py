@@ -52,7 +52,10 @@ class ContractViolation(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's sampling. `max_new_tokens` None means: up to the context length."""
+    """One request's sampling. `max_new_tokens` None means: up to the context length.
+
+    `drafts` are texts that its output may repeat, besides its prompt; None asks for no drafts.
+    """
 
     max_new_tokens: int | None = 128
     min_new_tokens: int = 0
@@ -71,6 +74,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     sampling_seed: int | None = None
     stream_interval: int = 1
+    drafts: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def greedy(self) -> bool:
@@ -284,7 +288,7 @@ def parse_sampling_params(raw: Mapping[str, Any], vocab_size: int) -> SamplingPa
     for name, value in given.items():
         if not _IS[_SAMPLING_FIELDS[name]](value):
             raise InvalidRequest(f"sampling_params.{name}: {value!r} has the wrong type.")
-    params = SamplingParams(**_normal(given))
+    params = SamplingParams(**_normal(given), drafts=_drafts(raw.get("custom_params"), vocab_size))
     if "max_new_tokens" in raw and raw["max_new_tokens"] is None:
         params = replace(params, max_new_tokens=None)
     if 0.0 <= params.temperature < GREEDY_BELOW:
@@ -304,6 +308,18 @@ def _normal(given: dict[str, Any]) -> dict[str, Any]:
         "stream_interval": given.get("stream_interval") or 1,
     }
     return {**given, **normal}
+
+
+def _drafts(custom: object, vocab_size: int) -> tuple[tuple[int, ...], ...] | None:
+    """What `custom_params` say of drafts, the field that the SGLang plugin reads."""
+    found = custom.get("drafts") if isinstance(custom, dict) else None
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(_IS[_INTEGERS](one) for one in found):
+        raise InvalidRequest("sampling_params.custom_params.drafts: expected a list of lists of integers.")
+    if any(not 0 <= token < vocab_size for one in found for token in one):
+        raise InvalidRequest(f"custom_params.drafts: tokens must be in [0, {vocab_size - 1}].")
+    return tuple(map(tuple, found))
 
 
 def _check_ranges(params: SamplingParams, vocab_size: int) -> None:

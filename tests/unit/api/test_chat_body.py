@@ -63,6 +63,9 @@ def test_text_parts_are_joined_and_developer_counts_as_system() -> None:
         ({"audio": {}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"prediction": "text"}, "prediction"),
+        ({"prediction": {"content": "text"}}, "prediction.type"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_path(fields: dict[str, object], at: str) -> None:
@@ -70,6 +73,12 @@ def test_a_wrong_field_is_named_with_its_path(fields: dict[str, object], at: str
         read_chat(body(**fields))
     assert refused.value.field == at
     assert at in str(refused.value)
+
+
+def test_a_prediction_is_read_in_both_of_its_forms() -> None:
+    parts = [{"type": "text", "text": "so it "}, {"type": "text", "text": "begins"}]
+    for content in ("so it begins", parts):
+        assert read_chat(body(prediction={"type": "content", "content": content})).prediction == "so it begins"
 
 
 def test_fields_that_ask_for_nothing_special_are_accepted() -> None:

@@ -74,6 +74,15 @@ def test_tokens_before_an_error_in_the_same_chunk_are_read() -> None:
     assert "out of memory" in str(reader.error)
 
 
+def test_what_was_drafted_and_accepted_is_read() -> None:
+    reader = OutputReader("decode engine", logprobs=False)
+    event = orjson.loads(output([10], "H", 1, {"type": "length", "length": 1}))
+    event["meta_info"] |= {"spec_verify_ct": 4, "spec_num_proposed_drafts": 12, "spec_num_correct_drafts": 9}
+    reader.take(orjson.dumps(event))
+    assert reader.finish is not None
+    assert (reader.finish.drafted_tokens, reader.finish.accepted_tokens) == (12, 9)
+
+
 @pytest.mark.parametrize("cumulative", [False, True])
 def test_incremental_and_cumulative_streams_read_alike(cumulative: bool) -> None:
     tokens, finish = read(events(cumulative=cumulative, reason={"type": "length", "length": 6}))

@@ -33,6 +33,18 @@ def test_every_cluster_of_the_tree_holds_every_model_once_and_the_root_is_the_la
     assert tree.root.model == "large"
 
 
+def drafting(text: str) -> set[str]:
+    return {agent.id for agent in parsed(text).agents.values() if agent.drafts}
+
+
+def test_agents_that_read_others_draft_unless_the_file_says_otherwise() -> None:
+    tree = "tree: {shape: [2, 1], models: [m]%s}\n"
+    assert drafting(tree % "") == {"root"}
+    assert drafting(tree % "" + "defaults: {drafts: off}") == set()
+    assert drafting(tree % "" + "defaults: {drafts: on}") == {"root", "proposer-1", "proposer-2"}
+    assert drafting(tree % ", proposer: {drafts: on}, root: {drafts: off}") == {"proposer-1", "proposer-2"}
+
+
 def test_each_agent_of_a_tree_has_one_successor() -> None:
     tree = parsed(TREE)
     assert {len(after) for agent, after in tree.successors.items() if agent != "root"} == {1}

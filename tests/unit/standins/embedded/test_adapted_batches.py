@@ -57,8 +57,9 @@ class Served:
         for row, (name, tokens) in enumerate(rows):
             slots.fill(row, self.prefilled(name, tokens[:-1])[0].kv)
         adapted = rows_by_adapter([self.adapters[name] for name, _ in rows], self.lm.kv_shape.device)
-        last = torch.tensor([tokens[-1] for _, tokens in rows])
-        return self.lm.decode(slots, last, torch.tensor([len(tokens) - 1 for _, tokens in rows]), adapted).double()
+        last = torch.tensor([tokens[-1:] for _, tokens in rows])
+        places = torch.tensor([len(tokens) - 1 for _, tokens in rows])
+        return self.lm.decode(slots, last, places, adapted)[:, 0].double()
 
 
 def serve(root: Path, dtype: Dtype, architecture: Any = "qwen3") -> Served:

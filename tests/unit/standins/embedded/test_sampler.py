@@ -61,10 +61,10 @@ def test_truncation_leaves_only_the_likely(params: dict[str, Any], possible: set
     assert set(drawn(**params)) == possible
 
 
-@given(st.integers(0, 50), st.integers(0, 6))
-def test_a_seeded_request_draws_the_same_in_any_batch(seed: int, others: int) -> None:
+@given(st.integers(0, 50), st.integers(0, 6), st.sampled_from([{}, {"top_p": 0.8}, {"top_k": 2}, {"min_p": 0.1}]))
+def test_a_seeded_request_draws_the_same_in_any_batch(seed: int, others: int, theirs: dict[str, Any]) -> None:
     alone, _ = sample([draw_of(said=[1, 2], sampling_seed=seed)], seed=1)
-    crowd = [draw_of() for _ in range(others)]
+    crowd = [draw_of(**theirs) for _ in range(others)]
     together, _ = sample([*crowd, draw_of(said=[1, 2], sampling_seed=seed), draw_of(top_k=1)], seed=2)
     assert together[others] == alone[0]
 

@@ -70,6 +70,9 @@ def test_a_single_stop_string_is_a_list_of_one() -> None:
         {"stop": 3},
         {"stop_token_ids": ["a"]},
         {"n": 2},
+        {"custom_params": {"drafts": "text"}},
+        {"custom_params": {"drafts": [[1], "text"]}},
+        {"custom_params": {"drafts": [[49, 50]]}},
         {"json_schema": "{}"},
         {"no_such_field": 1},
     ],
@@ -77,6 +80,13 @@ def test_a_single_stop_string_is_a_list_of_one() -> None:
 def test_what_sampling_cannot_honour_is_refused(raw: Any) -> None:
     with pytest.raises(InvalidRequest):
         parse_sampling_params(raw, 50)
+
+
+def test_drafts_are_asked_for_in_the_custom_parameters() -> None:
+    assert parse_sampling_params({"custom_params": {"drafts": [[1, 2], []]}}, 50).drafts == ((1, 2), ())
+    assert parse_sampling_params({"custom_params": {"drafts": []}}, 50).drafts == ()
+    for custom in (None, {}, {"other": 1}, "text"):
+        assert parse_sampling_params({"custom_params": custom}, 50).drafts is None
 
 
 def test_text_is_tokenized_and_ids_win_over_it() -> None:

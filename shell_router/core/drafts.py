@@ -1,0 +1,164 @@
+"""Drafted decoding: a request's own prompt and output guess what it writes next, and one pass verifies the guess.
+
+An agent that reads others largely repeats what it read, so what followed the longest repeated suffix is a good draft
+(prompt lookup decoding). Nothing here is random and nothing imports more than the standard library: the embedded
+engine and the plugin in SGLang's processes both run it.
+"""
+
+from collections.abc import Iterable, Sequence
+
+WIDTHS = (1, 2, 4, 8, 16)
+"""Tokens that a pass computes per request: the last one that is certain, and drafts."""
+MOST_DRAFTED = WIDTHS[-1] - 1
+
+_SHORTEST_MATCH = 2
+_LONGEST_MATCH = 16
+_CANDIDATES = 16  # earlier places of a pair that are compared
+_MOST_SOURCE_TOKENS = 8192  # of all sources, which a client chooses
+_BREAK = -1  # between texts: no token has this id
+
+_FADE = 0.9  # of what is known of acceptance, per proposal
+_PRIOR = 2.0, 1.0  # tokens accepted, drafts rejected
+
+
+class Drafter:
+    """Drafts for one request. `sources` are further texts that it may repeat, such as a predicted answer; of them all
+    the first 8192 tokens are used.
+
+    Places are found by their last two tokens, each linked to the place before it, as in LZ77: a token costs the same
+    however long the prompt is.
+    """
+
+    def __init__(self, prompt: Sequence[int], sources: Iterable[Sequence[int]] = ()) -> None:
+        self._tokens: list[int] = []
+        for source in sources:
+            # so that an output that begins as the source does is found after its first token
+            left = max(0, _MOST_SOURCE_TOKENS - len(self._tokens))
+            self._tokens += (*prompt[-1:], *source[:left], _BREAK)
+        self._tokens += prompt
+        self._latest: dict[tuple[int, int], int] = {}
+        self._before: list[int] = [0, 0]  # per place: the one before it after the same two tokens, or 0
+        self._proposed: Sequence[int] = ()
+        self._accepted, self._rejected = _PRIOR
+
+    @property
+    def acceptance(self) -> float:
+        """The share of drafted tokens that turn out right, judged by all proposals so far, verified or not."""
+        return self._accepted / (self._accepted + self._rejected)
+
+    def propose(self, most: int) -> Sequence[int]:
+        """Up to `most` tokens that may come next; empty where nothing like the end was seen before."""
+        self._proposed = self._continuation(most) if most > 0 else ()
+        return self._proposed
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """These came next. They are compared with what was proposed last."""
+        if self._proposed:
+            right = matching(self._proposed, tokens)
+            self._accepted = _FADE * self._accepted + right
+            self._rejected = _FADE * self._rejected + (right < min(len(self._proposed), len(tokens)))
+            self._proposed = ()
+        self._tokens += tokens
+
+    def _continuation(self, most: int) -> Sequence[int]:
+        tokens = self._tokens
+        self._index()
+        if len(tokens) < _SHORTEST_MATCH:
+            return ()
+        place, best, longest = self._latest.get((tokens[-2], tokens[-1]), 0), 0, 0
+        for _ in range(_CANDIDATES):
+            if not place:
+                break
+            length = self._match(place)
+            if length > longest:
+                best, longest = place, length
+            place = self._before[place]
+        found = tokens[best : best + most] if best else []
+        return found[: found.index(_BREAK)] if _BREAK in found else found
+
+    def _match(self, place: int) -> int:
+        """How many tokens before `place` are those at the end."""
+        tokens, length = self._tokens, _SHORTEST_MATCH
+        most = min(_LONGEST_MATCH, place)
+        while length < most and tokens[place - 1 - length] == tokens[-1 - length] != _BREAK:
+            length += 1
+        return length
+
+    def _index(self) -> None:
+        """Link the places that now have a token after them."""
+        tokens, latest = self._tokens, self._latest
+        for place in range(len(self._before), len(tokens)):
+            pair = tokens[place - 2], tokens[place - 1]
+            self._before.append(latest.get(pair, 0))
+            latest[pair] = place
+
+
+def matching(proposed: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many of the first tokens are equal."""
+    count = 0
+    for one, other in zip(proposed, tokens, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+_WEIGHT = 0.2  # of the newest pass
+_OUTLIER = 3.0  # times what is known
+_FORGOTTEN_AFTER = 256  # passes
+_FIRST_GUESS = 1.25  # of a plain pass's seconds: a drafted pass that was never tried
+
+
+class DraftGate:
+    """Chooses how many tokens per request the next pass computes: as many as give the most tokens per second.
+
+    What passes cost is measured here, plain and drafted apart, by powers of two of the tokens that they compute. A pass
+    larger than any that was tried is taken for as dear as the largest smaller one, so that larger ones are tried step
+    by step; what was not seen for 256 passes is forgotten and tried anew. Without drafts every pass is plain.
+    """
+
+    def __init__(self) -> None:
+        self._costs: dict[tuple[bool, int], tuple[float, int]] = {}  # seconds, and the pass that told last
+        self._passes = 0
+
+    def width(self, rows: int, drafts: Iterable[tuple[int, float]]) -> int:
+        """One of `WIDTHS`, for a batch of `rows` requests. `drafts` are the lengths and acceptances of those that
+        have one."""
+        drafted = [(length, acceptance) for length, acceptance in drafts if length]
+        plain_s = self._seconds(rows, 1)
+        if not drafted or plain_s is None:
+            return 1
+
+        def tokens_per_second(width: int) -> float:
+            gained = sum(_expected(min(length, width - 1), acceptance) for length, acceptance in drafted)
+            return (rows + gained) / (self._seconds(rows, width) or plain_s * _FIRST_GUESS)
+
+        return max(WIDTHS, key=tokens_per_second)
+
+    def note(self, rows: int, width: int, seconds: float) -> None:
+        """A pass took so long."""
+        self._passes += 1
+        key = width > 1, _bucket(rows * width)
+        known = self._known(key)
+        if known is not None:
+            seconds = known + _WEIGHT * (min(seconds, _OUTLIER * known) - known)
+        self._costs[key] = seconds, self._passes
+
+    def _seconds(self, rows: int, width: int) -> float | None:
+        if width == 1:
+            return self._known((False, _bucket(rows)))
+        sizes = range(_bucket(rows * width), 0, -1)
+        return next((known for size in sizes if (known := self._known((True, size))) is not None), None)
+
+    def _known(self, key: tuple[bool, int]) -> float | None:
+        seconds, seen = self._costs.get(key, (0.0, -_FORGOTTEN_AFTER))
+        return seconds if self._passes - seen < _FORGOTTEN_AFTER else None
+
+
+def _bucket(tokens: int) -> int:
+    return tokens.bit_length()
+
+
+def _expected(length: int, acceptance: float) -> float:
+    """Drafted tokens that will be right: all up to the first wrong one."""
+    return length if acceptance >= 1 else acceptance * (1 - acceptance**length) / (1 - acceptance)
