@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,7 +81,8 @@ class _FromAnotherLoop(Spawner):
     def pid(self) -> int | None:
         return self._shared.pid
 
-    async def launch(self) -> None:
+    async def launch(self, on_start: Callable[[], None] = lambda: None) -> None:
+        on_start()
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._shared.launch(), self._home))
 
     def start_server(self, name: str, settings: ServerSettings) -> EmbeddedServer:

@@ -74,6 +74,8 @@ async def test_agents_are_reported_when_asked_for() -> None:
             "prompt_tokens": 0,
             "completion_tokens": 10,
             "cached_tokens": 0,
+            "drafted_tokens": 0,
+            "accepted_tokens": 0,
             "confidence": None,
         }
         _, body = await served.post("/v1/chat/completions", chat())
