@@ -325,7 +325,7 @@ def _write_deployment(folder: Path, prefill: str, decode: str, new_tokens: int) 
 
 
 def _engine_command(prefill_port: int, decode_port: int) -> list[str]:
-    module = "shell_router.standins.scripted_server"
+    module = "benchmarks.scripted.server"
     ports = ["--prefill-port", str(prefill_port), "--decode-port", str(decode_port)]
     return [sys.executable, "-m", module, *ports, "--script", '{"stamped": true, "cache_tokens": 65536}']
 

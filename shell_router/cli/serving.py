@@ -4,11 +4,11 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from shell_router.cli.options import NONE, Names, argument, examples, listed, names, option, run, say
+from shell_router.cli.options import Names, argument, examples, listed, names, option, run, say
 
 if TYPE_CHECKING:
     from shell_router.config import Config
@@ -104,63 +104,6 @@ def show(
     from shell_router.topology.draw import draw
 
     print(draw(load_with_others([file], models=models)[file], mermaid=mermaid), end="")
-
-
-class Chance(NamedTuple):
-    """A topology's step, and the share of requests that go on to each next step."""
-
-    step: tuple[str, str]
-    shares: dict[str, float]
-
-
-def _chance(text: str) -> Chance:
-    """`triage/quick=careful:0.4,end:0.6`."""
-    place, equals, shares = text.partition("=")
-    graph, slash, step = place.partition("/")
-    try:
-        found = {target: float(share) for target, _, share in (one.rpartition(":") for one in names(shares))}
-    except ValueError:
-        found = {}
-    if not (equals and slash and found):
-        raise ValueError(f"must be TOPOLOGY/STEP=NEXT:SHARE,… and not {text!r}")
-    return Chance((graph, step), found)
-
-
-@topology.command("models", epilog=examples("shell-router topology models topologies/*.yaml --sample requests.jsonl"))
-def models_of(
-    files: Topologies,
-    sample: Annotated[
-        Path | None,
-        option('JSONL of requests, one {"model": …, "metadata": …} per line.', metavar="FILE"),
-    ] = None,
-    chances: Annotated[
-        list[Chance] | None,
-        option(
-            "How often each step, or `end`, follows on a step, or on `start`. May be repeated.",
-            metavar="TOPOLOGY/STEP=NEXT:SHARE,…",
-            parser=_chance,
-        ),
-    ] = None,
-    auto: Annotated[Names, listed(names, "The models that `auto` stands for.")] = NONE,
-) -> None:
-    """List which models follow on which, and how often.
-
-    Topologies with steps give the probabilities that component pools plan with.
-    """
-    from shell_router.experts.components.usage import SampledRequest, component_uses, read_sample
-    from shell_router.topology import load_with_others
-    from shell_router.topology.load import read_text
-
-    graphs = {one.name: one for one in load_with_others(files).values()}
-    if sample is None:
-        asked = [SampledRequest(name, labels=None) for name in graphs]
-    else:
-        asked = read_sample(read_text(sample), source=str(sample))
-    uses = component_uses(graphs, asked, auto, dict(chances or ()))
-    width = max(map(len, ("model", *uses)))
-    print(f"{'model':<{width}}  usage  after")
-    for name, use in sorted(uses.items(), key=lambda one: -one[1].probability):
-        print(f"{name:<{width}}  {use.probability:5.3f}  {', '.join(sorted(use.after)) or '-'}")
 
 
 @topology.command()

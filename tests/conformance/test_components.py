@@ -1,4 +1,4 @@
-"""The contract of holders of a pool's components: simulated, torch modules, embedded pairs, swapped weights."""
+"""The contract of holders of a pool's components: simulated, torch modules, swapped weights."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,21 +16,17 @@ from safetensors.torch import save_file
 from shell_router.errors import ConfigError
 from shell_router.experts.components import Component, Components, Costs, ExecutorSettings, Tier
 from shell_router.experts.components.engine_components import (
-    PairComponents,
     Prompt,
     SwappedComponents,
     SwapPlace,
     WeightServer,
-    pair_component,
     swapped_component,
 )
 from shell_router.experts.components.simulated import SimulatedComponents
 from shell_router.experts.components.torch_components import TorchComponents, components_in
 from shell_router.launching.random_checkpoint import make_checkpoint
-from shell_router.standins.embedded.settings import EmbeddedSettings
 from tests.fakes.http_engines import SwappingEngine, served
 from tests.fakes.nets import linear
-from tests.fakes.shared_engines import SharedEngines
 
 LIMIT_S = 120.0
 FIRST, SECOND = "one", "two"
@@ -93,15 +89,6 @@ def _checkpoints(folder: Path) -> Path:
 
 
 @asynccontextmanager
-async def pairs(folder: Path, engines: SharedEngines) -> AsyncIterator[UnderTest]:
-    settings = {name: EmbeddedSettings(str(_checkpoints(folder) / name), dtype="float64") for name in ("a", "b", "bad")}
-    a, b = (pair_component(name, settings[name], "tiny") for name in ("a", "b"))
-    components = PairComponents(lambda name, _: settings[name], engines.spawner())
-    bad = Component("bad", "tiny", a.memory_bytes)
-    yield UnderTest(components, a, b, bad, PROMPTS, host_tier=False, plain=lambda output: output.ids)
-
-
-@asynccontextmanager
 async def swapped(folder: Path) -> AsyncIterator[UnderTest]:
     _checkpoints(folder)
     engines = SwappingEngine(folder / "a"), SwappingEngine(folder / "a")
@@ -122,13 +109,9 @@ KINDS: dict[str, Callable[[Path], AbstractAsyncContextManager[UnderTest]]] = {
 }
 
 
-@pytest_asyncio.fixture(params=[*KINDS, "pairs"])
+@pytest_asyncio.fixture(params=[*KINDS])
 async def under_test(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[UnderTest]:
-    if request.param == "pairs":
-        opened = pairs(tmp_path, request.getfixturevalue("engines"))
-    else:
-        opened = KINDS[request.param](tmp_path)
-    async with asyncio.timeout(LIMIT_S), opened as found:
+    async with asyncio.timeout(LIMIT_S), KINDS[request.param](tmp_path) as found:
         yield found
 
 

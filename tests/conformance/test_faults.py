@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from benchmarks.scripted.server import Fault, ScriptedPair, ScriptedSettings
 from shell_router.core.engine import Finish, Generation, Tokens, asking_for_drafts
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import SglangPair
@@ -25,7 +26,6 @@ from shell_router.errors import (
     PromptTooLong,
     ShellRouterError,
 )
-from shell_router.standins.scripted_server import Fault, ScriptedPair, ScriptedSettings
 from tests.fakes.pairs_under_test import BreakablePair, Slots, embedded_servers, idle, slots
 
 LIMITS = PairLimits(stall_s=20)

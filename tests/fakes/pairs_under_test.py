@@ -15,6 +15,7 @@ from time import monotonic
 import aiohttp
 import pytest
 
+from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from launch.sglang_cpu.engine import HOST, EngineServer
 from launch.sglang_cpu.pair import CpuPair, free_ports, until_ready
 from shell_router.core.engine import Generation, Tokens
@@ -23,7 +24,6 @@ from shell_router.engines.sglang import SglangPair, random_rid
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.standins.embedded.adapter_files import make_adapter
 from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettings
-from shell_router.standins.scripted_server import ScriptedPair, ScriptedSettings
 from tests.fakes.scripted_pair import collect
 from tests.fakes.shared_engines import SharedEngines
 

@@ -5,19 +5,19 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from shell_router.core.engine import Finish, Generation, Tokens
-from shell_router.engines.address import PairAddress, PairLimits
-from shell_router.engines.sglang import NO_ADAPTERS, SglangPair
-from shell_router.routing.adapter_cache import AdapterSettings
-from shell_router.routing.failures import BreakerSettings, RetrySettings
-from shell_router.standins.scripted_run import DEFAULT_SETTINGS
-from shell_router.standins.scripted_server import (
+from benchmarks.scripted.run import DEFAULT_SETTINGS
+from benchmarks.scripted.server import (
     BootstrapRooms,
     Fault,
     ScriptedPair,
     ScriptedServer,
     ScriptedSettings,
 )
+from shell_router.core.engine import Finish, Generation, Tokens
+from shell_router.engines.address import PairAddress, PairLimits
+from shell_router.engines.sglang import NO_ADAPTERS, SglangPair
+from shell_router.routing.adapter_cache import AdapterSettings
+from shell_router.routing.failures import BreakerSettings, RetrySettings
 
 LIMITS = PairLimits(stall_s=5, answer_s=5, connect_s=2, abort_s=2, settle_s=1)
 ONCE = RetrySettings(attempts=1)

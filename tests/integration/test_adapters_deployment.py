@@ -10,12 +10,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from shell_router.app import running_server
 from shell_router.app.model_files import adapters_of, model_names
 from shell_router.app.services import load_topologies
 from shell_router.config import AdaptersSection, Config, EmbedderSettings, Listen, ModelSettings, PairSettings
 from shell_router.errors import ConfigError
-from shell_router.standins.scripted_server import ScriptedPair, ScriptedSettings
 from tests.fakes.components import write_adapters
 
 MODEL = Path(__file__).parents[2] / "models" / "small"

@@ -146,29 +146,6 @@ def test_check_names_the_line_of_a_topology_that_is_nowhere(steps: Path, capsys:
     assert f"{steps}:5: Unknown topology 'pair'. Known: none." in capsys.readouterr().err
 
 
-def test_experts_tells_usage_and_dependencies_by_a_sample_and_chances(
-    steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sample = tmp_path / "requests.jsonl"
-    lines = ['{"model": "triage"}'] * 3 + ['{"model": "triage", "metadata": {"effort": "high"}}']
-    sample.write_text("\n".join(lines), encoding="utf-8")
-    asked = ["topology", "models", str(steps), "--sample", str(sample)]
-    assert main(asked) == 2
-    assert "Give the chances of what follows on triage/quick" in capsys.readouterr().err
-    assert main([*asked, "--chances", "triage/quick=checked:0.4,end:0.6"]) == 0
-    assert capsys.readouterr().out == (
-        "model    usage  after\nsmall    1.000  -\nchecker  0.300  small\nlarge    0.250  -\n"
-    )
-
-
-@pytest.mark.parametrize("chances", ["triage=end:1", "triage/quick", "triage/quick=end:often"])
-def test_experts_refuses_chances_that_it_cannot_read(
-    steps: Path, chances: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["topology", "models", str(steps), "--chances", chances]) == 2
-    assert "must be TOPOLOGY/STEP=NEXT:SHARE" in capsys.readouterr().err
-
-
 def test_commands_that_run_agents_alone_refuse_steps_by_file_and_line(
     steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

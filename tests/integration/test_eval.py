@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
+from benchmarks.scripted.server import ScriptedPair
 from shell_router.api import ApiSettings
 from shell_router.cli import main
 from shell_router.core.engine import Generation
@@ -17,7 +18,6 @@ from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
 from shell_router.lab.evaluation.run import request_seed
 from shell_router.lab.evaluation.settings import Reports, Sampling
 from shell_router.launching.random_checkpoint import make_checkpoint
-from shell_router.standins.scripted_server import ScriptedPair
 from shell_router.topology import parse_steps, parse_topology
 from tests.fakes.api_server import Api, api, until
 from tests.fakes.command import running_command, survivors

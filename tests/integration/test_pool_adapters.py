@@ -9,6 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from benchmarks.scripted.server import Fault, ScriptedSettings
 from shell_router.core.engine import Generation
 from shell_router.engines.sglang import random_rid
 from shell_router.errors import (
@@ -20,7 +21,6 @@ from shell_router.errors import (
     UnknownModel,
 )
 from shell_router.routing.adapter_cache import AdapterSettings
-from shell_router.standins.scripted_server import Fault, ScriptedSettings
 from tests.fakes.components import write_adapters
 from tests.fakes.scripted_pair import ScriptedPool, collect, scripted_pool, until
 

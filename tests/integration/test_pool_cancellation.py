@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from benchmarks.scripted.server import Fault, ScriptedSettings
 from shell_router.core.engine import Generation, Tokens
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import SglangPair
-from shell_router.standins.scripted_server import Fault, ScriptedSettings
 from tests.fakes.scripted_pair import Served, collect, generation, served, until
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.scripted.server import Fault, ScriptedSettings
 from shell_router.core.engine import Tokens
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import EngineError, EngineRejected, EngineStalled, EngineUnreachable
-from shell_router.standins.scripted_server import Fault, ScriptedSettings
 from tests.fakes.scripted_pair import LIMITS, apart, collect, generation, served, until
 
 IMPATIENT = replace(LIMITS, stall_s=0.3, answer_s=0.3)

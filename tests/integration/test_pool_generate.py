@@ -7,13 +7,13 @@ import aiohttp
 import orjson
 import pytest
 
+from benchmarks.scripted.server import ScriptedSettings
 from shell_router.core.engine import Finish, Generation, Tokens
 from shell_router.engines.address import PairLimits
 from shell_router.engines.server_state import state_of
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import EngineRejected, InvalidRequest, PromptTooLong
 from shell_router.routing.engine_selection import EngineReport
-from shell_router.standins.scripted_server import ScriptedSettings
 from tests.fakes.scripted_pair import apart, collect, generation, joined, served, until
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import orjson
 import pytest
 
+from benchmarks.scripted.server import Fault, ScriptedServer, ScriptedSettings
 from shell_router.core.engine import Finish, Generation, Placement
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import SglangPair, random_rid
@@ -15,7 +16,6 @@ from shell_router.errors import EngineRejected, EngineStalled, EngineUnavailable
 from shell_router.routing.dispatcher import InFlight, SchedulingSettings
 from shell_router.routing.failures import BreakerSettings
 from shell_router.routing.queue import QueueSettings
-from shell_router.standins.scripted_server import Fault, ScriptedServer, ScriptedSettings
 from tests.fakes.scripted_pair import BREAKER, ONCE, ScriptedPool, collect, generation, scripted_pool
 
 

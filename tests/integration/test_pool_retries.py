@@ -3,10 +3,10 @@
 import orjson
 import pytest
 
+from benchmarks.scripted.server import Fault, ScriptedSettings
 from shell_router.core.engine import Tokens
 from shell_router.errors import EngineError, EngineRejected, EngineUnreachable
 from shell_router.routing.failures import BreakerSettings
-from shell_router.standins.scripted_server import Fault, ScriptedSettings
 from tests.fakes.scripted_pair import ScriptedPool, collect, generation, scripted_pool
 
 PASSING = [Fault("refuse"), Fault("status", status=503), Fault("close"), Fault("error_event"), Fault("abort")]

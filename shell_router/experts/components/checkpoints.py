@@ -1,16 +1,14 @@
-"""What a Hugging Face folder holds, read from its headers alone: whether it is whole, and how much memory it takes."""
+"""What a Hugging Face folder holds, read from its headers alone, and whether it is whole."""
 
 import json
 import struct
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from shell_router.errors import ConfigError
 
 NO_TENSOR = "__metadata__"
-KEY_AND_VALUE = 2
 UNREADABLE = (OSError, ValueError, ArithmeticError, MemoryError, struct.error)
 
 
@@ -51,29 +49,3 @@ def read_tensors(folder: Path) -> Mapping[str, TensorShape]:
         if file.stat().st_size != begin + ends:
             raise ConfigError(f"{file} is not whole: it ends too early or too late.", remedy="Save or copy it again.")
     return found
-
-
-def weight_bytes(folder: Path, number_bytes: int) -> int:
-    """Of the folder's weights, with `number_bytes` for each number. Raises ConfigError."""
-    return number_bytes * sum(prod(one.sizes) for one in read_tensors(folder).values())
-
-
-def kv_token_bytes(folder: Path, number_bytes: int) -> int:
-    """Of one token's keys and values in all layers. Raises ConfigError where its config.json does not tell."""
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}.", remedy="Name a model's folder.") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds no settings.", remedy="Name a model's folder.")
-    try:
-        heads = config["num_attention_heads"]
-        head = config.get("head_dim") or config["hidden_size"] // heads
-        kv_heads = config.get("num_key_value_heads") or heads
-        return int(KEY_AND_VALUE * config["num_hidden_layers"] * kv_heads * head * number_bytes)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{file} does not say how large keys and values are: {error}.",
-            remedy="Name a causal LM with full attention.",
-        ) from error

@@ -1,4 +1,4 @@
-"""Components that are language models on engines: pairs that start and end, and servers whose weights take turns.
+"""Components that are language models on engines: servers whose weights take turns.
 
 A sample is a `Prompt`, an output a `Generated`; one that the engine refuses has a ComponentFailed in its place. There
 is no host tier.
@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,15 +16,11 @@ from typing import Any, Protocol
 import orjson
 
 from shell_router.core.engine import Finish, Generation, Tokens, error_message
-from shell_router.engines.sglang import SglangPair
 from shell_router.engines.wire import OutputReader, body_fields
 from shell_router.errors import ComponentFailed, ConfigError, EngineError, EngineRejected, EngineStalled, PromptTooLong
-from shell_router.experts.components.checkpoints import TensorShape, kv_token_bytes, read_tensors, weight_bytes
+from shell_router.experts.components.checkpoints import TensorShape, read_tensors
 from shell_router.experts.components.values import Component, Costs, ExecutorSettings, Tier
 from shell_router.experts.server_control import OK, ServerControl
-from shell_router.standins.embedded.fleet import START_LIMIT_S, EmbeddedFleet
-from shell_router.standins.embedded.servers import Spawner
-from shell_router.standins.embedded.settings import EmbeddedSettings
 
 log = logging.getLogger(__name__)
 
@@ -85,69 +81,6 @@ def _refuse_host_memory(place: str) -> None:
             "Models of engines are not kept in host memory.",
             remedy="Open the pool with host_bytes=0: what was read lately is in the system's page cache.",
         )
-
-
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-SERVERS, KEPT_KV = 2, 3
-"""Both servers hold the weights; tokens are in work on both, and kept by the prefill server's prefix cache."""
-
-
-def pair_component(
-    name: str, settings: EmbeddedSettings, architecture: str, usage: float = 0.0, after: frozenset[str] = frozenset()
-) -> Component:
-    """The component that a pair with these settings is, with the most memory that its two servers take.
-
-    That is the weights twice, and the KV of three times `max_total_tokens`; what each process takes besides, some
-    hundred MB, shared in part, is not in it. Samples take nothing beyond it: their costs have no activation_bytes.
-
-    Raises ConfigError for a folder that is missing or not whole.
-    """
-    folder, number_bytes = Path(settings.model_path), NUMBER_BYTES[settings.dtype]
-    kv_bytes = kv_token_bytes(folder, number_bytes) * settings.max_total_tokens
-    memory_bytes = SERVERS * weight_bytes(folder, number_bytes) + KEPT_KV * kv_bytes
-    return Component(name, architecture, memory_bytes, usage, after)
-
-
-class PairComponents:
-    """Meets `values.Components`: a load starts the model's embedded pair, an unload ends it.
-
-    `settings_of` gives the settings of a component's pair on an executor. Pairs are forks of `spawner`'s process, which
-    has imported torch.
-    """
-
-    def __init__(
-        self,
-        settings_of: Callable[[str, str], EmbeddedSettings],
-        spawner: Spawner,
-        *,
-        start_limit_s: float = START_LIMIT_S,
-    ) -> None:
-        self._settings_of = settings_of
-        self._spawner = spawner
-        self._start_limit_s = start_limit_s
-        self._running: dict[tuple[str, str], tuple[SglangPair, AsyncExitStack]] = {}
-
-    async def load(self, component: Component, place: str) -> None:
-        """Returns when the pair serves. Raises EngineError where it does not start: nothing of it is left then."""
-        _refuse_host_memory(place)
-        settings = self._settings_of(component.name, place)
-        async with AsyncExitStack() as started:
-            fleet = EmbeddedFleet({component.name: settings}, start_limit_s=self._start_limit_s, spawner=self._spawner)
-            pair = (await started.enter_async_context(fleet))[component.name]
-            pool = SglangPair(pair.address)
-            started.push_async_callback(pool.aclose)
-            await pool.ready()
-            self._running[component.name, place] = pool, started.pop_all()
-
-    async def unload(self, component: Component, place: str) -> None:
-        """Returns when its processes have ended."""
-        _, started = self._running.pop((component.name, place))
-        await started.aclose()
-
-    async def run(self, component: Component, place: str, samples: Sequence[Any]) -> Sequence[Any]:
-        """One `Generated` or ComponentFailed per `Prompt`."""
-        pool, _ = self._running[component.name, place]
-        return await generate_all(pool, component, samples)
 
 
 NOT_FLUSHED = "cache was not flushed"

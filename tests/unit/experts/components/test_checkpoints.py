@@ -4,7 +4,7 @@ import pytest
 from safetensors import safe_open
 
 from shell_router.errors import ConfigError
-from shell_router.experts.components.checkpoints import kv_token_bytes, read_tensors, weight_bytes
+from shell_router.experts.components.checkpoints import read_tensors
 from shell_router.launching.random_checkpoint import make_checkpoint
 
 
@@ -21,13 +21,6 @@ def test_headers_tell_every_tensors_type_and_sizes(folder: Path) -> None:
             name: tuple(file.get_slice(name).get_shape()) for name in names
         }
     assert {one.dtype for one in found.values()} == {"F32"}
-
-
-def test_memory_counts_every_number_and_every_tokens_keys_and_values(folder: Path) -> None:
-    file_bytes = (folder / "model.safetensors").stat().st_size
-    assert weight_bytes(folder, 4) == pytest.approx(file_bytes, rel=0.1)
-    assert weight_bytes(folder, 2) == weight_bytes(folder, 4) // 2
-    assert kv_token_bytes(folder, 2) == 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads, head, bytes
 
 
 @pytest.mark.parametrize("length", [0, 4, 100, -1])
@@ -47,12 +40,6 @@ def test_a_file_of_something_else_is_reported(folder: Path, content: bytes) -> N
         read_tensors(folder)
 
 
-def test_a_folder_without_weights_or_a_config_is_reported(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \.safetensors"):
         read_tensors(tmp_path)
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
-        kv_token_bytes(tmp_path, 2)
-    for content, message in (("[]", "no settings"), ("{}", "num_attention_heads")):
-        (tmp_path / "config.json").write_text(content, encoding="utf-8")
-        with pytest.raises(ConfigError, match=message):
-            kv_token_bytes(tmp_path, 2)

@@ -9,7 +9,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from shell_router.standins.scripted_server import Fault, ScriptedServer, ScriptedSettings
+from benchmarks.scripted.server import Fault, ScriptedServer, ScriptedSettings
 
 
 @pytest_asyncio.fixture

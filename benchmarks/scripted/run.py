@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 
 import orjson
 
+from benchmarks.scripted.http import Exchange
 from shell_router.engines.prefill_only import FAKE_BOOTSTRAP_HOST
-from shell_router.standins.scripted_http import Exchange
 
 FaultKind = Literal["refuse", "status", "close", "stall", "garbage", "error_event", "abort"]
 

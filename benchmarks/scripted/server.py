@@ -1,6 +1,6 @@
 """A fast scripted engine: SGLang's wire format with no model behind it, for load tests, benchmarks and faults.
 
-python -m shell_router.standins.scripted_server --prefill-port 8101 --decode-port 8102
+python -m benchmarks.scripted.server --prefill-port 8101 --decode-port 8102
 """
 
 import argparse
@@ -15,9 +15,8 @@ from typing import Self
 import orjson
 import uvloop
 
-from shell_router.standins.prefix_cache import PrefixCache
-from shell_router.standins.scripted_http import Exchange, HttpProtocol
-from shell_router.standins.scripted_run import (
+from benchmarks.scripted.http import Exchange, HttpProtocol
+from benchmarks.scripted.run import (
     DEFAULT_SETTINGS,
     ID_BYTES,
     BadRequest,
@@ -28,6 +27,7 @@ from shell_router.standins.scripted_run import (
     ScriptedSettings,
     read_script,
 )
+from shell_router.standins.prefix_cache import PrefixCache
 
 __all__ = ["BootstrapRooms", "Fault", "ScriptedPair", "ScriptedServer", "ScriptedSettings"]
 
