@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 PAGES = Path(__file__).parent
 ROOT = PAGES.parent
 sys.path.insert(0, str(ROOT))
 from shell_router.app.wings import kind_settings  # noqa: E402
-from shell_router.config import Config, describe  # noqa: E402
+from shell_router.config import Config  # noqa: E402
 from shell_router.config.read import file_fields, takes_kinds  # noqa: E402
 from shell_router.lab.simulation.settings import Length  # noqa: E402
 
@@ -72,7 +72,7 @@ def _settings(argument: str, old: str) -> str:
     module, _, name = where.partition(":")
     kind = getattr(import_module(module), name)
     kept = _kept(old)
-    abouts = {setting.path: setting.about for setting in describe(kind, kind_settings())}
+    abouts = dict(_abouts(kind))
     rows = []
     for path, setting in _of_class(kind, "", () if kind is Config else (*_sections(Config), *_kinds(), Length)):
         if sections and path.split(".")[0] not in sections:
@@ -82,6 +82,20 @@ def _settings(argument: str, old: str) -> str:
         meaning = _cell(abouts.get(path, "")) or before[-1]
         rows.append((f"`{path}`", default if default is not None else before[0] or "none", meaning))
     return _table(("Setting", "Default", "Meaning"), rows)
+
+
+def _abouts(kind: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """The path of every setting, and what its annotation says of it."""
+    for name, hint in ((each.name, get_type_hints(kind, include_extras=True)[each.name]) for each in file_fields(kind)):
+        if takes_kinds(hint):
+            for engine, load in kind_settings().items():
+                yield above + engine, (load().__doc__ or "").strip().partition("\n")[0]
+                yield from _abouts(load(), f"{above}{engine}.")
+            continue
+        note = get_args(hint)[1] if get_origin(hint) is Annotated else ""  # a section's class says what the section is
+        yield above + name, note if isinstance(note, str) else str(getattr(note, "about", ""))
+        for section in (part for part in _parts(hint) if is_dataclass(part) and isinstance(part, type)):
+            yield from _abouts(section, f"{above}{name}{_entry(hint)}.")
 
 
 def _kinds() -> Iterator[Any]:

@@ -77,7 +77,7 @@ def _served(alias: str, engine: StartedEngine, files: ModelFiles) -> ServedModel
 def adapted_models(base: ServedModel, pool: SglangPair) -> Mapping[str, tuple[ServedModel, AdaptedModel]]:
     """The adapters of a running model as models by their names, each with what serves it."""
     found = {}
-    for adapter in pool.adapters.settings.folders:
+    for adapter in pool.adapter_settings.folders:
         name, engine = named(base.alias, adapter), AdaptedModel(pool, adapter)
         found[name] = replace(base, alias=name, engine=engine, base=base.alias), engine
     return found

@@ -8,7 +8,7 @@ from shell_router.config.models import (
     PairSettings,
     RandomWeights,
 )
-from shell_router.config.read import Setting, describe, json_schema, read_file
+from shell_router.config.read import json_schema, read_file
 from shell_router.config.settings import (
     AutoSettings,
     BatchesSettings,
@@ -41,9 +41,7 @@ __all__ = [
     "PredictionSettings",
     "RandomWeights",
     "RecordSettings",
-    "Setting",
     "Traces",
-    "describe",
     "json_schema",
     "read_config",
     "read_file",

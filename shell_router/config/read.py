@@ -4,7 +4,7 @@
 its values too. The same table gives the JSON Schema and the reference page. Errors begin with `file:line:`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -68,48 +68,6 @@ def json_schema(kind: type, title: str, kinds: Kinds = NO_KINDS) -> Schema:
     form = form_of(kind, kinds=kinds)
     assert isinstance(form, Block)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **form.definition()}
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One key of a file, for the reference page. `default` is None where it is required or nothing is the default."""
-
-    path: str
-    form: str
-    default: object
-    required: bool
-    about: str
-
-
-def describe(kind: type, kinds: Kinds = NO_KINDS, path: str = "") -> Iterator[Setting]:
-    """Every setting of the files that are read as `kind`, in their order; sections come before what is in them."""
-    above = f"{path}." if path else ""
-    for each in file_fields(kind):
-        hint = _hints(kind)[each.name]
-        if takes_kinds(hint):
-            for name, load in kinds.items():
-                yield Setting(above + name, "a mapping", None, False, _first_line(load()))
-                yield from describe(load(), kinds, above + name)
-            continue
-        default = each.default_factory() if each.default_factory is not MISSING else each.default
-        shown = None if default is MISSING or is_dataclass(default) else default
-        note = get_args(hint)[1] if get_origin(hint) is Annotated else ""  # a section's class says what the section is
-        about = note if isinstance(note, str) else str(getattr(note, "about", ""))
-        yield Setting(above + each.name, form_of(hint, kinds=kinds).noun, shown, _is_required(each), about)
-        inner, suffix = _inner(hint)
-        if inner is not None:
-            yield from describe(inner, kinds, above + each.name + suffix)
-
-
-def _inner(hint: Any) -> tuple[type | None, str]:
-    """The dataclass that values of this annotation hold, and how its settings are spelled below the key."""
-    kind, suffix = _plain(hint), ""
-    while get_origin(kind) is tuple or get_origin(kind) in _MAPPINGS:
-        listed = get_origin(kind) is tuple
-        suffix += "[]" if listed else ".<name>"
-        kind = _plain(get_args(kind)[0 if listed else 1])
-    found = next((one for one in _members(kind) if is_dataclass(one)), None)
-    return (found if isinstance(found, type) else None), suffix
 
 
 def _plain(hint: Any) -> Any:

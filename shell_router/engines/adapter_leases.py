@@ -302,8 +302,7 @@ class Adapters:
 
     async def begin(self) -> None:
         """Begin with no adapter on any server. Raises EngineError."""
-        if self.settings.folders:
-            await asyncio.gather(*(loader.clear() for loader in self._loaders.values()))
+        await asyncio.gather(*(loader.clear() for loader in self._loaders.values()))
 
     async def lease(self, server: ServerClient, adapter: str, coming: Callable[[], None] = lambda: None) -> Lease:
         """See `AdapterLeases.lease`. Raises UnknownModel too."""

@@ -1,4 +1,4 @@
-"""The embedding process: texts to token states (`side_process`)."""
+"""The embedding process: texts to token states (`side_work`)."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from shell_router.core.predictors import TokenStates
 from shell_router.engines.embedding import check_weights, packed_states
-from shell_router.launching.side_process import Work, serve
+from shell_router.launching.side_work import Work, serve
 
 
 class Texts(Protocol):

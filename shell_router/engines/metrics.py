@@ -2,16 +2,19 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from shell_router.engines.adapter_leases import AdapterLeases
 from shell_router.engines.server_client import ServerClient
 from shell_router.engines.sglang import SglangPair
 from shell_router.routing.dispatcher import TrackedEngine
 from shell_router.routing.holdout import Comparison
 from shell_router.telemetry.metrics import PREFIX
+
+if TYPE_CHECKING:
+    from shell_router.engines.adapter_leases import AdapterLeases
 
 ROLE = ("model", "role")
 SERVER = ("model", "role", "url")
@@ -38,7 +41,7 @@ SERVER_FAMILIES: tuple[tuple[Family, str, str, Callable[[Server, float], float |
     (GAUGE, "engine_report_age_seconds", "Age of the server's last report", lambda at, now_s: at.age_s(now_s)),
     (COUNT, "engine_reports_missed", "Polls without a report", lambda at, _: at.failed_polls),
 )
-ADAPTER_FAMILIES: tuple[tuple[Family, str, str, Callable[[AdapterLeases], float]], ...] = (
+ADAPTER_FAMILIES: tuple[tuple[Family, str, str, Callable[["AdapterLeases"], float]], ...] = (
     (GAUGE, "adapters_loaded", "Adapters loaded on the server", lambda of: len(of.loaded)),
     (GAUGE, "adapter_requests_waiting", "Requests that wait for their adapter", lambda of: of.waiting),
     (COUNT, "adapter_loads", "Adapter loads", lambda of: of.counts.loads),
@@ -73,7 +76,7 @@ class EngineMetrics(Collector):
         yield _counts("engine_restarts", "Restarts of a dead engine", "engine", self._restarts())
         yield _counts("retries", "Requests sent again before their first token", "model", retries)
         servers = [
-            ((alias, at.engine.server.role, str(at.engine.server.url)), at, pool.adapters)
+            ((alias, at.engine.server.role, str(at.engine.server.url)), at, pool)
             for alias, pool in self._pools.items()
             for dispatcher in pool.dispatchers
             for at in dispatcher.tracked
@@ -86,9 +89,9 @@ class EngineMetrics(Collector):
             yield family
         for kind, name, meaning, count in ADAPTER_FAMILIES:
             family = kind(PREFIX + name, meaning, labels=SERVER)
-            for labels, at, adapters in servers:
-                if adapters.settings.folders:
-                    family.add_metric(labels, count(adapters.leases[at.engine]))
+            for labels, at, pool in servers:
+                if pool.adapter_settings.folders:
+                    family.add_metric(labels, count(pool.adapters.leases[at.engine]))
             yield family
         yield from self._queues()
         yield from self._incremental_prefill()

@@ -4,9 +4,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from shell_router.core.engine import Placement
-from shell_router.engines.adapter_leases import Adapters, Lease
 from shell_router.engines.address import Bootstrap, PairAddress, Server
 from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.server_client import ServerClient, Transport
@@ -15,6 +16,9 @@ from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
 from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import Breaker, RetrySettings
+
+if TYPE_CHECKING:
+    from shell_router.engines.adapter_leases import Adapters, Lease
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +33,7 @@ class Pair:
     prefill: EngineSlot[ServerClient]
     decode: EngineSlot[ServerClient]
     bootstrap: Bootstrap
-    leases: tuple[Lease, Lease] | None = None
+    leases: "tuple[Lease, Lease] | None" = None
 
     @property
     def placed(self) -> tuple[Placement, Placement]:
@@ -86,10 +90,21 @@ class Pairing:
         self.bootstraps = {clients[server]: bootstrap for server, bootstrap in prefills.items()}
         self.servers = (*clients.values(), *decodes)
         """Prefill servers, then decode servers."""
-        self.adapters = Adapters(self.servers, adapters, transport.tasks, transport.clock)
-        has_adapter, clock = self.adapters.will_have, transport.clock
+        self.adapter_settings = adapters
+        self._transport, clock = transport, transport.clock
+
+        def has_adapter(server: ServerClient, adapter: str) -> bool:
+            return self.adapters.will_have(server, adapter)
+
         self.prefills = Dispatcher(_named(clients.values()), scheduling, clock, has_adapter, decodes=False)
         self.decodes = Dispatcher(_named(decodes), scheduling, clock, has_adapter, prefills=False)
+
+    @cached_property
+    def adapters(self) -> "Adapters":
+        """Those on each server, for requests that name one."""
+        from shell_router.engines.adapter_leases import Adapters  # noqa: PLC0415 - most models have no adapters
+
+        return Adapters(self.servers, self.adapter_settings, self._transport.tasks, self._transport.clock)
 
     async def pick(self, request: PlacementRequest, avoid: Collection[ServerClient] = ()) -> Pair:
         """Slots for one attempt, which is sent as soon as it has them and its adapter; see `engine_slot`.

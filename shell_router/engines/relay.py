@@ -2,11 +2,11 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 import orjson
 
 from shell_router.core.engine import NativeRoute, Relayed
-from shell_router.engines.adapter_leases import Lease
 from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.http_client import Exchange
 from shell_router.engines.legs import Legs
@@ -18,6 +18,9 @@ from shell_router.engines.wire import EventSplitter, broken_wire, missing_adapte
 from shell_router.errors import AdapterMissing, EngineError
 from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import INTERNAL_ERROR, RETRYABLE_STATUSES
+
+if TYPE_CHECKING:
+    from shell_router.engines.adapter_leases import Lease
 
 _DONE = b"[DONE]"
 _NO_OUTPUT = (orjson.JSONDecodeError, KeyError, TypeError, AttributeError)
@@ -121,18 +124,18 @@ class PairRelay:
     @asynccontextmanager
     async def _prefilled_alone(self, native: NativeBody, wanted: PlacementRequest) -> AsyncIterator[Relayed]:
         slot = await engine_slot(self._pairing.prefills, wanted)
-        server, adapters = slot.engine, self._pairing.adapters
+        server = slot.engine
         try:
             async with AsyncExitStack() as stack:
                 lease: Lease | None = None
                 if wanted.adapter is not None:
-                    lease = await stack.enter_async_context(adapters.leased(server, wanted.adapter))
+                    lease = await stack.enter_async_context(self._pairing.adapters.leased(server, wanted.adapter))
                 response = await stack.enter_async_context(self._prefill_only[server].forward(native))
                 if lease is not None and response.status != HTTP_OK:
                     try:
                         await server.read_all(response)
                     except AdapterMissing:
-                        await adapters.missing(server, lease)
+                        await self._pairing.adapters.missing(server, lease)
                         raise
                 placed = slot.placement(0.0 if lease is None else lease.waited_s)
                 yield Relayed(response.status, response.content_type, _body(response), (placed,))

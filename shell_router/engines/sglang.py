@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from shell_router.core.engine import Finish, Generation, NativeRoute, PrefillCost, Prefilled, Relayed, Tokens
-from shell_router.engines.adapter_leases import Lease
 from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits, random_bootstrap_room
 from shell_router.engines.dispatching import Monitor, engine_slot
 from shell_router.engines.http_client import HttpClient, TaskOwner
@@ -34,6 +34,9 @@ from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import DEFAULT_BREAKER, DEFAULT_RETRIES, BreakerSettings, RetrySettings
 
+if TYPE_CHECKING:
+    from shell_router.engines.adapter_leases import Adapters, Lease
+
 DEFAULT_SCHEDULING = SchedulingSettings()
 NO_ADAPTERS = AdapterSettings()
 HEALTH_LIMIT_S = 10.0
@@ -54,7 +57,7 @@ class SglangPair:
     on other servers if there are others. It opens as many connections as requests run at a time, and keeps them for the
     next ones.
 
-    `servers` are prefill servers first, `dispatchers` theirs and those of decode, `adapters` those on each server.
+    `servers` are prefill servers first, `dispatchers` theirs and those of decode.
     `room` gives fresh bootstrap rooms below 2^63, `rid` fresh request ids, none of which begins with another; `draw` is
     uniform in [0, 1), `clock` monotonic seconds. With `vocabulary` relayed token ids are checked against it. A request
     that names one of the `adapters` is sent once that is loaded on both its servers.
@@ -87,13 +90,18 @@ class SglangPair:
         self._pairing = Pairing(addresses, transport, room, scheduling, adapters)
         self.servers = self._pairing.servers
         self.dispatchers = self._pairing.prefills, self._pairing.decodes
-        self.adapters = self._pairing.adapters
+        self.adapter_settings = adapters
         self._prefill_only = {
             server: PrefillOnly(server, bootstrap, partial(self._prefill_by_pair, server), rid, clock)
             for server, bootstrap in self._pairing.bootstraps.items()
         }
         rules = NativeRules(vocabulary, adapters=bool(adapters.folders))
         self._relay = PairRelay(self._pairing, self._prefill_only, self._attempts, rid, rules)
+
+    @property
+    def adapters(self) -> "Adapters":
+        """Those on each server."""
+        return self._pairing.adapters
 
     @property
     def retried(self) -> int:
@@ -169,7 +177,7 @@ class SglangPair:
         """One token by a pair with this prefill server, whose slot the caller holds."""
         # an update is not limited on decode: requests that wait for this prefill server may hold its last slots
         slot = await engine_slot(self._pairing.decodes, PlacementRequest.of(request, update=True))
-        decode, leases = slot.engine, tuple[Lease, ...]()
+        decode, leases = slot.engine, tuple["Lease", ...]()
         try:
             if request.adapter is not None:
                 leases = await self.adapters.of_pair(prefill, decode, request.adapter)
@@ -201,7 +209,8 @@ class SglangPair:
         one does not serve.
         """
         found = await asyncio.gather(*map(capabilities_of, self.servers))
-        await self.adapters.begin()
+        if self.adapter_settings.folders:
+            await self.adapters.begin()
         if self._scheduling.queue.engine_priority:
             await asyncio.gather(*map(learn_priority, self.servers))
         for server, capabilities in zip(self.servers, found, strict=True):

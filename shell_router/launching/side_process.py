@@ -1,6 +1,6 @@
 """Work that would hold up the event loop, or needs libraries that the router never loads, in a process of its own.
 
-The router's side is `SideProcess`. On the other side `serve` reads requests from standard input and writes answers to
+This is the router's side; `side_work.serve` is the other. Requests go to its standard input, answers come from its
 standard output:
 
     request   kind: u8, call: u64, bytes: u32, then the body
@@ -13,14 +13,11 @@ could not be (FAILED). The process ends when its input does, so it never outlive
 import asyncio
 import itertools
 import logging
-import os
 import struct
-import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 from shell_router.errors import EngineError, EngineStalled, EngineUnreachable
 
@@ -192,7 +189,7 @@ class ProcessLimits:
 
 
 class SideProcess:
-    """Asks a child process that runs `serve`; when it has died, the next call starts it again.
+    """Asks a child process that runs `side_work.serve`; when it has died, the next call starts it again.
 
     A call waits for the start at most `start_s`, then for its answer at most `answer_s`. A process that has owed
     answers for longer than the limits allow counts as hung and is killed. After a failed start, calls fail with its
@@ -296,86 +293,3 @@ class SideProcess:
         if launch is None or not launch.done() or launch.cancelled() or launch.exception() is not None:
             return None
         return launch.result()
-
-
-Work = Callable[[Sequence[bytes]], Sequence[Sequence[bytes]]]
-"""Bodies that wait together to their answers, in order, each in pieces."""
-
-
-class Inbox:
-    """Calls that wait, oldest first; those that were given up are dropped."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, bytes] = {}
-        self._arrived = threading.Condition()
-
-    def put(self, call: int, body: bytes) -> None:
-        with self._arrived:
-            self._waiting[call] = body
-            self._arrived.notify()
-
-    def forget(self, call: int) -> None:
-        with self._arrived:
-            self._waiting.pop(call, None)
-
-    def take(self, limit: int, gather_s: float = 0.0) -> dict[int, bytes]:
-        """Wait for a call; return it with those that wait or come within `gather_s`, `limit` at most."""
-        with self._arrived:
-            while True:
-                self._arrived.wait_for(lambda: self._waiting)
-                if gather_s > 0:
-                    self._arrived.wait_for(lambda: len(self._waiting) >= limit, gather_s)
-                if calls := list(self._waiting)[:limit]:  # all may have been given up meanwhile
-                    return {call: self._waiting.pop(call) for call in calls}
-
-
-def serve(load: Callable[[], Work], max_batch: int, gather_s: float = 0.0) -> None:
-    """Load, say so, and answer until the input ends; then end the whole process."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints goes to standard error
-    inbox = Inbox()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, inbox), daemon=True).start()
-    try:
-        work = load()
-    except Exception as error:
-        # whatever is wrong with a model's files, the router gets the reason instead of a trace on the terminal
-        _write_failure(answers, READY, error)
-        # a plain exit would wait for the reading thread
-        os._exit(1)
-    write_done(answers, READY)
-    while True:
-        batch = inbox.take(max_batch, gather_s)
-        try:
-            done = work(list(batch.values()))
-        except Exception as error:
-            # one body too many for the memory must not end the process
-            for call in batch:
-                _write_failure(answers, call, error)
-        else:
-            for call, body in zip(batch, done, strict=True):
-                write_done(answers, call, *body)
-
-
-def write_done(answers: BinaryIO, call: int, *body: bytes) -> None:
-    """Answer `call` with a body, given in pieces; READY with none says that requests can be answered."""
-    answers.write(ANSWER.pack(DONE, call, sum(map(len, body))))
-    for piece in body:
-        answers.write(piece)
-    answers.flush()
-
-
-def _write_failure(answers: BinaryIO, call: int, error: Exception) -> None:
-    message = f"{type(error).__name__}: {error}".encode(errors="replace")
-    answers.write(ANSWER.pack(FAILED, call, len(message)) + message)
-    answers.flush()
-
-
-def _read(requests: BinaryIO, inbox: Inbox) -> None:
-    while len(head := requests.read(REQUEST.size)) == REQUEST.size:
-        kind, call, size = REQUEST.unpack(head)
-        body = requests.read(size)
-        if kind == DO:
-            inbox.put(call, body)
-        else:
-            inbox.forget(call)
-    os._exit(0)

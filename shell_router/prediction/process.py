@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from shell_router.core.predictors import Prospect
-from shell_router.launching.side_process import Work, serve
+from shell_router.launching.side_work import Work, serve
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 from shell_router.core.predictors import TokenStates
 from shell_router.engines.embedder_process import embedding
 from shell_router.engines.embedding import packed_states
-from shell_router.launching.side_process import FORGET, READY, REQUEST, Work, serve, write_done
+from shell_router.launching.side_process import FORGET, READY, REQUEST
+from shell_router.launching.side_work import Work, serve, write_done
 
 
 class ObedientModel:

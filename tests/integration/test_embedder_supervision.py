@@ -14,7 +14,7 @@ import pytest
 import shell_router
 from shell_router.engines.embedding import SentenceTransformerEmbedder, SupervisedEmbedder
 from shell_router.errors import EngineError, EngineStalled, EngineUnreachable
-from shell_router.launching.side_process import Inbox
+from shell_router.launching.side_work import Inbox
 
 SCRIPT = Path(__file__).with_name("embedding_child.py")
 ENV = {**os.environ, "PYTHONPATH": str(Path(shell_router.__file__).parents[1])}

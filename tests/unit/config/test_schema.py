@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 
 from shell_router.app.wings import kind_settings
 from shell_router.cli import main
-from shell_router.config import Config, describe, json_schema
+from shell_router.config import Config, json_schema
 
 ROOT = Path(__file__).parents[3]
 KINDS = ("topology", "deployment", "batch-pool", "component-pool", "simulation")
@@ -43,10 +43,3 @@ def test_what_is_refused_does_not_fit_the_schema(wrong: dict[str, Any]) -> None:
 def test_every_kind_of_file_has_a_schema(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema", kind]) == 0
     Draft202012Validator.check_schema(json.loads(capsys.readouterr().out))
-
-
-def test_settings_of_engine_kinds_are_described_with_their_models() -> None:
-    described = {setting.path: setting for setting in describe(Config, kind_settings())}
-    assert described["models.<name>.embedded.threads"].default == 1
-    assert described["models.<name>.pairs[].prefill"].required
-    assert described["limits.drain_s"].about.endswith(".")
