@@ -109,7 +109,7 @@ def settings(window_s: float) -> "Mapping[str, AdapterSettings]":
 async def measure(engine: str, amount: "Amount", rounds: int, window_s: float) -> "tuple[str, list[Row]]":
     """What ran, in words, and one row per setting. SIGTERM stops all that was started."""
     from benchmarks.adapters.engines import RANK, make_model, running
-    from shell_router.standins.embedded.adapter_files import make_adapter
+    from benchmarks.adapters.made import make_adapter
 
     task = asyncio.current_task()
     assert task is not None

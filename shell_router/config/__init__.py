@@ -8,19 +8,16 @@ from shell_router.config.models import (
     PairSettings,
     RandomWeights,
 )
-from shell_router.config.read import json_schema, read_file
+from shell_router.config.read import json_schema
 from shell_router.config.settings import (
     AutoSettings,
     BatchesSettings,
     CacheSettings,
     Config,
     EmbedderSettings,
-    FromEnvironment,
     Limits,
     Listen,
     PredictionSettings,
-    RecordSettings,
-    Traces,
     read_config,
 )
 
@@ -31,7 +28,6 @@ __all__ = [
     "CacheSettings",
     "Config",
     "EmbedderSettings",
-    "FromEnvironment",
     "LaunchSettings",
     "Limits",
     "Listen",
@@ -40,9 +36,6 @@ __all__ = [
     "PairSettings",
     "PredictionSettings",
     "RandomWeights",
-    "RecordSettings",
-    "Traces",
     "json_schema",
     "read_config",
-    "read_file",
 ]

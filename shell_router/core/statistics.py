@@ -64,12 +64,8 @@ def paired_difference(differences: Sequence[float]) -> Interval:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the sorted `values` lie, interpolated linearly. At least one value."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    """The value below which `share` of the `values` lie, interpolated linearly. At least one value."""
+    return float(np.quantile(values, share))
 
 
 Floats = NDArray[np.float64]

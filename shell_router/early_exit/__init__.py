@@ -2,7 +2,7 @@
 
 from shell_router.early_exit.algorithm1 import ClusterGate, Confidence, features, similarity
 from shell_router.early_exit.answers import Ballot, ballot, elected
-from shell_router.early_exit.settings import POLICIES, EarlyExit, Gate
+from shell_router.early_exit.settings import POLICIES, EarlyExit
 
 __all__ = [
     "POLICIES",
@@ -10,7 +10,6 @@ __all__ = [
     "ClusterGate",
     "Confidence",
     "EarlyExit",
-    "Gate",
     "ballot",
     "elected",
     "features",

@@ -15,6 +15,7 @@ from time import monotonic
 import aiohttp
 import pytest
 
+from benchmarks.adapters.made import make_adapter
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from launch.sglang_cpu.engine import HOST, EngineServer
 from launch.sglang_cpu.pair import CpuPair, free_ports, until_ready
@@ -22,7 +23,6 @@ from shell_router.core.engine import Generation, Tokens
 from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair, random_rid
 from shell_router.routing.adapter_cache import AdapterSettings
-from shell_router.standins.embedded.adapter_files import make_adapter
 from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettings
 from tests.fakes.scripted_pair import collect
 from tests.fakes.shared_engines import SharedEngines

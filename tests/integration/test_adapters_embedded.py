@@ -7,11 +7,11 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from benchmarks.adapters.made import make_adapter
 from shell_router.app import running_server
 from shell_router.config import AdaptersSection, Config, EmbedderSettings, Listen, ModelSettings
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import AdapterFailed
-from shell_router.standins.embedded.adapter_files import make_adapter
 from shell_router.standins.embedded.settings import LoraSettings
 from tests.fakes.pairs_under_test import (
     NAMES,

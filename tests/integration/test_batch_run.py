@@ -8,7 +8,7 @@ import orjson
 import pytest
 import yaml
 
-from shell_router.standins.embedded.adapter_files import make_adapter
+from benchmarks.adapters.made import make_adapter
 from tests.fakes.command import running_command, survivors
 from tests.fakes.pools import ROOT, write_pool, write_questions
 

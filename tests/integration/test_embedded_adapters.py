@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from shell_router.standins.embedded.adapter_files import make_adapter
+from benchmarks.adapters.made import make_adapter
 from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettings
 from tests.fakes.shared_engines import SharedEngines
 from tests.fakes.tiny_models import merge, plain

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.adapters.made import make_adapter
 from shell_router.errors import ConfigError
 from shell_router.launching.random_checkpoint import make_checkpoint
-from shell_router.standins.embedded.adapter_files import make_adapter
 from shell_router.standins.embedded.adapters import AdaptedLinears, Adapter, AdapterReader, rows_by_adapter
 from shell_router.standins.embedded.model import CausalLm, PromptKv, SlotKv, load_causal_lm
 from shell_router.standins.embedded.settings import Dtype, EmbeddedSettings, LoraSettings

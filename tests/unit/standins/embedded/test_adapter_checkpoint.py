@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from benchmarks.adapters.made import make_adapter
 from shell_router.errors import ConfigError
 from shell_router.launching.random_checkpoint import make_checkpoint
-from shell_router.standins.embedded.adapter_files import make_adapter
 
 ROOT = Path(__file__).parents[4]
 
