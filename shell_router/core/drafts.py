@@ -5,16 +5,19 @@ An agent that reads others largely repeats what it read, so what followed the lo
 engine and the plugin in SGLang's processes both run it.
 """
 
+import math
 from collections.abc import Iterable, Sequence
+from itertools import cycle, islice, pairwise
 
 WIDTHS = (1, 2, 4, 8, 16)
 """Tokens that a pass computes per request: the last one that is certain, and drafts."""
 MOST_DRAFTED = WIDTHS[-1] - 1
+MOST_SOURCES, MOST_SOURCE_TOKENS = 16, 8192
+"""Of a request's further texts, which a client chooses: how many count, and how many tokens of them all."""
 
 _SHORTEST_MATCH = 2
 _LONGEST_MATCH = 16
 _CANDIDATES = 16  # earlier places of a pair that are compared
-_MOST_SOURCE_TOKENS = 8192  # of all sources, which a client chooses
 _BREAK = -1  # between texts: no token has this id
 
 _FADE = 0.9  # of what is known of acceptance, per proposal
@@ -22,8 +25,8 @@ _PRIOR = 2.0, 1.0  # tokens accepted, drafts rejected
 
 
 class Drafter:
-    """Drafts for one request. `sources` are further texts that it may repeat, such as a predicted answer; of them all
-    the first 8192 tokens are used.
+    """Drafts for one request. `sources` are further texts that it may repeat, such as a predicted answer; the first 16,
+    and 8192 tokens, count.
 
     Places are found by their last two tokens, each linked to the place before it, as in LZ77: a token costs the same
     however long the prompt is.
@@ -31,15 +34,17 @@ class Drafter:
 
     def __init__(self, prompt: Sequence[int], sources: Iterable[Sequence[int]] = ()) -> None:
         self._tokens: list[int] = []
-        for source in sources:
+        left = MOST_SOURCE_TOKENS
+        for source in islice(sources, MOST_SOURCES):
             # so that an output that begins as the source does is found after its first token
-            left = max(0, _MOST_SOURCE_TOKENS - len(self._tokens))
             self._tokens += (*prompt[-1:], *source[:left], _BREAK)
+            left -= min(left, len(source))
         self._tokens += prompt
         self._latest: dict[tuple[int, int], int] = {}
         self._before: list[int] = [0, 0]  # per place: the one before it after the same two tokens, or 0
         self._proposed: Sequence[int] = ()
         self._accepted, self._rejected = _PRIOR
+        self._index()
 
     @property
     def acceptance(self) -> float:
@@ -67,14 +72,19 @@ class Drafter:
             return ()
         place, best, longest = self._latest.get((tokens[-2], tokens[-1]), 0), 0, 0
         for _ in range(_CANDIDATES):
-            if not place:
+            if not place or longest == _LONGEST_MATCH:
                 break
             length = self._match(place)
             if length > longest:
                 best, longest = place, length
             place = self._before[place]
-        found = tokens[best : best + most] if best else []
-        return found[: found.index(_BREAK)] if _BREAK in found else found
+        if not best:
+            return ()
+        found = tokens[best : best + most]
+        if _BREAK in found:
+            return found[: found.index(_BREAK)]
+        # what repeats at the very end is taken to go on repeating
+        return found if len(found) == most else list(islice(cycle(found), most))
 
     def _match(self, place: int) -> int:
         """How many tokens before `place` are those at the end."""
@@ -106,15 +116,18 @@ def matching(proposed: Sequence[int], tokens: Sequence[int]) -> int:
 _WEIGHT = 0.2  # of the newest pass
 _OUTLIER = 3.0  # times what is known
 _FORGOTTEN_AFTER = 256  # passes
-_FIRST_GUESS = 1.25  # of a plain pass's seconds: a drafted pass that was never tried
+_FIRST_GUESS = 1.25  # of a plain pass's seconds: the narrowest drafted pass, before it was tried
+_MOST_SLOWDOWN = 1.5  # of a plain pass's seconds, where some requests of the batch gain nothing
+_MOST_PASS_TOKENS = 256  # of all rows: each needs memory for its logits
 
 
 class DraftGate:
     """Chooses how many tokens per request the next pass computes: as many as give the most tokens per second.
 
-    What passes cost is measured here, plain and drafted apart, by powers of two of the tokens that they compute. A pass
-    larger than any that was tried is taken for as dear as the largest smaller one, so that larger ones are tried step
-    by step; what was not seen for 256 passes is forgotten and tried anew. Without drafts every pass is plain.
+    What passes cost is measured here, plain and drafted apart, by powers of two of the tokens that they compute. Wider
+    ones are tried step by step, each taken for as dear as the one before; what was not seen for 256 passes is forgotten
+    and tried anew. Without drafts every pass is plain. Where some requests have none, a pass takes at most half as
+    long again as a plain one.
     """
 
     def __init__(self) -> None:
@@ -125,15 +138,23 @@ class DraftGate:
         """One of `WIDTHS`, for a batch of `rows` requests. `drafts` are the lengths and acceptances of those that
         have one."""
         drafted = [(length, acceptance) for length, acceptance in drafts if length]
-        plain_s = self._seconds(rows, 1)
+        plain_s = self._known((False, _bucket(rows)))
         if not drafted or plain_s is None:
             return 1
-
-        def tokens_per_second(width: int) -> float:
+        best, rate, dearest_s = 1, rows / plain_s, plain_s * (_MOST_SLOWDOWN if len(drafted) < rows else math.inf)
+        known = {width: self._known((True, _bucket(rows * width))) for width in WIDTHS[1:]}
+        widest_known = max((width for width in known if known[width] is not None), default=1)
+        pass_s = plain_s * _FIRST_GUESS
+        for narrower, width in pairwise(WIDTHS):
+            if narrower > max(drafted)[0] or rows * width > _MOST_PASS_TOKENS:
+                break
+            pass_s = known[width] or pass_s
             gained = sum(_expected(min(length, width - 1), acceptance) for length, acceptance in drafted)
-            return (rows + gained) / (self._seconds(rows, width) or plain_s * _FIRST_GUESS)
-
-        return max(WIDTHS, key=tokens_per_second)
+            if pass_s <= dearest_s and (rows + gained) / pass_s > rate:
+                best, rate = width, (rows + gained) / pass_s
+            if width > widest_known:
+                break  # a wider one is tried once this one is known
+        return best
 
     def note(self, rows: int, width: int, seconds: float) -> None:
         """A pass took so long."""
@@ -143,12 +164,6 @@ class DraftGate:
         if known is not None:
             seconds = known + _WEIGHT * (min(seconds, _OUTLIER * known) - known)
         self._costs[key] = seconds, self._passes
-
-    def _seconds(self, rows: int, width: int) -> float | None:
-        if width == 1:
-            return self._known((False, _bucket(rows)))
-        sizes = range(_bucket(rows * width), 0, -1)
-        return next((known for size in sizes if (known := self._known((True, size))) is not None), None)
 
     def _known(self, key: tuple[bool, int]) -> float | None:
         seconds, seen = self._costs.get(key, (0.0, -_FORGOTTEN_AFTER))

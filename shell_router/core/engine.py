@@ -112,6 +112,8 @@ def asking_for_drafts(sampling: Mapping[str, Any], sources: Sequence[Sequence[in
     An SGLang without the plugin leaves it alone.
     """
     custom = sampling.get("custom_params") or {}
+    if not isinstance(custom, Mapping):
+        return dict(sampling)  # the engine says what is wrong with it
     return {**sampling, "custom_params": {"drafts": [list(one) for one in sources], **custom}}
 
 

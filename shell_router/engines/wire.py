@@ -148,8 +148,8 @@ class OutputReader:
                 meta["prompt_tokens"],
                 meta["completion_tokens"],
                 meta["cached_tokens"],
-                meta.get("spec_num_proposed_drafts", 0),
-                meta.get("spec_num_correct_drafts", 0),
+                meta.get("spec_num_proposed_drafts") or 0,
+                meta.get("spec_num_correct_drafts") or 0,
             )
         kept = tuple(ids[: len(ids) - matched])
         return Tokens(kept, text, logprobs) if kept or text else None

@@ -7,6 +7,7 @@ from dataclasses import field
 from typing import Any
 
 from agent_cache import Chunk, LogKey, LogWriter
+from shell_router.core.drafts import MOST_SOURCE_TOKENS
 from shell_router.core.engine import (
     DEFAULT_MAX_NEW_TOKENS,
     NO_HINTS,
@@ -32,7 +33,7 @@ from shell_router.early_exit import Confidence
 from shell_router.early_exit.answers import forms_in
 from shell_router.errors import EngineError, EngineStalled, InvalidRequest, PromptTooLong
 from shell_router.moa.choosing import LatencyEstimates
-from shell_router.moa.prompt import Part, encoded
+from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded
 from shell_router.moa.requests import AgentUsage
 from shell_router.routing.increments import Prefilling
 from shell_router.topology import Prefill, Prompt
@@ -149,13 +150,10 @@ class AgentRun:
         task = self.task
         check_length(task, len(ids))
         self.prompt_tokens = len(ids)
+        sampling = await self._sampling()
         ready_s = self._clock()
         self._emit(PromptReady(ready_s, task.agent, len(ids)))
         confidence = Confidence() if task.logprobs else None
-        sampling = task.sampling
-        if task.drafts or task.prediction:
-            expected = [await encoded(task.model.tokenizer, task.prediction)] if task.prediction else ()
-            sampling = asking_for_drafts(sampling, expected)
         request = Generation(
             task.rid, ids, sampling, task.logprobs, affinity=task.rid, hints=task.hints, on_placed=self._placed
         )
@@ -182,6 +180,15 @@ class AgentRun:
         if finish is None:
             raise EngineError(f"The stream of agent {task.agent!r} ended without its last event.")
         return self._finished(finish, confidence.value if confidence else None, ready_s)
+
+    async def _sampling(self) -> Mapping[str, Any]:
+        """With what it asks for in drafts. Of a prediction no more is encoded and sent than engines use."""
+        task = self.task
+        if not (task.drafts or task.prediction):
+            return task.sampling
+        expected = task.prediction[: MOST_SOURCE_TOKENS * CHARACTERS_PER_TOKEN]
+        ids = await encoded(task.model.tokenizer, expected) if expected else []
+        return asking_for_drafts(task.sampling, [ids[:MOST_SOURCE_TOKENS]] if ids else ())
 
     async def forward(self, source: str, output: Output) -> Output:
         """Take the output of `source` as this agent's own, without asking an engine."""

@@ -201,7 +201,7 @@ def _tasks(
             begin_s=limit_s,
             silence_s=limit_s,
             drafts=agent.drafts,
-            prediction=request.prediction if agent.id == topology.root.id else "",
+            prediction=request.prediction if agent.id == topology.root.id or topology.voters.get(agent.id) else "",
         )
         tasks[agent.id] = check_parts(task)
     return tasks

@@ -315,8 +315,13 @@ class _Walk:
         Its id is numbered, as engines abort every request whose id begins with the given one.
         """
         asked, number = self._request, len(self._answers)
-        sampling = _sampling(step, asked.sampling)
-        return replace(asked, id=f"{asked.id}.{number}", sampling=sampling, confidence=step.reads_confidence)
+        return replace(
+            asked,
+            id=f"{asked.id}.{number}",
+            sampling=_sampling(step, asked.sampling),
+            confidence=step.reads_confidence,
+            prediction=asked.prediction if step.may_be_last else "",
+        )
 
 
 def _sampling(step: Step, asked: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -170,7 +170,7 @@ def _vote_problems(file: Values, agents: Mapping[str, Values]) -> Iterator[Probl
         if "root_model" in layered and "vote" in layered.get("root", {}):
             yield Problem((form, "root_model"), "The root votes, so that it asks no model.", "Remove one of the two.")
     for at, said in blocks.items():
-        for key in ("model", "prompt", "sampling", "timeout_s"):
+        for key in ("model", "prompt", "sampling", "timeout_s", "drafts"):
             if "vote" in said and key in said:
                 wrong = f"{spelled(at)} votes, so that it asks no model: it has no '{key}'."
                 yield Problem((*at, key), wrong, f"Remove '{key}', or 'vote'.")

@@ -91,7 +91,7 @@ def _class_problems(when: Values, at: Path, classifiers: Values) -> Iterator[Pro
 
 ONLY_WITH_STEPS = ("start", "classifiers")
 NOT_WITH_STEPS = ("clusters", "early_exit", "prefill", "on_failure")
-_OF_AN_AGENT = ("model", "precursors", "prompt", "sampling", "timeout_s")
+_OF_AN_AGENT = ("model", "precursors", "prompt", "sampling", "timeout_s", "drafts")
 
 
 def step_form_problems(file: Values) -> Iterator[Problem]:

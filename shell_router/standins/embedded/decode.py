@@ -112,7 +112,7 @@ class DecodeWorker:
 
     def _occupy(self, job: DecodeJob, kv: Tensor) -> None:
         request, row = job.inflight.request, len(self._active)
-        self.slots.ensure(row + 1, len(request.input_ids) + request.max_new_tokens + MOST_DRAFTED)
+        self.slots.ensure(row + 1, len(request.input_ids) + request.max_new_tokens)
         self.slots.fill(row, kv)
         if request.sampling.drafts is not None:
             job.drafter = Drafter(request.input_ids, request.sampling.drafts)
@@ -141,11 +141,11 @@ class DecodeWorker:
         return [*news, *failed]
 
     def _decode(self) -> None:
-        began_s, rows = self.clock(), len(self._active)
-        drafts = [job.draft() for job in self._active]
+        rows, drafts = len(self._active), [job.draft() for job in self._active]
         jobs = zip(self._active, drafts, strict=True)
         width = self.gate.width(rows, [(len(draft), job.drafter.acceptance) for job, draft in jobs if job.drafter])
         drafts = [draft[: width - 1] for draft in drafts]
+        began_s = self.clock()
         logits = self._forward(drafts, width)
         written = self._verify(logits, drafts) if width > 1 else [[one] for one in self._draw(logits[:, 0])]
         ended = [row for row in range(rows) if self._write(self._active[row], drafts[row], written[row])]
@@ -205,8 +205,8 @@ class DecodeWorker:
             if ended:
                 break
         if draft:
-            piece = self._news[first][1]
-            self._news[first] = job, replace(piece, drafted=len(draft), accepted=len(written) - 1)
+            piece, accepted = self._news[first][1], min(len(self._news) - first, len(written) - 1)
+            self._news[first] = job, replace(piece, drafted=len(draft), accepted=accepted)
         if job.drafter is not None and not ended:
             job.drafter.extend([token for token, _ in written])
         return ended

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from shell_router.core.drafts import MOST_DRAFTED
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.adapters import AdaptedLinears, AdaptedRows, Adapter
 from shell_router.standins.embedded.settings import EmbeddedSettings
@@ -82,6 +83,8 @@ class PromptKv:
 class SlotKv:
     """A row of KV per running request, kept in rows 0 to n-1; grows by doubling in rows and length.
 
+    Behind each row there is room for drafts that turn out wrong.
+
     Storage is `[layers, 2, rows, kv_heads, tokens, head_dim]`. It starts as zeros, not as whatever memory holds:
     masked positions still enter the arithmetic, and a NaN there would spread. The next step writes at `positions` of
     the rows in `index`, and attention reads `longest` tokens.
@@ -96,12 +99,12 @@ class SlotKv:
 
     def ensure(self, rows: int, tokens: int) -> None:
         """Grow to `rows` rows of `tokens` tokens, keeping what is stored."""
-        have_rows, have_tokens = self._storage.shape[2], self._storage.shape[4]
+        have_rows, have_tokens = self._storage.shape[2], self._storage.shape[4] - MOST_DRAFTED
         if rows <= have_rows and tokens <= have_tokens:
             return
         old = self._storage
         self._storage = self._allocate(_doubled(have_rows, rows), _doubled(have_tokens, tokens))
-        self._storage[:, :, :have_rows, :, :have_tokens] = old
+        self._storage[:, :, :have_rows, :, : old.shape[4]] = old
         self.cache = self._build_cache()
 
     def begin(self, positions: Tensor) -> None:
@@ -125,7 +128,7 @@ class SlotKv:
 
     def _allocate(self, rows: int, tokens: int) -> Tensor:
         shape = self._shape
-        size = (shape.layers, 2, rows, shape.kv_heads, tokens, shape.head_dim)
+        size = (shape.layers, 2, rows, shape.kv_heads, tokens + MOST_DRAFTED, shape.head_dim)
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def _build_cache(self) -> Cache:

@@ -110,7 +110,8 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     # below the total even where the product rounds up to it, so that what is picked has a weight
     wanted = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, wanted, right=True)
+    # where weights are NaN, as of a bias that is infinite in this dtype, some token that exists
+    return torch.searchsorted(cumulative, wanted, right=True).clamp_(max=weights.shape[-1] - 1)
 
 
 def _column(values: Sequence[float]) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer
 
+from shell_router.core.drafts import MOST_SOURCE_TOKENS, MOST_SOURCES
 from shell_router.errors import InvalidRequest
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
@@ -39,7 +40,7 @@ UNSUPPORTED_SAMPLING = (
     "watermark",
     "choice",
 )
-IGNORED_SAMPLING = ("spaces_between_special_tokens", "custom_params")
+IGNORED_SAMPLING = ("spaces_between_special_tokens", "custom_params")  # of the latter `drafts` is read
 
 
 class MalformedBody(InvalidRequest):
@@ -315,8 +316,12 @@ def _drafts(custom: object, vocab_size: int) -> tuple[tuple[int, ...], ...] | No
     found = custom.get("drafts") if isinstance(custom, dict) else None
     if found is None:
         return None
-    if not isinstance(found, list) or not all(_IS[_INTEGERS](one) for one in found):
+    if not isinstance(found, list) or not all(_IS[_INTEGERS](one) for one in found[: MOST_SOURCES + 1]):
         raise InvalidRequest("sampling_params.custom_params.drafts: expected a list of lists of integers.")
+    if len(found) > MOST_SOURCES or sum(map(len, found)) > MOST_SOURCE_TOKENS:
+        raise InvalidRequest(
+            f"custom_params.drafts: at most {MOST_SOURCES} lists of {MOST_SOURCE_TOKENS} tokens in all."
+        )
     if any(not 0 <= token < vocab_size for one in found for token in one):
         raise InvalidRequest(f"custom_params.drafts: tokens must be in [0, {vocab_size - 1}].")
     return tuple(map(tuple, found))

@@ -51,6 +51,11 @@ def test_texts_do_not_run_into_one_another() -> None:
     assert list(drafter.propose(4)) == []
 
 
+def test_what_repeats_at_the_end_goes_on_repeating() -> None:
+    assert Drafter([1, 2, 3, 1, 2, 3]).propose(8) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert Drafter([5] * 4).propose(6) == [5] * 6
+
+
 def test_output_is_drafted_from_too() -> None:
     drafter = Drafter([1])
     drafter.extend([5, 6, 7, 8, 5, 6])
@@ -69,15 +74,17 @@ def test_acceptance_follows_what_came_whether_it_was_verified_or_not() -> None:
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), max_size=60), st.integers(0, 8))
-def test_a_proposal_is_a_continuation_of_the_last_two_tokens(prompt: list[int], output: list[int], most: int) -> None:
+def test_a_proposal_continues_an_earlier_place_of_the_last_two_tokens(
+    prompt: list[int], output: list[int], most: int
+) -> None:
     drafter = Drafter(prompt)
     for place, token in enumerate(output):
         said = [*prompt, *output[:place]]
         proposed = list(drafter.propose(most))
         assert len(proposed) <= most
         if proposed:
-            pattern = [*said[-2:], *proposed]
-            assert any(said[at : at + len(pattern)] == pattern for at in range(len(said)))
+            pattern, text = [*said[-2:], *proposed], [*said, *proposed]
+            assert any(text[at : at + len(pattern)] == pattern for at in range(len(said) - 2))
         drafter.extend([token])
 
 
@@ -117,6 +124,24 @@ def test_where_computing_is_dear_passes_stay_plain() -> None:
 
 def test_drafts_that_are_wrong_do_not_widen_passes() -> None:
     assert settled(lambda rows, width: 1.0 + width / 20, [(15, 0.05)], 1) == 1
+
+
+def test_wider_passes_are_tried_one_after_the_other() -> None:
+    gate, tried = DraftGate(), []
+    for _ in range(20):
+        width = gate.width(4, [(15, 0.99)] * 4)
+        tried.append(width)
+        gate.note(4, width, 1.0 if width == 1 else float(width))
+    assert tried == [1, 2, 4, 8, 16, *[1] * 15]
+
+
+def test_requests_without_drafts_wait_for_half_a_plain_pass_at_most() -> None:
+    assert settled(lambda rows, width: 1.0 + width / 8, [(15, 1.0)], 2) == 4
+    assert settled(lambda rows, width: 1.0 + width / 8, [(15, 1.0)] * 2, 2) == 16
+
+
+def test_memory_for_logits_bounds_a_pass() -> None:
+    assert settled(lambda rows, width: 1.0, [(15, 1.0)] * 100, 100) == 2
 
 
 def test_one_draft_does_not_hold_up_a_batch_of_others() -> None:

@@ -179,6 +179,15 @@ def test_without_a_seed_what_is_kept_follows_the_models_own_distribution(lm: Cau
         assert abs(wanted.count(token) - drafted.count(token)) < 5 * (2 * 400 * 0.25) ** 0.5
 
 
+def test_tokens_after_an_early_end_are_not_counted_as_accepted(lm: CausalLm) -> None:
+    full = ids_of(plain(lm, GREEDY, logprobs=False)[0])
+    stopping = replace(GREEDY, ignore_eos=False, stop_token_ids=frozenset(full[5:6]), drafts=(full,))
+    (pieces,) = decoded(lm, AlwaysWide(), [job_of(lm, PROMPTS[0], stopping, LENGTH, logprobs=False)])
+    ids = ids_of(pieces)
+    assert ids == full[: len(ids)] and len(ids) <= 6
+    assert sum(piece.accepted for piece in pieces) < len(ids)
+
+
 def test_drafts_never_go_beyond_the_length(lm: CausalLm) -> None:
     full = ids_of(plain(lm, GREEDY, logprobs=False)[0])
     for length in range(1, 20):

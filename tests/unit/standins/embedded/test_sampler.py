@@ -61,6 +61,15 @@ def test_truncation_leaves_only_the_likely(params: dict[str, Any], possible: set
     assert set(drawn(**params)) == possible
 
 
+@pytest.mark.parametrize(
+    "params", [{"logit_bias": {2: 1e39}}, {"min_new_tokens": 5, "stop_token_ids": frozenset(range(5))}]
+)
+def test_what_is_drawn_exists_even_where_no_probability_does(params: dict[str, Any]) -> None:
+    draw = Draw(SamplingParams(**params), (), params.get("stop_token_ids", frozenset()), [])
+    tokens, _ = BatchSampler([draw], with_logprobs=False, rng=random.Random(0))(LOGITS.float()[None])
+    assert 0 <= tokens[0] < len(LOGITS)
+
+
 @given(st.integers(0, 50), st.integers(0, 6), st.sampled_from([{}, {"top_p": 0.8}, {"top_k": 2}, {"min_p": 0.1}]))
 def test_a_seeded_request_draws_the_same_in_any_batch(seed: int, others: int, theirs: dict[str, Any]) -> None:
     alone, _ = sample([draw_of(said=[1, 2], sampling_seed=seed)], seed=1)

@@ -73,6 +73,8 @@ def test_a_single_stop_string_is_a_list_of_one() -> None:
         {"custom_params": {"drafts": "text"}},
         {"custom_params": {"drafts": [[1], "text"]}},
         {"custom_params": {"drafts": [[49, 50]]}},
+        {"custom_params": {"drafts": [[]] * 17}},
+        {"custom_params": {"drafts": [[1] * 8193]}},
         {"json_schema": "{}"},
         {"no_such_field": 1},
     ],
