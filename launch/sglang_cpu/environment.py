@@ -36,9 +36,9 @@ def engine_variables(site: Path) -> Mapping[str, str]:
 
 
 def install_plugin(site: Path) -> None:
-    """Make this working tree's plugin, and nothing else of it, importable and discoverable from `site`.
+    """Make this working tree's plugin, and of the rest only what it drafts with, importable from `site`.
 
-    The plugin of stand_in/ is discoverable there too; it does nothing unless its variable is set.
+    The plugin of stand_in/ is discoverable there too; it does nothing unless one of its variables is set.
     Done for each pair instead of once in the environment, which several working trees share.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -46,7 +46,7 @@ def install_plugin(site: Path) -> None:
     metadata.mkdir(parents=True, exist_ok=True)
     package = site / "shell_router"
     package.mkdir(exist_ok=True)
-    for name in ("__init__.py", "sglang_plugin"):
+    for name in ("__init__.py", "core", "sglang_plugin"):
         (package / name).unlink(missing_ok=True)
         (package / name).symlink_to(ROOT / "shell_router" / name)
     (metadata / "METADATA").write_text(

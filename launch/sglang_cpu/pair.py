@@ -21,6 +21,7 @@ from time import monotonic
 from launch.sglang_cpu.engine import HOST, EngineServer
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment, engine_variables, install_plugin
 from shell_router.errors import EngineUnreachable
+from shell_router.launching.plan import DRAFT_OPTIONS, DRAFT_VARIABLES
 
 START_LIMIT_S = 300.0
 POLL_S = 0.5
@@ -100,8 +101,13 @@ def until_ready(*servers: EngineServer, limit_s: float = START_LIMIT_S, progress
         time.sleep(POLL_S)
 
 
-def make_pair(model: Path, venv: Path, folder: Path, *, options: Sequence[str] = (), plugin: bool = True) -> CpuPair:
-    """A pair that is not started yet. `folder` takes its logs; without `plugin` it is SGLang as released."""
+def make_pair(
+    model: Path, venv: Path, folder: Path, *, options: Sequence[str] = (), plugin: bool = True, drafts: bool = False
+) -> CpuPair:
+    """A pair that is not started yet. `folder` takes its logs; without `plugin` it is SGLang as released.
+
+    With `drafts` decode drafts what requests ask for.
+    """
     site = folder / "site"
     site.mkdir(parents=True, exist_ok=True)
     if plugin:
@@ -111,8 +117,10 @@ def make_pair(model: Path, venv: Path, folder: Path, *, options: Sequence[str] =
     launch, variables = (str(venv / "bin" / "python"), "-m", "sglang.launch_server"), engine_variables(site)
 
     def server(role: str, port: int) -> EngineServer:
-        command = (*launch, "--port", str(port), *shared, *ROLE_OPTIONS[role])
-        return EngineServer(role, command, port, folder / f"{role}.log", variables)
+        drafting = drafts and role == "decode"
+        command = (*launch, "--port", str(port), *shared, *ROLE_OPTIONS[role], *(DRAFT_OPTIONS if drafting else ()))
+        own = {**variables, **(DRAFT_VARIABLES if drafting else {})}
+        return EngineServer(role, command, port, folder / f"{role}.log", own)
 
     return CpuPair(server("prefill", prefill), server("decode", decode), bootstrap)
 
@@ -125,10 +133,11 @@ def cpu_pair(
     *,
     options: Sequence[str] = (),
     plugin: bool = True,
+    drafts: bool = False,
     progress: Progress = lambda _: None,
 ) -> Iterator[CpuPair]:
     """A pair that serves (see `make_pair`), stopped at the end. Raises EngineUnreachable."""
-    pair = make_pair(model, venv, folder, options=options, plugin=plugin)
+    pair = make_pair(model, venv, folder, options=options, plugin=plugin, drafts=drafts)
     try:
         pair.start(progress=progress)
         yield pair
@@ -146,13 +155,13 @@ def free_ports(count: int) -> list[int]:
             found.close()
 
 
-def serve(model: Path, venv: Path, options: Sequence[str]) -> None:
+def serve(model: Path, venv: Path, options: Sequence[str], *, drafts: bool) -> None:
     """Run a pair until SIGINT or SIGTERM, and print its part of the router's configuration."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="sglang-pair-"))
     _say(f"logs: {folder}")
     try:
-        with cpu_pair(model, venv, folder, options=options, progress=_say) as pair:
+        with cpu_pair(model, venv, folder, options=options, drafts=drafts, progress=_say) as pair:
             print(
                 f'pairs: [{{prefill: "{pair.prefill.url}", decode: "{pair.decode.url}", '
                 f"bootstrap_port: {pair.bootstrap_port}}}]",
@@ -170,12 +179,13 @@ def _say(line: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m launch.sglang_cpu.pair", description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
+    parser.add_argument("--drafts", action="store_true", help="decode drafts what requests ask for")
     parser.add_argument("options", nargs="*", help="given to both servers (put -- before them)")
     arguments = parser.parse_args()
     venv = built_environment()
     if venv is None:
         sys.exit(f"The SGLang environment is not built. Build it with: {BUILD_COMMAND}")
-    serve(arguments.model.resolve(), venv, arguments.options)
+    serve(arguments.model.resolve(), venv, arguments.options, drafts=arguments.drafts)
 
 
 if __name__ == "__main__":

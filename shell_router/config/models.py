@@ -53,6 +53,7 @@ class LaunchSettings:
 
     python: Annotated[Path | None, "The interpreter that has SGLang; by default the router's own."] = None
     transfer_backend: Annotated[str, "How KV moves between engines, as your network allows."] = "mooncake"
+    drafts: Annotated[bool, "Decode drafts what requests ask for; needs the plugin in SGLang's environment."] = False
     flags: Annotated[str, "Further flags of `sglang.launch_server` for all engines, as in a shell."] = ""
     prefill_flags: Annotated[str, "Further flags of all prefill engines."] = ""
     decode_flags: Annotated[str, "Further flags of all decode engines."] = ""

@@ -23,6 +23,12 @@ Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DRAFT_VARIABLES: Mapping[str, str] = {"SHELL_ROUTER_DRAFTS": "1"}
+DRAFT_OPTIONS = (
+    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+    *("--speculative-num-draft-tokens", "16", "--disable-overlap-schedule"),
+    *("--max-running-requests", "256"),  # by default speculation allows 48
+)
 HEARTBEAT = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
 # decode forgets a dead prefill after two missed heartbeats; one that is back sooner is taken for the old one, and every
 # later transfer hangs. 2 s is the shortest that SGLang takes.
@@ -97,6 +103,7 @@ def _engine(
     url = URL(getattr(pair, role))
     host, port = url.host or "", url.port or 0
     gpus: Sequence[int] = getattr(launch, f"{role}_gpus")
+    drafts = settings.drafts and role == "decode"
     options = (
         *("--model-path", str(model.path), "--host", host, "--port", str(port)),
         *("--disaggregation-mode", role, "--disaggregation-transfer-backend", settings.transfer_backend),
@@ -106,8 +113,10 @@ def _engine(
         *(("--tp-size", str(len(gpus))) if len(gpus) > 1 else ()),
         *(("--context-length", str(model.context_length)) if model.context_length else ()),
         *(_adapter_options(model.adapters) if model.adapters else ()),
+        *(DRAFT_OPTIONS if drafts else ()),
         *(flag for one in (settings, launch) for flag in shlex.split(f"{one.flags} {getattr(one, f'{role}_flags')}")),
     )
+    drafting = DRAFT_VARIABLES if drafts else {}
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
     heartbeat = {HEARTBEAT: str(HEARTBEAT_S)} if role == "decode" else {}
     return EngineCommand(
@@ -116,7 +125,7 @@ def _engine(
         host=host,
         ports=(port, pair.bootstrap_port) if role == "prefill" else (port,),
         argv=(str(settings.python or python), "-m", "sglang.launch_server", *options),
-        env={**visible, **heartbeat, **settings.environment},
+        env={**visible, **heartbeat, **drafting, **settings.environment},
         ready_url=str(url / "health"),
     )
 

@@ -1,7 +1,7 @@
 """Extends unmodified SGLang, through its own plugin framework, by what Faster-MoA asks of a prefill engine.
 
 SGLang calls `register` in every one of its processes (entry point group `sglang.srt.plugins`). This package runs there:
-it imports nothing of the router, and SGLang only where a function needs it. See docs/reference/sglang.md.
+of the router it imports `core.drafts` alone, and SGLang only where a function needs it. See docs/reference/sglang.md.
 """
 
 import logging
@@ -10,17 +10,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from shell_router.sglang_plugin import drafts
 from shell_router.sglang_plugin.compatibility import (
     CALC_PRIORITY,
+    FIRST_INPUT,
     KV_CLASS,
     LAUNCH_SERVER,
+    MOVE_ACCEPTED,
+    NGRAM_WORKER,
     RECORDER,
     REQUEST,
     ROOM_STATUS,
     SUPPORTED,
+    VERIFY,
     has_waiting_queue,
     is_supported,
     missing_names,
+    missing_of_drafts,
     missing_of_recorder,
 )
 from shell_router.sglang_plugin.experts import RECORD_FILE, ExpertCounter, record_file
@@ -87,6 +93,8 @@ def _register_hooks(*, serves_http: bool) -> None:
         HookRegistry.register(LAUNCH_SERVER, add_routes, HookType.BEFORE)
     if (file := record_file()) is not None:
         _register_recording(HookRegistry, HookType, file)
+    if drafts.asked() and not serves_http:
+        _register_drafts(HookRegistry, HookType)
 
 
 def _register_recording(registry: Any, kind: Any, file: Path) -> None:
@@ -104,3 +112,23 @@ def _register_recording(registry: Any, kind: Any, file: Path) -> None:
     registry.register(f"{RECORDER}.start_record", counter.clear, kind.AFTER)
     registry.register(f"{RECORDER}.on_select_experts", counter.count, kind.AROUND)
     registry.register(f"{RECORDER}.dump_record", counter.write, kind.AROUND)
+
+
+def _register_drafts(registry: Any, kind: Any) -> None:
+    """The hooks that let NGRAM speculation verify our drafts; of no effect in a server without it."""
+    if missing := missing_of_drafts():
+        logger.error(
+            "The shell_router plugin finds no %s in this SGLang, and drafts nothing. Install a version that "
+            "docs/reference/sglang.md says was tried, or start decode without %s and without speculation.",
+            ", ".join(missing),
+            drafts.VARIABLE,
+        )
+        return
+    decoding = drafts.DraftedDecoding()
+    registry.register(f"{NGRAM_WORKER}.__init__", drafts.refuse_overlap, kind.AFTER)
+    registry.register(f"{NGRAM_WORKER}.forward_batch_generation", decoding.run, kind.AROUND)
+    registry.register(f"{NGRAM_WORKER}._prepare_draft_tokens", decoding.chains, kind.AROUND)
+    registry.register(f"{NGRAM_WORKER}._update_ngram_corpus", drafts.learn_nothing, kind.AROUND)
+    registry.register(FIRST_INPUT, drafts.first_input, kind.AROUND)
+    registry.register(MOVE_ACCEPTED, drafts.stay_in_place, kind.AROUND)
+    registry.register(VERIFY, decoding.sample_and_compare, kind.AROUND)

@@ -41,6 +41,7 @@ WHERE_HTTP_IS_SERVED: Final = (
     "sglang.srt.entrypoints.http_server.GenerateReqInput.bootstrap_room",
     "sglang.srt.server_args.ServerArgs.disaggregation_mode",
     "sglang.srt.server_args.ServerArgs.disable_radix_cache",
+    "sglang.srt.server_args.ServerArgs.speculative_algorithm",
     "sglang.srt.server_args.ServerArgs.tokenizer_worker_num",
 )
 RECORDER: Final = "sglang.srt.eplb.expert_distribution._ExpertDistributionRecorderReal"
@@ -53,6 +54,32 @@ WHERE_EXPERTS_ARE_RECORDED: Final = (
     "sglang.srt.server_args.ServerArgs.expert_distribution_recorder_mode",
     "sglang.srt.server_args.ServerArgs.enable_two_batch_overlap",
 )
+NGRAM_WORKER: Final = "sglang.srt.speculative.ngram_worker.NGRAMWorker"
+VERIFY: Final = "sglang.srt.speculative.ngram_worker.eagle_sample"
+MOVE_ACCEPTED: Final = "sglang.srt.speculative.ngram_worker.move_accept_tokens_to_target_kvcache"
+FIRST_INPUT: Final = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input"
+WHERE_DRAFTS_ARE_VERIFIED: Final = (
+    f"{NGRAM_WORKER}.__init__",
+    f"{NGRAM_WORKER}.forward_batch_generation",
+    f"{NGRAM_WORKER}.target_worker",
+    f"{NGRAM_WORKER}._init_preallocated_tensors",
+    f"{NGRAM_WORKER}._prepare_draft_tokens",
+    f"{NGRAM_WORKER}._update_ngram_corpus",
+    VERIFY,
+    MOVE_ACCEPTED,
+    FIRST_INPUT,
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.apply_logits_bias",
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.has_watermark_candidates",
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.sampling_mask_batch_indices",
+    "sglang.srt.speculative.ngram_info.NgramVerifyInput",
+)
+OF_AN_NGRAM_WORKER: Final = ("draft_token_num", "enable_overlap", "model_runner", "speculative_num_draft_tokens")
+"""Attributes that the worker's `__init__` sets."""
+OF_A_DRAFTED_REQUEST: Final = (
+    *("origin_input_ids_unpadded", "output_ids", "sampling_params", "spec_verify_ct"),
+    *("custom_logit_processor", "grammar", "return_hidden_states", "return_logprob"),
+)
+"""Attributes that `Req.__init__` sets."""
 OF_A_RECORDER: Final = ("_expert_location_metadata", "_current_layer_idx", "_disable_all")
 """Attributes that the recorder's `__init__` sets."""
 OF_A_REQUEST: Final = ("bootstrap_host", "bootstrap_port", "positional_embed_overrides", "skip_radix_cache_insert")
@@ -71,6 +98,14 @@ def missing_of_recorder() -> list[str]:
     missing = [name for name in WHERE_EXPERTS_ARE_RECORDED if not _is_found(name)]
     init = f"{RECORDER}.__init__"
     return missing if init in missing else missing + _not_set(init, OF_A_RECORDER)
+
+
+def missing_of_drafts() -> list[str]:
+    """What this SGLang lacks of what drafted decoding needs. Imports the NGRAM worker."""
+    missing = [name for name in WHERE_DRAFTS_ARE_VERIFIED if not _is_found(name)]
+    init = f"{NGRAM_WORKER}.__init__"
+    missing += [] if init in missing else _not_set(init, OF_AN_NGRAM_WORKER)
+    return missing + _not_set(REQUEST, OF_A_DRAFTED_REQUEST)
 
 
 def has_waiting_queue() -> bool:

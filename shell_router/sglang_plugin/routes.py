@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+from shell_router.sglang_plugin.drafts import asked
 from shell_router.sglang_plugin.experts import can_record, record_file
 from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
 
@@ -49,6 +50,7 @@ def capabilities(server_args: Any, sglang_version: str) -> dict[str, Any]:
         "sglang_version": sglang_version,
         "disaggregation_mode": mode,
         "prefill_only": mode == "prefill" and not server_args.disable_radix_cache,
+        "drafts": asked() and server_args.speculative_algorithm == "NGRAM",
         "expert_record": can_record(server_args, record_file()),
     }
 

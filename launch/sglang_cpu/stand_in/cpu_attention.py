@@ -1,24 +1,53 @@
-"""An SGLang plugin for engines without a GPU: prefill attends from new tokens alone.
+"""An SGLang plugin for engines without a GPU: prefill attends from new tokens alone, and drafts can be verified.
 
 SGLang's `torch_native` backend attends from every token of a prompt in each prefill and drops what it has for cached
 tokens, so an update of 32 tokens costs as much attention as the whole prompt. Kernels of GPUs do not do that. The
-results are the same but for rounding. Only where the variable SHELL_ROUTER_CPU_ATTENTION is `new-tokens`.
+results are the same but for rounding. Only where the variable SHELL_ROUTER_CPU_ATTENTION is `new-tokens`, or, for the
+passes that verify drafts, where SHELL_ROUTER_DRAFTS is set.
 """
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
 
 VARIABLE = "SHELL_ROUTER_CPU_ATTENTION"
-EXTEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
+DRAFTS = "SHELL_ROUTER_DRAFTS"
+BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
 def register() -> None:
     """What SGLang calls in each of its processes."""
-    if os.environ.get(VARIABLE) == "new-tokens":
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only SGLang has it
+    drafts = os.environ.get(DRAFTS, "0") not in ("", "0")
+    if os.environ.get(VARIABLE) != "new-tokens" and not drafts:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only SGLang has it
 
-        HookRegistry.register(EXTEND, attend_from_new_tokens, HookType.AROUND)
+    HookRegistry.register(f"{BACKEND}._run_sdpa_forward_extend", attend_from_new_tokens, HookType.AROUND)
+    if drafts:
+        HookRegistry.register(f"{BACKEND}.forward_extend", verify, HookType.AROUND)
+
+
+def verify(
+    extend: Callable[..., Any],
+    backend: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    layer: Any,
+    batch: Any,
+    save_kv_cache: bool = True,
+) -> Any:
+    """Around `forward_extend`: the backend does not know that a pass verifies drafts, which extends every request.
+
+    A token sees those before it, as in prefill; drafts are chains.
+    """
+    if batch.forward_mode.is_target_verify():
+        lengths, batch = batch.seq_lens, copy.copy(batch)
+        batch.extend_prefix_lens = lengths
+        batch.extend_seq_lens = lengths.new_full(lengths.shape, batch.spec_info.draft_token_num)
+        batch.seq_lens = lengths + batch.extend_seq_lens
+    return extend(backend, query, key, value, layer, batch, save_kv_cache)
 
 
 def attend_from_new_tokens(

@@ -20,6 +20,8 @@ class Req:
         self.bootstrap_host, self.bootstrap_port = bootstrap_host, bootstrap_port
         self.positional_embed_overrides = None
         self.skip_radix_cache_insert = True
+        self.origin_input_ids_unpadded = self.output_ids = self.sampling_params = self.spec_verify_ct = None
+        self.custom_logit_processor = self.grammar = self.return_hidden_states = self.return_logprob = None
 """,
     "managers/schedule_policy.py": """
 class SchedulePolicy:
@@ -40,7 +42,7 @@ def launch_server(): ...
 """,
     "server_args.py": """
 class ServerArgs:
-    disaggregation_mode = disable_radix_cache = tokenizer_worker_num = None
+    disaggregation_mode = disable_radix_cache = tokenizer_worker_num = speculative_algorithm = None
     expert_distribution_recorder_mode = enable_two_batch_overlap = None
 """,
     "eplb/expert_distribution.py": """
@@ -51,6 +53,28 @@ class _ExpertDistributionRecorderReal:
     def start_record(self): ...
     def on_select_experts(self): ...
     def dump_record(self): ...
+""",
+    "sampling/sampling_batch_info.py": """
+class SamplingBatchInfo:
+    has_watermark_candidates = sampling_mask_batch_indices = None
+    def apply_logits_bias(self, logits): ...
+""",
+    "speculative/ngram_info.py": "class NgramVerifyInput: ...",
+    "speculative/spec_info.py": """
+class SpeculativeAlgorithm:
+    def build_disagg_draft_input(self): ...
+""",
+    "speculative/ngram_worker.py": """
+class NGRAMWorker:
+    target_worker = None
+    def __init__(self):
+        self.draft_token_num = self.enable_overlap = self.model_runner = self.speculative_num_draft_tokens = None
+    def _init_preallocated_tensors(self): ...
+    def _prepare_draft_tokens(self): ...
+    def _update_ngram_corpus(self): ...
+    def forward_batch_generation(self): ...
+def eagle_sample(): ...
+def move_accept_tokens_to_target_kvcache(): ...
 """,
     "plugins/hook_registry.py": """
 class HookType: AFTER, AROUND, BEFORE = "after", "around", "before"
@@ -81,10 +105,21 @@ OF_EXPERTS = {
     f"{RECORDER}.on_select_experts": ["count", "around"],
     f"{RECORDER}.dump_record": ["write", "around"],
 }
+WORKER = "speculative.ngram_worker.NGRAMWorker"
+OF_DRAFTS = {
+    f"{WORKER}.__init__": ["refuse_overlap", "after"],
+    f"{WORKER}.forward_batch_generation": ["run", "around"],
+    f"{WORKER}._prepare_draft_tokens": ["chains", "around"],
+    f"{WORKER}._update_ngram_corpus": ["learn_nothing", "around"],
+    "speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input": ["first_input", "around"],
+    "speculative.ngram_worker.move_accept_tokens_to_target_kvcache": ["stay_in_place", "around"],
+    "speculative.ngram_worker.eagle_sample": ["sample_and_compare", "around"],
+}
 OF_HTTP = {"entrypoints.http_server.launch_server": ["add_routes", "before"]}
 
 NO_VARIABLES: Mapping[str, str] = {}
 RECORDING = {RECORD_FILE: "record.npz"}
+DRAFTING = {"SHELL_ROUTER_DRAFTS": "1"}
 AGING = {"SHELL_ROUTER_SHORTEST_PREFILL_AGE_S": "5"}
 
 FORKS = """
@@ -195,6 +230,7 @@ def test_another_process_gets_its_hooks_and_needs_no_http_server(registered_in: 
         *("http_server.launch_server", "app.add_api_route", "http_server.generate_request"),
         *("GenerateReqInput.bootstrap_host", "GenerateReqInput.bootstrap_port", "GenerateReqInput.bootstrap_room"),
         *("ServerArgs.disaggregation_mode", "ServerArgs.disable_radix_cache", "ServerArgs.tokenizer_worker_num"),
+        "ServerArgs.speculative_algorithm",
         *("Req.bootstrap_host", "Req.bootstrap_port"),
         *("Req.positional_embed_overrides", "Req.skip_radix_cache_insert"),
     ],
@@ -240,4 +276,32 @@ def test_a_missing_name_of_the_recorder_is_said_and_only_experts_are_not_counted
     registered = registered_in(without=name, variables=RECORDING)
     assert registered.hooks == {**OF_EVERY_PROCESS, **OF_HTTP}
     assert "and records no experts" in registered.log
+    assert name in registered.log
+
+
+def test_drafts_are_hooked_where_requests_are_decoded_and_that_is_asked_for(registered_in: Register) -> None:
+    registered = registered_in(process="child", variables=DRAFTING)
+    assert registered == Registered({**OF_EVERY_PROCESS, **OF_DRAFTS}, "")
+
+
+def test_the_process_that_serves_http_drafts_nothing(registered_in: Register) -> None:
+    assert registered_in(variables=DRAFTING) == Registered({**OF_EVERY_PROCESS, **OF_HTTP}, "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NGRAMWorker", "forward_batch_generation", "_init_preallocated_tensors", "_prepare_draft_tokens"),
+        *("_update_ngram_corpus", "target_worker", "eagle_sample", "move_accept_tokens_to_target_kvcache"),
+        *("build_disagg_draft_input", "NgramVerifyInput", "apply_logits_bias"),
+        *("has_watermark_candidates", "sampling_mask_batch_indices", "output_ids", "spec_verify_ct", "grammar"),
+        *("draft_token_num", "enable_overlap", "model_runner", "speculative_num_draft_tokens"),
+    ],
+)
+def test_a_missing_name_of_speculation_is_said_and_only_drafts_are_not_hooked(
+    registered_in: Register, name: str
+) -> None:
+    registered = registered_in(without=name, process="child", variables=DRAFTING)
+    assert registered.hooks == OF_EVERY_PROCESS
+    assert "and drafts nothing" in registered.log
     assert name in registered.log

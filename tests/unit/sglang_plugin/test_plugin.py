@@ -39,6 +39,7 @@ class ServerArguments:
     disable_radix_cache: bool = False
     expert_distribution_recorder_mode: str | None = None
     enable_two_batch_overlap: bool = False
+    speculative_algorithm: str | None = None
 
 
 def test_a_prefill_only_request_may_enter_the_cache() -> None:
@@ -110,15 +111,15 @@ def test_under_another_sglang_it_says_so_and_does_nothing(caplog: pytest.LogCapt
     assert "supports sglang >=0.5.16,<0.6, not unknown" in caplog.text
 
 
-def test_importing_it_loads_nothing_heavy_and_nothing_of_the_router() -> None:
+def test_importing_it_loads_nothing_heavy_and_of_the_router_what_drafts() -> None:
     code = (
         "import sys, shell_router.sglang_plugin as plugin; "
         "heavy = {'torch', 'aiohttp', 'numpy', 'sglang', 'fastapi', 'orjson'} & set(sys.modules); "
         "router = [n for n in sys.modules if n.startswith('shell_router.') and 'sglang_plugin' not in n]; "
-        "print(heavy, router)"
+        "print(heavy, sorted(router))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "set() []"
+    assert done.stdout.strip() == "set() ['shell_router.core', 'shell_router.core.drafts']"
 
 
 def test_classes_that_index_elsewhere_are_left_alone() -> None:
