@@ -92,8 +92,8 @@ class DraftedDecoding:
     ) -> tuple[Any, Any, Any]:
         """Around `eagle_sample`, on a CPU: there SGLang verifies greedily what is to be sampled.
 
-        Each place is sampled as if it were decoded alone, and the draft goes on where it agrees: outputs are those of
-        plain decoding, per seed, too. Returns tokens [rows * width], how many are right [rows] and their places.
+        Each place is sampled as if it were decoded alone, and the draft goes on where it agrees: outputs are
+        distributed as in plain decoding. Returns tokens [rows * width], how many count [rows] and their places.
         """
         if logits.next_token_logits.device.type != "cpu" or not batch.spec_algorithm.is_ngram():
             return sample(chains, batch, logits, *arguments, **named)  # type: ignore[no-any-return]

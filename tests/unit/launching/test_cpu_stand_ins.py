@@ -24,6 +24,15 @@ def test_slots_are_written_where_they_are_read() -> None:
     assert read.tolist() == slots.tolist()
 
 
+def test_slots_are_copied_in_every_buffer_as_they_were_before() -> None:
+    buffers = [torch.arange(12.0).view(4, 3), torch.arange(4, dtype=torch.int64)]
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    strides = torch.tensor([buffer[0].nbytes for buffer in buffers])
+    sgl_kernel.copy_all_layer_kv_cache_cpu(addresses, strides, torch.tensor([0, 1]), torch.tensor([1, 2]))
+    assert buffers[0].tolist() == [[3, 4, 5], [6, 7, 8], [6, 7, 8], [9, 10, 11]]
+    assert buffers[1].tolist() == [1, 2, 2, 3]
+
+
 def test_what_no_path_calls_says_that_it_is_a_stand_in() -> None:
     with pytest.raises(NotImplementedError, match="verify_tree_greedy_cpu"):
         sgl_kernel.verify_tree_greedy_cpu()

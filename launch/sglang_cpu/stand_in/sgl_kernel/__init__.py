@@ -1,9 +1,11 @@
 """Stands in for SGLang's kernel package on a machine without a GPU.
 
 The real one cannot load without a CUDA driver. SGLang's CPU path imports some `*_cpu` kernels by name when it starts,
-and takes pure PyTorch instead of them when they are not registered, as they are not here.
+and takes pure PyTorch instead of them when they are not registered, as they are not here. Those that speculation calls
+are at the end.
 """
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -32,3 +34,11 @@ def assign_extend_cache_locs_cpu(rows: Any, slots_of: Any, begins: Any, ends: An
     for row, begin, end in zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True):
         slots[read : read + end - begin] = slots_of[row, begin:end]
         read += end - begin
+
+
+def copy_all_layer_kv_cache_cpu(addresses: Any, strides: Any, targets: Any, sources: Any) -> None:
+    """Copy slots of every buffer, given by its address and its bytes per slot; all are read before any is written."""
+    for address, stride in zip(addresses.tolist(), strides.tolist(), strict=True):
+        slots = [ctypes.string_at(address + source * stride, stride) for source in sources.tolist()]
+        for target, slot in zip(targets.tolist(), slots, strict=True):
+            ctypes.memmove(address + target * stride, slot, stride)
