@@ -95,8 +95,9 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     items = read_items(ROOT / "models" / "data" / "test.jsonl", offset=OFFSET, limit=options.questions)
     questions = [item.question for item in items]
-    async with running_deployment(deployment(options)) as services:
-        words = await engine_words(deployment(options))
+    engines = deployment(options)
+    async with running_deployment(engines) as services:
+        words = await engine_words(engines)
         compared = settings(options.temperature)
         if options.equal:
             return words.replace("float32", "float64"), [await equality(services, compared, questions)]
@@ -110,7 +111,8 @@ def deployment(options: argparse.Namespace) -> "Config":
     from shell_router.standins.embedded.settings import EmbeddedSection
 
     if options.engine == "sglang":
-        return sglang_deployment(None, CpuPair(options.model, "new-tokens", options.flags))
+        found = sglang_deployment(None, CpuPair(options.model, "new-tokens", options.flags))
+        return replace(found, launch=replace(found.launch, drafts=True))
     config = load_config(ROOT / "configs" / "evaluation.yaml", os.environ)
     engine = {"embedded": EmbeddedSection(dtype="float64")} if options.equal else {}
     return replace(config, models={alias: replace(one, engine=engine) for alias, one in config.models.items()})
