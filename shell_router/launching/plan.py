@@ -26,6 +26,7 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 DRAFT_VARIABLES: Mapping[str, str] = {"SHELL_ROUTER_DRAFTS": "1"}
 DRAFT_OPTIONS = (
     *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+    *("--speculative-ngram-capacity", "1024"),  # SGLang's own trie, 1.8 GB by default, in which nothing is looked up
     *("--speculative-num-draft-tokens", "16", "--disable-overlap-schedule"),
     *("--max-running-requests", "256"),  # by default speculation allows 48
 )
