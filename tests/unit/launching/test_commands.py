@@ -69,6 +69,16 @@ def test_only_decode_beats_faster(tmp_path: Path) -> None:
     assert prefill.env == {}
 
 
+def test_decode_drafts_where_the_deployment_says_so_and_the_pairs_own_flags_win(tmp_path: Path) -> None:
+    text = MODEL + PAIR % "decode_flags: --max-running-requests 9" + "launch: {drafts: true}\n"
+    prefill, decode = planned(tmp_path, text).engines
+    assert decode.env["SHELL_ROUTER_DRAFTS"] == "1"
+    assert options(decode)["--speculative-algorithm"] == "NGRAM"
+    assert options(decode)["--max-running-requests"] == "9"
+    assert "--speculative-algorithm" not in prefill.argv
+    assert "SHELL_ROUTER_DRAFTS" not in prefill.env
+
+
 def test_a_pairs_flags_follow_those_of_all_engines_and_a_roles_its_pairs(tmp_path: Path) -> None:
     text = MODEL + PAIR % "flags: --x 2, decode_flags: --x 3" + "launch: {flags: --x 1, prefill_flags: '--y \"a b\"'}\n"
     prefill, decode = planned(tmp_path, text).engines
