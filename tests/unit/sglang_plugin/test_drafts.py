@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +90,7 @@ class Worker:
             at = len(request.output_ids)
             for place in range(width):
                 right = list(tokens.reshape(rows, width)[row, : place + 1]) == [*request.plan[at - 1 : at + place]]
+                right = right and masks.reshape(rows, width, width)[row, place, : place + 1].all()
                 logits[row, place, request.plan[at + place] if right else 0] = 1.0
         self.widths.append(width)
         self.drafted.append(tokens.reshape(rows, width).tolist())
@@ -214,6 +215,15 @@ def test_padding_has_no_ancestors_and_a_draft_those_before_it() -> None:
     assert (mask[length:] == torch.eye(len(drafted)).bool().numpy()[length:]).all()
 
 
+def test_padding_is_not_taken_for_a_draft_that_is_right() -> None:
+    """Rows are padded with token 0, which this model writes after the draft."""
+    text = [30, 31, 32, 33]
+    request = Request([*text, 0, 20, 21, 22, 23, 24], (1, 2), drafts=(text,))
+    given = decode(Worker(decoding(), device="cuda:0"), request, passes=4)
+    assert given[0] == 4
+    assert request.output_ids == request.plan[: len(request.output_ids)]
+
+
 def test_each_place_is_sampled_as_if_it_were_decoded_alone() -> None:
     """By position, as seeds do; the first place that the sampler decides otherwise ends the pass."""
     request = Request([*TEXT, *range(20, 49)])
@@ -279,7 +289,8 @@ def test_requests_that_drafts_might_change_are_not_drafted_and_it_is_said_once(
 ) -> None:
     worker = Worker(decoding())
     assert obstacle(request_, request_.sampling_params.custom_params["drafts"]) == reason
-    assert decode(worker, request_, passes=5) == [1] * 5
+    another = replace(request_, output_ids=[])
+    assert decode(worker, request_, another, passes=5) == [2] * 5
     assert [record.getMessage() for record in caplog.records].count(
         f"Requests with {reason} are not drafted, although they ask for it."
     ) == 1
