@@ -206,13 +206,13 @@ def test_a_draft_ends_before_a_token_that_the_model_does_not_have() -> None:
 
 
 def test_padding_has_no_ancestors_and_a_draft_those_before_it() -> None:
-    worker = Worker(decoding())
-    decode(worker, Request([*TEXT, *range(20, 49)]), passes=3)
-    (drafted,), mask = worker.drafted[-1], worker.masks[0]
-    length = 1 + len([token for token in drafted[1:] if token])
-    assert length > 1
-    assert (mask[:length, :length] == torch.ones(length, length).tril().bool().numpy()).all()
-    assert (mask[length:] == torch.eye(len(drafted)).bool().numpy()[length:]).all()
+    worker = Worker(decoding(), device="cuda:0")
+    decode(worker, Request([30, 31, 32, 33, 20, 21], (1, 2), drafts=([30, 31, 32, 33],)), passes=1)
+    assert worker.drafted == [[[30, 31, 32, 33, *[0] * 12]]]
+    mask = worker.masks[0]
+    assert (mask[:4, :4] == torch.ones(4, 4).tril().bool().numpy()).all()
+    assert not mask[:4, 4:].any()
+    assert (mask[4:] == torch.eye(16).bool().numpy()[4:]).all()
 
 
 def test_padding_is_not_taken_for_a_draft_that_is_right() -> None:
