@@ -21,10 +21,10 @@ print("\\n".join(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] i
 """
 # Two limits stand at today's size. Their aims are 33,000 and 16,000 lines: lower them with every change that can.
 LIMITS = {
-    "product lines": 40_310,
+    "product lines": 39_500,
     "product files": 235,
-    "lines that serve imports": 17_620,
-    "files that serve imports": 97,
+    "lines that serve imports": 17_330,
+    "files that serve imports": 96,
     "lines of a function, 90th percentile": 20,
     "lines of the longest function": 60,
     "import cycles": 0,
