@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[1]
 TITLE = "Drafts from what agents read: tree 9-3-1, {temperature}"
 EQUAL = "Outputs with and without drafts, tree 9-3-1, {temperature}"
 OFFSET = 1000
-"""Questions of the test set from here on were calibrated on by nobody."""
+"""On questions of the test set from here on nothing was calibrated."""
 WRONG_INPUT = 2
 
 Trace = Mapping[str, Any]

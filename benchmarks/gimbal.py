@@ -215,7 +215,7 @@ def room(bench: Bench) -> list[Row]:
                     **_columns(found.mean(axis=0), change.mean(axis=0)),
                     "TTFT changes": f"{change[:, 0].min():+.1%} to {change[:, 0].max():+.1%}",
                     "TPOT changes": f"{change[:, 2].min():+.1%} to {change[:, 2].max():+.1%}",
-                    "taken back": float(found[:, 5].mean()),
+                    "preemptions": float(found[:, 5].mean()),
                 }
             )
     return rows

@@ -131,7 +131,7 @@ class DraftGate:
     """
 
     def __init__(self) -> None:
-        self._costs: dict[tuple[bool, int], tuple[float, int]] = {}  # seconds, and the pass that told last
+        self._costs: dict[tuple[bool, int], tuple[float, int]] = {}  # seconds, and when they were last measured
         self._passes = 0
 
     def width(self, rows: int, drafts: Iterable[tuple[int, float]]) -> int:

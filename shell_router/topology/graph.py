@@ -132,11 +132,6 @@ class Topology:
         """Per agent those that end before its prompt is complete."""
         return {agent.id: agent.precursors for agent in self.agents.values()}
 
-    @cached_property
-    def beginning(self) -> frozenset[str]:
-        """Agents without precursors."""
-        return frozenset(agent.id for agent in self.agents.values() if not agent.precursors)
-
     @property
     def parts(self) -> "tuple[Topology, ...]":
         """The graphs that are run as a whole: itself."""
@@ -275,11 +270,6 @@ class Conditional:
     def answering(self) -> frozenset[str]:
         """Agents whose tokens are the answer as they come: the roots of steps that nothing can follow."""
         return frozenset(step.root for step in self.steps.values() if step.is_last)
-
-    @cached_property
-    def beginning(self) -> frozenset[str]:
-        """Agents that may be the first of a request: those without precursors in the steps that `start` leads to."""
-        return frozenset().union(*(self.steps[rule.go].topology.beginning for rule in self.start))
 
     @cached_property
     def preceded_by(self) -> Mapping[str, tuple[str, ...]]:

@@ -70,7 +70,6 @@ def test_steps_stand_after_those_that_lead_to_them_and_wait_for_them() -> None:
     assert next(iter(read.steps)) == "quick"
     assert read.waits_for["careful"] == ("quick",) == read.waits_for["whole/proposer-1"]
     assert read.waits_for["whole/root"] == ("whole/proposer-1", "whole/proposer-2")
-    assert read.beginning == {"quick", "whole/proposer-1", "whole/proposer-2"}
 
 
 def test_a_bare_id_is_a_rule_without_condition() -> None:

@@ -79,7 +79,7 @@ def plain(lm: CausalLm, params: SamplingParams, *, logprobs: bool = True) -> lis
     return decoded(lm, DraftGate(), [job_of(lm, ids, params, LENGTH, logprobs=logprobs) for ids in PROMPTS])
 
 
-def told(pieces: Sequence[Piece]) -> tuple[list[int | None], str, Any]:
+def observed(pieces: Sequence[Piece]) -> tuple[list[int | None], str, Any]:
     """Ids, text and the reason of the end."""
     return [piece.token_id for piece in pieces], "".join(piece.text for piece in pieces), pieces[-1].finish_reason
 
@@ -118,7 +118,7 @@ def test_drafted_outputs_are_the_plain_ones(lm: CausalLm, params: SamplingParams
         for ids, source in zip(PROMPTS, sources, strict=True)
     ]
     found = decoded(lm, AlwaysWide(), jobs)
-    assert [told(pieces) for pieces in found] == [told(pieces) for pieces in wanted]
+    assert [observed(pieces) for pieces in found] == [observed(pieces) for pieces in wanted]
     for one, other in zip(found, wanted, strict=True):
         assert [piece.logprob for piece in one] == pytest.approx([piece.logprob for piece in other])
     assert sum(piece.accepted for pieces in found for piece in pieces) > 0
@@ -144,7 +144,7 @@ def test_a_right_draft_takes_fewer_passes_and_those_without_drafts_go_on_beside_
                 found[jobs.index(job)].append(piece)
                 if piece.finish_reason:
                     ended_at[jobs.index(job)] = step
-    assert [told(pieces) for pieces in found] == [told(wanted[0]), told(wanted[2])]
+    assert [observed(pieces) for pieces in found] == [observed(wanted[0]), observed(wanted[2])]
     assert ended_at == {0: 2, 1: LENGTH - 1}, "23 drafted tokens in 2 passes, after the first token"
 
 
