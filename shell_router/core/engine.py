@@ -217,10 +217,20 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Seconds of a prefill-only request: `fixed_s`, whatever it holds, and `token_s` per token that is not cached."""
+    """Seconds of a prefill-only request: `fixed_s`, whatever it holds, and `token_s` per token that is not cached.
+
+    Both are above 0.
+    """
 
     fixed_s: float
     token_s: float
+
+    @classmethod
+    def through(cls, few: int, short_s: float, many: int, long_s: float) -> "PrefillCost":
+        """From the times of `few` and of `many` tokens. Noise cannot make a term less than 1 % of `short_s`."""
+        least_s = max(0.01 * short_s, 1e-9)
+        token_s = max(long_s - short_s, least_s) / max(1, many - few)
+        return cls(max(short_s - few * token_s, least_s), token_s)
 
     def seconds(self, new_tokens: int) -> float:
         """For `new_tokens` that are not cached."""

@@ -128,8 +128,7 @@ class PrefillOnly:
                 timed = self._clock() - began_s, done.prompt_tokens - done.cached_tokens
                 shortest[cached] = min(shortest.get(cached, timed), timed)
         (long_s, many), (short_s, few) = shortest[False], shortest[True]
-        token_s = max(long_s - short_s, 0.01 * short_s) / max(1, many - few)
-        return PrefillCost(max(short_s - few * token_s, 0.01 * short_s), token_s)
+        return PrefillCost.through(few, short_s, many, long_s)
 
     async def _try(self, way: PrefillWay, input_ids: Sequence[int]) -> int | EngineRejected:
         """Tokens found cached on the second sending, or the refusal where the server knows no such way."""

@@ -36,6 +36,7 @@ from shell_router.standins.simulated import (
     SimulatedTokenizer,
     Written,
 )
+from shell_router.standins.simulated.costs import PrefillCosts, attended_pairs
 from shell_router.standins.simulated.text import closing, filler
 from shell_router.telemetry.trace import Trace
 from shell_router.topology import Topology
@@ -178,6 +179,12 @@ def simulate(simulation: Simulation, topology: Topology, costs: Mapping[str, Pai
         return run_virtual(_simulated(simulation, topology, costs, seed))
 
 
+def _probed(prefill: PrefillCosts, few: int = 1, many: int = 256) -> PrefillCost:
+    """What the router would measure of the pair at its start. A fitted term may be 0."""
+    short_s, long_s = (prefill.pass_s(tokens, attended_pairs(tokens, 0)) for tokens in (few, many))
+    return PrefillCost.through(few, short_s, many, long_s)
+
+
 async def _simulated(
     simulation: Simulation, topology: Topology, costs: Mapping[str, PairCosts], seed: int
 ) -> Simulated:
@@ -196,7 +203,7 @@ async def _simulated(
             fleet,
             tokenizer,
             length,
-            prefill_cost=PrefillCost(costs[alias].prefill.forward_s, costs[alias].prefill.token_s),
+            prefill_cost=_probed(costs[alias].prefill),
             prefill_servers=len(fleet.pairs),
         )
         for alias, fleet in fleets.items()

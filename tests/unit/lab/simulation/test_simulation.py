@@ -87,6 +87,14 @@ def test_where_prefill_is_cheap_incremental_prefill_is_the_plain_tree() -> None:
     assert latencies(run("tree-incremental")) == latencies(run("tree"))
 
 
+@pytest.mark.parametrize("prefill", [PrefillCosts(0.01, 0.0), PrefillCosts(0.0, 1e-4), PrefillCosts(0.0, 0.0)])
+def test_prefill_whose_time_has_a_term_of_zero_is_simulated(prefill: PrefillCosts) -> None:
+    costs = {model: replace(cost, prefill=prefill) for model, cost in COSTS.items()}
+    plain, incremental = (run(name, costs=costs) for name in ("tree", "tree-incremental"))
+    assert not any(one.error for one in (*plain.runs, *incremental.runs))
+    assert sum(latencies(incremental)) <= sum(latencies(plain))
+
+
 def test_equal_agents_write_the_same_in_every_setting() -> None:
     def leaves(simulated: Simulated) -> list[dict[str, int]]:
         return [
