@@ -25,8 +25,11 @@ MISSING_MEANING = "TODO: say what it means."
 
 
 def stale_pages(*, write: bool) -> list[str]:
-    """The pages whose generated parts differ from the code, or lack a meaning; with `write` they are written anew."""
-    stale = []
+    """The pages whose generated parts differ from the code, or lack a meaning; with `write` they are written anew.
+
+    Raises LookupError where no page has a deployment's setting.
+    """
+    stale, shown = [], set[str]()
     for page in sorted(PAGES.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         current = PART.sub(_part, text)
@@ -34,6 +37,10 @@ def stale_pages(*, write: bool) -> list[str]:
             stale.append(str(page.relative_to(ROOT)))
         if write and current != text:
             page.write_text(current, encoding="utf-8")
+        for names in re.findall(r"<!-- generated: settings shell_router.config:Config (.*) -->", text):
+            shown.update(names.split())
+    if missing := {setting.name for setting in file_fields(Config)} - shown:
+        raise LookupError(f"add a generated part with the settings {', '.join(sorted(missing))} to a page in docs/")
     return stale
 
 
