@@ -8,6 +8,7 @@ import orjson
 
 from shell_router.api.plain import PlainRequest, Request
 from shell_router.api.services import SETTINGS
+from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField, InvalidRequest
 
 SHOWN_CHARACTERS = 40
@@ -232,6 +233,7 @@ def _stop_token_ids(body: Fields, name: str) -> tuple[str, Any]:
 def _grammar(body: Fields, name: str) -> tuple[str, Any]:
     value = body.raw(name)
     if name == "json_schema" and isinstance(value, dict):
+        check_depth(value, body.path(name))
         return name, orjson.dumps(value).decode()
     return name, body.text(name)
 
@@ -261,6 +263,7 @@ def _named_schema(wanted: Fields) -> str:
     schema = named.object("schema") if named else None
     if named is None or schema is None:
         raise wanted.refuse("json_schema", "must be an object with the schema in its field 'schema'")
+    check_depth(named.raw("schema"), named.path("schema"))
     return orjson.dumps(named.raw("schema")).decode()
 
 

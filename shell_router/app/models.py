@@ -67,7 +67,7 @@ async def running_models(
 
 
 def _served(alias: str, engine: StartedEngine, files: ModelFiles) -> ServedModel:
-    model = ServedModel(alias, engine.engine, files.tokenizer, files.context_length)
+    model = ServedModel(alias, engine.engine, files.tokenizer, files.context_length, vocabulary=files.vocabulary)
     if isinstance(pool := engine.engine, SglangPair):
         prefills, _ = pool.dispatchers
         model = replace(model, prefill_cost=pool.prefill_cost, prefill_servers=len(prefills.engines))

@@ -88,7 +88,7 @@ class Generation:
     """One request to an engine.
 
     `rid` names the request on every engine it reaches and is unique per attempt. `sampling` holds SGLang's
-    `sampling_params` and is sent unchanged. With `logprobs` every output token comes with its natural-log
+    `sampling_params`, checked (`core.sampling`), and is sent unchanged. With `logprobs` every output token comes with its natural-log
     probability. `priority` is the engine's scheduling priority, where it has one. Requests of one `affinity` grow one
     prompt: where several servers prefill, they go to the one that holds its KV. `adapter` names the one of the model's
     adapters that answers; it is loaded where it has to be. `hints` are for the schedulers. `on_placed` is called with
@@ -242,7 +242,7 @@ class ServedModel:
     """A model that requests may name. `context_length` counts prompt and output tokens together.
 
     An adapter is a model too; `base` is then the alias of the model that it adapts. `prefill_cost` is what was measured
-    of one of its `prefill_servers` while it was idle.
+    of one of its `prefill_servers` while it was idle. Token ids lie below `vocabulary`, where that is known.
     """
 
     alias: str
@@ -252,6 +252,7 @@ class ServedModel:
     base: str | None = None
     prefill_cost: PrefillCost | None = None
     prefill_servers: int = 1
+    vocabulary: int | None = None
 
 
 def error_message(body: bytes) -> str:

@@ -31,7 +31,7 @@ class Legs:
     Make it, then call `next` for the answer; or read `decode` until it is empty and call `settle_later`. Always end
     with `close`, which aborts on both servers unless the answer had ended. The prefill leg is not awaited before
     decode's end, and no leg is a task: its exchange reports what happens to it. A failure counts on the breaker of the
-    server that caused it, and on no other; `blamed_servers` then holds that server. `prefilled` is called when the
+    server that caused it, and on no other (`blame`); `blamed_servers` then holds that server. `prefilled` is called when the
     prefill leg is over. The engines are sent `bodies`, prefill's first, and abort by `rids`.
     """
 
@@ -43,12 +43,14 @@ class Legs:
         bodies: tuple[bytes, bytes],
         read_timeout_s: float,
         prefilled: Callable[[], None] | None = None,
+        blame: Callable[[ServerClient, ServerFailure], None] = ServerClient.failed,
     ) -> None:
         self.prefill_server = prefill
         self.decode_server = decode
         self.blamed_servers: tuple[ServerClient, ...] = ()
         self._rids = rids
         self._prefilled = prefilled
+        self._blame = blame
         self._failure: ServerFailure | None = None
         self._ended = False
         self._prefill_answer: bytes | None = None
@@ -183,7 +185,7 @@ class Legs:
         if self._failure is None and not self._ended:
             self._failure, self.blamed_servers = error, self._blamed(server, error)
             for blamed in self.blamed_servers:
-                blamed.failed(error)
+                self._blame(blamed, error)
             self.decode.fail(error)
             self.close()
 

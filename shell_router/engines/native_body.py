@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from shell_router.core.engine import value
+from shell_router.core.sampling import check_sampling
 from shell_router.errors import InvalidRequest
 
 SHORTEST_RID = 32
@@ -74,7 +75,7 @@ def read_native(body: bytes, fresh_rid: str, rules: NativeRules = ANY_MODEL, ada
         )
     if rules.vocabulary is not None:
         _check_ids(found.get("input_ids"), rules.vocabulary)
-    _check_sampling(found.get("sampling_params"))
+    _check_sampling(found.get("sampling_params"), rules.vocabulary)
     for start in as_list(found.get("logprob_start_len")):
         if isinstance(start, int) and start < -1:  # SGLang's prefill server ends at one
             raise InvalidRequest(f"`logprob_start_len` is {start}.", remedy="Make it -1 (no prompt tokens) or more.")
@@ -117,19 +118,12 @@ def _check_ids(ids: object, vocabulary: int) -> None:
         )
 
 
-def _check_sampling(given: object) -> None:
-    """An object, or for a batch one for each of its requests.
-
-    Of several samples the two servers each make ids of their own, so that decode never ends and no abort reaches it.
-    """
+def _check_sampling(given: object, vocabulary: int | None) -> None:
+    """An object, or for a batch one for each of its requests."""
     for one in given if isinstance(given, list) else [given or {}]:
         if not isinstance(one, dict):
             raise InvalidRequest("`sampling_params` is not an object.", remedy="Make it one, or leave it out.")
-        if one.get("n") not in (None, 1):
-            raise InvalidRequest(
-                "`sampling_params.n` is not 1: a prefill-decode pair cannot serve it.",
-                remedy="Send the request n times.",
-            )
+        check_sampling(one, vocabulary, "sampling_params")
 
 
 def _refuse_repeated_rid(body: bytes) -> None:

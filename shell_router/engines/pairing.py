@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from shell_router.core.engine import Placement
 from shell_router.engines.address import Bootstrap, PairAddress, Server
 from shell_router.engines.dispatching import engine_slot
-from shell_router.engines.server_client import ServerClient, Transport
-from shell_router.errors import AdapterMissing, EngineError, EngineUnavailable
+from shell_router.engines.server_client import ServerClient, ServerFailure, Transport
+from shell_router.errors import AdapterMissing, EngineError, EngineRejected, EngineUnavailable
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
 from shell_router.routing.engine_selection import PlacementRequest
@@ -129,7 +129,9 @@ def _named(servers: Collection[ServerClient]) -> list[tuple[ServerClient, str, B
 class Attempts:
     """The attempts of one request, each on other servers than those before where there are others.
 
-    `draw` is uniform in [0, 1).
+    An error status that every one of several attempts gets is the request's fault, and counts on no circuit breaker: it
+    would take the servers from all others. So the statuses of early attempts count once another attempt is `answered`,
+    or fails otherwise. `draw` is uniform in [0, 1).
     """
 
     def __init__(
@@ -146,6 +148,21 @@ class Attempts:
         self._draw = draw
         self._avoid: set[ServerClient] = set()
         self._last: EngineError | None = None
+        self._statuses: list[tuple[ServerClient, EngineRejected]] | None = []
+
+    def blame(self, server: ServerClient, error: ServerFailure) -> None:
+        """Count `error` on the server's breaker, unless it may turn out to be the request's fault."""
+        if isinstance(error, EngineRejected) and self._statuses is not None and self._settings.attempts > 1:
+            self._statuses.append((server, error))
+        else:
+            self.answered()
+            server.failed(error)
+
+    def answered(self) -> None:
+        """An attempt was answered, so that the statuses of those before it, and what follows, are servers' faults."""
+        for server, error in self._statuses or ():
+            server.failed(error)
+        self._statuses = None
 
     async def pick(self) -> Pair:
         """Slots for the next attempt, and its adapter there; an attempt that does not get its adapter is one, too.
@@ -190,6 +207,8 @@ class Attempts:
         self.made += 1
         wait_s = self._settings.wait_s(error, self.made, self._draw())
         if wait_s is None:
+            if self.made < self._settings.attempts or len({one.status for _, one in self._statuses or ()}) > 1:
+                self.answered()  # not each of the attempts failed in this way
             raise error
         self._last = error
         self._avoid.update(blamed_servers)

@@ -150,12 +150,14 @@ class PairRelay:
         while True:
             pair = await attempts.pick()
             try:
-                legs = self._legs(route, native, pair)
+                legs = self._legs(route, native, pair, attempts)
             except BaseException:
                 pair.close()
                 raise
             try:
-                return pair, legs, await _beginning(legs, native, pair)
+                relayed = await _beginning(legs, native, pair)
+                attempts.answered()
+                return pair, legs, relayed
             except BaseException as error:
                 legs.close()
                 pair.close()
@@ -165,7 +167,7 @@ class PairRelay:
                 await attempts.failed(pair, error, legs.blamed_servers, final=native.named)
             native = read_native(body, self._rid(), self._rules, wanted.adapter)
 
-    def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair) -> Legs:
+    def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts) -> Legs:
         fields, limits = pair.bootstrap.fields(), self._pairing.limits
         if route == "prefill_only":
             sent = native.replaced({**fields, "stream": False, "sampling_params": {"max_new_tokens": 1}})
@@ -173,7 +175,7 @@ class PairRelay:
             sent = native.with_fields(fields)
         read_timeout_s = limits.stall_s if native.stream else limits.answer_s
         prefill, decode = pair.prefill.engine, pair.decode.engine
-        return Legs(prefill, decode, native.rids, (sent, sent), read_timeout_s, pair.prefilled)
+        return Legs(prefill, decode, native.rids, (sent, sent), read_timeout_s, pair.prefilled, attempts.blame)
 
 
 class _ByPair(AbstractAsyncContextManager[Relayed]):

@@ -131,12 +131,15 @@ class SglangPair:
                 priorities = None if sent.priority is not None else pair.priorities
                 bodies = leg_bodies(sent, pair.bootstrap.fields(), priorities)
                 prefill, decode, stall_s = pair.prefill.engine, pair.decode.engine, self._limits.stall_s
-                legs = Legs(prefill, decode, (sent.rid,), bodies, stall_s, pair.prefilled)
+                legs = Legs(prefill, decode, (sent.rid,), bodies, stall_s, pair.prefilled, attempts.blame)
                 while not isinstance(event := await legs.next(logprobs=request.logprobs), Finish):
-                    begun = True
+                    if not begun:
+                        begun = True
+                        attempts.answered()
                     pair.decode.wrote(len(event.ids))
                     yield event
                 begun = True
+                attempts.answered()
                 pair.decode.completed()
                 yield event
                 return

@@ -29,6 +29,7 @@ from shell_router.core.events import (
     Event,
     PromptReady,
 )
+from shell_router.core.sampling import check_sampling
 from shell_router.early_exit import Confidence
 from shell_router.early_exit.answers import forms_in
 from shell_router.errors import EngineError, EngineStalled, InvalidRequest, PromptTooLong
@@ -282,11 +283,13 @@ def could_have_written(output: Output, sampling: Mapping[str, Any], prompt: Prom
 
 
 def check_parts(task: AgentTask) -> AgentTask:
-    """Raise PromptTooLong if the parts that are known already do not fit with the output that is asked for.
+    """Raise InvalidField for sampling parameters that no engine may get, and PromptTooLong if the parts that are known
+    already do not fit with the output that is asked for.
 
     A text has hardly more tokens than bytes, so short ones need no tokenizing here; the complete prompt is checked
     exactly before it is decoded.
     """
+    check_sampling(task.sampling, task.model.vocabulary)
     size = task.sampling["max_new_tokens"]
     for part in task.parts:
         if isinstance(part, str):

@@ -187,6 +187,26 @@ async def test_what_is_wrong_with_a_request_opens_no_breaker() -> None:
         assert at.breakers() == [False, False]
 
 
+@pytest.mark.parametrize("status", [500, 503])
+async def test_a_request_that_every_attempt_is_refused_opens_no_breaker(status: int) -> None:
+    async with scripted_pool() as at:
+        for fails_always in (at.prefills[0], at.decodes[0]):
+            at.strike(Fault("status", status=status), fails_always)
+            await fails(at, EngineRejected, times=2 * BREAKER.failures)
+            assert at.breakers() == [False, False]
+            assert not any(server.failures for server in at.pool.servers)
+            at.strike(None, fails_always)
+            await collect(at.pool, generation(random_rid()))
+
+
+async def test_a_refusal_that_another_server_does_not_make_counts_on_its_server() -> None:
+    async with scripted_pool(1, 2) as at:
+        at.strike(Fault("status", status=500), at.decodes[0])
+        for _ in range(2 * BREAKER.failures):
+            await collect(at.pool, generation(random_rid()))
+        assert at.breakers() == [False, True, False]
+
+
 async def test_failing_prefill_only_requests_open_the_prefills_breaker_alone() -> None:
     async with scripted_pool() as at:
         at.strike(Fault("refuse"), at.prefills[0])
