@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import logging
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,8 @@ from shell_router.api.models import TARGETS, Targets
 from shell_router.api.plain import Handler, PlainServer
 from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
 from shell_router.errors import BatchesOff
+
+log = logging.getLogger(__name__)
 
 
 def _post(path: str, handler: Handler) -> web.RouteDef:
@@ -106,6 +109,51 @@ def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
     return one
 
 
+class StallWatch:
+    """Measures by how much timers are late, which is how long the event loop was held up; `longest_s` of late.
+
+    `now_s` is the loop's clock. What holds it up for more than LONG_STALL_S is a defect, and is logged.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._due_s, self._window_s = now_s + STALL_CHECK_S, now_s
+        self._longest = [0.0, 0.0]
+
+    @property
+    def longest_s(self) -> float:
+        """Of this minute and the one before."""
+        return max(self._longest)
+
+    def tick(self, now_s: float) -> float:
+        """Call it when a timer of the time that the call before returned has gone off."""
+        late_s = max(0.0, now_s - self._due_s)
+        if now_s - self._window_s >= 60:
+            self._longest, self._window_s = [0.0, self._longest[0]], now_s
+        self._longest[0] = max(self._longest[0], late_s)
+        if late_s > LONG_STALL_S:
+            log.warning("the event loop was held up for %.0f ms: all requests waited", 1e3 * late_s)
+        self._due_s = now_s + STALL_CHECK_S
+        return STALL_CHECK_S
+
+
+STALL_CHECK_S, LONG_STALL_S = 0.05, 0.1
+
+
+@contextmanager
+def _watched_loop(loop: asyncio.AbstractEventLoop, services: Services) -> Iterator[None]:
+    watch, timers = StallWatch(loop.time()), list[asyncio.TimerHandle]()
+    services.metrics.longest_stall.set_function(lambda: watch.longest_s)
+
+    def tick() -> None:
+        timers[:] = [loop.call_later(watch.tick(loop.time()), tick)]
+
+    tick()
+    try:
+        yield
+    finally:
+        timers[0].cancel()
+
+
 CLOSE_LIMIT_S = 1.0
 """For what is left after the drain: requests that only look, and clients that take nothing."""
 
@@ -134,7 +182,8 @@ async def listening(
     try:
         for one in sockets:
             servers.append(await loop.create_server(plain, sock=one))
-        yield f"http://{_authority(sockets[0].getsockname())}"
+        with _watched_loop(loop, app[SERVICES]):
+            yield f"http://{_authority(sockets[0].getsockname())}"
     finally:
         for server in servers:
             server.close()

@@ -31,7 +31,7 @@ class ApiSettings:
     """
 
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 8 * 2**20
     max_running: int = 1024
     retry_after_s: int = 1
     request_timeout_s: float = 600.0

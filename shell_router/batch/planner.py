@@ -6,6 +6,8 @@ OR-tools CP-SAT.
 """
 
 import heapq
+import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -286,6 +288,15 @@ def plan(workload: Workload, limit_s: float = 10.0, *, seed: int = 0) -> Plan:
     if start.makespan_s < SHORTEST_S:
         return Plan("ilp", start.sessions, 0.0)
     return _Program(workload, start).solved(limit_s, seed)
+
+
+def answer() -> None:
+    """Read a workload from standard input and write its plan, or the ConfigError, to standard output; pickled."""
+    try:
+        found: Plan | ConfigError = plan(pickle.load(sys.stdin.buffer))
+    except ConfigError as error:
+        found = error
+    sys.stdout.buffer.write(pickle.dumps(found))
 
 
 @dataclass(slots=True)

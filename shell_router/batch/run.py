@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shell_router.batch.journal import Journal, Output, Role
@@ -19,7 +19,8 @@ from shell_router.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-Planner = Callable[[Workload], Plan]
+Planner = Callable[[Workload], Plan | Awaitable[Plan]]
+"""One that is no coroutine holds up the event loop while it plans."""
 MEASURED = EarlyExit(policy="threshold")
 
 
@@ -88,7 +89,8 @@ async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, 
                 asked.setdefault(prompt.model, []).append(prompt)
         count = len(pool.workers)
         models = tuple(_cost(rig.profile, role, model, len(its), count) for model, its in asked.items())
-        plan = planner(Workload(models, count, capacity))
+        planning = planner(Workload(models, count, capacity))
+        plan = planning if isinstance(planning, Plan) else await planning
         queues = WorkerQueues(models, asked, plan, count)
         sessions = Sessions(
             queues, rig.workers, note, follow.on_progress, concurrency=pool.concurrency, clock=rig.clock

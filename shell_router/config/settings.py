@@ -49,7 +49,7 @@ class Limits:
     """What the router refuses, and when it ends what takes too long."""
 
     max_running: Annotated[int, count("Requests that run at a time; one more is answered 429.")] = 1024
-    max_body_bytes: Annotated[int, count("Largest body of a request and line of a batch.")] = 32 * 2**20
+    max_body_bytes: Annotated[int, count("Largest body of a request and line of a batch.")] = 8 * 2**20
     request_timeout_s: Annotated[float, seconds("Longest time that a request may take.")] = 600.0
     body_timeout_s: Annotated[
         float, seconds("Longest time to send a body, and pause while a file is uploaded; raise it for slow uplinks.")

@@ -31,8 +31,8 @@ class Legs:
     Make it, then call `next` for the answer; or read `decode` until it is empty and call `settle_later`. Always end
     with `close`, which aborts on both servers unless the answer had ended. The prefill leg is not awaited before
     decode's end, and no leg is a task: its exchange reports what happens to it. A failure counts on the breaker of the
-    server that caused it, and on no other (`blame`); `blamed_servers` then holds that server. `prefilled` is called when the
-    prefill leg is over. The engines are sent `bodies`, prefill's first, and abort by `rids`.
+    server that caused it, and on no other, or is given to `blame`; `blamed_servers` then holds that server. `prefilled`
+    is called when the prefill leg is over. The engines are sent `bodies`, prefill's first, and abort by `rids`.
     """
 
     def __init__(

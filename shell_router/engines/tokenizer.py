@@ -3,11 +3,13 @@
 import hashlib
 import json
 import logging
+import sys
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, NoReturn, Self
 
 import jinja2
@@ -23,8 +25,43 @@ from shell_router.errors import ConfigError, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
-KEPT_TEXTS = 256
-"""Texts whose ids are kept: those that the agents of a few running trees share."""
+KEPT_BYTES = 2**24
+"""Of texts and their ids that are kept: those that the agents of a few running trees share."""
+
+
+class _Kept:
+    """The ids of the last texts, as `ids_of` gives them, within KEPT_BYTES. Threads may call it."""
+
+    def __init__(self, ids_of: Callable[[str], "array[int]"]) -> None:
+        self._ids_of = ids_of
+        self._kept: OrderedDict[str, array[int]] = OrderedDict()
+        self._bytes = 0
+        self._lock = Lock()
+
+    def __call__(self, text: str) -> list[int]:
+        with self._lock:
+            found = self._kept.get(text)
+            if found is not None:
+                self._kept.move_to_end(text)
+        if found is None:
+            found = self._ids_of(text)
+            with self._lock:
+                self._keep(text, found)
+        return found.tolist()
+
+    def _keep(self, text: str, ids: "array[int]") -> None:
+        if text in self._kept or _size(text, ids) > KEPT_BYTES // 4:  # one may not push out all others
+            return
+        self._kept[text] = ids
+        self._bytes += _size(text, ids)
+        while self._bytes > KEPT_BYTES:
+            self._bytes -= _size(*self._kept.popitem(last=False))
+
+
+def _size(text: str, ids: "array[int]") -> int:
+    return sys.getsizeof(text) + ids.itemsize * len(ids)
+
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -125,8 +162,8 @@ class HfTokenizer:
         self._stable = stable
         self._template = template
         self._name = name
-        self._cached_encoded = lru_cache(KEPT_TEXTS)(self._ids)
-        self._cached_stable = lru_cache(KEPT_TEXTS)(self._stable_ids)
+        self._cached_encoded = _Kept(self._ids)
+        self._cached_stable = _Kept(self._stable_ids)
 
     @classmethod
     def from_folder(cls, path: str | Path, *, now: Callable[[], datetime] = datetime.now) -> Self:
@@ -155,7 +192,7 @@ class HfTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`. The last texts' ids are kept, as the agents of a tree share most texts."""
-        return self._cached_encoded(text).tolist()
+        return self._cached_encoded(text)
 
     def _stable_ids(self, text: str) -> "array[int]":
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -172,7 +209,7 @@ class HfTokenizer:
 
     def encode_stable(self, text: str) -> list[int]:
         """See `Tokenizer.encode_stable`."""
-        return self._cached_stable(text).tolist()
+        return self._cached_stable(text)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """See `Tokenizer.render_chat`. Raises ConfigError without a template, InvalidRequest where it refuses."""

@@ -34,7 +34,7 @@ from shell_router.early_exit import Confidence
 from shell_router.early_exit.answers import forms_in
 from shell_router.errors import EngineError, EngineStalled, InvalidRequest, PromptTooLong
 from shell_router.moa.choosing import LatencyEstimates
-from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded
+from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded, require_possible
 from shell_router.moa.requests import AgentUsage
 from shell_router.routing.increments import Prefilling
 from shell_router.topology import Prefill, Prompt
@@ -283,20 +283,23 @@ def could_have_written(output: Output, sampling: Mapping[str, Any], prompt: Prom
 
 
 def check_parts(task: AgentTask) -> AgentTask:
-    """Raise InvalidField for sampling parameters that no engine may get, and PromptTooLong if the parts that are known
-    already do not fit with the output that is asked for.
+    """Raise InvalidField for sampling parameters that no engine may get, and PromptTooLong for a hopeless prompt."""
+    check_sampling(task.sampling, task.model.vocabulary)
+    require_possible(sum(len(part) for part in task.parts if isinstance(part, str)), task.model.context_length)
+    return task
+
+
+async def check_known(task: AgentTask) -> None:
+    """Raise PromptTooLong if the parts that are known already do not fit with the output that is asked for.
 
     A text has hardly more tokens than bytes, so short ones need no tokenizing here; the complete prompt is checked
     exactly before it is decoded.
     """
-    check_sampling(task.sampling, task.model.vocabulary)
-    size = task.sampling["max_new_tokens"]
-    for part in task.parts:
-        if isinstance(part, str):
-            size += len(part) if part.isascii() else len(part.encode())
+    size, texts = task.sampling["max_new_tokens"], [part for part in task.parts if isinstance(part, str)]
+    for text in texts:
+        size += len(text) if text.isascii() else len(text.encode())
     if size > task.model.context_length:
-        check_length(task, sum(len(task.model.tokenizer.encode(part)) for part in task.parts if isinstance(part, str)))
-    return task
+        check_length(task, sum([len(await encoded(task.model.tokenizer, text)) for text in texts]))
 
 
 def check_length(task: AgentTask, prompt_tokens: int) -> None:

@@ -13,16 +13,20 @@ import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from agent_cache import AgentPromptCache, End, LogKey, LogRead, LogTimeout
 from shell_router.core.engine import UNSTREAMED_INTERVAL, Generation
 from shell_router.core.events import Degraded, Event, PrefillIncrement
 from shell_router.errors import AgentFailed, EngineError, PrecursorTimeout, PromptTooLong
 from shell_router.moa.agent import AgentTask, Source
-from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, LONG_TEXT, GrowingPrompt, Slot, encoded
+from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, GrowingPrompt, Slot, encoded, off_loop
 from shell_router.routing.increments import PrefillLoad, Remainder, tokens_until_due
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class PrefillUpdates:
@@ -163,8 +167,8 @@ class SlotFiller:
             await self._updates.aclose()
         return Prompt(ids, common_prefix(self._updates.sent, ids))
 
-    async def _encoded(self, ids_of: Callable[[], list[int]]) -> list[int]:
-        return ids_of() if self._prompt.undecided < LONG_TEXT else await asyncio.to_thread(ids_of)
+    async def _encoded(self, work: Callable[[], T]) -> T:
+        return await off_loop(self._prompt.undecided, work)
 
     # --- reading
 
@@ -216,7 +220,7 @@ class SlotFiller:
                 ) from error
             if read.position > position:
                 self._slot = source.key.agent
-                self._append(read, shares_ids=source.shares_ids())
+                await self._append(read, shares_ids=source.shares_ids())
             if read.end is not None:
                 return read.end, read.detail
             position, wait_s = read.position, self._task.silence_s
@@ -239,9 +243,9 @@ class SlotFiller:
                 self._updates.send(await self._encoded(self._prompt.stable_ids), self._slot)
         return await self._cache.read(key, position, at_least=max(1, wanted), wait_s=wait_s)
 
-    def _append(self, read: LogRead, *, shares_ids: bool) -> None:
+    async def _append(self, read: LogRead, *, shares_ids: bool) -> None:
         if shares_ids:  # a piece may have text alone: what its ids say came with earlier pieces
-            self._prompt.add_ids(read.ids)
+            await self._encoded(partial(self._prompt.add_ids, read.ids))
         else:
             self._prompt.add_text(read.text)
         added = len(read.ids) or max(1, len(read.text) // CHARACTERS_PER_TOKEN)

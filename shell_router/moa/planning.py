@@ -1,9 +1,9 @@
 """What is decided, and refused, before the first agent of a request runs: models, sampling, prompts, expectations."""
 
-import asyncio
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from agent_cache import LogKey
@@ -11,9 +11,9 @@ from shell_router.core.engine import Hints, ServedModel, Tokenizer, value
 from shell_router.core.events import Event
 from shell_router.core.predictors import Forecast, Prospect
 from shell_router.errors import UnknownModel
-from shell_router.moa.agent import FORMS, AgentTask, Source, check_parts, limited
+from shell_router.moa.agent import FORMS, AgentTask, Source, check_known, check_parts, limited
 from shell_router.moa.choosing import LatencyEstimates, ModelChooser
-from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, LONG_TEXT, Part, agent_parts
+from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, agent_parts, off_loop, require_possible
 from shell_router.moa.requests import AgentRequest, MoaRequest, OutputOf, Segment
 from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event
 from shell_router.topology import AUTO, Agent, Topology
@@ -60,8 +60,11 @@ async def plan_run(
     assignment per program). `holds_out` says whether the run, whose updates could pay, goes without them. Raises
     UnknownModel, InvalidRequest and PromptTooLong.
 
-    Nothing happens between the choice and the return, so that no other request is chosen for by the same load.
+    Unless a prompt is so long that it has to be tokenized, nothing happens between the choice and the return, so that
+    no other request is chosen for by the same load.
     """
+    asked = sum(len(message["content"]) for message in request.messages)
+    require_possible(asked, max(model.context_length for model in models.values()))
     choices: list[Event] = []
     sampling = {}
     choosing = chooser.predicts
@@ -77,6 +80,8 @@ async def plan_run(
     growing = growing_prompts(topology, request, models, sampling, own, chooser.estimates)
     held_out = holds_out(topology) if growing else None
     tasks = _tasks(topology, request, models, sampling, hints, chooser.estimates, {} if held_out else growing)
+    for task in tasks.values():
+        await check_known(task)
     expected = {}
     for agent in topology.agents.values():
         tokens = own[agent.id]
@@ -293,7 +298,7 @@ async def _choose(
     started_s = chooser.now_s()
     known = {agent.id: known_of_agent(agent, request.messages) for agent in topology.agents.values()}
     open_to = {
-        agent.id: _fitting(sampling[agent.id], chooser.candidates(agent.candidates), known[agent.id], models)
+        agent.id: await _fitting(sampling[agent.id], chooser.candidates(agent.candidates), known[agent.id], models)
         for agent in topology.agents.values()
         if agent.model == AUTO
     }
@@ -333,12 +338,12 @@ async def _forecasts(
             )
         return found
 
-    long = sum(known[agent.id].characters for agent in asked) > LONG_TEXT
-    found = await chooser.forecasts(await asyncio.to_thread(prospects) if long else prospects(), emit)
+    characters = sum(known[agent.id].characters for agent in asked)
+    found = await chooser.forecasts(await off_loop(characters, prospects), emit)
     return {agent.id: forecast for agent, forecast in zip(asked, found, strict=True)}
 
 
-def _fitting(
+async def _fitting(
     sampling: Sampling, candidates: tuple[str, ...], known: "KnownPrompt", models: Mapping[str, ServedModel]
 ) -> tuple[str, ...]:
     """The candidates whose context takes what is known already; all if none does: then the request is refused by name.
@@ -348,10 +353,12 @@ def _fitting(
     limit = sampling["max_new_tokens"]
     if 4 * known.characters + limit <= min(models[name].context_length for name in candidates):
         return candidates
-    fitting = tuple(
-        name for name in candidates if known.tokens(models[name].tokenizer).known + limit <= models[name].context_length
-    )
-    return fitting or candidates
+    fitting = []
+    for name in candidates:
+        tokens = await off_loop(known.characters, partial(known.tokens, models[name].tokenizer))
+        if tokens.known + limit <= models[name].context_length:
+            fitting.append(name)
+    return tuple(fitting) or candidates
 
 
 async def plan_agent(
@@ -372,7 +379,8 @@ async def plan_agent(
     if chooser.predicts and models.keys() >= set(candidates):
         scored = auto and chosen_before() is None and chooser.scores_decide(candidates)
         known, tokenizer = known_of_request(request), models[candidates[0]].tokenizer
-        prospect = known.prospect(tokenizer, AGENT_REQUEST, request.agent, candidates, scored)
+        asks = partial(known.prospect, tokenizer, AGENT_REQUEST, request.agent, candidates, scored)
+        prospect = await off_loop(known.characters, asks)
         forecast = (await chooser.forecasts([prospect], emit))[0]
     if not auto:
         model = request.model

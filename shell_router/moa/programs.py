@@ -21,11 +21,11 @@ from shell_router.errors import (
     UnknownModel,
     UnknownProgram,
 )
-from shell_router.moa.agent import AgentRun, AgentTask, Source, check_parts, limited, usage_of
+from shell_router.moa.agent import AgentRun, AgentTask, Source, check_known, check_parts, limited, usage_of
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.incremental import complete_prompt
-from shell_router.moa.planning import ids_are_text, plan_agent
-from shell_router.moa.prompt import Message, Part, Slot, render
+from shell_router.moa.planning import ids_are_text, known_of_request, plan_agent
+from shell_router.moa.prompt import Message, Part, Slot, render, require_possible
 from shell_router.moa.requests import (
     AgentRequest,
     Answer,
@@ -108,6 +108,8 @@ class Programs:
         Overloaded when every remembered program is still running.
         """
         request = replace(request, sampling=limited(request.sampling))
+        longest = max(model.context_length for model in self._models.values())
+        require_possible(known_of_request(request).characters, longest)
         choices: list[Event] = []  # emitted once nothing can be refused any more
         model, hints = await self._planned(request, choices.append)
         expected = hints.output_tokens
@@ -136,6 +138,7 @@ class Programs:
         self, request: AgentRequest, hints: Hints, choices: Iterable[Event], emit: Callable[[Event], None]
     ) -> Answer:
         todo = self._task(request, hints)
+        await check_known(todo)
         await self._make_space(request)
         record = self._register(request, todo)
         for choice in choices:

@@ -1,10 +1,16 @@
 """Prompts with slots: rendered once, filled while other agents write, tokenized piece by piece."""
 
 import asyncio
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
+from typing import TypeVar
 
 from shell_router.core.engine import ServedModel, Tokenizer, value
+from shell_router.errors import PromptTooLong
 from shell_router.topology import Agent
 from shell_router.topology.graph import own_name
 from shell_router.topology.prompting import fill_text, slot_parts
@@ -16,9 +22,32 @@ CHARACTERS_PER_TOKEN = 4
 """About, where ids are not known."""
 
 
+MOST_CHARACTERS_PER_TOKEN = 16
+"""A prompt with more per token of its model's context is refused unread. English has 4; only blanks have more."""
+
+T = TypeVar("T")
+_POOL = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2), thread_name_prefix="tokenize")
+"""Not asyncio's own threads: as many long prompts as a client sends would keep files from being read and written."""
+
+
 async def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of `text`."""
-    return tokenizer.encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(tokenizer.encode, text)
+    return await off_loop(len(text), partial(tokenizer.encode, text))
+
+
+async def off_loop(characters: int, work: Callable[[], T]) -> T:
+    """The result of `work`, which takes time in proportion to `characters`: of many in one of a few threads."""
+    return work() if characters < LONG_TEXT else await asyncio.get_running_loop().run_in_executor(_POOL, work)
+
+
+def require_possible(characters: int, context_length: int) -> None:
+    """Raise PromptTooLong for a text that is too long for any tokenizer to fit it into the context."""
+    if characters > MOST_CHARACTERS_PER_TOKEN * context_length:
+        raise PromptTooLong(
+            f"The prompt has {characters} characters; a context of {context_length} tokens takes fewer than"
+            f" {MOST_CHARACTERS_PER_TOKEN} for each.",
+            remedy="Shorten it, or choose a model with a longer context.",
+        )
 
 
 @value
@@ -69,8 +98,11 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Part, ...
 
 def _unused_mark(texts: Sequence[str]) -> str:
     """A string of private-use characters, to which no template gives a meaning, that no text holds."""
-    candidates = (f"\ue000{number}\ue001" for number in count())
-    return next(mark for mark in candidates if not any(mark in text for text in texts))
+    used = {number for text in texts for number in _MARK.findall(text)}
+    return next(f"\ue000{number}\ue001" for number in count() if str(number) not in used)
+
+
+_MARK = re.compile("\ue000([0-9]+)\ue001")
 
 
 class GrowingPrompt:

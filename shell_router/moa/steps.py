@@ -15,7 +15,7 @@ from shell_router.core.predictors import Embedder, Prospect, TokenStates
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.executor import Executor
-from shell_router.moa.prompt import encoded
+from shell_router.moa.prompt import encoded, require_possible
 from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import Conditional, Graph, Step, Topology
 from shell_router.topology.rules import (
@@ -125,6 +125,7 @@ class Scores:
                 remedy="Set `prediction.scores` in the configuration, or remove `score_below`.",
             )
         question = request.question
+        require_possible(len(question), max(model.context_length for model in self._models.values()))
         tokens = len(await encoded(self._models[models[0]].tokenizer, question)) if question else 0
         prospect = Prospect(topology, STAGE, question, 0, tokens, tokens, tuple(models), scored=True)
         (found,) = await self._chooser.forecasts([prospect], emit)

@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -17,7 +20,7 @@ from shell_router.api.fields import Fields
 from shell_router.api.replies import INTERNAL, is_retryable, problem_body, problem_of
 from shell_router.app.services import load_topologies
 from shell_router.batch.api.lines import BatchLine, Keep, LineResult
-from shell_router.batch.planner import plan
+from shell_router.batch.planner import Plan, Workload
 from shell_router.batch.pool import Pool, load_pool
 from shell_router.batch.pool_run import run_pool
 from shell_router.batch.questions import Question, Questions
@@ -25,6 +28,7 @@ from shell_router.batch.results import Result
 from shell_router.batch.run import Follow
 from shell_router.config import Config
 from shell_router.errors import ConfigError, EngineError, InvalidField, ShellRouterError
+from shell_router.launching.with_parent import with_parent
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 """An engine that died is started again, and loads its model, within about two minutes."""
@@ -152,7 +156,7 @@ class PoolLines:
         folder = self.folder / f"{self.name}-{questions.fingerprint[:16]}"
         log.info("pool %s: %d lines of a batch", self.name, len(asked))
         try:
-            done = await run_pool(self.pool, questions, folder, plan, Follow())
+            done = await run_pool(self.pool, questions, folder, plan_apart, Follow())
         except ShellRouterError as error:
             log.error("pool %s: %s", self.name, error)
             for line in asked.values():
@@ -183,6 +187,27 @@ class PoolLines:
             },
             "pool": {"by": result.by, "confidence": result.confidence, "error": result.error or None},
         }
+
+
+async def plan_apart(workload: Workload) -> Plan:
+    """`planner.plan` in a process of its own, which ends with the caller: it would hold up an event loop for seconds.
+
+    Raises ConfigError.
+    """
+    command = with_parent((sys.executable, "-c", "from shell_router.batch.planner import answer; answer()"))
+    child = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        answered, _ = await child.communicate(pickle.dumps(workload))
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode:
+        raise ConfigError(f"The planner ended with status {child.returncode}.", remedy="Look at what it printed.")
+    found: Plan | ConfigError = pickle.loads(answered)
+    if isinstance(found, ConfigError):
+        raise found
+    return found
 
 
 def _question(line: BatchLine) -> Question:

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from shell_router.batch.api.runner import plan_apart
 from shell_router.batch.planner import OPTIMAL_GAP, WITHOUT_SOLVER, ModelWork, Plan, Workload, plan, round_robin
 from shell_router.errors import ConfigError
 
@@ -147,3 +148,10 @@ def test_a_proof_holds_for_millions_of_prompts(prompts: int) -> None:
 def test_a_limit_that_is_none_is_refused(limit_s: float) -> None:
     with pytest.raises(ConfigError, match="Give a positive number"):
         plan(workload(1), limit_s)
+
+
+async def test_a_plan_is_made_in_a_process_of_its_own() -> None:
+    work = Workload((ModelWork("a", 100, 5.0, 0.1), ModelWork("b", 50, 5.0, 0.1)), 2, 1)
+    assert (await plan_apart(work)).makespan_s == pytest.approx(plan(work).makespan_s)
+    with pytest.raises(ConfigError, match="status"):
+        await plan_apart(None)  # type: ignore[arg-type]

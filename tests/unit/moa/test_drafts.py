@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
+
 from shell_router.core.engine import Finish
+from shell_router.errors import InvalidField
 from shell_router.moa import AgentRequest
 from shell_router.moa.requests import OutputOf
 from shell_router.topology import parse_topology
@@ -41,12 +44,10 @@ async def test_custom_parameters_of_the_topology_are_kept() -> None:
     assert found["root"] == {"drafts": [], "mine": 1}
 
 
-async def test_custom_parameters_that_are_no_object_are_left_to_the_engine() -> None:
-    moa = ScriptedMoa()
-    for agent, prompt in (("a", ("say",)), ("b", ("read ", OutputOf("a")))):
-        request = AgentRequest("me", "program", agent, "small", prompt, sampling={"custom_params": [1]})
-        await moa.programs.run(request, Recorder().emit)
-    assert [one.sampling["custom_params"] for one in moa.engines["small"].generated] == [[1], [1]]
+async def test_custom_parameters_that_are_no_object_are_refused() -> None:
+    request = AgentRequest("me", "program", "a", "small", ("say",), sampling={"custom_params": [1]})
+    with pytest.raises(InvalidField, match="custom_params must be an object"):
+        await ScriptedMoa().programs.run(request, Recorder().emit)
 
 
 async def test_agents_of_a_program_ask_where_they_read_an_output() -> None:

@@ -1,8 +1,16 @@
+import threading
+import time
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.moa.prompt import GrowingPrompt, Message, Slot, render
-from tests.fakes.moa import WordTokenizer
+from shell_router.errors import PromptTooLong
+from shell_router.moa import AgentRequest, Executor, MoaRequest, OutputOf, Programs
+from shell_router.moa.prompt import LONG_TEXT, MOST_CHARACTERS_PER_TOKEN, GrowingPrompt, Message, Slot, render
+from shell_router.topology import Agent, Topology
+from tests.fakes.moa import ScriptedMoa, WordTokenizer
 
 
 @st.composite
@@ -73,3 +81,50 @@ def test_text_that_looks_like_a_hole_stays_text() -> None:
     sly = "\ue0000\ue0010\ue0000\ue001"
     slot = Slot("a")
     assert render(WordTokenizer(), [Message("user", (sly, slot))]) == (f"<user>{sly}", slot, "<assistant>")
+
+
+def test_a_mark_is_found_in_one_look_however_many_texts_hold_one() -> None:
+    sly, slot = "".join(f"\ue000{number}\ue001" for number in range(50_000)), Slot("a")
+    assert render(WordTokenizer(), [Message("user", (sly, slot))]) == (f"<user>{sly}", slot, "<assistant>")
+
+
+class Watching(WordTokenizer):
+    """Says whether long texts are tokenized on the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_loop = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.on_loop += len(text) >= LONG_TEXT and threading.current_thread() is threading.main_thread()
+        return super().encode(text)
+
+
+async def test_no_long_text_is_tokenized_on_the_event_loop() -> None:
+    moa = ScriptedMoa()
+    tokenizer = Watching()
+    models = {name: replace(model, tokenizer=tokenizer) for name, model in moa.models.items()}
+    executor = Executor(models, moa.cache, None, clock=time.monotonic)
+    programs = Programs(models, moa.cache, clock=time.monotonic)
+    text = "word " * 2000  # more bytes than the context has tokens, and yet it fits
+    tree = Topology("tree", {"a": Agent("a", "small"), "b": Agent("b", "small", ("a",))})
+    asked = MoaRequest("r", "t", ({"role": "user", "content": text},), {"max_new_tokens": 1})
+    await executor.run(tree, asked, lambda _: None)
+    for agent, prompt in (("a", (text,)), ("b", (text, OutputOf("a"), text[:8000]))):
+        await programs.run(AgentRequest("t", "p", agent, "small", prompt), lambda _: None)
+    assert tokenizer.on_loop == 0
+
+
+async def test_a_hopeless_prompt_is_refused_before_it_is_tokenized() -> None:
+    moa = ScriptedMoa()
+    tokenizer = Watching()
+    models = {name: replace(model, tokenizer=tokenizer) for name, model in moa.models.items()}
+    text = "a" * (MOST_CHARACTERS_PER_TOKEN * 4096 + 1)
+    executor = Executor(models, moa.cache, None, clock=time.monotonic)
+    with pytest.raises(PromptTooLong):
+        single = Topology("a", {"a": Agent("a", "small")})
+        await executor.run(single, MoaRequest("r", "t", ({"role": "user", "content": text},)), lambda _: None)
+    with pytest.raises(PromptTooLong):
+        await Programs(models, moa.cache, clock=time.monotonic).run(
+            AgentRequest("t", "p", "a", "small", (text,)), lambda _: None
+        )
