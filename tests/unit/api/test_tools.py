@@ -1,0 +1,84 @@
+"""Tools, calls and results in bodies."""
+
+from typing import Any
+
+import pytest
+
+from shell_router.api.fields import Fields
+from shell_router.api.tools import NO_TOOLS, ToolUse, check_answers, read_calls, read_tools
+from shell_router.errors import InvalidField
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+
+
+def body(**fields: object) -> Fields:
+    return Fields({"tools": [WEATHER], **fields})
+
+
+def test_tools_are_read_as_a_chat_template_takes_them() -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    assert read_tools(Fields({})) == NO_TOOLS
+    assert read_tools(body()) == ToolUse((WEATHER,), "auto")
+    assert read_tools(body(tool_choice="none")).mode == "none"
+    assert read_tools(body(tool_choice="required", parallel_tool_calls=False)) == ToolUse(
+        (WEATHER,), "required", parallel=False
+    )
+    assert read_tools(body(tool_choice=named)) == ToolUse((WEATHER,), "named", "weather")
+
+
+def function(**fields: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "weather", **fields}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "at"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [3]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [function(name="a b")]}, "tools[0].function.name"),
+        ({"tools": [function(parameters="{}")]}, "tools[0].function.parameters"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
+        ({"tools": [function(name=f"f{at}") for at in range(129)]}, "tools"),
+        ({"tools": [function(description="x" * 2**18)]}, "tools"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": function(name="other")}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.type"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ],
+)
+def test_wrong_tools_are_refused_by_their_path(fields: dict[str, object], at: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        read_tools(body(**fields))
+    assert refused.value.field == at
+
+
+def test_calls_become_objects_and_each_result_answers_one() -> None:
+    calls = read_calls(Fields({"tool_calls": [CALL]}, "messages[1]"))
+    assert calls[0]["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
+    asked = {"role": "assistant", "content": None, "tool_calls": calls}
+    result = {"role": "tool", "content": "rain", "tool_call_id": "call_1"}
+    check_answers([asked, result])
+    for wrong, at in ([result, asked], 0), ([asked, result, result], 2):
+        with pytest.raises(InvalidField) as refused:
+            check_answers(wrong)
+        assert refused.value.field == f"messages[{at}].tool_call_id"
+
+
+@pytest.mark.parametrize(
+    ("call", "at"),
+    [
+        ({**CALL, "id": None}, "id"),
+        ({**CALL, "type": "custom"}, "type"),
+        ({"id": "1", "function": {"name": "f", "arguments": "{"}}, "function.arguments"),
+        ({"id": "1", "function": {"name": "f", "arguments": "[]"}}, "function.arguments"),
+        ({"id": "1", "function": {"arguments": "{}"}}, "function.name"),
+    ],
+)
+def test_wrong_calls_are_refused_by_their_path(call: dict[str, object], at: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        read_calls(Fields({"tool_calls": [call]}, "messages[1]"))
+    assert refused.value.field == f"messages[1].tool_calls[0].{at}"
