@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from shell_router.api.admission import DRAIN
-from shell_router.api.fields import Fields, as_object, parse_body, read_body, read_sampling, shown
+from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, read_sampling, shown
 from shell_router.api.frames import AgentFrames, agent_answer, program_reply
 from shell_router.api.observed import Observed
 from shell_router.api.plain import Reply, Request
@@ -43,7 +43,9 @@ def read_agent_body(body: Fields, tenant: str, max_timeout_s: float) -> tuple[Ag
         wait_s=min(DEFAULT_WAIT_S, timeout_s) if wait_s is None else wait_s,
         timeout_s=timeout_s,
     )
-    return request, body.flag("stream")
+    stream = body.flag("stream")
+    body.check_spelling(SAMPLING)
+    return request, stream
 
 
 def identifier(body: Fields, name: str) -> str:
@@ -122,8 +124,7 @@ async def run_agent(request: Request) -> Reply:
     """POST: run one agent to its end."""
     body = parse_body(await read_body(request))
     asked, streamed = read_agent_body(body, request[TENANT], request.app[SETTINGS].request_timeout_s)
-    note_ignored(request, body.unread)
-    run = AgentRequestRun(request, asked)
+    run = AgentRequestRun(request, asked, note_ignored(request, body.unread))
     return await (run.streamed() if streamed else run.whole())
 
 
@@ -143,8 +144,9 @@ async def cancel_program(request: web.Request) -> web.Response:
 class AgentRequestRun:
     """One agent request under way."""
 
-    def __init__(self, request: Request, asked: AgentRequest) -> None:
+    def __init__(self, request: Request, asked: AgentRequest, warnings: Mapping[str, list[str]]) -> None:
         self._request = request
+        self._warnings = warnings
         self._asked = asked
         services = request.app[SERVICES]
         self._seen = Observed(services, services.new_id(), asked.tenant, TARGET, {asked.agent}, {})
@@ -155,7 +157,7 @@ class AgentRequestRun:
         """The answer as one object."""
         answer = await self._run()
         body = agent_answer(self._seen.id, self._seen.created, self._asked, answer)
-        return json_reply(self._request, body)
+        return json_reply(self._request, {**body, **self._warnings})
 
     async def streamed(self) -> Reply:
         """The answer as typed events."""

@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from shell_router.api.admission import Drain
-from shell_router.api.fields import Fields, as_object, parse_body, read_body, read_sampling, shown
+from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, read_sampling, shown
 from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
 from shell_router.api.models import Targets
 from shell_router.api.observed import Observed
@@ -54,6 +54,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would make the answer another one and that are not served, with the values that ask for nothing."""
 
+KNOWN = frozenset({*INERT, *REFUSED, *SAMPLING})
+
 
 @value
 class ChatRequest(MoaRequest):
@@ -72,7 +74,7 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float) -> ChatR
             raise body.refuse(name, "is not served as asked", f"Leave {name} out.")
     options, metadata = body.object("stream_options"), body.object("metadata")
     stream, sampling, seed = body.flag("stream"), read_sampling(body), body.raw("seed")
-    return ChatRequest(
+    chat = ChatRequest(
         id=run_id,
         tenant=tenant,
         messages=_messages(body),
@@ -86,6 +88,8 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float) -> ChatR
         include_agents=body.flag("include_agents"),
         prediction=_prediction(body),
     )
+    body.check_spelling(KNOWN)
+    return chat
 
 
 def ignored_fields(body: Fields) -> tuple[str, ...]:
@@ -210,7 +214,7 @@ async def chat_completions(request: Request) -> Reply:
     body = parse_body(await read_body(request))
     run = request.app[CHATS].begin(body, request[TENANT])
     request[TRACE] = run.trace
-    note_ignored(request, ignored_fields(body))
+    warnings = note_ignored(request, ignored_fields(body))
     if run.asked.stream:
         return await run.stream(request)
-    return json_reply(request, run.reply(await run.answer()))
+    return json_reply(request, run.reply(await run.answer()) | warnings)

@@ -1,7 +1,8 @@
 """Reading a request's body: JSON fields with errors that name their path, and sampling parameters."""
 
 import asyncio
-from collections.abc import Callable, Container, Mapping
+import difflib
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
 import orjson
@@ -12,6 +13,10 @@ from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField, InvalidRequest
 
 SHOWN_CHARACTERS = 40
+ALIKE = 0.8
+"""The similarity (difflib's ratio) from which an unknown field is taken for a misspelt one."""
+CHECKED_NAMES = 16
+CHECKED_CHARACTERS = 64
 
 
 class Fields:
@@ -30,6 +35,13 @@ class Fields:
     def given(self, names: Container[str]) -> list[str]:
         """Those of `names` that are set, in the body's order."""
         return [name for name, value in self._value.items() if value is not None and name in names]
+
+    def check_spelling(self, known: Collection[str] = ()) -> None:
+        """Raises InvalidField for an unread field whose name is nearly one that was read, or one of `known`."""
+        unknown = [name for name in self.unread if name not in known]
+        for name in unknown[:CHECKED_NAMES]:
+            if meant := difflib.get_close_matches(name[:CHECKED_CHARACTERS], {*self._asked, *known}, 1, ALIKE):
+                raise self.refuse(name, "is unknown", f"Did you mean {self.path(meant[0])}?")
 
     def path(self, name: str) -> str:
         """The path of field `name` from the body's root."""
@@ -161,7 +173,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_SEED = 2**63 - 1
 
 NUMBERS: dict[str, tuple[str, float, float]] = {
-    "temperature": ("temperature", 0.0, 100.0),
+    "temperature": ("temperature", 0.0, 2.0),
     "top_p": ("top_p", 1e-6, 1.0),
     "min_p": ("min_p", 0.0, 1.0),
     "frequency_penalty": ("frequency_penalty", -2.0, 2.0),

@@ -179,11 +179,13 @@ def common_headers(request: Request) -> dict[str, str]:
     return headers
 
 
-def note_ignored(request: Request, names: Sequence[str]) -> None:
-    """Have the answer say which of the body's fields had no effect: a misspelt one would go unnoticed."""
-    if names:
-        fit = (UNFIT_FOR_HEADER.sub("?", name[:64]) for name in names[:NAMED_IGNORED])
-        request[IGNORED] = ", ".join(fit)
+def note_ignored(request: Request, names: Sequence[str]) -> dict[str, list[str]]:
+    """Have the answer say which of the body's fields had no effect: by a header, and by what an object's body adds."""
+    if not names:
+        return {}
+    fit = [UNFIT_FOR_HEADER.sub("?", name[:64]) for name in names[:NAMED_IGNORED]]
+    request[IGNORED] = ", ".join(fit)
+    return {"warnings": [f"{name} is unknown here and was ignored." for name in fit]}
 
 
 def json_reply(

@@ -59,10 +59,10 @@ def _tool(tool: Fields) -> Mapping[str, Any]:
     if function is None:
         raise tool.refuse("function", "is missing")
     described: dict[str, Any] = {"name": function_name(function)}
-    for name, given in (("description", function.text("description")), ("parameters", function.raw("parameters"))):
-        if given is not None:
-            described[name] = given
-    function.object("parameters")  # refused unless it is one
+    if (description := function.text("description")) is not None:
+        described["description"] = description
+    if function.object("parameters") is not None:
+        described["parameters"] = function.raw("parameters")
     if function.flag("strict"):
         described["strict"] = True
     return {"type": "function", "function": described}
@@ -97,7 +97,7 @@ def _choice(body: Fields, names: Sequence[str]) -> tuple[ToolMode, str]:
 
 
 def read_calls(message: Fields) -> tuple[Mapping[str, Any], ...]:
-    """An assistant message's `tool_calls` as a chat template takes them: `arguments` are objects. Raises InvalidField."""
+    """An assistant message's `tool_calls`, with their `arguments` as objects. Raises InvalidField."""
     path = message.path("tool_calls")
     listed = message.listed("tool_calls") or []
     if len(listed) > MAX_TOOLS:

@@ -167,7 +167,14 @@ class Engine(Protocol):
         ...
 
 
-NativeRoute = Literal["generate", "prefill_only"]
+NativeRoute = Literal["generate", "prefill_only", "v1/chat/completions", "v1/completions"]
+
+
+@value
+class ChatServing:
+    """What servers say of their own chats: the parser that finds tool calls in their outputs, if they have one."""
+
+    tool_parser: str | None = None
 
 
 @value
@@ -181,12 +188,18 @@ class Relayed:
 
 
 class Relay(Protocol):
-    """Sends a client's native body to a pair, unknown fields intact, and its answer back."""
+    """Sends a client's native body to a pair, unknown fields intact, and its answer back.
+
+    `chat` is None where the servers have no OpenAI routes of their own: those take SGLang's own fields.
+    """
+
+    @property
+    def chat(self) -> ChatServing | None: ...
 
     def forward(
         self, route: NativeRoute, body: bytes, *, affinity: str | None = None
     ) -> AbstractAsyncContextManager[Relayed]:
-        """Forward `body`, a JSON object in SGLang's native shape. `affinity` is as in `Generation`.
+        """Forward `body`, a JSON object in the route's shape as SGLang has it. `affinity` is as in `Generation`.
 
         Raises InvalidRequest for a body that is not an object or that sets `bootstrap_*` itself, and EngineError.
         Leaving the context before the answer ended aborts the request on both engines.

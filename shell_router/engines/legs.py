@@ -32,7 +32,8 @@ class Legs:
     with `close`, which aborts on both servers unless the answer had ended. The prefill leg is not awaited before
     decode's end, and no leg is a task: its exchange reports what happens to it. A failure counts on the breaker of the
     server that caused it, and on no other, or is given to `blame`; `blamed_servers` then holds that server. `prefilled`
-    is called when the prefill leg is over. The engines are sent `bodies`, prefill's first, and abort by `rids`.
+    is called when the prefill leg is over. The engines are sent `bodies`, prefill's first, to `route`, and abort by
+    `rids`.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Legs:
         read_timeout_s: float,
         prefilled: Callable[[], None] | None = None,
         blame: Callable[[ServerClient, ServerFailure], None] = ServerClient.failed,
+        route: str = "generate",
     ) -> None:
         self.prefill_server = prefill
         self.decode_server = decode
@@ -57,10 +59,10 @@ class Legs:
         self._prefill_over: asyncio.Event | None = None
         self._output: OutputReader | None = None
         self._begun = False
-        self.decode = decode.begin("generate", bodies[1], read_timeout_s=read_timeout_s, ended=self._decode_ended)
+        self.decode = decode.begin(route, bodies[1], read_timeout_s=read_timeout_s, ended=self._decode_ended)
         """Decode's answer. Its reader raises the first failure of either leg."""
         self._prefill = prefill.begin(
-            "generate",
+            route,
             bodies[0],
             read_timeout_s=read_timeout_s,
             ended=self._prefill_ended,

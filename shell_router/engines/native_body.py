@@ -74,7 +74,8 @@ def read_native(body: bytes, fresh_rid: str, rules: NativeRules = ANY_MODEL, ada
             remedy="Leave it out, and name a model such as base:adapter; /v1/models lists them.",
         )
     if rules.vocabulary is not None:
-        _check_ids(found.get("input_ids"), rules.vocabulary)
+        for name in ("input_ids", "prompt"):
+            _check_ids(name, found.get(name), rules.vocabulary)
     _check_sampling(found.get("sampling_params"), rules.vocabulary)
     for start in as_list(found.get("logprob_start_len")):
         if isinstance(start, int) and start < -1:  # SGLang's prefill server ends at one
@@ -105,16 +106,16 @@ def _read_object(body: bytes) -> dict[str, Any]:
     return found
 
 
-def _check_ids(ids: object, vocabulary: int) -> None:
+def _check_ids(name: str, ids: object, vocabulary: int) -> None:
     """Token ids of one prompt, or a list of such lists. What is neither is left to the engine to refuse."""
     if not isinstance(ids, list) or not ids:
         return
     if isinstance(ids[0], list):
         for one in ids:
-            _check_ids(one, vocabulary)
+            _check_ids(name, one, vocabulary)
     elif set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary:
         raise InvalidRequest(
-            f"`input_ids` holds something else than token ids below {vocabulary}.", remedy="Tokenize for this model."
+            f"`{name}` holds something else than token ids below {vocabulary}.", remedy="Tokenize for this model."
         )
 
 

@@ -169,13 +169,14 @@ class PairRelay:
 
     def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts) -> Legs:
         fields, limits = pair.bootstrap.fields(), self._pairing.limits
+        at = "generate" if route == "prefill_only" else route
         if route == "prefill_only":
             sent = native.replaced({**fields, "stream": False, "sampling_params": {"max_new_tokens": 1}})
         else:
             sent = native.with_fields(fields)
         read_timeout_s = limits.stall_s if native.stream else limits.answer_s
         prefill, decode = pair.prefill.engine, pair.decode.engine
-        return Legs(prefill, decode, native.rids, (sent, sent), read_timeout_s, pair.prefilled, attempts.blame)
+        return Legs(prefill, decode, native.rids, (sent, sent), read_timeout_s, pair.prefilled, attempts.blame, at)
 
 
 class _ByPair(AbstractAsyncContextManager[Relayed]):

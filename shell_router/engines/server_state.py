@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from shell_router.core.engine import ChatServing
 from shell_router.engines.server_client import ServerClient
 from shell_router.engines.wire import broken_wire
 from shell_router.errors import EngineError, EngineRejected
@@ -73,6 +74,22 @@ async def version_of(server: ServerClient) -> str:
     if "version" not in found:
         raise broken_wire(server.name, "server_info without a version")
     return str(found["version"])
+
+
+async def chat_of(servers: Sequence[ServerClient]) -> ChatServing | None:
+    """What all of `servers` have of SGLang's OpenAI routes; None where one has none, or does not answer.
+
+    SGLang's servers name their parser of tool calls, set or not; other servers do not.
+    """
+    try:
+        found = await asyncio.gather(*map(server_info, servers))
+    except EngineError as error:
+        log.warning("chats are not forwarded, as a server does not say whether it has them: %s", error)
+        return None
+    if not all("tool_call_parser" in one for one in found):
+        return None
+    parsers = {one["tool_call_parser"] for one in found}
+    return ChatServing(parsers.pop() if len(parsers) == 1 else None)
 
 
 async def learn_priority(server: ServerClient) -> None:

@@ -9,7 +9,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shell_router.core.engine import Finish, Generation, NativeRoute, PrefillCost, Prefilled, Relayed, Tokens
+from shell_router.core.engine import (
+    ChatServing,
+    Finish,
+    Generation,
+    NativeRoute,
+    PrefillCost,
+    Prefilled,
+    Relayed,
+    Tokens,
+)
 from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits, random_bootstrap_room
 from shell_router.engines.dispatching import Monitor, engine_slot
 from shell_router.engines.http_client import HttpClient, TaskOwner
@@ -22,6 +31,7 @@ from shell_router.engines.server_client import ServerClient, Transport
 from shell_router.engines.server_state import (
     any_healthy,
     capabilities_of,
+    chat_of,
     learn_priority,
     require_healthy,
     state_of,
@@ -91,6 +101,8 @@ class SglangPair:
         self.servers = self._pairing.servers
         self.dispatchers = self._pairing.prefills, self._pairing.decodes
         self.adapter_settings = adapters
+        self.chat: ChatServing | None = None
+        """See `Relay.chat`; known after `probe`."""
         self._prefill_only = {
             server: PrefillOnly(server, bootstrap, partial(self._prefill_by_pair, server), rid, clock)
             for server, bootstrap in self._pairing.bootstraps.items()
@@ -212,6 +224,7 @@ class SglangPair:
         one does not serve.
         """
         found = await asyncio.gather(*map(capabilities_of, self.servers))
+        self.chat = await chat_of(self.servers)
         if self.adapter_settings.folders:
             await self.adapters.begin()
         if self._scheduling.queue.engine_priority:
@@ -265,6 +278,11 @@ class AdaptedModel:
     def __init__(self, engine: SglangPair, adapter: str) -> None:
         self._engine = engine
         self._adapter = adapter
+
+    @property
+    def chat(self) -> ChatServing | None:
+        """See `Relay`."""
+        return self._engine.chat
 
     def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`."""

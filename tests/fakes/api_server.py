@@ -28,7 +28,7 @@ from shell_router.api.services import new_run_id
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import BatchesSettings
-from shell_router.core.engine import NativeRoute, Placement, Relayed
+from shell_router.core.engine import ChatServing, NativeRoute, Placement, Relayed
 from shell_router.errors import InvalidRequest
 from shell_router.routing.holdout import Holdouts
 from shell_router.telemetry import Metrics
@@ -63,6 +63,7 @@ class ScriptedRelay:
     affinities: list[str | None] = field(default_factory=list)
     left_early: int = 0
     placed: tuple[Placement, ...] = ()
+    chat: ChatServing | None = None
 
     @contextlib.asynccontextmanager
     async def forward(self, route: NativeRoute, body: bytes, *, affinity: str | None = None) -> AsyncIterator[Relayed]:

@@ -169,11 +169,14 @@ async def test_a_body_over_the_limit_is_refused() -> None:
         assert (status, body["error"]["code"]) == (413, "body_too_large")
 
 
-async def test_a_misspelt_field_is_reported_in_a_header() -> None:
+async def test_unknown_fields_are_named_in_a_header_and_in_warnings() -> None:
     async with api() as served:
-        body = chat(temprature=1, user="me", **{"a\r\nb": 1})
+        body = chat(colour=1, user="me", **{"a\r\nb": 1})
         async with served.client.post(served.url + "/v1/chat/completions", json=body) as response:
-            assert response.headers["x-ignored-fields"] == "temprature, a??b"
+            assert response.headers["x-ignored-fields"] == "colour, a??b"
+            assert (await response.json())["warnings"] == [
+                f"{name} is unknown here and was ignored." for name in ("colour", "a??b")
+            ]
 
 
 async def test_requests_over_the_limit_are_asked_to_come_again_and_others_still_end() -> None:

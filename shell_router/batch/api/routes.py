@@ -229,6 +229,7 @@ async def create_batch(request: web.Request) -> web.Response:
     record = read_batch(body, f"batch_{services.new_id()}", request[TENANT], int(services.wall()))
     if _folder(request).files.find(record.tenant, record.input_file_id).purpose != INPUT_PURPOSE:
         raise body.refuse("input_file_id", f"names a file whose purpose is not {INPUT_PURPOSE}")
+    body.check_spelling()
     note_ignored(request, body.unread)
     await request.app[BATCH_RUNS].add(record)
     return json_reply(request, record.as_json())

@@ -63,6 +63,10 @@ def test_text_parts_are_joined_and_developer_counts_as_system() -> None:
         ({"audio": {}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"temprature": 1}, "temprature"),
+        ({"max_new_tokens": 1}, "max_new_tokens"),
+        ({"stream_option": {}}, "stream_option"),
         ({"prediction": "text"}, "prediction"),
         ({"prediction": {"content": "text"}}, "prediction.type"),
         ({"prediction": {"type": "content"}}, "prediction.content"),
@@ -86,9 +90,9 @@ def test_fields_that_ask_for_nothing_special_are_accepted() -> None:
 
 
 def test_unknown_fields_are_listed_and_those_without_effect_are_not() -> None:
-    read = body(temprature=0.5, user="me", metadata={"a": "b"}, top_p=0.5)
+    read = body(colour=0.5, user="me", metadata={"a": "b"}, top_p=0.5)
     read_chat(read)
-    assert ignored_fields(read) == ("temprature",)
+    assert ignored_fields(read) == ("colour",)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"null", b'{"a": NaN}', b"\xff", b"[" * 5000])
