@@ -8,15 +8,17 @@ from typing import Any
 from aiohttp import web
 
 from shell_router.api.admission import Drain
+from shell_router.api.engine_chat import ENGINE_FIELDS, asks_engine, read_engine_chat
 from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, read_sampling, shown
 from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
 from shell_router.api.models import Targets
+from shell_router.api.native import forwarded
 from shell_router.api.observed import Observed
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
-from shell_router.api.services import TENANT, TRACE, ApiSettings, Emit, Services
+from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Emit, Services
 from shell_router.api.streaming import LiveRun, stream_run
-from shell_router.core.engine import UNSTREAMED_INTERVAL, value
+from shell_router.core.engine import UNSTREAMED_INTERVAL, Relay, value
 from shell_router.moa import Answer, MoaRequest
 from shell_router.topology import Graph
 
@@ -36,18 +38,13 @@ INERT = frozenset(
 """OpenAI fields that never change an answer: billing, storage, speed."""
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "tools": ([],),
+    **ENGINE_FIELDS,
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "best_of": (1,),
     "echo": (False,),
@@ -71,7 +68,10 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float) -> ChatR
     """Raises InvalidField for what is missing, wrong or not served. Without a `seed` one is made from `run_id`."""
     for name in body.given(REFUSED):
         if body.raw(name) not in REFUSED[name]:
-            raise body.refuse(name, "is not served as asked", f"Leave {name} out.")
+            remedy = f"Leave {name} out"
+            if name in ENGINE_FIELDS:
+                remedy += ", or ask a plain model on SGLang: GET /v1/models names each model's engine"
+            raise body.refuse(name, "is not served as asked", remedy + ".")
     options, metadata = body.object("stream_options"), body.object("metadata")
     stream, sampling, seed = body.flag("stream"), read_sampling(body), body.raw("seed")
     chat = ChatRequest(
@@ -209,9 +209,19 @@ class ChatRun:
 CHATS = web.AppKey("CHATS", Chats)
 
 
+def engine_of(relays: Mapping[str, Relay], body: Fields) -> tuple[str, Relay | None]:
+    """The model that the body names, if it names one, and what forwards to its engines, where they can be reached."""
+    named = body.raw("model")
+    model = named[0] if isinstance(named, list) and len(named) == 1 else named
+    return (model, relays.get(model)) if isinstance(model, str) else ("", None)
+
+
 async def chat_completions(request: Request) -> Reply:
     """Check everything that can be checked, then run."""
     body = parse_body(await read_body(request))
+    model, relay = engine_of(request.app[SERVICES].relays, body)
+    if relay is not None and relay.chat is not None and asks_engine(body):
+        return await forwarded(request, relay, "v1/chat/completions", read_engine_chat(body, model, relay.chat))
     run = request.app[CHATS].begin(body, request[TENANT])
     request[TRACE] = run.trace
     warnings = note_ignored(request, ignored_fields(body))

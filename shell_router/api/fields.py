@@ -32,6 +32,10 @@ class Fields:
         """Fields that are set and were not read."""
         return tuple([name for name, value in self._value.items() if name not in self._asked and value is not None])
 
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, to be sent on."""
+        return dict(self._value)
+
     def given(self, names: Container[str]) -> list[str]:
         """Those of `names` that are set, in the body's order."""
         return [name for name, value in self._value.items() if value is not None and name in names]

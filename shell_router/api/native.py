@@ -1,11 +1,15 @@
-"""POST /generate and /prefill_only: SGLang's native requests, passed to a pair as they came."""
+"""POST /generate, /prefill_only, and what else an engine answers itself: passed to a pair, and its answer back."""
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
+import orjson
 from aiohttp import ClientConnectionResetError, web
 
 from shell_router.api.admission import DRAIN
+from shell_router.api.engine_chat import choices_as_one
 from shell_router.api.fields import parse_body, read_body
 from shell_router.api.plain import PlainStream, Reply, Request
 from shell_router.api.replies import common_headers, json_reply, problem_body, stream_error
@@ -45,19 +49,48 @@ def _known(relays: Mapping[str, Relay]) -> str:
     return f"Known: {', '.join(sorted(relays)) or 'none'}."
 
 
+class Translation(Protocol):
+    """Turns an engine's answer into another API's, whole or chunk by chunk."""
+
+    def whole(self, found: dict[str, Any]) -> dict[str, Any]:
+        """A good answer that is not streamed."""
+        ...
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What is to be sent for these bytes of a stream."""
+        ...
+
+    def error(self, envelope: dict[str, Any]) -> bytes:
+        """The last frame of a stream that failed."""
+        ...
+
+
 async def _forwarded(request: Request, route: NativeRoute) -> Reply:
-    limit_s = request.app[SETTINGS].request_timeout_s
     body = await read_body(request)
     services = request.app[SERVICES]
     adapters = [name for name, model in services.models.items() if model.base is not None]
     relay = pick_relay(services.relays, request.headers.get("x-model"), body, adapters)
-    answer = NativeAnswer(request)
+    return await forwarded(request, relay, route, [body])
+
+
+async def forwarded(
+    request: Request, relay: Relay, route: NativeRoute, bodies: Sequence[bytes], translation: Translation | None = None
+) -> Reply:
+    """The engine's answer to `bodies`, which are the choices of one request."""
+    limit_s = request.app[SETTINGS].request_timeout_s
+    affinity = request.headers.get("x-routing-key")
+    answer = NativeAnswer(request, translation)
+
+    def sent(body: bytes) -> AbstractAsyncContextManager[Relayed]:
+        return relay.forward(route, body, affinity=affinity)
+
     try:
-        async with (
-            request.app[DRAIN].deadline(limit_s),
-            relay.forward(route, body, affinity=request.headers.get("x-routing-key")) as relayed,
-        ):
-            return await answer.forward(relayed)
+        async with request.app[DRAIN].deadline(limit_s):
+            if len(bodies) > 1:
+                async with choices_as_one(sent, bodies) as relayed:
+                    return await answer.forward(relayed)
+            async with sent(bodies[0]) as relayed:
+                return await answer.forward(relayed)
     except TimeoutError:
         return await answer.failed(
             DeadlineExceeded(f"The engine did not end within {limit_s:g} s.", remedy="Ask for fewer tokens.")
@@ -71,8 +104,9 @@ async def _forwarded(request: Request, route: NativeRoute) -> Reply:
 class NativeAnswer:
     """The answer to one native request: the engine's, whole or streamed, its errors in this API's shape."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, translation: Translation | None = None) -> None:
         self._request = request
+        self._translation = translation
         self._stream: EventStream | PlainStream | None = None
 
     async def forward(self, relayed: Relayed) -> Reply:
@@ -84,8 +118,9 @@ class NativeAnswer:
         self._stream = await open_stream(
             self._request, limit_s, status=relayed.status, content_type=relayed.content_type
         )
+        translation = self._translation
         async for chunk in relayed.chunks:
-            await self._stream.send(chunk)
+            await self._stream.send(chunk if translation is None else translation.feed(chunk))
         return await self._stream.end()
 
     async def failed(self, error: Exception) -> Reply:
@@ -94,7 +129,8 @@ class NativeAnswer:
             if isinstance(error, EngineRejected):  # its status is the engine's own, as for one that is passed through
                 return json_reply(self._request, problem_body(error, self._request[REQUEST_ID]), status=error.status)
             raise error
-        await self._stream.send(data_frame(stream_error(error, self._request[REQUEST_ID])))
+        envelope, translation = stream_error(error, self._request[REQUEST_ID]), self._translation
+        await self._stream.send(data_frame(envelope) if translation is None else translation.error(envelope))
         return await self._stream.end()
 
     async def _whole(self, relayed: Relayed) -> web.Response:
@@ -105,5 +141,7 @@ class NativeAnswer:
             )
             envelope = problem_body(refusal, self._request[REQUEST_ID])
             return json_reply(self._request, envelope, status=relayed.status)
+        if self._translation is not None:
+            return json_reply(self._request, self._translation.whole(orjson.loads(body)))
         headers = {"Content-Type": relayed.content_type, **common_headers(self._request)}
         return web.Response(body=body, status=relayed.status, headers=headers)

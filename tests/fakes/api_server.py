@@ -28,7 +28,7 @@ from shell_router.api.services import new_run_id
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import BatchesSettings
-from shell_router.core.engine import ChatServing, NativeRoute, Placement, Relayed
+from shell_router.core.engine import ChatServing, NativeRoute, Placement, Relay, Relayed
 from shell_router.errors import InvalidRequest
 from shell_router.routing.holdout import Holdouts
 from shell_router.telemetry import Metrics
@@ -119,7 +119,7 @@ async def api(
     settings: ApiSettings | None = None,
     *,
     executor: Runs | None = None,
-    relays: Mapping[str, ScriptedRelay] | None = None,
+    relays: Mapping[str, Relay] | None = None,
     checks: Mapping[str, Callable[[], Awaitable[bool]]] | None = None,
     optional_checks: tuple[str, ...] = (),
     topologies: tuple[Topology, ...] = (DUO,),

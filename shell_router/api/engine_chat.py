@@ -1,0 +1,204 @@
+"""Chats that a model's own servers answer on their OpenAI routes: tools, several choices, log probabilities, images.
+
+The router's own way renders a prompt and reads tokens. What it does not do itself goes to both servers of a pair as the
+client sent it, and the answer comes back as it is.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+import orjson
+
+from shell_router.api.fields import MAX_SEED, SAMPLING, Fields, as_object, read_sampling, shown
+from shell_router.api.tools import call_id, check_answers, read_calls, read_tools
+from shell_router.core.engine import ChatServing, Relayed
+from shell_router.engines.wire import EventSplitter
+
+MAX_CHOICES = 16
+MAX_TOP_LOGPROBS = 20
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+ENGINE_FIELDS: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "tools": ([],),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "chat_template_kwargs": ({},),
+    "separate_reasoning": (True,),
+    "reasoning_effort": (),
+}
+"""What only an engine's own chats do, with the values that ask for nothing."""
+
+NOT_FORWARDED: dict[str, tuple[Any, ...]] = {
+    "include_agents": (False,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "prediction": (),
+}
+
+
+def asks_engine(body: Fields) -> bool:
+    """Whether the body asks for something that only an engine's own chats do."""
+    if any(body.raw(name) not in ENGINE_FIELDS[name] for name in body.given(ENGINE_FIELDS)):
+        return True
+    messages = body.raw("messages")
+    return isinstance(messages, list) and any(isinstance(one, dict) and _beyond_text(one) for one in messages)
+
+
+def _beyond_text(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    if isinstance(content, list) and any(isinstance(part, dict) and part.get("type") != "text" for part in content):
+        return True
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))
+
+
+def read_engine_chat(body: Fields, model: str, chat: ChatServing) -> list[bytes]:
+    """The bodies to send, one for each of the `n` choices. Raises InvalidField for what the engine would misread."""
+    for name in body.given(NOT_FORWARDED):
+        if body.raw(name) not in NOT_FORWARDED[name]:
+            raise body.refuse(name, "is not served together with what the engine does itself", f"Leave {name} out.")
+    mode = read_tools(body).mode
+    if mode == "auto" and chat.tool_parser is None:
+        raise body.refuse(
+            "tools",
+            f"need a parser that finds calls in the outputs of {model}, and its servers have none",
+            "Start them with --tool-call-parser and the name of the model's format, or set tool_choice to required"
+            " or to a function.",
+        )
+    _check_messages(body)
+    read_sampling(body)
+    _check_values(body)
+    choices = body.integer("n", 1, MAX_CHOICES) or 1
+    body.check_spelling({*ENGINE_FIELDS, *NOT_FORWARDED, *SAMPLING})
+    return choice_bodies(body.as_dict() | {"model": model}, choices)
+
+
+def _check_values(body: Fields) -> None:
+    for flag in ("logprobs", "separate_reasoning", "stream"):
+        body.flag(flag)
+    if body.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) and not body.flag("logprobs"):
+        raise body.refuse("top_logprobs", "needs logprobs", "Set logprobs to true.")
+    for name in ("logit_bias", "chat_template_kwargs", "stream_options", "metadata"):
+        body.object(name)
+    body.raw("user")
+
+
+def _check_messages(body: Fields) -> None:
+    listed = body.listed("messages")
+    if not listed:
+        raise body.refuse("messages", "is missing or empty", "Send at least one user message.")
+    messages = [_checked(as_object(one, f"messages[{at}]")) for at, one in enumerate(listed)]
+    check_answers(messages)
+    if messages[-1]["role"] not in ("user", "tool"):
+        last = as_object(listed[-1], f"messages[{len(listed) - 1}]")
+        raise last.refuse("role", "must be user or tool", "Put the question, or a call's result, in the last message.")
+
+
+def _checked(message: Fields) -> dict[str, Any]:
+    role, content = message.text("role"), message.raw("content")
+    if role not in ROLES:
+        raise message.refuse("role", f"must be one of {', '.join(ROLES)}, not {role!r}")
+    found: dict[str, Any] = {"role": role}
+    if role == "assistant":
+        found["tool_calls"] = read_calls(message)
+    if role == "tool":
+        found["tool_call_id"] = call_id(message, "tool_call_id")
+    if isinstance(content, list):
+        for at, part in enumerate(content):
+            as_object(part, f"{message.path('content')}[{at}]").required_text("type")
+    elif not isinstance(content, str) and not (content is None and found.get("tool_calls")):
+        raise message.refuse("content", f"must be a string or an array of parts, not {shown(content)}")
+    return found
+
+
+def choice_bodies(body: dict[str, Any], choices: int) -> list[bytes]:
+    """A body for each choice: a pair answers a request once. Seeds follow each other, or all would be the same."""
+    if choices == 1:
+        return [orjson.dumps(body)]
+    seed = body.get("seed")
+    seeds = [{} if seed is None else {"seed": min(seed + place, MAX_SEED)} for place in range(choices)]
+    return [orjson.dumps(body | own | {"n": 1}) for own in seeds]
+
+
+Forward = Callable[[bytes], AbstractAsyncContextManager[Relayed]]
+
+
+@asynccontextmanager
+async def choices_as_one(forward: Forward, bodies: Sequence[bytes]) -> AsyncIterator[Relayed]:
+    """Send all `bodies` at a time, their answers as one with as many choices. Raises what `forward` raises.
+
+    On leaving, none of them runs on.
+    """
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                begun = [tasks.create_task(stack.enter_async_context(forward(body))) for body in bodies]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        relayed = [one.result() for one in begun]
+        first = next((one for one in relayed if one.status >= 400), relayed[0])
+        if len(relayed) == 1 or first.status >= 400:
+            yield first
+            return
+        joined = _joined_stream if first.content_type.startswith("text/event-stream") else _joined_whole
+        async with aclosing(joined(relayed)) as chunks:
+            yield Relayed(first.status, first.content_type, chunks, tuple(at for one in relayed for at in one.placed))
+
+
+async def _joined_whole(relayed: Sequence[Relayed]) -> AsyncGenerator[bytes, None]:
+    answers = [orjson.loads(b"".join([chunk async for chunk in one.chunks])) for one in relayed]
+    choices = [{**choice, "index": place} for place, one in enumerate(answers) for choice in one["choices"]]
+    yield orjson.dumps({**answers[0], "choices": choices, "usage": _summed([one["usage"] for one in answers])})
+
+
+def _summed(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """OpenAI's usage of several choices: the prompt counts once."""
+    written = sum(one["completion_tokens"] for one in usages)
+    return {**usages[0], "completion_tokens": written, "total_tokens": usages[0]["prompt_tokens"] + written}
+
+
+async def _joined_stream(relayed: Sequence[Relayed]) -> AsyncGenerator[bytes, None]:
+    """Chunks as they come, each with its choice's number; the usage and the end mark of all come last."""
+    events = [EventSplitter() for _ in relayed]
+    usages: list[dict[str, Any]] = []
+    last: dict[str, Any] = {}
+    reading = {asyncio.ensure_future(_next(one)): place for place, one in enumerate(relayed)}
+    try:
+        while reading:
+            done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                place = reading.pop(task)
+                if not (chunk := task.result()):
+                    continue
+                frames = b""
+                for event in [orjson.loads(one) for one in events[place].feed(chunk) if one != b"[DONE]"]:
+                    last = last or event
+                    if event.get("usage") and not event.get("choices"):
+                        usages.append(event["usage"])
+                        continue
+                    for choice in event.get("choices", ()):
+                        choice["index"] = place
+                    frames += b"data: %b\n\n" % orjson.dumps(event | ({"id": last["id"]} if "id" in event else {}))
+                if frames:
+                    yield frames
+                reading[asyncio.ensure_future(_next(relayed[place]))] = place
+        if usages:
+            yield b"data: %b\n\n" % orjson.dumps({**last, "choices": [], "usage": _summed(usages)})
+        yield b"data: [DONE]\n\n"
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+
+
+async def _next(relayed: Relayed) -> bytes:
+    """The next bytes; empty at the end."""
+    return await anext(relayed.chunks, b"")

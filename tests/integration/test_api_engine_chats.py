@@ -1,0 +1,168 @@
+"""Chats that a plain model's own servers answer: the official client with tools, choices and images."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from tests.fakes.api_server import Api, api, chat
+from tests.fakes.chat_engines import ChatPair, ChatScript, chat_pair
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+QUESTION = {"role": "user", "content": "Rain in Paris?"}
+
+
+@asynccontextmanager
+async def served_chats(script: ChatScript | None = None) -> AsyncIterator[tuple[openai.AsyncOpenAI, ChatPair, Api]]:
+    async with (
+        chat_pair(script) as at,
+        api(relays={"small": at.pair}) as served,
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as ai,
+    ):
+        yield ai, at, served
+
+
+def asked(**fields: object) -> dict[str, Any]:
+    return {"model": "small", "messages": [QUESTION], **fields}
+
+
+async def test_a_tool_is_called_and_its_result_answered() -> None:
+    async with served_chats() as (ai, at, _):
+        answer = await ai.chat.completions.create(**asked(tools=[WEATHER]))
+        message = answer.choices[0].message
+        assert (answer.model, answer.choices[0].finish_reason) == ("small", "tool_calls")
+        assert message.tool_calls is not None
+        called = message.tool_calls[0]
+        assert (called.function.name, called.function.arguments) == ("weather", '{"city":"Paris"}')
+        result = {"role": "tool", "tool_call_id": called.id, "content": "dry"}
+        history = [QUESTION, message.model_dump(exclude_none=True), result]
+        answer = await ai.chat.completions.create(**asked(messages=history, tools=[WEATHER]))
+        assert answer.choices[0].message.content == "It says: dry"
+        assert answer.usage is not None and answer.usage.total_tokens == 12
+        for server in (at.prefill, at.decode):
+            route, body = server.sent[0]
+            assert route == "/v1/chat/completions" and body["tools"] == [WEATHER]
+        prefill, decode = at.prefill.sent[0][1], at.decode.sent[0][1]
+        assert prefill == decode and {"rid", "bootstrap_host", "bootstrap_port", "bootstrap_room"} <= prefill.keys()
+
+
+async def test_a_stream_of_calls_passes_and_unknown_fields_go_on_to_the_engine() -> None:
+    async with served_chats() as (ai, at, _):
+        extra = {"return_token_ids": True}
+        stream = await ai.chat.completions.create(
+            stream=True, stream_options={"include_usage": True}, extra_body=extra, **asked(tools=[WEATHER])
+        )
+        chunks = [chunk async for chunk in stream]
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        calls = [one for delta in deltas for one in delta.tool_calls or ()]
+        assert calls[0].function is not None and calls[0].function.name == "weather"
+        assert "".join(one.function.arguments or "" for one in calls if one.function) == '{"city":"Paris"}'
+        assert chunks[-1].usage is not None
+        assert at.decode.sent[0][1]["return_token_ids"] is True
+
+
+async def test_a_chat_without_such_fields_is_the_routers_own() -> None:
+    async with served_chats() as (ai, at, served):
+        answer = await ai.chat.completions.create(**asked(tools=[], n=1))
+        assert answer.choices[0].message.content == "small thinks and small speaks and then small is done"
+        assert not at.decode.sent and len(served.moa.engines["small"].generated) == 1
+
+
+async def test_images_and_log_probabilities_are_the_engines() -> None:
+    async with served_chats() as (ai, at, _):
+        parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+        await ai.chat.completions.create(**asked(messages=[{"role": "user", "content": parts}]))
+        await ai.chat.completions.create(logprobs=True, top_logprobs=2, **asked())
+        assert [body["messages"][0]["content"] for _, body in at.decode.sent] == [parts, QUESTION["content"]]
+
+
+async def test_several_choices_are_several_requests_with_seeds_of_their_own() -> None:
+    async with served_chats() as (ai, at, _):
+        answer = await ai.chat.completions.create(n=3, seed=5, **asked())
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (7, 15, 22)
+        assert sorted(body["seed"] for _, body in at.decode.sent) == [5, 6, 7]
+        assert len({body["bootstrap_room"] for _, body in at.decode.sent}) == 3
+        stream = await ai.chat.completions.create(n=2, stream=True, stream_options={"include_usage": True}, **asked())
+        texts = {0: "", 1: ""}
+        chunks = [chunk async for chunk in stream]
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            texts[choice.index] += choice.delta.content or ""
+        assert texts == {0: "notools", 1: "notools"}
+        assert len({chunk.id for chunk in chunks}) == 1
+        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 10
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_a_client_that_leaves_ends_what_runs(choices: int) -> None:
+    async with served_chats(ChatScript(gate=asyncio.Event())) as (_, at, served):
+        body = asked(tools=[WEATHER], stream=True, n=choices)
+        async with served.stream(body) as response:
+            await response.content.readuntil(b"\n\n")
+            assert len(at.decode.chats) == choices
+        await at.idle()
+
+
+async def test_without_a_parser_tools_are_refused_with_the_flag_unless_a_call_is_forced() -> None:
+    async with served_chats(ChatScript(tool_parser=None)) as (ai, _, _served):
+        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+            await ai.chat.completions.create(**asked(tools=[WEATHER]))
+        answer = await ai.chat.completions.create(tool_choice="required", **asked(tools=[WEATHER]))
+        assert answer.choices[0].message.tool_calls
+
+
+async def test_fields_that_the_router_chooses_are_refused() -> None:
+    async with served_chats() as (_, _at, served):
+        status, body = await served.post("/v1/chat/completions", asked(tools=[WEATHER]) | {"bootstrap_room": 3})
+        assert status == 400 and "bootstrap_room" in body["error"]["message"]
+
+
+async def test_what_has_no_chats_of_its_own_says_what_to_do() -> None:
+    async with api() as served:
+        for model in ("duo", "small"):
+            status, body = await served.post("/v1/chat/completions", chat(model=model, tools=[WEATHER]))
+            assert (status, body["error"]["param"]) == (400, "tools")
+            assert "SGLang" in body["error"]["message"]
+
+
+CALLED = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": "weather"}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
+    ({"tools": [WEATHER], "tool_choice": "weather"}, "tool_choice"),
+    ({"tools": [WEATHER], "messages": []}, "messages"),
+    ({"tools": [WEATHER], "messages": [3]}, "messages[0]"),
+    ({"tools": [WEATHER], "messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+    ({"tools": [WEATHER], "messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"tools": [WEATHER], "messages": [{"role": "user", "content": [3]}]}, "messages[0].content[0]"),
+    ({"tools": [WEATHER], "messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "tool", "tool_call_id": "1", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [CALLED]}]}, "messages[1].role"),
+    ({"n": 17}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": 2, "temperature": 3}, "temperature"),
+    ({"n": 2, "max_tokens": 0}, "max_tokens"),
+    ({"n": 2, "functions": [{}]}, "functions"),
+    ({"n": 2, "include_agents": True}, "include_agents"),
+    ({"n": 2, "top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": "yes"}, "logprobs"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"chat_template_kwargs": "thinking"}, "chat_template_kwargs"),
+    ({"n": 2, "stream": 1}, "stream"),
+    ({"n": 2, "temprature": 1}, "temprature"),
+    ({"tool": [WEATHER]}, "tool"),
+]
+
+
+async def test_malformed_bodies_are_refused_by_field_and_reach_no_engine() -> None:
+    async with served_chats() as (_, at, served):
+        for fields, at_field in MALFORMED:
+            status, body = await served.post("/v1/chat/completions", asked(**fields))
+            assert (status, body["error"]["param"]) == (400, at_field), (fields, body)
+        assert not at.prefill.sent and not at.decode.sent

@@ -1,0 +1,65 @@
+"""Chats that real SGLang answers itself on both servers of a pair: forced tool calls, choices, log probabilities."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import orjson
+import pytest
+
+from shell_router.engines.sglang import SglangPair
+from tests.fakes.api_server import api
+
+pytestmark = pytest.mark.sglang
+
+PARAMETERS = {"type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"]}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+QUESTION: Any = {"role": "user", "content": "Rain?"}
+
+
+@asynccontextmanager
+async def client(pair: SglangPair) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        api(relays={"small": pair}) as served,
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as ai,
+    ):
+        yield ai
+
+
+async def test_a_forced_call_is_a_call_whole_and_streamed(pair: SglangPair) -> None:
+    asked: Any = {"model": "small", "tools": [WEATHER], "tool_choice": "required", "max_tokens": 200}
+    async with client(pair) as ai:
+        answer = await ai.chat.completions.create(messages=[QUESTION], **asked)
+        calls = answer.choices[0].message.tool_calls
+        assert calls and calls[0].type == "function" and answer.model == "small"
+        assert isinstance(orjson.loads(calls[0].function.arguments)["wet"], bool)
+        stream = await ai.chat.completions.create(messages=[QUESTION], stream=True, **asked)
+        deltas = [
+            one
+            for chunk in [c async for c in stream]
+            for choice in chunk.choices
+            for one in choice.delta.tool_calls or ()
+        ]
+        arguments = "".join(one.function.arguments or "" for one in deltas if one.function)
+        assert isinstance(orjson.loads(arguments)["wet"], bool)
+        result: Any = {"role": "tool", "tool_call_id": calls[0].id, "content": "dry"}
+        history = [QUESTION, answer.choices[0].message.model_dump(exclude_none=True), result]
+        answer = await ai.chat.completions.create(model="small", messages=history, max_tokens=4)
+        assert answer.usage is not None and answer.usage.completion_tokens == 4
+
+
+async def test_choices_and_log_probabilities(pair: SglangPair) -> None:
+    async with client(pair) as ai:
+        asked: Any = {"model": "small", "messages": [QUESTION], "max_tokens": 3, "n": 2, "logprobs": True}
+        answer = await ai.chat.completions.create(top_logprobs=2, extra_body={"ignore_eos": True}, **asked)
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        for choice in answer.choices:
+            assert choice.logprobs is not None and choice.logprobs.content is not None
+            assert [len(one.top_logprobs) for one in choice.logprobs.content] == [2, 2, 2]
+
+
+async def test_tools_that_may_be_called_need_a_parser(pair: SglangPair) -> None:
+    async with client(pair) as ai:
+        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+            await ai.chat.completions.create(model="small", messages=[QUESTION], tools=[WEATHER])
