@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from shell_router.api import agents, chat, native, views
+from shell_router.api import agents, chat, native, responses, views
 from shell_router.api.admission import ADMISSION, DRAIN, Admission, Drain
 from shell_router.api.chat import CHATS, Chats
 from shell_router.api.models import TARGETS, Targets
@@ -28,6 +28,7 @@ def _post(path: str, handler: Handler) -> web.RouteDef:
 
 ROUTES = (
     _post("/v1/chat/completions", chat.chat_completions),
+    _post("/v1/responses", responses.create_response),
     web.get("/v1/models", views.list_models),
     web.get("/v1/models/{model}", views.show_model),
     _post("/v1/agent/requests", agents.run_agent),

@@ -17,7 +17,7 @@ from shell_router.api.observed import Observed
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Emit, Services
-from shell_router.api.streaming import LiveRun, stream_run
+from shell_router.api.streaming import LiveRun, TranslatedFrames, Translation, stream_run
 from shell_router.core.engine import UNSTREAMED_INTERVAL, Relay, value
 from shell_router.moa import Answer, MoaRequest
 from shell_router.topology import Graph
@@ -197,13 +197,14 @@ class ChatRun:
             body["agents"] = agents(answer, self.trace)
         return body
 
-    async def stream(self, request: Request) -> Reply:
-        """Run, and write the completion in chunks meanwhile."""
+    async def stream(self, request: Request, translation: Translation | None = None) -> Reply:
+        """Run, and write the completion in chunks meanwhile, as `translation` puts them."""
         base = chunk_base(self.asked.id, self._seen.created, self._topology.name)
         asked, answering = self.asked, self._topology.answering
         frames = ChatFrames(base, answering, self.trace, asked.include_usage, asked.include_agents)
         async with LiveRun(self.answer, frames.wants) as live:
-            return await stream_run(request, live, frames)
+            written = frames if translation is None else TranslatedFrames(frames, translation)
+            return await stream_run(request, live, written)
 
 
 CHATS = web.AppKey("CHATS", Chats)
@@ -218,13 +219,19 @@ def engine_of(relays: Mapping[str, Relay], body: Fields) -> tuple[str, Relay | N
 
 async def chat_completions(request: Request) -> Reply:
     """Check everything that can be checked, then run."""
-    body = parse_body(await read_body(request))
+    return await answer_chat(request, parse_body(await read_body(request)))
+
+
+async def answer_chat(request: Request, body: Fields, translation: Translation | None = None) -> Reply:
+    """The answer to a chat completion's body, in the form that `translation` gives it."""
     model, relay = engine_of(request.app[SERVICES].relays, body)
     if relay is not None and relay.chat is not None and asks_engine(body):
-        return await forwarded(request, relay, "v1/chat/completions", read_engine_chat(body, model, relay.chat))
+        bodies = read_engine_chat(body, model, relay.chat)
+        return await forwarded(request, relay, "v1/chat/completions", bodies, translation)
     run = request.app[CHATS].begin(body, request[TENANT])
     request[TRACE] = run.trace
     warnings = note_ignored(request, ignored_fields(body))
     if run.asked.stream:
-        return await run.stream(request)
-    return json_reply(request, run.reply(await run.answer()) | warnings)
+        return await run.stream(request, translation)
+    reply = run.reply(await run.answer()) | warnings
+    return json_reply(request, reply if translation is None else translation.whole(reply))

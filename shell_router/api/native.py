@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
 
 import orjson
 from aiohttp import ClientConnectionResetError, web
@@ -14,7 +13,7 @@ from shell_router.api.fields import parse_body, read_body
 from shell_router.api.plain import PlainStream, Reply, Request
 from shell_router.api.replies import common_headers, json_reply, problem_body, stream_error
 from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS
-from shell_router.api.streaming import EventStream, data_frame, open_stream
+from shell_router.api.streaming import EventStream, Translation, data_frame, open_stream
 from shell_router.core.engine import NativeRoute, Relay, Relayed, error_message
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 
@@ -47,22 +46,6 @@ def pick_relay(relays: Mapping[str, Relay], header: str | None, body: bytes, ada
 
 def _known(relays: Mapping[str, Relay]) -> str:
     return f"Known: {', '.join(sorted(relays)) or 'none'}."
-
-
-class Translation(Protocol):
-    """Turns an engine's answer into another API's, whole or chunk by chunk."""
-
-    def whole(self, found: dict[str, Any]) -> dict[str, Any]:
-        """A good answer that is not streamed."""
-        ...
-
-    def feed(self, chunk: bytes) -> bytes:
-        """What is to be sent for these bytes of a stream."""
-        ...
-
-    def error(self, envelope: dict[str, Any]) -> bytes:
-        """The last frame of a stream that failed."""
-        ...
 
 
 async def _forwarded(request: Request, route: NativeRoute) -> Reply:

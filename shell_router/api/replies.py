@@ -185,7 +185,7 @@ def note_ignored(request: Request, names: Sequence[str]) -> dict[str, list[str]]
         return {}
     fit = [UNFIT_FOR_HEADER.sub("?", name[:64]) for name in names[:NAMED_IGNORED]]
     request[IGNORED] = ", ".join(fit)
-    return {"warnings": [f"{name} is unknown here and was ignored." for name in fit]}
+    return {"warnings": [f"{name} was ignored: it has no effect here." for name in fit]}
 
 
 def json_reply(

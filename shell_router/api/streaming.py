@@ -160,6 +160,42 @@ class Frames(Protocol):
         ...
 
 
+class Translation(Protocol):
+    """Turns a chat completion into another API's answer, whole or chunk by chunk."""
+
+    def whole(self, found: dict[str, Any]) -> dict[str, Any]:
+        """An answer that is not streamed."""
+        ...
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What is to be sent for these bytes of a stream."""
+        ...
+
+    def error(self, envelope: dict[str, Any]) -> bytes:
+        """The last frame of a stream that failed."""
+        ...
+
+
+class TranslatedFrames:
+    """The frames of a chat completion in another API's form."""
+
+    def __init__(self, frames: Frames, translation: Translation) -> None:
+        self._frames = frames
+        self._translation = translation
+
+    def events(self, events: Sequence[Event]) -> bytes:
+        """See `Frames`."""
+        return self._translation.feed(self._frames.events(events))
+
+    def answer(self, answer: Answer) -> bytes:
+        """See `Frames`."""
+        return self._translation.feed(self._frames.answer(answer))
+
+    def error(self, envelope: dict[str, Any]) -> bytes:
+        """See `Frames`."""
+        return self._translation.error(envelope)
+
+
 async def stream_run(request: Request, run: LiveRun, frames: Frames) -> Reply:
     """Write the run as it happens.
 

@@ -175,7 +175,7 @@ async def test_unknown_fields_are_named_in_a_header_and_in_warnings() -> None:
         async with served.client.post(served.url + "/v1/chat/completions", json=body) as response:
             assert response.headers["x-ignored-fields"] == "colour, a??b"
             assert (await response.json())["warnings"] == [
-                f"{name} is unknown here and was ignored." for name in ("colour", "a??b")
+                f"{name} was ignored: it has no effect here." for name in ("colour", "a??b")
             ]
 
 

@@ -1,0 +1,333 @@
+"""POST /v1/responses: OpenAI's newer shape of a chat, translated to a chat completion and back. Nothing is stored."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import orjson
+
+from shell_router.api.chat import answer_chat
+from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, shown
+from shell_router.api.plain import Reply, Request
+from shell_router.api.replies import note_ignored
+from shell_router.api.services import SERVICES
+from shell_router.engines.wire import EventSplitter
+
+SAME = frozenset(SAMPLING) - {"max_tokens", "max_completion_tokens", "response_format"} | {
+    "chat_template_kwargs",
+    "metadata",
+    "model",
+    "parallel_tool_calls",
+    "stream",
+    "user",
+}
+"""Fields that mean the same in a chat completion."""
+
+INERT = frozenset(
+    {
+        "client_metadata",
+        "include",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "stream_options",
+    }
+)
+"""Fields that never change an answer, or ask for parts of it that there are none of."""
+
+STATEFUL = {
+    "previous_response_id": "Nothing is stored: send all earlier items in input.",
+    "conversation": "Nothing is stored: send all earlier items in input.",
+    "prompt": "Nothing is stored: send the prompt's text in instructions.",
+    "background": "Send it without, and keep the connection open.",
+}
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def as_chat(body: Fields) -> dict[str, Any]:
+    """The chat completion's body that asks for the same. Raises InvalidField."""
+    for name, remedy in STATEFUL.items():
+        if body.raw(name) not in (None, False):
+            raise body.refuse(name, "is not served", remedy)
+    chat = {name: value for name in body.given(SAME) if (value := body.raw(name)) is not None}
+    if (instructions := body.text("instructions")) is not None:
+        chat["messages"] = [{"role": "system", "content": instructions}]
+    chat["messages"] = [*chat.get("messages", ()), *_messages(body)]
+    if (limit := body.integer("max_output_tokens", 1, 2**31 - 1)) is not None:
+        chat["max_completion_tokens"] = limit
+    if tools := body.listed("tools"):
+        chat["tools"] = [_tool(as_object(one, f"tools[{at}]")) for at, one in enumerate(tools)]
+    choice = body.raw("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    if choice is not None and (choice != "auto" or tools):
+        chat["tool_choice"] = choice
+    if (text := body.object("text")) is not None and (form := text.object("format")) is not None:
+        chat["response_format"] = _response_format(form)
+    if (reasoning := body.object("reasoning")) is not None and (effort := reasoning.text("effort")) is not None:
+        chat["reasoning_effort"] = effort
+    if body.flag("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    if body.raw("truncation") not in (None, "disabled"):
+        raise body.refuse("truncation", "must be disabled", "Shorten the input: what does not fit is refused.")
+    return chat
+
+
+def _response_format(form: Fields) -> dict[str, Any]:
+    if form.text("type") != "json_schema":
+        return {"type": form.text("type")}
+    return {"type": "json_schema", "json_schema": {key: form.raw(key) for key in ("name", "schema", "strict")}}
+
+
+def _tool(tool: Fields) -> dict[str, Any]:
+    if tool.text("type") != "function":
+        raise tool.refuse("type", "must be function", "The router runs no tools of its own: run them in the client.")
+    given = tool.given(("name", "description", "parameters", "strict"))
+    return {"type": "function", "function": {name: tool.raw(name) for name in given}}
+
+
+def _messages(body: Fields) -> list[dict[str, Any]]:
+    given = body.raw("input")
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise body.refuse("input", f"must be a string or an array of items, not {shown(given)}")
+    messages: list[dict[str, Any]] = []
+    for at, one in enumerate(given):
+        item = as_object(one, f"input[{at}]")
+        kind = item.text("type") or "message"
+        if kind == "message":
+            messages.append({"role": item.required_text("role"), "content": _content(item, "content")})
+        elif kind == "function_call_output":
+            result = {"role": "tool", "tool_call_id": item.required_text("call_id")}
+            messages.append(result | {"content": _content(item, "output")})
+        elif kind == "function_call":
+            _add_call(messages, item)
+        elif kind != "reasoning":  # what a model thought before is not part of a template's history
+            remedy = (
+                "Send message, function_call, function_call_output or reasoning items, each with its whole content."
+            )
+            raise item.refuse("type", f"is {shown(kind)}, which is not served", remedy)
+    return messages
+
+
+def _add_call(messages: list[dict[str, Any]], item: Fields) -> None:
+    """Calls of one turn are one message in a chat, together with the text before them."""
+    function = {"name": item.required_text("name"), "arguments": item.raw("arguments")}
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    calls = messages[-1].setdefault("tool_calls", [])
+    calls.append({"id": item.required_text("call_id"), "type": "function", "function": function})
+
+
+def _content(item: Fields, name: str) -> str | list[dict[str, Any]]:
+    value = item.raw(name)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise item.refuse(name, f"must be a string or an array of parts, not {shown(value)}")
+    path = item.path(name)
+    parts = [_part(as_object(one, f"{path}[{at}]")) for at, one in enumerate(value)]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: Fields) -> dict[str, Any]:
+    kind = part.text("type")
+    if kind in TEXT_PARTS:
+        return {"type": "text", "text": part.text("text") or ""}
+    if kind == "refusal":
+        return {"type": "text", "text": part.text("refusal") or ""}
+    if kind == "input_image" and (url := part.text("image_url")):
+        return {"type": "image_url", "image_url": {"url": url}}
+    raise part.refuse(
+        "type", f"is {shown(kind)}, which is not served", "Send input_text, or input_image with image_url."
+    )
+
+
+class ResponseTranslation:
+    """A chat completion, or the chunks of one, as a response (streaming.Translation). `id` is fresh."""
+
+    def __init__(self, id: str, created: int, asked: Mapping[str, Any], warnings: Mapping[str, list[str]]) -> None:
+        self._id = id
+        self._output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+        self._texts: list[str] = []
+        self._call = -1
+        self._reason = "stop"
+        self._usage: dict[str, Any] | None = None
+        self._events = EventSplitter()
+        self._sent = 0
+        self._about = {
+            "id": f"resp_{id}",
+            "object": "response",
+            "created_at": created,
+            "model": asked.get("model"),
+            "instructions": asked.get("instructions"),
+            "max_output_tokens": asked.get("max_output_tokens"),
+            "metadata": asked.get("metadata") or {},
+            "parallel_tool_calls": asked.get("parallel_tool_calls", True) is not False,
+            "previous_response_id": None,
+            "reasoning": asked.get("reasoning"),
+            "store": False,
+            "temperature": asked.get("temperature"),
+            "text": asked.get("text") or {"format": {"type": "text"}},
+            "tool_choice": asked.get("tool_choice") or "auto",
+            "tools": asked.get("tools") or [],
+            "top_p": asked.get("top_p"),
+            "truncation": "disabled",
+            "user": asked.get("user"),
+            **warnings,
+        }
+
+    def whole(self, found: dict[str, Any]) -> dict[str, Any]:
+        """See `Translation`."""
+        message, self._usage = found["choices"][0]["message"], found.get("usage")
+        self._reason = found["choices"][0]["finish_reason"]
+        self._delta(message)
+        self._close()
+        return self._ended()
+
+    def feed(self, chunk: bytes) -> bytes:
+        """See `Translation`."""
+        return b"".join(self._frames(payload) for payload in self._events.feed(chunk))
+
+    def error(self, envelope: dict[str, Any]) -> bytes:
+        """See `Translation`: response.failed, as the clients of this API know no other."""
+        error = {"code": "server_error", "message": envelope["error"].get("message", "")}
+        return self._written([*self._begun(), ("response.failed", {"response": self._response("failed", error)})])
+
+    def _frames(self, payload: bytes) -> bytes:
+        if payload == b"[DONE]":
+            ended = [*self._begun(), *self._close()]
+            response = self._ended()
+            return self._written([*ended, (f"response.{response['status']}", {"response": response})])
+        found = orjson.loads(payload)
+        if "error" in found:
+            return self.error(found)
+        self._usage = found.get("usage") or self._usage
+        events = [*self._begun()]
+        for choice in found.get("choices", ()):
+            events += self._delta(choice["delta"])
+            self._reason = choice.get("finish_reason") or self._reason
+        return self._written(events)
+
+    def _written(self, events: Iterable[tuple[str, dict[str, Any]]]) -> bytes:
+        frames = b""
+        for kind, facts in events:
+            found = {"type": kind, "sequence_number": self._sent, **facts}
+            frames += b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(found))
+            self._sent += 1
+        return frames
+
+    def _begun(self) -> list[tuple[str, dict[str, Any]]]:
+        if self._sent:
+            return []
+        response = self._response("in_progress")
+        return [("response.created", {"response": response}), ("response.in_progress", {"response": response})]
+
+    def _delta(self, delta: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        events: list[tuple[str, dict[str, Any]]] = []
+        if text := delta.get("reasoning_content"):
+            events += self._text(text, "reasoning")
+        if text := delta.get("content"):
+            events += self._text(text, "message")
+        for place, call in enumerate(delta.get("tool_calls") or ()):
+            events += self._called(call.get("index", place), call)
+        return events
+
+    def _text(self, text: str, kind: str) -> list[tuple[str, dict[str, Any]]]:
+        events = []
+        if self._open is None or self._open["type"] != kind:
+            own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            events = [*self._close(), *self._begin({"id": "", "type": kind, **own, "content": []})]
+            events.append(("response.content_part.added", {**self._place(), "content_index": 0, "part": self._part()}))
+        self._texts.append(text)
+        what = {**self._place(), "content_index": 0, "delta": text, **LOGPROBS[kind]}
+        return [*events, (f"response.{PARTS[kind]}.delta", what)]
+
+    def _called(self, index: int, call: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        function, events = call.get("function") or {}, []
+        if index != self._call or self._open is None or self._open["type"] != "function_call":
+            self._call = index
+            item = {"id": "", "type": "function_call", "call_id": call.get("id"), "name": function.get("name")}
+            events = [*self._close(), *self._begin({**item, "arguments": ""})]
+        if arguments := function.get("arguments"):
+            self._texts.append(arguments)
+            events.append(("response.function_call_arguments.delta", {**self._place(), "delta": arguments}))
+        return events
+
+    def _begin(self, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[item["type"]]
+        item |= {"id": f"{prefix}_{self._id}_{len(self._output)}", "status": "in_progress"}
+        self._open = item
+        self._texts = []
+        self._output.append(item)
+        return [("response.output_item.added", {"output_index": len(self._output) - 1, "item": dict(item)})]
+
+    def _close(self) -> list[tuple[str, dict[str, Any]]]:
+        """End the item that is being written."""
+        item = self._open
+        if item is None:
+            return []
+        text, place = "".join(self._texts), self._place()
+        item["status"] = "incomplete" if self._reason == "length" else "completed"
+        if item["type"] == "function_call":
+            item["arguments"] = text or "{}"
+            done = [("response.function_call_arguments.done", {**place, "name": item["name"], "arguments": text})]
+        else:
+            part, at = self._part(text), {**place, "content_index": 0}
+            item["content"] = [part]
+            done = [
+                (f"response.{PARTS[item['type']]}.done", {**at, "text": text, **LOGPROBS[item["type"]]}),
+                ("response.content_part.done", {**at, "part": part}),
+            ]
+        self._open = None
+        return [*done, ("response.output_item.done", {"output_index": place["output_index"], "item": item})]
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    def _part(self, text: str = "") -> dict[str, Any]:
+        if self._output[-1]["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _ended(self) -> dict[str, Any]:
+        return self._response("completed" if self._reason in ("stop", "tool_calls") else "incomplete")
+
+    def _response(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
+        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        facts = {"status": status, "error": error, "incomplete_details": why, "usage": _usage(self._usage)}
+        return {**self._about, **facts, "output": list(self._output)}
+
+
+PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+LOGPROBS: Mapping[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}}
+
+
+def _usage(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    cached = (found.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    details = found.get("completion_tokens_details") or {}
+    thought = found.get("reasoning_tokens") or details.get("reasoning_tokens") or 0
+    return {
+        "input_tokens": found["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": found["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": found["total_tokens"],
+    }
+
+
+async def create_response(request: Request) -> Reply:
+    """Translate, answer as a chat completion, and translate back."""
+    body = parse_body(await read_body(request))
+    chat = as_chat(body)
+    body.check_spelling(INERT)
+    ignored = ["store"] * body.flag("store") + [name for name in body.unread if name not in INERT]
+    services, warnings = request.app[SERVICES], note_ignored(request, ignored)
+    translation = ResponseTranslation(services.new_id(), int(services.wall()), body.as_dict(), warnings)
+    return await answer_chat(request, Fields(chat), translation)
