@@ -28,6 +28,7 @@ def _post(path: str, handler: Handler) -> web.RouteDef:
 
 ROUTES = (
     _post("/v1/chat/completions", chat.chat_completions),
+    _post("/v1/completions", native.completions),
     _post("/v1/responses", responses.create_response),
     web.get("/v1/models", views.list_models),
     web.get("/v1/models/{model}", views.show_model),

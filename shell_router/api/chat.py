@@ -12,13 +12,13 @@ from shell_router.api.engine_chat import ENGINE_FIELDS, asks_engine, read_engine
 from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, read_sampling, shown
 from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
 from shell_router.api.models import Targets
-from shell_router.api.native import forwarded
+from shell_router.api.native import engine_of, forwarded
 from shell_router.api.observed import Observed
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Emit, Services
 from shell_router.api.streaming import LiveRun, TranslatedFrames, Translation, stream_run
-from shell_router.core.engine import UNSTREAMED_INTERVAL, Relay, value
+from shell_router.core.engine import UNSTREAMED_INTERVAL, value
 from shell_router.moa import Answer, MoaRequest
 from shell_router.topology import Graph
 
@@ -208,13 +208,6 @@ class ChatRun:
 
 
 CHATS = web.AppKey("CHATS", Chats)
-
-
-def engine_of(relays: Mapping[str, Relay], body: Fields) -> tuple[str, Relay | None]:
-    """The model that the body names, if it names one, and what forwards to its engines, where they can be reached."""
-    named = body.raw("model")
-    model = named[0] if isinstance(named, list) and len(named) == 1 else named
-    return (model, relays.get(model)) if isinstance(model, str) else ("", None)
 
 
 async def chat_completions(request: Request) -> Reply:

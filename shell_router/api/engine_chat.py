@@ -119,6 +119,33 @@ def _checked(message: Fields) -> dict[str, Any]:
     return found
 
 
+def read_completion(body: Fields, model: str) -> list[bytes]:
+    """The bodies of /v1/completions to send, one for each of the `n` choices. Raises InvalidField."""
+    prompt = body.raw("prompt")
+    ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
+    if not ids and not (isinstance(prompt, str) and prompt):
+        raise body.refuse("prompt", "must be a string or an array of token ids", "Send a request for each prompt.")
+    for name, nothing in NOT_COMPLETED.items():
+        if body.raw(name) not in (None, *nothing):
+            raise body.refuse(name, "is not served", f"Leave {name} out.")
+    read_sampling(body)
+    body.integer("logprobs", 0, MAX_TOP_LOGPROBS)
+    body.flag("stream")
+    for name in ("logit_bias", "stream_options"):
+        body.object(name)
+    choices = body.integer("n", 1, MAX_CHOICES) or 1
+    body.check_spelling(SAMPLING)
+    return choice_bodies(body.as_dict() | {"model": model}, choices)
+
+
+NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "max_completion_tokens": (),
+}
+
+
 def choice_bodies(body: dict[str, Any], choices: int) -> list[bytes]:
     """A body for each choice: a pair answers a request once. Seeds follow each other, or all would be the same."""
     if choices == 1:

@@ -1,4 +1,4 @@
-"""POST /generate, /prefill_only, and what else an engine answers itself: passed to a pair, and its answer back."""
+"""What an engine answers itself, passed to a pair, and its answer back: /generate, /prefill_only, /v1/completions."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -8,8 +8,9 @@ import orjson
 from aiohttp import ClientConnectionResetError, web
 
 from shell_router.api.admission import DRAIN
-from shell_router.api.engine_chat import choices_as_one
-from shell_router.api.fields import parse_body, read_body
+from shell_router.api.engine_chat import choices_as_one, read_completion
+from shell_router.api.fields import Fields, parse_body, read_body
+from shell_router.api.models import TARGETS
 from shell_router.api.plain import PlainStream, Reply, Request
 from shell_router.api.replies import common_headers, json_reply, problem_body, stream_error
 from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS
@@ -46,6 +47,24 @@ def pick_relay(relays: Mapping[str, Relay], header: str | None, body: bytes, ada
 
 def _known(relays: Mapping[str, Relay]) -> str:
     return f"Known: {', '.join(sorted(relays)) or 'none'}."
+
+
+def engine_of(relays: Mapping[str, Relay], body: Fields) -> tuple[str, Relay | None]:
+    """The model that the body names, if it names one, and what forwards to its engines, where they can be reached."""
+    named = body.raw("model")
+    model = named[0] if isinstance(named, list) and len(named) == 1 else named
+    return (model, relays.get(model)) if isinstance(model, str) else ("", None)
+
+
+async def completions(request: Request) -> Reply:
+    """POST /v1/completions: a prompt as it is, without a chat template."""
+    body = parse_body(await read_body(request))
+    model, relay = engine_of(request.app[SERVICES].relays, body)
+    if relay is None or relay.chat is None:
+        request.app[TARGETS].choice(body.names("model"))
+        remedy = "Name a plain model on SGLang, or ask /v1/chat/completions."
+        raise body.refuse("model", "does not complete prompts", remedy)
+    return await forwarded(request, relay, "v1/completions", read_completion(body, model))
 
 
 async def _forwarded(request: Request, route: NativeRoute) -> Reply:

@@ -1,6 +1,7 @@
 """A scripted pair that answers chats itself, as SGLang does, with a real client in front."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ class ChatServer(ScriptedServer):
             deltas.append({"tool_calls": [{**begun, "function": {"name": function["name"], "arguments": ""}}]})
             pieces = [{"index": place, "function": {"arguments": piece}} for piece in function["arguments"]]
             deltas += [{"tool_calls": [piece]} for piece in pieces]
-        deltas += [{"content": word} for word in (message.get("content") or "").split(" ") if word]
+        deltas += [{"content": word} for word in re.findall(r"\S+\s*", message.get("content") or "")]
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         for delta in deltas:
             self._write_chunk(body, {**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})

@@ -92,7 +92,7 @@ async def test_several_choices_are_several_requests_with_seeds_of_their_own() ->
         chunks = [chunk async for chunk in stream]
         for choice in (choice for chunk in chunks for choice in chunk.choices):
             texts[choice.index] += choice.delta.content or ""
-        assert texts == {0: "notools", 1: "notools"}
+        assert texts == {0: "no tools", 1: "no tools"}
         assert len({chunk.id for chunk in chunks}) == 1
         assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 10
 
@@ -127,6 +127,33 @@ async def test_what_has_no_chats_of_its_own_says_what_to_do() -> None:
             status, body = await served.post("/v1/chat/completions", chat(model=model, tools=[WEATHER]))
             assert (status, body["error"]["param"]) == (400, "tools")
             assert "SGLang" in body["error"]["message"]
+
+
+async def test_a_prompt_is_completed_as_it_is() -> None:
+    async with served_chats() as (ai, at, served):
+        answer = await ai.completions.create(model="small", prompt="Once", max_tokens=4, n=2)
+        assert [choice.text for choice in answer.choices] == ["after Once", "after Once"]
+        await ai.completions.create(model="small", prompt=[1, 2, 3])
+        assert [(route, body["prompt"]) for route, body in at.prefill.sent[1:]] == [
+            ("/v1/completions", "Once"),
+            ("/v1/completions", [1, 2, 3]),
+        ]
+        sent = len(at.decode.sent)
+        for fields, param in (
+            ({"prompt": ""}, "prompt"),
+            ({"prompt": ["a", "b"]}, "prompt"),
+            ({"prompt": "x", "echo": True}, "echo"),
+            ({"prompt": "x", "suffix": "y"}, "suffix"),
+            ({"prompt": "x", "logprobs": 21}, "logprobs"),
+            ({"prompt": "x", "top_pp": 1}, "top_pp"),
+            ({"prompt": "x", "model": "duo"}, "model"),
+            ({"prompt": "x", "model": "medium"}, "model"),
+            ({"prompt": [1, 2000]}, None),
+        ):
+            status, body = await served.post("/v1/completions", {"model": "small", **fields})
+            assert (status, body["error"]["param"]) == (400, param), fields
+        assert (await served.post("/v1/completions", {"model": "none", "prompt": "x"}))[0] == 404
+        assert len(at.decode.sent) == sent
 
 
 CALLED = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
