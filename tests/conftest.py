@@ -45,9 +45,10 @@ def own_sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     if venv is None:
         pytest.skip(f"real SGLang is not built for these tests: {RUN_COMMAND}")
     model: Path = request.getfixturevalue("sglang_model")
-    chunks = ("--chunked-prefill-size", "512")  # a long prompt then leaves time to break something while it prefills
+    # a long prompt then leaves time to break something while it prefills
+    options = ("--chunked-prefill-size", "512", "--tool-call-parser", "qwen25")
     folder = tmp_path_factory.mktemp("sglang")
-    with cpu_pair(model, venv, folder, options=chunks, progress=_uncaptured(request.config)) as pair:
+    with cpu_pair(model, venv, folder, options=options, progress=_uncaptured(request.config)) as pair:
         yield pair
 
 

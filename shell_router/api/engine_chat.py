@@ -65,13 +65,11 @@ def read_engine_chat(body: Fields, model: str, chat: ChatServing) -> list[bytes]
     for name in body.given(NOT_FORWARDED):
         if body.raw(name) not in NOT_FORWARDED[name]:
             raise body.refuse(name, "is not served together with what the engine does itself", f"Leave {name} out.")
-    mode = read_tools(body).mode
-    if mode == "auto" and chat.tool_parser is None:
+    if read_tools(body).mode != "none" and chat.tool_parser is None:  # SGLang parses forced calls by it, too
         raise body.refuse(
             "tools",
             f"need a parser that finds calls in the outputs of {model}, and its servers have none",
-            "Start them with --tool-call-parser and the name of the model's format, or set tool_choice to required"
-            " or to a function.",
+            "Start all of them with --tool-call-parser and the name of the model's format, then restart the router.",
         )
     _check_messages(body)
     read_sampling(body)

@@ -107,12 +107,13 @@ async def test_a_client_that_leaves_ends_what_runs(choices: int) -> None:
         await at.idle()
 
 
-async def test_without_a_parser_tools_are_refused_with_the_flag_unless_a_call_is_forced() -> None:
-    async with served_chats(ChatScript(tool_parser=None)) as (ai, _, _served):
-        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
-            await ai.chat.completions.create(**asked(tools=[WEATHER]))
-        answer = await ai.chat.completions.create(tool_choice="required", **asked(tools=[WEATHER]))
-        assert answer.choices[0].message.tool_calls
+async def test_without_a_parser_tools_are_refused_with_the_flag_unless_none_may_be_called() -> None:
+    async with served_chats(ChatScript(tool_parser=None)) as (ai, at, _served):
+        for choice in ("auto", "required"):
+            with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+                await ai.chat.completions.create(tool_choice=choice, **asked(tools=[WEATHER]))
+        assert not at.decode.sent
+        await ai.chat.completions.create(tool_choice="none", **asked(tools=[WEATHER]))
 
 
 async def test_fields_that_the_router_chooses_are_refused() -> None:

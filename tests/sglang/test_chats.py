@@ -13,7 +13,12 @@ from tests.fakes.api_server import api
 
 pytestmark = pytest.mark.sglang
 
-PARAMETERS = {"type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"]}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"wet": {"type": "boolean"}},
+    "required": ["wet"],
+    "additionalProperties": False,
+}
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 QUESTION: Any = {"role": "user", "content": "Rain?"}
 
@@ -28,7 +33,8 @@ async def client(pair: SglangPair) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def test_a_forced_call_is_a_call_whole_and_streamed(pair: SglangPair) -> None:
-    asked: Any = {"model": "small", "tools": [WEATHER], "tool_choice": "required", "max_tokens": 200}
+    asked: Any = {"model": "small", "tools": [WEATHER], "tool_choice": "required", "max_tokens": 1000}
+    asked["frequency_penalty"] = 2  # or random weights might write nothing but white space
     async with client(pair) as ai:
         answer = await ai.chat.completions.create(messages=[QUESTION], **asked)
         calls = answer.choices[0].message.tool_calls
@@ -57,9 +63,3 @@ async def test_choices_and_log_probabilities(pair: SglangPair) -> None:
         for choice in answer.choices:
             assert choice.logprobs is not None and choice.logprobs.content is not None
             assert [len(one.top_logprobs) for one in choice.logprobs.content] == [2, 2, 2]
-
-
-async def test_tools_that_may_be_called_need_a_parser(pair: SglangPair) -> None:
-    async with client(pair) as ai:
-        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
-            await ai.chat.completions.create(model="small", messages=[QUESTION], tools=[WEATHER])

@@ -1,0 +1,46 @@
+"""Several requests answered as the choices of one."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from shell_router.api.engine_chat import choices_as_one
+from shell_router.core.engine import Relayed
+from shell_router.errors import EngineUnreachable
+
+
+class Engine:
+    """Answers a body with itself; `!` cannot be reached, `?` is refused. `open` counts those under way."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    @asynccontextmanager
+    async def forward(self, body: bytes) -> AsyncIterator[Relayed]:
+        if body == b"!":
+            raise EngineUnreachable("no engine.")
+        self.open += 1
+        try:
+            yield Relayed(400 if body == b"?" else 200, "application/json", self._answer(body))
+        finally:
+            self.open -= 1
+
+    async def _answer(self, body: bytes) -> AsyncIterator[bytes]:
+        yield body
+
+
+async def test_one_that_cannot_be_sent_fails_all_and_leaves_none_running() -> None:
+    engine = Engine()
+    with pytest.raises(EngineUnreachable):
+        async with choices_as_one(engine.forward, [b"1", b"!", b"3"]):
+            pass
+    assert not engine.open
+
+
+async def test_one_that_is_refused_is_the_answer() -> None:
+    engine = Engine()
+    async with choices_as_one(engine.forward, [b"1", b"?", b"3"]) as relayed:
+        assert (relayed.status, [chunk async for chunk in relayed.chunks]) == (400, [b"?"])
+        assert engine.open == 3
+    assert not engine.open
