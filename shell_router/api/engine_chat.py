@@ -74,7 +74,7 @@ def read_engine_chat(body: Fields, model: str, chat: ChatServing) -> list[bytes]
     _check_messages(body)
     read_sampling(body)
     _check_values(body)
-    choices = body.integer("n", 1, MAX_CHOICES) or 1
+    choices = _choices(body)
     body.check_spelling({*ENGINE_FIELDS, *NOT_FORWARDED, *SAMPLING})
     return choice_bodies(body.as_dict() | {"model": model}, choices)
 
@@ -131,7 +131,7 @@ def read_completion(body: Fields, model: str) -> list[bytes]:
     body.flag("stream")
     for name in ("logit_bias", "stream_options"):
         body.object(name)
-    choices = body.integer("n", 1, MAX_CHOICES) or 1
+    choices = _choices(body)
     body.check_spelling(SAMPLING)
     return choice_bodies(body.as_dict() | {"model": model}, choices)
 
@@ -142,6 +142,13 @@ NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "max_completion_tokens": (),
 }
+
+
+def _choices(body: Fields) -> int:
+    choices = body.integer("n", 1, MAX_CHOICES) or 1
+    if choices > 1 and body.raw("rid") is not None:
+        raise body.refuse("rid", "cannot name several requests", "Leave rid out, or set n to 1.")
+    return choices
 
 
 def choice_bodies(body: dict[str, Any], choices: int) -> list[bytes]:

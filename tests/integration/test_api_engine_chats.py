@@ -184,6 +184,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": "thinking"}, "chat_template_kwargs"),
     ({"n": 2, "stream": 1}, "stream"),
     ({"n": 2, "temprature": 1}, "temprature"),
+    ({"n": 2, "rid": "0" * 32}, "rid"),
     ({"tool": [WEATHER]}, "tool"),
 ]
 

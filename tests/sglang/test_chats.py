@@ -1,5 +1,6 @@
 """Chats that real SGLang answers itself on both servers of a pair: forced tool calls, choices, log probabilities."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,6 +9,7 @@ import openai
 import orjson
 import pytest
 
+from shell_router.engines.server_state import state_of
 from shell_router.engines.sglang import SglangPair
 from tests.fakes.api_server import api
 
@@ -19,7 +21,7 @@ PARAMETERS = {
     "required": ["wet"],
     "additionalProperties": False,
 }
-WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}
 QUESTION: Any = {"role": "user", "content": "Rain?"}
 
 
@@ -63,3 +65,24 @@ async def test_choices_and_log_probabilities(pair: SglangPair) -> None:
         for choice in answer.choices:
             assert choice.logprobs is not None and choice.logprobs.content is not None
             assert [len(one.top_logprobs) for one in choice.logprobs.content] == [2, 2, 2]
+
+
+async def test_prompts_are_completed_and_responses_translated(pair: SglangPair) -> None:
+    async with client(pair) as ai:
+        asked: Any = {"model": "small", "max_tokens": 3, "extra_body": {"ignore_eos": True}}
+        answers = [await ai.completions.create(prompt=prompt, **asked) for prompt in ("Once", [5, 6, 7])]
+        assert [answer.usage.completion_tokens for answer in answers if answer.usage] == [3, 3]
+        tool: Any = {"type": "function", **WEATHER["function"]}
+        response = await ai.responses.create(model="small", input="Rain?", tools=[tool], tool_choice="required")
+        assert [item.type for item in response.output] == ["function_call"] or response.status == "incomplete"
+
+
+async def test_a_client_that_leaves_ends_its_chats_on_both_servers(pair: SglangPair) -> None:
+    async with client(pair) as ai:
+        asked: Any = {"model": "small", "messages": [QUESTION], "n": 2, "max_tokens": 20_000, "stream": True}
+        async with await ai.chat.completions.create(extra_body={"ignore_eos": True}, **asked) as stream:
+            await anext(stream)
+            assert sum([(await state_of(server, 10.0)).running for server in pair.servers]) >= 2
+    async with asyncio.timeout(60):
+        while any([(await state_of(server, 10.0)).running for server in pair.servers]):  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.1)
