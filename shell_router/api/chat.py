@@ -28,6 +28,7 @@ INERT = frozenset(
     {
         "parallel_tool_calls",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",

@@ -17,6 +17,8 @@ from shell_router.core.engine import ChatServing, Relayed
 from shell_router.engines.wire import EventSplitter
 
 MAX_CHOICES = 16
+MAX_CHOICES_BYTES = 2**25
+"""Of all bodies that the choices of one request are sent in."""
 MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -74,9 +76,9 @@ def read_engine_chat(body: Fields, model: str, chat: ChatServing) -> list[bytes]
     _check_messages(body)
     read_sampling(body)
     _check_values(body)
-    choices = _choices(body)
+    bodies = _each_choice(body, model)
     body.check_spelling({*ENGINE_FIELDS, *NOT_FORWARDED, *SAMPLING})
-    return choice_bodies(body.as_dict() | {"model": model}, choices)
+    return bodies
 
 
 def _check_values(body: Fields) -> None:
@@ -131,9 +133,9 @@ def read_completion(body: Fields, model: str) -> list[bytes]:
     body.flag("stream")
     for name in ("logit_bias", "stream_options"):
         body.object(name)
-    choices = _choices(body)
+    bodies = _each_choice(body, model)
     body.check_spelling(SAMPLING)
-    return choice_bodies(body.as_dict() | {"model": model}, choices)
+    return bodies
 
 
 NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
@@ -144,20 +146,20 @@ NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _choices(body: Fields) -> int:
-    choices = body.integer("n", 1, MAX_CHOICES) or 1
-    if choices > 1 and body.raw("rid") is not None:
-        raise body.refuse("rid", "cannot name several requests", "Leave rid out, or set n to 1.")
-    return choices
-
-
-def choice_bodies(body: dict[str, Any], choices: int) -> list[bytes]:
+def _each_choice(body: Fields, model: str) -> list[bytes]:
     """A body for each choice: a pair answers a request once. Seeds follow each other, or all would be the same."""
+    choices = body.integer("n", 1, MAX_CHOICES) or 1
+    whole = body.as_dict() | {"model": model}
     if choices == 1:
-        return [orjson.dumps(body)]
-    seed = body.get("seed")
+        return [orjson.dumps(whole)]
+    if body.raw("rid") is not None:
+        raise body.refuse("rid", "cannot name several requests", "Leave rid out, or set n to 1.")
+    seed = body.raw("seed")
     seeds = [{} if seed is None else {"seed": min(seed + place, MAX_SEED)} for place in range(choices)]
-    return [orjson.dumps(body | own | {"n": 1}) for own in seeds]
+    bodies = [orjson.dumps(whole | own | {"n": 1}) for own in seeds[:1]]
+    if len(bodies[0]) * choices > MAX_CHOICES_BYTES:
+        raise body.refuse("n", f"times the body's size is over {MAX_CHOICES_BYTES} bytes", "Send fewer at a time.")
+    return bodies + [orjson.dumps(whole | own | {"n": 1}) for own in seeds[1:]]
 
 
 Forward = Callable[[bytes], AbstractAsyncContextManager[Relayed]]

@@ -27,6 +27,7 @@ INERT = frozenset(
         "client_metadata",
         "include",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
