@@ -5,9 +5,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from shell_router.api.engine_chat import choices_as_one
-from shell_router.core.engine import Relayed
-from shell_router.errors import EngineUnreachable
+from shell_router.api.engine_chat import choices_as_one, read_engine_chat
+from shell_router.api.fields import Fields
+from shell_router.core.engine import ChatServing, Relayed
+from shell_router.errors import EngineUnreachable, InvalidField
 
 
 class Engine:
@@ -44,3 +45,10 @@ async def test_one_that_is_refused_is_the_answer() -> None:
         assert (relayed.status, [chunk async for chunk in relayed.chunks]) == (400, [b"?"])
         assert engine.open == 3
     assert not engine.open
+
+
+def test_the_bodies_of_all_choices_are_bounded_together() -> None:
+    body = Fields({"messages": [{"role": "user", "content": "x" * 2**21}], "n": 16})
+    with pytest.raises(InvalidField) as refused:
+        read_engine_chat(body, "small", ChatServing())
+    assert refused.value.field == "n"
