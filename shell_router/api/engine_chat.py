@@ -106,6 +106,8 @@ def _checked(message: Fields) -> dict[str, Any]:
     role, content = message.text("role"), message.raw("content")
     if role not in ROLES:
         raise message.refuse("role", f"must be one of {', '.join(ROLES)}, not {role!r}")
+    if message.raw("tools") is not None:  # SGLang would add them to the body's, unchecked
+        raise message.refuse("tools", "is not served", "Put them into the body's tools.")
     found: dict[str, Any] = {"role": role}
     if role == "assistant":
         found["tool_calls"] = read_calls(message)

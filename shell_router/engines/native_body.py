@@ -8,11 +8,12 @@ from typing import Any
 import orjson
 
 from shell_router.core.engine import value
-from shell_router.core.sampling import check_sampling
+from shell_router.core.sampling import check_depth, check_sampling
 from shell_router.errors import InvalidRequest
 
 SHORTEST_RID = 32
 _RESERVED = "bootstrap_"
+_PROMPTS = {"input_ids", "messages", "prompt", "tools"}
 ADAPTER = "lora_path"
 """SGLang's field for the name of a request's adapter."""
 
@@ -61,8 +62,13 @@ class NativeRules:
 ANY_MODEL = NativeRules()
 
 
-def read_native(body: bytes, fresh_rid: str, rules: NativeRules = ANY_MODEL, adapter: str | None = None) -> NativeBody:
-    """Check `body` by `rules`, give it `fresh_rid` unless it names itself, and `adapter`; raises InvalidRequest."""
+def read_native(
+    body: bytes, fresh_rid: str, rules: NativeRules = ANY_MODEL, adapter: str | None = None, *, openai: bool = False
+) -> NativeBody:
+    """Check `body` by `rules`, give it `fresh_rid` unless it names itself, and `adapter`; raises InvalidRequest.
+
+    One of SGLang's `openai` routes has its sampling parameters among the other fields.
+    """
     found = _read_object(body)
     if reserved := sorted([name for name in found if name.startswith(_RESERVED)]):
         raise InvalidRequest(
@@ -76,7 +82,7 @@ def read_native(body: bytes, fresh_rid: str, rules: NativeRules = ANY_MODEL, ada
     if rules.vocabulary is not None:
         for name in ("input_ids", "prompt"):
             _check_ids(name, found.get(name), rules.vocabulary)
-    _check_sampling(found.get("sampling_params"), rules.vocabulary)
+    _check_sampling(found, rules.vocabulary, openai)
     for start in as_list(found.get("logprob_start_len")):
         if isinstance(start, int) and start < -1:  # SGLang's prefill server ends at one
             raise InvalidRequest(f"`logprob_start_len` is {start}.", remedy="Make it -1 (no prompt tokens) or more.")
@@ -119,8 +125,13 @@ def _check_ids(name: str, ids: object, vocabulary: int) -> None:
         )
 
 
-def _check_sampling(given: object, vocabulary: int | None) -> None:
-    """An object, or for a batch one for each of its requests."""
+def _check_sampling(found: Mapping[str, Any], vocabulary: int | None, openai: bool) -> None:
+    """`sampling_params`: an object, or for a batch one for each of its requests."""
+    if openai:
+        check_depth(found, "body")
+        check_sampling({name: found[name] for name in found.keys() - _PROMPTS}, vocabulary)
+        return
+    given = found.get("sampling_params")
     for one in given if isinstance(given, list) else [given or {}]:
         if not isinstance(one, dict):
             raise InvalidRequest("`sampling_params` is not an object.", remedy="Make it one, or leave it out.")

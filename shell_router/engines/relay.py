@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shell_router.engines.adapter_leases import Lease
 
 _DONE = b"[DONE]"
+OPENAI_ROUTES = frozenset({"v1/chat/completions", "v1/completions"})
 _NO_OUTPUT = (orjson.JSONDecodeError, KeyError, TypeError, AttributeError)
 
 
@@ -114,7 +115,7 @@ class PairRelay:
         self, route: NativeRoute, body: bytes, affinity: str | None, adapter: str | None
     ) -> AbstractAsyncContextManager[Relayed]:
         """See `SglangPair.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
-        native = read_native(body, self._rid(), self._rules, adapter)
+        native = read_native(body, self._rid(), self._rules, adapter, openai=route in OPENAI_ROUTES)
         tokens = max(1, len(body) // 4)  # about: it is not tokenized here
         wanted = PlacementRequest(tokens, affinity=affinity, update=route == "prefill_only", adapter=adapter)
         if route == "prefill_only" and all(only.way != "pair" for only in self._prefill_only.values()):
@@ -165,7 +166,7 @@ class PairRelay:
                     raise
                 # a client's own id cannot be used again: the engines may still hold it
                 await attempts.failed(pair, error, legs.blamed_servers, final=native.named)
-            native = read_native(body, self._rid(), self._rules, wanted.adapter)
+            native = read_native(body, self._rid(), self._rules, wanted.adapter, openai=route in OPENAI_ROUTES)
 
     def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts) -> Legs:
         fields, limits = pair.bootstrap.fields(), self._pairing.limits

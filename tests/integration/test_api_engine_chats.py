@@ -157,6 +157,10 @@ async def test_a_prompt_is_completed_as_it_is() -> None:
         assert len(at.decode.sent) == sent
 
 
+def deep(levels: int) -> dict[str, Any]:
+    return {"a": deep(levels - 1)} if levels else {}
+
+
 CALLED = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"tools": "weather"}, "tools"),
@@ -171,6 +175,12 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "tool", "tool_call_id": "1", "content": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [CALLED]}]}, "messages[1].role"),
+    ({"tools": [WEATHER], "messages": [{"role": "system", "content": "x", "tools": [WEATHER]}]}, "messages[0].tools"),
+    ({"n": 1, "logprobs": True, "logit_bias": {"1000": 1}}, "logit_bias"),
+    ({"logprobs": True, "stop": ["x"] * 33}, "stop"),
+    ({"logprobs": True, "stop_token_ids": [1000]}, "stop_token_ids"),
+    ({"logprobs": True, "custom_params": {"__sglang": 1}}, "custom_params"),
+    ({"chat_template_kwargs": deep(70)}, "body"),
     ({"n": 17}, "n"),
     ({"n": 0}, "n"),
     ({"n": 2, "temperature": 3}, "temperature"),
