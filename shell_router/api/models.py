@@ -8,6 +8,7 @@ from aiohttp import web
 
 from shell_router.api.services import Services
 from shell_router.errors import ConfigError, UnknownModel
+from shell_router.routing.holdout import Optimization
 from shell_router.topology import AUTO, Agent, Conditional, Graph, Topology
 
 
@@ -62,7 +63,8 @@ class Targets:
             words = self._services.engines.get(model.base or name)
             known = {"engine": words, "parent": model.base}
             known = {key: value for key, value in known.items() if value is not None}
-            return {**facts, "kind": "model", "max_model_len": model.context_length, **known}
+            drafts = [seen for seen in self._compared("drafts") if seen["models"] == name]
+            return {**facts, "kind": "model", "max_model_len": model.context_length, **known, "drafts": drafts}
         steps, names = {}, {name}
         if isinstance(topology, Conditional):
             steps = {"steps": list(topology.steps)}
@@ -74,9 +76,22 @@ class Targets:
             "agents": len(topology.agents),
             **steps,
             "incremental_prefill": [
-                asdict(seen) for seen in self._services.holdouts.comparisons() if seen.topology in names
+                seen for seen in self._compared("incremental_prefill") if seen["topology"] in names
             ],
         }
+
+    def _compared(self, optimization: Optimization) -> list[dict[str, Any]]:
+        seen = [one for one in self._services.holdouts.comparisons() if one.compared.optimization == optimization]
+        return [
+            {
+                "topology": one.compared.topology,
+                "models": one.compared.models,
+                **({"role": one.compared.role} if one.compared.role else {}),
+                "state": one.state,
+                "benefit": one.benefit and asdict(one.benefit),
+            }
+            for one in seen
+        ]
 
 
 def straight_through(alias: str) -> Topology:

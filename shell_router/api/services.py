@@ -70,7 +70,7 @@ class Services:
     `engines` says in words what serves each model, where that is known. `checks` are named as operators should read
     them ("engine small", "cache"); those named in `optional_checks` only make requests slower or less shared when they
     fail, so they do not make the router unready. A `recorder` gets the lines of every run.
-    `holdouts` knows what incremental prefill saves.
+    `holdouts` knows what incremental prefill and drafts save.
     `clock` is the runs' clock in monotonic seconds, `wall` Unix time, `new_id` gives a fresh unguessable id.
     """
 

@@ -13,7 +13,7 @@ from yarl import URL
 
 from shell_router.app.model_files import ModelFiles, adapters_of, named, read_files
 from shell_router.app.wings import EngineKind, Progress, StartedEngine, engine_kind, kind_of
-from shell_router.config import Config, PairSettings
+from shell_router.config import Config, ModelSettings, PairSettings
 from shell_router.core.engine import ServedModel
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import AdaptedModel, SglangPair
@@ -61,13 +61,16 @@ async def running_models(
             its_files = {alias: files[alias] for alias in by_kind[name]}
             engines |= await stack.enter_async_context(kind.running(its_files, config, on_progress))
         yield {
-            alias: RunningModel(_served(alias, engines[alias], files[alias]), engines[alias], files[alias].vocabulary)
-            for alias in config.models
+            alias: RunningModel(
+                _served(alias, model, engines[alias], files[alias]), engines[alias], files[alias].vocabulary
+            )
+            for alias, model in config.models.items()
         }
 
 
-def _served(alias: str, engine: StartedEngine, files: ModelFiles) -> ServedModel:
-    model = ServedModel(alias, engine.engine, files.tokenizer, files.context_length, vocabulary=files.vocabulary)
+def _served(alias: str, settings: ModelSettings, engine: StartedEngine, files: ModelFiles) -> ServedModel:
+    facts = files.tokenizer, files.context_length
+    model = ServedModel(alias, engine.engine, *facts, vocabulary=files.vocabulary, drafts=settings.drafts)
     if isinstance(pool := engine.engine, SglangPair):
         prefills, _ = pool.dispatchers
         model = replace(model, prefill_cost=pool.prefill_cost, prefill_servers=len(prefills.engines))

@@ -65,7 +65,7 @@ async def running_services(
         metrics.registry.register(EngineMetrics(pools, restarts, clock, agents.holdouts.comparisons))
         yield Services(
             executor=StepExecutor(agents, Classes(embedding.embedder), Scores(chooser, served), clock=clock),
-            programs=Programs(served, cache.logs, clock=clock, chooser=chooser),
+            programs=Programs(served, cache.logs, clock=clock, chooser=chooser, holdouts=agents.holdouts),
             topologies=topologies,
             models=served,
             relays=relays,

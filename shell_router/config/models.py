@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from shell_router.config.read import KIND_KEYS
 from shell_router.errors import require
@@ -148,6 +148,10 @@ class ModelSettings:
         int | None, count("Prompt and output tokens together; by default the model's `max_position_embeddings`.")
     ] = None
     adapters: AdaptersSection | None = None
+    drafts: Annotated[
+        bool | Literal["auto"],
+        "Drafts: `auto`, where topologies ask and they pay; `on`, wherever topologies ask; `off`, none.",
+    ] = "auto"
     engine: Annotated[Mapping[str, Any], KIND_KEYS] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

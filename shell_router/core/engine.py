@@ -255,7 +255,8 @@ class ServedModel:
     """A model that requests may name. `context_length` counts prompt and output tokens together.
 
     An adapter is a model too; `base` is then the alias of the model that it adapts. `prefill_cost` is what was measured
-    of one of its `prefill_servers` while it was idle. Token ids lie below `vocabulary`, where that is known.
+    of one of its `prefill_servers` while it was idle. Token ids lie below `vocabulary`, where that is known. `drafts` is
+    whether its requests may ask for drafts; with `auto` they do where it pays.
     """
 
     alias: str
@@ -266,6 +267,7 @@ class ServedModel:
     prefill_cost: PrefillCost | None = None
     prefill_servers: int = 1
     vocabulary: int | None = None
+    drafts: bool | Literal["auto"] = "auto"
 
 
 def error_message(body: bytes) -> str:

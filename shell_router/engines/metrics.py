@@ -56,7 +56,7 @@ ADAPTER_FAMILIES: tuple[tuple[Family, str, str, Callable[["AdapterLeases"], floa
 class EngineMetrics(Collector):
     """The families of `pools`, which are named by their models.
 
-    `restarts` counts them by engine, `comparisons` says what incremental prefill saves.
+    `restarts` counts them by engine, `comparisons` says what optimizations save.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class EngineMetrics(Collector):
                     family.add_metric(labels, count(pool.adapters.leases[at.engine]))
             yield family
         yield from self._queues()
-        yield from self._incremental_prefill()
+        yield from self._optimizations()
 
     def _queues(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """How servers were chosen, and the requests that wait for one."""
@@ -112,15 +112,21 @@ class EngineMetrics(Collector):
                 seconds.add_metric((alias, role), one.waited_s)
         yield from (choices, waiting, waited, seconds)
 
-    def _incremental_prefill(self) -> Iterator[GaugeMetricFamily]:
-        labels = "topology", "models"
-        on = GaugeMetricFamily(PREFIX + "incremental_prefill_on", "0 where it was switched off", labels=labels)
-        saved = GaugeMetricFamily(PREFIX + "incremental_prefill_saved", "Share of latency that it saves", labels=labels)
-        for one in self._comparisons():
-            on.add_metric((one.topology, one.models), one.state != "off")
-            if one.benefit is not None:
-                saved.add_metric((one.topology, one.models), one.benefit.mean)
-        yield from (on, saved)
+    def _optimizations(self) -> Iterator[GaugeMetricFamily]:
+        for name, share, roles in (
+            ("incremental_prefill", "latency", ()),
+            ("drafts", "an agent's decode time", ("role",)),
+        ):
+            labels = "topology", "models", *roles
+            on = GaugeMetricFamily(f"{PREFIX}{name}_on", "0 where it was switched off", labels=labels)
+            saved = GaugeMetricFamily(f"{PREFIX}{name}_saved", f"Share of {share} that it saves", labels=labels)
+            for one in self._comparisons():
+                if one.compared.optimization == name:
+                    values = one.compared[1 : 1 + len(labels)]
+                    on.add_metric(values, one.state != "off")
+                    if one.benefit is not None:
+                        saved.add_metric(values, one.benefit.mean)
+            yield from (on, saved)
 
 
 def _counts(name: str, meaning: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:

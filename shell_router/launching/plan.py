@@ -104,7 +104,7 @@ def _engine(
     url = URL(getattr(pair, role))
     host, port = url.host or "", url.port or 0
     gpus: Sequence[int] = getattr(launch, f"{role}_gpus")
-    drafts = settings.drafts and role == "decode"
+    drafts = settings.drafts and role == "decode" and model.drafts is not False
     options = (
         *("--model-path", str(model.path), "--host", host, "--port", str(port)),
         *("--disaggregation-mode", role, "--disaggregation-transfer-backend", settings.transfer_backend),

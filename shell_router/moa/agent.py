@@ -81,11 +81,15 @@ class AgentTask:
 
 @value
 class Output:
-    """What an agent wrote, what the engine said at its end, and the geometric mean token probability if measured."""
+    """What an agent wrote, what the engine said at its end, and the geometric mean token probability if measured.
+
+    `token_s` are seconds per token after the first ones, None where no more came.
+    """
 
     text: str
     finish: Finish
     confidence: float | None
+    token_s: float | None = None
 
 
 Wrote = Callable[[str, float], bool]
@@ -228,8 +232,10 @@ class AgentRun:
         task, now_s = self.task, self._clock()
         model, hints, estimates = task.model.alias, task.hints, self._estimates
         estimates.observe_run(model, now_s - ready_s)
-        if self._first is not None:
-            estimates.observe_decode(model, self.decoded - self._first[1], now_s - self._first[0])
+        token_s = None
+        if self._first is not None and (more := self.decoded - self._first[1]) > 0:
+            token_s = (now_s - self._first[0]) / more
+            estimates.observe_decode(model, token_s)
         estimates.observe_output(model, hints.topology, hints.agent, finish.completion_tokens)
         self._emit(
             AgentFinished(
@@ -244,7 +250,7 @@ class AgentRun:
                 finish.accepted_tokens,
             )
         )
-        return Output(self.text, finish, confidence)
+        return Output(self.text, finish, confidence, token_s)
 
 
 def limited(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -268,6 +274,7 @@ def usage_of(task: AgentTask, output: Output) -> AgentUsage:
         "finished",
         finish.drafted_tokens,
         finish.accepted_tokens,
+        output.token_s,
     )
 
 

@@ -50,10 +50,9 @@ class LatencyEstimates:
             found = self._prefill[name] = PrefillLoad(model.prefill_cost, model.prefill_servers)
         return found
 
-    def observe_decode(self, model: str, tokens: int, seconds: float) -> None:
-        """An agent of `model` wrote `tokens` after its first, in `seconds`."""
-        if tokens > 0:
-            _blend(self._token_s, model, seconds / tokens)
+    def observe_decode(self, model: str, token_s: float) -> None:
+        """An agent of `model` took so long for each token after its first."""
+        _blend(self._token_s, model, token_s)
 
     def token_s(self, model: str) -> float | None:
         """Mean seconds between a sequence's tokens."""

@@ -1,7 +1,6 @@
 """Runs one request through an agent graph, or to a single model."""
 
 import asyncio
-import logging
 import random
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -17,22 +16,21 @@ from shell_router.moa.agent import AgentRun, Output, Wrote, could_have_written, 
 from shell_router.moa.choosing import Leave, ModelChooser
 from shell_router.moa.cluster_exit import ClusterExit, Verdict
 from shell_router.moa.incremental import complete_prompt
-from shell_router.moa.planning import Plan, plan_run
+from shell_router.moa.planning import Plan, compare_drafts, drafts_of, plan_run
 from shell_router.moa.prompt import LONG_TEXT, encoded
 from shell_router.moa.requests import AgentUsage, Answer, CutOff, MoaRequest
-from shell_router.routing.holdout import Holdouts, HoldoutSettings
+from shell_router.routing.holdout import Compared, Holdouts, HoldoutSettings
 from shell_router.routing.increments import Remainder
 from shell_router.topology import VOTE, Agent, Cluster, Topology
-
-log = logging.getLogger(__name__)
 
 Emit = Callable[[Event], None]
 
 
 class Executor:
-    """Answers requests by walking topologies. Between requests it keeps how fast each model was, and what updates save.
+    """Answers requests by walking topologies. Between requests it keeps how fast each model was, and what updates and
+    drafts save.
 
-    Without `holdouts` no program is held out to show what incremental prefill saves.
+    Without `holdouts` no program is held out to show that.
     """
 
     def __init__(
@@ -63,10 +61,10 @@ class Executor:
         """
         started_s = self.clock()
 
-        def holds_out(chosen: Topology) -> bool:
+        def holds_out(key: Compared) -> bool:
             # of the question, too: a client with one seed for all would be a group of its own
-            draw = random.Random(f"{request.seed}/{request.question[-1000:]}").random()
-            return self.holdouts.holds_out(_compared(chosen), draw, started_s)
+            draw = random.Random(f"{key.optimization}/{request.seed}/{request.question[-1000:]}").random()
+            return self.holdouts.holds_out(key, draw, started_s)
 
         plan = await plan_run(self._chooser, self._models, topology, request, holds_out)
         with self._chooser.activity.program(plan.expected) as leave:
@@ -76,8 +74,7 @@ class Executor:
             try:
                 async with asyncio.timeout(request.timeout_s):
                     answer = await (self._single(plan, emit) if run is None else run.answer())
-                if plan.held_out is not None:
-                    self._compare(plan, self.clock() - started_s)
+                self._compare(plan, answer, self.clock() - started_s)
                 return answer
             except TimeoutError as error:
                 raise DeadlineExceeded(
@@ -88,12 +85,14 @@ class Executor:
                 if run is not None:
                     await self.cache.forget(request.tenant, request.id)
 
-    def _compare(self, plan: Plan, seconds: float) -> None:
-        key, now_s = _compared(plan.topology), self.clock()
-        seen = self.holdouts.observe(key, held_out=bool(plan.held_out), seconds=seconds, now_s=now_s)
-        if seen is not None:
-            benefit = "not measured yet" if seen.benefit is None else f"{seen.benefit}"
-            log.warning("incremental prefill of %s is %s; time saved: %s", seen.topology, seen.state, benefit)
+    def _compare(self, plan: Plan, answer: Answer, seconds: float) -> None:
+        for key, held_out in plan.held_out.items():
+            if key.optimization == "incremental_prefill":
+                self.holdouts.observe(key, held_out=held_out, seconds=seconds, now_s=self.clock())
+                continue
+            agents = [plan.topology.agents[name] for name, task in plan.tasks.items() if not task.prediction]
+            used = [answer.agents[one.id] for one in agents if one.drafts and drafts_of(plan.topology, one) == key]
+            compare_drafts(self.holdouts, key, used, held_out=held_out, now_s=self.clock())
 
     async def _single(self, plan: Plan, emit: Emit) -> Answer:
         """One agent, whom no other reads: its prompt is known, and nothing of its output is kept."""
@@ -108,11 +107,6 @@ class Executor:
             raise
         usage = {task.agent: usage_of(task, output)}
         return Answer(output.text, output.finish.reason, usage, output.confidence)
-
-
-def _compared(topology: Topology) -> tuple[str, str]:
-    """What programs must share for their latencies to be compared: the topology, and the models that it was given."""
-    return topology.name, ", ".join(sorted(topology.models))
 
 
 class _Run:

@@ -2,9 +2,10 @@
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
 
 from agent_cache import LogKey
 from shell_router.core.engine import Hints, ServedModel, Tokenizer, value
@@ -14,7 +15,8 @@ from shell_router.errors import UnknownModel
 from shell_router.moa.agent import FORMS, AgentTask, Source, check_known, check_parts, limited
 from shell_router.moa.choosing import LatencyEstimates, ModelChooser
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, agent_parts, off_loop, require_possible
-from shell_router.moa.requests import AgentRequest, MoaRequest, OutputOf, Segment
+from shell_router.moa.requests import AgentRequest, AgentUsage, MoaRequest, OutputOf, Segment
+from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event
 from shell_router.topology import AUTO, Agent, Topology
 from shell_router.topology.prompting import fill_text
@@ -34,14 +36,14 @@ class Plan:
     """A request's graph with models chosen, what each agent is to do, and its model and expected output tokens.
 
     `choices` are to be emitted once nothing can be refused any more: a stream's head goes out with the first event.
-    `held_out` is whether updates that could pay were left out, for comparison; None where none could.
+    `held_out` is, per optimization that could pay, whether the run goes without it, for comparison.
     """
 
     topology: Topology
     tasks: Mapping[str, AgentTask]
     expected: Mapping[str, tuple[str, float]]
     choices: Sequence[Event]
-    held_out: bool | None = None
+    held_out: Mapping[Compared, bool] = field(default_factory=dict)
 
     @property
     def is_single(self) -> bool:
@@ -54,10 +56,10 @@ async def plan_run(
     models: Mapping[str, ServedModel],
     topology: Topology,
     request: MoaRequest,
-    holds_out: Callable[[Topology], bool],
+    holds_out: Callable[[Compared], bool],
 ) -> Plan:
     """Choose a model for every agent that names several; agents with the same candidates share one (the paper's
-    assignment per program). `holds_out` says whether the run, whose updates could pay, goes without them. Raises
+    assignment per program). `holds_out` says whether the run goes without an optimization that could pay. Raises
     UnknownModel, InvalidRequest and PromptTooLong.
 
     Unless a prompt is so long that it has to be tokenized, nothing happens between the choice and the return, so that
@@ -78,8 +80,11 @@ async def plan_run(
     hints = hints_of(topology, request.tenant, request.id, own, forecasts)
     require_models(topology, models)
     growing = growing_prompts(topology, request, models, sampling, own, chooser.estimates)
-    held_out = holds_out(topology) if growing else None
-    tasks = _tasks(topology, request, models, sampling, hints, chooser.estimates, {} if held_out else growing)
+    updates = Compared("incremental_prefill", topology.name, ", ".join(sorted(topology.models)))
+    drafting = [drafts_of(topology, one) for one in topology.agents.values() if may_draft(one, models) == "auto"]
+    held_out = {key: holds_out(key) for key in dict.fromkeys([updates, *drafting] if growing else drafting)}
+    growing = {} if held_out.get(updates) else growing
+    tasks = _tasks(topology, request, models, sampling, hints, chooser.estimates, growing, held_out)
     for task in tasks.values():
         await check_known(task)
     expected = {}
@@ -148,6 +153,29 @@ def _stream_interval(topology: Topology, agent: Agent, growing: Mapping[str, flo
     return tokens_per_event(min(wanted, default=None), judged=judged)
 
 
+# --- drafts
+
+
+def may_draft(agent: Agent, models: Mapping[str, ServedModel]) -> bool | Literal["auto"]:
+    """Whether the agent asks for drafts; with `auto` it does where they pay."""
+    return agent.drafts and not agent.votes and models[agent.model].drafts
+
+
+def drafts_of(topology: Topology, agent: Agent) -> Compared:
+    """The agents whose drafts are judged with this one's."""
+    role = "root" if agent.id == topology.root.id else "aggregator" if agent.precursors else "proposer"
+    return Compared("drafts", topology.name, agent.model, role)
+
+
+def compare_drafts(
+    holdouts: Holdouts, key: Compared, agents: Sequence[AgentUsage], *, held_out: bool, now_s: float
+) -> None:
+    """Agents of one program have written. Nothing is compared before an engine has drafted for some of `key`."""
+    token_s = [one.token_s for one in agents if one.token_s is not None]
+    if token_s and (key in holdouts or any(one.drafted_tokens for one in agents)):
+        holdouts.observe(key, held_out=held_out, seconds=fmean(token_s), now_s=now_s)
+
+
 # --- tasks
 
 
@@ -169,6 +197,7 @@ def _tasks(
     hints: Mapping[str, Hints],
     estimates: LatencyEstimates,
     growing: Mapping[str, float],
+    held_out: Mapping[Compared, bool],
 ) -> Mapping[str, AgentTask]:
     """The task of every agent that asks a model, in topological order.
 
@@ -189,7 +218,7 @@ def _tasks(
             shared[same] = agent_parts(agent, order, model, request.messages)
         cluster = topology.cluster_of.get(agent.id)
         judged = cluster is not None and cluster.early_exit is not None
-        params = sampling[agent.id]
+        params, answers = sampling[agent.id], agent.id == topology.root.id or topology.voters.get(agent.id)
         if agent.id != topology.root.id:
             params = {"stream_interval": _stream_interval(topology, agent, growing), **params}
         task = AgentTask(
@@ -205,8 +234,8 @@ def _tasks(
             prefill=prefill if agent.id in growing or not agent.precursors else replace(prefill, incremental=False),
             begin_s=limit_s,
             silence_s=limit_s,
-            drafts=agent.drafts,
-            prediction=request.prediction if agent.id == topology.root.id or topology.voters.get(agent.id) else "",
+            drafts=bool(may_draft(agent, models)) and not held_out.get(drafts_of(topology, agent)),
+            prediction=request.prediction if answers and model.drafts else "",
         )
         tasks[agent.id] = check_parts(task)
     return tasks

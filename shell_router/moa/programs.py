@@ -1,6 +1,7 @@
 """Agent requests: programs whose agents arrive one by one from an external framework."""
 
 import asyncio
+import random
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from shell_router.errors import (
 from shell_router.moa.agent import AgentRun, AgentTask, Source, check_known, check_parts, limited, usage_of
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.incremental import complete_prompt
-from shell_router.moa.planning import ids_are_text, known_of_request, plan_agent
+from shell_router.moa.planning import AGENT_REQUEST, compare_drafts, ids_are_text, known_of_request, plan_agent
 from shell_router.moa.prompt import Message, Part, Slot, render, require_possible
 from shell_router.moa.requests import (
     AgentRequest,
@@ -34,6 +35,7 @@ from shell_router.moa.requests import (
     ProgramState,
     Segment,
 )
+from shell_router.routing.holdout import Compared, Holdouts, HoldoutSettings
 from shell_router.routing.increments import Remainder
 from shell_router.topology import AUTO
 
@@ -79,7 +81,8 @@ class Programs:
     """Runs agent requests and remembers the programs they belong to.
 
     A program whose agents have all ended is forgotten `ttl_s` after its last one was sent, as the cache forgets their
-    logs, or when there are more than `max_programs`, the oldest first.
+    logs, or when there are more than `max_programs`, the oldest first. Without `holdouts` no program is held out to
+    show what drafts save.
     """
 
     def __init__(
@@ -91,8 +94,10 @@ class Programs:
         ttl_s: float = 3600.0,
         max_programs: int = 10_000,
         chooser: ModelChooser | None = None,
+        holdouts: Holdouts | None = None,
     ) -> None:
         self._models = models
+        self._holdouts = holdouts or Holdouts(HoldoutSettings(share=0.0))
         self._cache = cache
         self._clock = clock
         self._ttl_s = ttl_s
@@ -200,9 +205,16 @@ class Programs:
             all_needed=True,
             begin_s=request.wait_s,
             silence_s=request.timeout_s,
-            drafts=bool(request.reads),
+            drafts=bool(request.reads and model.drafts) and not self._without_drafts(request),
         )
         return check_parts(task)
+
+    def _without_drafts(self, request: AgentRequest) -> bool:
+        """Whether it is held out, as the other agents of its program are."""
+        if self._models[request.model].drafts != "auto":
+            return False
+        draw = random.Random(request.program).random()
+        return self._holdouts.holds_out(_drafts_of(request), draw, self._clock())
 
     def _source(self, request: AgentRequest, precursor: str, reader: ServedModel) -> Source:
         def shares_ids() -> bool:
@@ -290,7 +302,10 @@ class Programs:
                 remedy="Allow more time.",
             ) from error
         writer.end(End.FINISHED)
-        return Answer(output.text, output.finish.reason, {request.agent: usage_of(task, output)})
+        usage = usage_of(task, output)
+        if request.reads and task.model.drafts == "auto":
+            compare_drafts(self._holdouts, _drafts_of(request), [usage], held_out=not task.drafts, now_s=clock())
+        return Answer(output.text, output.finish.reason, {request.agent: usage})
 
     def _remainder(self, request: AgentRequest, read: Collection[str]) -> Remainder:
         """What the agent still waits for; agents that were not sent here yet, or to another router, are not counted."""
@@ -313,6 +328,10 @@ class Programs:
     async def _forget(self, tenant: str, program: str) -> None:
         self._programs.pop((tenant, program), None)
         await self._cache.forget(tenant, program)
+
+
+def _drafts_of(request: AgentRequest) -> Compared:
+    return Compared("drafts", AGENT_REQUEST, request.model, "aggregator")
 
 
 def _parts(request: AgentRequest, model: ServedModel) -> tuple[Part, ...]:

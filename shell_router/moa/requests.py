@@ -79,7 +79,10 @@ AgentState = Literal["finished", "skipped", "early_exit", "unneeded", "failed"]
 
 @value
 class AgentUsage:
-    """Tokens one agent cost: if it was cut off, those decoded by then; if it was skipped, none."""
+    """Tokens one agent cost: if it was cut off, those decoded by then; if it was skipped, none.
+
+    `token_s` are seconds per token after its first ones, None where there were no more.
+    """
 
     model: str
     prompt_tokens: int
@@ -88,6 +91,7 @@ class AgentUsage:
     state: AgentState
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    token_s: float | None = None
 
 
 @value

@@ -4,16 +4,18 @@ A model of costs can be wrong; the programs held out cannot. Latencies are compa
 by factors, and the newest count most, since load changes.
 """
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from shell_router.errors import ConfigError
 
 State = Literal["on", "trial", "off"]
-Key = tuple[str, str]
-"""A topology and its models, both by name."""
+log = logging.getLogger(__name__)
+
+Optimization = Literal["incremental_prefill", "drafts"]
 
 _WEIGHT = 0.03  # of the newest program: about the last sixty count
 _RECENT_WEIGHT = 0.15  # where a change is to be noticed soon: about the last twelve
@@ -26,10 +28,10 @@ _DOUBT, _HARM, _CLEARED = 1.0, 2.0, 1.0  # standard errors
 
 @dataclass(frozen=True, slots=True)
 class HoldoutSettings:
-    """Which programs run without incremental prefill, to show what it is worth."""
+    """Which programs run without an optimization, to show what it is worth."""
 
     share: Annotated[
-        float, "Share of programs that run without incremental prefill, for comparison; 0 compares nothing."
+        float, "Share of programs that run without incremental prefill or drafts, for comparison; 0 compares nothing."
     ] = 0.05
     retry_s: Annotated[float, "Seconds from switching it off to the next trial."] = 600.0
 
@@ -40,9 +42,26 @@ class HoldoutSettings:
             raise ConfigError(f"holdout.retry_s is {self.retry_s:g}.", remedy="Make it a number of seconds above 0.")
 
 
+class Compared(NamedTuple):
+    """What is switched off together.
+
+    Incremental prefill is compared by the latency of whole programs, per topology and its models, `role` being empty;
+    drafts by the seconds per token of one role's agents on one model.
+    """
+
+    optimization: Optimization
+    topology: str
+    models: str
+    role: str = ""
+
+    def __str__(self) -> str:
+        name = self.optimization.replace("_", " ")
+        return f"{name} of {self.topology}" + (f" ({self.role}, {self.models})" if self.role else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Benefit:
-    """How much shorter programs are with it, in shares of latency, with a 95 % interval; below 0 they are longer."""
+    """How much shorter it takes with it, in shares of the time, with a 95 % interval; below 0 it takes longer."""
 
     mean: float
     low: float
@@ -54,10 +73,9 @@ class Benefit:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the programs of a topology with these models showed; no benefit before both kinds have run."""
+    """What programs showed so far; no benefit before both kinds have run."""
 
-    topology: str
-    models: str
+    compared: Compared
     state: State
     benefit: Benefit | None
 
@@ -113,7 +131,7 @@ class _Evidence:
 
 
 class Holdouts:
-    """Per topology and models a comparison that goes on for as long as programs come.
+    """Per optimization and what it is compared for a comparison that goes on for as long as programs come.
 
     A share of programs is held out. If those with the optimization are slower by more than the standard error, a trial
     begins: fresh figures, and every second program is held out. It ends with the optimization off if harm is shown or,
@@ -122,9 +140,12 @@ class Holdouts:
 
     def __init__(self, settings: HoldoutSettings | None = None) -> None:
         self.settings = settings or HoldoutSettings()
-        self._found: dict[Key, _Evidence] = {}
+        self._found: dict[Compared, _Evidence] = {}
 
-    def holds_out(self, key: Key, draw: float, now_s: float) -> bool:
+    def __contains__(self, key: Compared) -> bool:
+        return key in self._found
+
+    def holds_out(self, key: Compared, draw: float, now_s: float) -> bool:
         """Whether this program runs without; `draw` in [0, 1) is its own, so that equal seeds choose equally."""
         found = self._found.get(key)
         if found is None:
@@ -133,8 +154,8 @@ class Holdouts:
             self._found[key] = found = _Evidence("trial", now_s)
         return found.state == "off" or draw < (0.5 if found.state == "trial" else self.settings.share)
 
-    def observe(self, key: Key, *, held_out: bool, seconds: float, now_s: float) -> Comparison | None:
-        """A program took so long; what is known now, if that changed the state."""
+    def observe(self, key: Compared, *, held_out: bool, seconds: float, now_s: float) -> Comparison | None:
+        """A program, or a token of its agents, took so long; what is known now, if that changed the state."""
         if not self.settings.share or seconds <= 0:
             return None
         found = self._found.setdefault(key, _Evidence())
@@ -151,15 +172,19 @@ class Holdouts:
                 found.enter("off", now_s)
             elif is_over:
                 found.enter("on", now_s)
-        return None if found.state == before else self._comparison(key, found)
+        if found.state == before:
+            return None
+        seen = self._comparison(key, found)
+        log.warning("%s is %s; time saved: %s", key, seen.state, seen.benefit or "not measured yet")
+        return seen
 
     def comparisons(self) -> Iterator[Comparison]:
         """All of them."""
         return (self._comparison(key, found) for key, found in self._found.items())
 
-    def _comparison(self, key: Key, found: _Evidence) -> Comparison:
+    def _comparison(self, key: Compared, found: _Evidence) -> Comparison:
         if found.fewest() < _FEWEST:
-            return Comparison(*key, found.state, None)
+            return Comparison(key, found.state, None)
         gain, error = found.difference()
         mean, low, high = (1 - math.exp(-one) for one in (gain, gain - 1.96 * error, gain + 1.96 * error))
-        return Comparison(*key, found.state, Benefit(mean, low, high))
+        return Comparison(key, found.state, Benefit(mean, low, high))

@@ -6,7 +6,7 @@ import pytest
 
 from shell_router.api import ApiSettings
 from shell_router.errors import ConfigError
-from shell_router.routing.holdout import Holdouts
+from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.topology import Agent, Topology
 from tests.fakes.api_server import api, chat
 
@@ -92,11 +92,12 @@ async def test_a_name_that_is_both_topology_and_model_is_refused_at_start() -> N
             pass
 
 
-async def test_a_topology_says_what_incremental_prefill_saves_it() -> None:
+async def test_topologies_and_models_say_what_incremental_prefill_and_drafts_save_them() -> None:
     holdouts = Holdouts()
-    for number in range(8):
-        held_out = number % 2 == 0
-        holdouts.observe(("duo", "small"), held_out=held_out, seconds=2.0 + held_out + number / 100, now_s=0.0)
+    updates, drafts = Compared("incremental_prefill", "duo", "small"), Compared("drafts", "duo", "small", "root")
+    for number in range(16):
+        held_out, key = number % 2 == 0, drafts if number < 8 else updates
+        holdouts.observe(key, held_out=held_out, seconds=2.0 + held_out + number / 100, now_s=0.0)
     async with api(holdouts=holdouts) as served:
         _, duo = await served.get("/v1/models/duo")
         (seen,) = duo["incremental_prefill"]
@@ -104,3 +105,7 @@ async def test_a_topology_says_what_incremental_prefill_saves_it() -> None:
         assert seen["benefit"]["low"] < seen["benefit"]["mean"] < seen["benefit"]["high"]
         _, small = await served.get("/v1/models/small")
         assert "incremental_prefill" not in small
+        (seen,) = small["drafts"]
+        assert (seen["topology"], seen["role"], seen["state"]) == ("duo", "root", "on")
+        _, large = await served.get("/v1/models/large")
+        assert large["drafts"] == []

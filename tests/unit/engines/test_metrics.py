@@ -7,7 +7,7 @@ from shell_router.engines.metrics import EngineMetrics
 from shell_router.engines.sglang import SglangPair
 from shell_router.routing.dispatcher import EngineSlot
 from shell_router.routing.engine_selection import EngineReport, PlacementRequest
-from shell_router.routing.holdout import Benefit, Comparison
+from shell_router.routing.holdout import Benefit, Compared, Comparison
 
 
 async def test_what_is_known_of_engines_is_exported_and_what_is_not_is_absent() -> None:
@@ -39,8 +39,13 @@ async def test_what_is_known_of_engines_is_exported_and_what_is_not_is_absent() 
     await pool.aclose()
 
 
-def test_what_incremental_prefill_saves_is_exported_per_topology_and_models() -> None:
-    seen = [Comparison("tree", "a, b", "off", Benefit(-0.2, -0.3, -0.1)), Comparison("panel", "a", "trial", None)]
+def test_what_optimizations_save_is_exported_apart() -> None:
+    worse, unknown = Benefit(-0.2, -0.3, -0.1), None
+    seen = [
+        Comparison(Compared("incremental_prefill", "tree", "a, b"), "off", worse),
+        Comparison(Compared("incremental_prefill", "panel", "a"), "trial", unknown),
+        Comparison(Compared("drafts", "tree", "a", "root"), "off", worse),
+    ]
     registry = CollectorRegistry()
     registry.register(EngineMetrics({}, comparisons=lambda: seen))
 
@@ -50,3 +55,5 @@ def test_what_incremental_prefill_saves_is_exported_per_topology_and_models() ->
 
     assert (value("on", "tree", "a, b"), value("saved", "tree", "a, b")) == (0, -0.2)
     assert (value("on", "panel", "a"), value("saved", "panel", "a")) == (1, None)
+    labels = {"topology": "tree", "models": "a", "role": "root"}
+    assert registry.get_sample_value("shell_router_drafts_on", labels) == 0

@@ -79,6 +79,11 @@ def test_decode_drafts_where_the_deployment_says_so_and_the_pairs_own_flags_win(
     assert "SHELL_ROUTER_DRAFTS" not in prefill.env
 
 
+def test_the_engines_of_a_model_without_drafts_are_not_started_to_draft(tmp_path: Path) -> None:
+    text = (MODEL + PAIR % "").replace("path:", "drafts: off\n    path:") + "launch: {drafts: true}\n"
+    assert all("--speculative-algorithm" not in engine.argv for engine in planned(tmp_path, text).engines)
+
+
 def test_a_pairs_flags_follow_those_of_all_engines_and_a_roles_its_pairs(tmp_path: Path) -> None:
     text = MODEL + PAIR % "flags: --x 2, decode_flags: --x 3" + "launch: {flags: --x 1, prefill_flags: '--y \"a b\"'}\n"
     prefill, decode = planned(tmp_path, text).engines

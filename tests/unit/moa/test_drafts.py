@@ -1,13 +1,16 @@
 """Which requests ask their engine for drafts, and from which texts."""
 
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
-from shell_router.core.engine import Finish
+from shell_router.core.engine import Finish, Generation, Prefilled, Tokens
 from shell_router.errors import InvalidField
-from shell_router.moa import AgentRequest
+from shell_router.moa import AgentRequest, Executor
+from shell_router.moa.programs import Programs
 from shell_router.moa.requests import OutputOf
+from shell_router.routing.holdout import Comparison, HoldoutSettings
 from shell_router.topology import parse_topology
 from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask
 
@@ -79,3 +82,92 @@ async def test_what_the_engine_accepted_is_in_the_answer() -> None:
         "proposer-2": (7, 5),
         "root": (7, 5),
     }
+
+
+async def test_a_model_without_drafts_is_asked_for_none_not_even_for_a_prediction() -> None:
+    moa = ScriptedMoa()
+    moa.models["medium"] = replace(moa.models["medium"], drafts=False)
+    found = await asked_for_drafts(tree(), moa, prediction="two plus two")
+    assert found == {"proposer-1": None, "proposer-2": None, "root": None}
+    for agent, prompt in (("a", ("say",)), ("b", ("read ", OutputOf("a")))):
+        await moa.programs.run(AgentRequest("me", "program", agent, "medium", prompt), Recorder().emit)
+    assert [one.sampling.get("custom_params") for one in moa.engines["medium"].generated] == [None] * 4
+
+
+class World:
+    """An engine that takes `drafted_s` per token of requests that ask for drafts, and a second per token of others."""
+
+    def __init__(self, drafted_s: float, drafts: bool | str = "auto", *, drafted_tokens: int = 4) -> None:
+        self.now_s, self.drafted_s, self.drafted_tokens = 0.0, drafted_s, drafted_tokens
+        self.asked: list[bool] = []
+        moa = ScriptedMoa()
+        models = {name: replace(one, engine=self, drafts=drafts) for name, one in moa.models.items()}
+        self.executor = Executor(
+            models, moa.cache, None, clock=lambda: self.now_s, holdouts=HoldoutSettings(share=0.2, retry_s=1e6)
+        )
+        self.programs = Programs(models, moa.cache, clock=lambda: self.now_s, holdouts=self.executor.holdouts)
+
+    async def generate(self, request: Generation) -> AsyncIterator[Tokens | Finish]:
+        asks = "custom_params" in request.sampling
+        if not agent_of(request).startswith("proposer"):
+            self.asked.append(asks)
+        for token in range(3):
+            self.now_s += self.drafted_s if asks else 1.0
+            yield Tokens((token,), "so ")
+        yield Finish("stop", 1, 3, 0, self.drafted_tokens if asks else 0)
+
+    async def prefill(self, request: Generation) -> Prefilled:
+        return Prefilled(len(request.input_ids), 0)
+
+    async def trees(self, count: int) -> list[bool]:
+        """Whether the root's requests asked for drafts."""
+        before = len(self.asked)
+        graph = parse_topology(tree(), source="t.yaml")
+        for number in range(count):
+            await self.executor.run(graph, ask(f"Question {number}?", run_id=f"run{number}"), Recorder().emit)
+        return self.asked[before:]
+
+    async def agents(self, count: int) -> list[bool]:
+        """The same of agents that are sent one by one."""
+        before = len(self.asked)
+        for number in range(count):
+            for agent, prompt in (("proposer", ("say",)), ("reader", ("read ", OutputOf("proposer")))):
+                await self.programs.run(
+                    AgentRequest("me", f"program-{before}-{number}", agent, "small", prompt), Recorder().emit
+                )
+        return self.asked[before:]
+
+    def seen(self) -> Comparison:
+        (only,) = self.executor.holdouts.comparisons()
+        return only
+
+
+@pytest.mark.parametrize("kind", ["trees", "agents"])
+async def test_drafts_that_lose_are_switched_off_for_the_model_and_the_role(kind: str) -> None:
+    world = World(drafted_s=2.0)
+    first = await getattr(world, kind)(80)
+    assert 0 < sum(first) < 80
+    compared = world.seen().compared
+    assert (compared.optimization, world.seen().state) == ("drafts", "off")
+    assert (compared.role, compared.models) in (("root", "medium"), ("aggregator", "small"))
+    assert not any(await getattr(world, kind)(20))
+
+
+async def test_drafts_that_pay_stay_on_and_equal_seeds_are_held_out_alike() -> None:
+    worlds = World(drafted_s=0.5), World(drafted_s=0.5)
+    first, second = [await world.trees(60) for world in worlds]
+    assert first == second
+    assert 30 < sum(first) < 60
+    benefit = worlds[0].seen().benefit
+    assert worlds[0].seen().state == "on"
+    assert benefit is not None
+    assert benefit.mean == pytest.approx(0.5)
+
+
+async def test_a_model_that_always_drafts_is_not_compared_and_an_engine_that_drafts_nothing_neither() -> None:
+    always = World(drafted_s=2.0, drafts=True)
+    assert all(await always.trees(30))
+    assert not list(always.executor.holdouts.comparisons())
+    plain = World(drafted_s=1.0, drafted_tokens=0)
+    await plain.trees(30)
+    assert not list(plain.executor.holdouts.comparisons())

@@ -29,7 +29,7 @@ from shell_router.errors import (
     UnknownModel,
 )
 from shell_router.moa import Executor
-from shell_router.routing.holdout import HoldoutSettings
+from shell_router.routing.holdout import Compared, HoldoutSettings
 from shell_router.topology import Agent, Cluster, Prefill, Prompt, Topology
 from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask
 from tests.fakes.scripted_engine import Gates, Script
@@ -519,7 +519,7 @@ async def test_programs_that_are_held_out_run_as_the_plain_tree_and_equal_seeds_
             await executor.run(graph, replace(ask(run_id=f"run{seed}"), seed=seed), print)
             held_out.append(len(moa.engines["large"].prefilled) == before)
         (seen,) = executor.holdouts.comparisons()
-        assert (seen.topology, seen.models) == ("graph", "large, small")
+        assert seen.compared == Compared("incremental_prefill", "graph", "large, small")
     assert held_out[:12] == held_out[12:]
     assert 0 < sum(held_out[:12]) < 12
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.errors import ConfigError
-from shell_router.routing.holdout import Comparison, Holdouts, HoldoutSettings
+from shell_router.routing.holdout import Compared, Comparison, Holdouts, HoldoutSettings
 
-KEY = ("tree", "large, small")
+KEY = Compared("incremental_prefill", "tree", "large, small")
 
 
 class World:
@@ -98,15 +98,13 @@ def test_equal_draws_choose_equally(draw: float) -> None:
     assert len({holdouts.holds_out(KEY, draw, now_s) for now_s in (0.0, 1.0, 1e6)}) == 1
 
 
-def test_topologies_and_models_are_compared_apart() -> None:
+def test_optimizations_topologies_models_and_roles_are_compared_apart() -> None:
     holdouts = Holdouts()
-    for key in (KEY, ("tree", "small"), ("panel", "small")):
+    keys = [KEY, KEY._replace(models="small"), KEY._replace(topology="panel")]
+    keys += [Compared("drafts", "tree", "small", role) for role in ("aggregator", "root")]
+    for key in keys:
         holdouts.observe(key, held_out=False, seconds=1.0, now_s=0.0)
-    assert [(one.topology, one.models) for one in holdouts.comparisons()] == [
-        KEY,
-        ("tree", "small"),
-        ("panel", "small"),
-    ]
+    assert [one.compared for one in holdouts.comparisons()] == keys
 
 
 @pytest.mark.parametrize(
