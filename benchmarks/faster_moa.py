@@ -8,6 +8,7 @@
     sensitivity  what the figures of 5.3 depend on; no row of it is the paper's
     load         tree + incremental prefill against tree from idle to 90 % of saturation, over several seeds
     beyond       slot order and chunk sizes against the critical-path bound
+    drafts       settings of 5.3 with drafts in all agents that read others, by the tokens that a pass gives
     busy         what updates of one size or another cost the prefill engines, with a question every second
     scale        what a simulated agent costs, for 100, 1000 and 10000 programs at a time, and down again, which shows
                  how far runs of one size differ
@@ -32,7 +33,7 @@ from report import Row, report
 
 from shell_router.config.read import read_file
 from shell_router.lab.simulation.run import Simulated, simulate
-from shell_router.lab.simulation.settings import Length, Loaded, Workload, load
+from shell_router.lab.simulation.settings import Drafted, Length, Loaded, Workload, load
 from shell_router.lab.simulation.summary import Summary, summary_of
 from shell_router.topology import Prefill, Topology
 
@@ -424,6 +425,47 @@ def scale(bench: Bench) -> list[Row]:
     return rows
 
 
+PER_PASS = {
+    "1.5": (1.5, 1.5),
+    "2": (2.0, 2.0),
+    "3": (3.0, 3.0),
+    "4.4, root 7.8": (4.4, 7.8),  # as docs/benchmarks/drafts.md has them of the tiny models
+}
+
+
+def drafts(bench: Bench) -> list[Row]:
+    """Savings as in 5.3, with and without drafts, and the tree's bound in passes beside that of a pass per token.
+
+    The baseline of all is all-to-all without drafts.
+    """
+    names = {"all-to-all": BASELINE, "tree": "tree", "full": "full"}
+    plain = {name: bench.topology(file) for name, file in names.items()}
+    rows = []
+    for data_set, data in bench.data_sets.items():
+        before = {name: bench.run(topology, data) for name, topology in plain.items()}
+        for words, (aggregator, root) in PER_PASS.items():
+            gained = {"aggregator": Drafted(aggregator, cv=0.3), "root": Drafted(root, cv=0.3)}
+            done = {name: bench.run(drafting(topology), data, drafts=gained) for name, topology in plain.items()}
+            base, tree = before["all-to-all"], summary_of(done["tree"])
+            rows.append(
+                {"data set": data_set, "tokens a pass": words, "all-to-all s": summary_of(base).mean_s}
+                | {"all-to-all + drafts": f"{saving(done['all-to-all'], base):.0%}"}
+                | {
+                    f"{name}, + drafts": f"{saving(before[name], base):.0%}, {saving(done[name], base):.0%}"
+                    for name in ("tree", "full")
+                }
+                | {"tree's bound s: a pass per token": summary_of(before["tree"]).bound_s, "in passes": tree.bound_s}
+                | {"tree + drafts s": tree.mean_s}
+            )
+    return rows
+
+
+def drafting(topology: Topology) -> Topology:
+    """The topology with drafts in all agents that read others."""
+    agents = {name: replace(agent, drafts=bool(agent.precursors)) for name, agent in topology.agents.items()}
+    return replace(topology, agents=agents)
+
+
 Rows = Callable[[Bench], list[Row]]
 TABLES: Mapping[str, tuple[str, Rows]] = {
     "settings": ("Faster-MoA 5.3: less latency than all-to-all", settings),
@@ -432,6 +474,7 @@ TABLES: Mapping[str, tuple[str, Rows]] = {
     "sensitivity": ("Sensitivity, no reproduction: GSM8K's savings under other assumptions", sensitivity),
     "load": ("Tree + incremental prefill, relative to the tree, by load", loads),
     "beyond": ("Beyond the paper: the online path against its bound", beyond),
+    "drafts": ("Beyond the paper: drafts, less latency than all-to-all without them", drafts),
     "busy": ("GSM8K, one question a second: sizes of updates, the large model's prefill engine", busy),
     "scale": ("What a simulated agent costs the simulator", scale),
 }

@@ -163,8 +163,12 @@ def may_draft(agent: Agent, models: Mapping[str, ServedModel]) -> bool | Literal
 
 def drafts_of(topology: Topology, agent: Agent) -> Compared:
     """The agents whose drafts are judged with this one's."""
-    role = "root" if agent.id == topology.root.id else "aggregator" if agent.precursors else "proposer"
-    return Compared("drafts", topology.name, agent.model, role)
+    return Compared("drafts", topology.name, agent.model, role_of(topology, agent))
+
+
+def role_of(topology: Topology, agent: Agent) -> str:
+    """The root, an aggregator, which reads others, or a proposer."""
+    return "root" if agent.id == topology.root.id else "aggregator" if agent.precursors else "proposer"
 
 
 def compare_drafts(

@@ -1,10 +1,13 @@
 """An engine's KV capacity: which sequences hold some, and which wait for it in order of arrival."""
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+
+_ROUNDING = 1e-5  # of a token
 
 
 def _ignore(*_: object) -> None:
@@ -18,7 +21,8 @@ class Sequence:
     `on_preempt` is called when its KV is dropped in favor of others: it then waits at the head of the queue, and has to
     be admitted and to join the batch again. `written` counts the tokens it had when it last joined or stopped, `joined`
     is the step at which it would have begun to write, had it never stopped. `due` is the step at which its progress is
-    next reported, below 0 while it does not run.
+    next reported, below 0 while it does not run. With drafts a step gives `per_pass` tokens in the mean, and computes
+    `width`.
     """
 
     prompt_tokens: int
@@ -28,16 +32,30 @@ class Sequence:
     on_preempt: Callable[[], None] = _ignore
     admission: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     written: int = 0
-    joined: int = 0
+    joined: float = 0
     due: int = -1
     admitted: bool = False
     running: bool = False
     left: bool = False
+    per_pass: float = 1
+    width: int = 1
 
     @property
     def tokens(self) -> int:
         """Of its prompt, and those that it had written when it last joined or stopped."""
         return self.prompt_tokens + self.written
+
+    def written_by(self, step: int) -> int:
+        """Tokens that are there after that step, if it has not stopped since it joined."""
+        return min(self.wanted, int((step - self.joined) * self.per_pass + _ROUNDING))
+
+    def join(self, step: int) -> None:
+        """It goes on writing after that step."""
+        self.joined = step - self.written / self.per_pass
+
+    def step_of(self, written: int) -> int:
+        """The step after which that many tokens are there."""
+        return math.ceil(self.joined + written / self.per_pass - _ROUNDING**2)
 
     def next_report(self, written: int) -> int:
         """The number of written tokens at which progress is next reported: 1, 1 + interval, ..., wanted."""

@@ -24,6 +24,7 @@ from shell_router.errors import ConfigError, ShellRouterError
 from shell_router.lab.simulation.settings import SimulatedModel, Simulation, Workload
 from shell_router.lab.simulation.virtual_time import run_virtual, uncollected
 from shell_router.moa.executor import Executor
+from shell_router.moa.planning import role_of
 from shell_router.moa.requests import MoaRequest
 from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
 from shell_router.routing.engine_selection import EngineReport, PlacementRequest
@@ -95,9 +96,13 @@ RIGHT = "1"
 class Outputs:
     """Equal seeds, questions and agents give equal outputs, so that two settings are asked the same."""
 
-    def __init__(self, workload: Workload, seed: int) -> None:
+    def __init__(self, workload: Workload, topology: Topology, seed: int) -> None:
         self._workload = workload
         self._seed = seed
+        self._drafts = {
+            agent.id: workload.drafts.get(agent.id) or workload.drafts.get(role_of(topology, agent))
+            for agent in topology.agents.values()
+        }
 
     def question(self, question: str) -> str:
         """The text that the client asks."""
@@ -115,9 +120,11 @@ class Outputs:
             tokens = length.at(draws.random(), draws.gauss())
             answer = RIGHT if draws.random() < self._workload.right else f"{agent}'s own"
             end = closing(question, answer)
-            return Written.after_filler(
+            written = Written.after_filler(
                 tokens, f"{self._seed}/{question}/{agent}", end, math.log(self._workload.confidence)
             )
+            drafted = self._drafts[agent]
+            return replace(written, per_pass=drafted.at(draws.gauss()), width=drafted.width) if drafted else written
 
         return write
 
@@ -189,7 +196,7 @@ async def _simulated(
     simulation: Simulation, topology: Topology, costs: Mapping[str, PairCosts], seed: int
 ) -> Simulated:
     loop = asyncio.get_running_loop()
-    outputs = Outputs(simulation.workload, seed)
+    outputs = Outputs(simulation.workload, topology, seed)
     shared = None if simulation.cores is None else Processor(simulation.cores)
     fleets = {
         alias: Fleet(alias, _pairs(model, costs[alias], outputs.by(alias), shared), simulation.scheduling)

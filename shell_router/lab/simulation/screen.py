@@ -71,6 +71,7 @@ def _overlap(one: Summary) -> Row:
     return {
         "bound s": _seconds(one.bound_s),
         "over bound": f"{one.over_bound:.1%}",
+        "bound s, a pass per token": _seconds(one.token_bound_s),
         "second layer s": _seconds(one.second_layer_s),
         "exposed prefill s": _seconds(one.exposed_s),
         "late": "-" if one.late is None else f"{one.late:.1%}",

@@ -87,8 +87,30 @@ class Length:
         assert self.mean is not None
         if uniform < self.runaways:
             return ENDLESS_TOKENS
-        variance = math.log(1 + self.cv**2)
-        return max(1, round(self.mean * math.exp(math.sqrt(variance) * normal - variance / 2)))
+        return max(1, round(self.mean * _lognormal(self.cv, normal)))
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What drafts give outputs: tokens a pass, log-normal with mean `per_pass` and deviation `per_pass` * `cv`, between
+    1 and `width`, which is what a pass computes."""
+
+    per_pass: Annotated[float, Number("", at_least=1)]
+    cv: Annotated[float, Number("", at_least=0, at_most=100)] = 0.0
+    width: Annotated[int, Number("", at_least=1, at_most=1024, whole=True)] = 16
+
+    def __post_init__(self) -> None:
+        require(self.per_pass <= self.width, f"per_pass is {self.per_pass:g}, more than the width {self.width}")
+
+    def at(self, normal: float) -> float:
+        """Tokens a pass of the output that a draw from the standard normal distribution stands for."""
+        return min(float(self.width), max(1.0, self.per_pass * _lognormal(self.cv, normal)))
+
+
+def _lognormal(cv: float, normal: float) -> float:
+    """With mean 1 and this deviation."""
+    variance = math.log(1 + cv**2)
+    return math.exp(math.sqrt(variance) * normal - variance / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +120,7 @@ class Workload:
     `one_by_one` asks the next question when the one before is answered, `closed` does so for `clients` at a time,
     `poisson` asks `per_s` a second, `bursty` the same in bursts of `burst`. An agent writes
     `outputs` tokens by its model, is right with probability `right`, and sure of every token with `confidence`; wrong
-    answers all differ.
+    answers all differ. `drafts` are what agents that ask for drafts gain, by role (aggregator, root) or by agent.
     """
 
     requests: Count
@@ -110,6 +132,7 @@ class Workload:
     clients: Count = 8
     right: Share = 0.7
     confidence: Annotated[float, Number("", above=0, at_most=1)] = 0.9
+    drafts: Mapping[str, Drafted] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ class Figures:
     late_share: float
     cached_share: float
     bound_s: float
+    token_bound_s: float
     cut_off: int
 
 
@@ -55,6 +56,7 @@ def figures_of(topology: Topology, trace: Mapping[str, Any]) -> Figures:
         late_share=1 - in_time / prompts if readers else 0.0,
         cached_share=sum(agent["cached_tokens"] for agent in readers.values()) / prompts,
         bound_s=critical_path_s(topology, agents),
+        token_bound_s=critical_path_s(topology, agents, pass_per_token=True),
         cut_off=sum(agent["state"] == "early_exit" for agent in agents.values()),
     )
 
@@ -70,10 +72,11 @@ def prefilled_tokens(agent: Mapping[str, Any], at_s: float) -> int:
     return int(max(done, default=first))
 
 
-def critical_path_s(topology: Topology, agents: Agents) -> float:
+def critical_path_s(topology: Topology, agents: Agents, *, pass_per_token: bool = False) -> float:
     """Seconds to the root's end if each agent decoded from the moment its last needed precursor ended.
 
-    An agent whose aggregation was skipped ends as long after its last needed precursor as it did.
+    With `pass_per_token` no draft had been accepted, and the passes had taken as long each. An agent whose aggregation
+    was skipped ends as long after its last needed precursor as it did.
     """
     end_s: dict[str, float] = {}
     for name, agent in topology.agents.items():
@@ -84,7 +87,11 @@ def critical_path_s(topology: Topology, agents: Agents) -> float:
             end_s[name] = (begin_s or 0.0) + waited_s
         elif agents[name]["state"] == "finished":
             decode = next(span for span in agents[name]["spans"] if span["name"] == "decode")
-            end_s[name] = decode["end_s"] - decode["start_s"] + (decode["start_s"] if begin_s is None else begin_s)
+            tokens = agents[name]["completion_tokens"] - 1
+            passes = tokens - agents[name]["accepted_tokens"]
+            factor = tokens / passes if pass_per_token and passes > 0 else 1.0
+            begin_s = decode["start_s"] if begin_s is None else begin_s
+            end_s[name] = begin_s + factor * (decode["end_s"] - decode["start_s"])
     return end_s[topology.root.id]
 
 
@@ -96,7 +103,8 @@ class Summary:
     """A simulation in figures. Seconds are means over the answered requests but for the percentiles.
 
     `path` is where an answer's time goes along its critical path: decoding by model, exposed prefill, and waiting.
-    `bound_s` is that path's length without exposed prefill; `late` the share of the readers' prompts still to be
+    `bound_s` is that path's length without exposed prefill, `token_bound_s` the same if every token had taken a pass;
+    `late` the share of the readers' prompts still to be
     prefilled when their last input ended; `completed` counts, per model, the agents that were not cut off, of `agents`.
     """
 
@@ -108,6 +116,7 @@ class Summary:
     p95_s: float
     p99_s: float
     bound_s: float
+    token_bound_s: float
     second_layer_s: float | None
     exposed_s: float | None
     late: float | None
@@ -152,6 +161,7 @@ def summary_of(simulated: Simulated) -> Summary:
         p95_s,
         p99_s,
         _mean(one.bound_s for one in figures) or statistics.mean(latencies),
+        _mean(one.token_bound_s for one in figures) or statistics.mean(latencies),
         _mean(one.second_layer_s for one in figures),
         _mean(one.reader_exposed_s for one in figures),
         _mean(one.late_share for one in figures),

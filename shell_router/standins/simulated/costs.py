@@ -71,13 +71,14 @@ class TransferCosts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCosts:
-    """The decode engine. One step, in which each of n sequences writes a token, takes
+    """The decode engine. One step, a pass over n tokens, takes
 
         step_s + n * sequence_s + c * context_s
 
-    where c is the sum of the sequences' lengths. `cache_tokens` is the KV capacity for all of them, `max_batch_size`
-    the most sequences of a step. `host_s_per_token` is what each token costs the event loops of the server and the
-    router: it delays other work only where all share the cores of one machine.
+    where n is one per sequence and more where drafts are verified, and c the sum of the sequences' lengths.
+    `cache_tokens` is the KV capacity for all of them, `max_batch_size` the most sequences of a step. `host_s_per_token`
+    is what each token costs the event loops of the server and the router: it delays other work only where all share the
+    cores of one machine.
 
     Without `reserved_tokens` a sequence claims KV for all that it will write, which an engine would have to know. With
     it a sequence is admitted where KV is free for what it has and that many tokens more of every sequence: 512 on
@@ -99,15 +100,18 @@ class DecodeCosts:
         if self.reserved_tokens is not None and self.reserved_tokens < 0:
             raise ConfigError(f"reserved_tokens must be at least 0, not {self.reserved_tokens}")
 
-    def steps_s(self, steps: int, sequences: int, context: int) -> float:
-        """Seconds of `steps` steps from a context of that many tokens, which grows by one per sequence and step."""
-        grown = sequences * (steps * (steps - 1) // 2)
-        return steps * (self.step_s + sequences * self.sequence_s + context * self.context_s) + grown * self.context_s
+    def steps_s(self, steps: int, tokens: int, context: int, grows: float | None = None) -> float:
+        """Seconds of `steps` steps over so many tokens each, from a context that `grows` with each; by default by those
+        tokens."""
+        grown = (tokens if grows is None else grows) * (steps * (steps - 1) // 2)
+        return steps * (self.step_s + tokens * self.sequence_s + context * self.context_s) + grown * self.context_s
 
-    def steps_begun(self, seconds: float, sequences: int, context: int, at_most: int) -> int:
+    def steps_begun(self, seconds: float, at_most: int, tokens: int, context: int, grows: float | None = None) -> int:
         """How many steps have begun after `seconds`, except for rounding; at the very start none has."""
         until, seconds = range(1, at_most), seconds - ROUNDING_S
-        return (seconds > 0) + bisect_left(until, seconds, key=lambda steps: self.steps_s(steps, sequences, context))
+        return (seconds > 0) + bisect_left(
+            until, seconds, key=lambda steps: self.steps_s(steps, tokens, context, grows)
+        )
 
 
 @dataclass(frozen=True, slots=True)

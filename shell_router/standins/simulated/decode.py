@@ -6,6 +6,8 @@ chunks its output is sent in, not on its tokens.
 
 import asyncio
 import heapq
+import math
+from collections.abc import Collection
 
 from shell_router.standins.kv_capacity import KvCapacity, Sequence
 from shell_router.standins.simulated.costs import DecodeCosts
@@ -37,9 +39,15 @@ class DecodeEngine:
         self._steps = 0
         self._preempted_at = -1  # the step at which a sequence was last preempted
         self._context = 0
+        self._computed = 0  # tokens of a step
+        self._grows: float = 0  # tokens that a step adds, in the mean
+        self._most = 0  # and at most
+        self._drafts = False  # whether any sequence ever did
         self._job: Job | None = None
         self._job_steps = 0
-        self._job_size = (0, 0)  # sequences and the sum of their lengths, when it began
+        self._job_sequences = 0
+        self._left: list[Sequence] = []  # that have left since it began
+        self._job_size: tuple[int, int, float] = (0, 0, 0)  # tokens of a step, of all contexts, and by which these grow
         self._worked_s = 0.0  # on it, before it was last interrupted
         self.busy_s = 0.0
         self.batch_s = 0.0
@@ -49,7 +57,7 @@ class DecodeEngine:
     @property
     def used_tokens(self) -> int:
         """KV tokens that are there or, where sequences claim them at the start, will be written."""
-        meanwhile = self._steps_done() * len(self._running) if self._kv.grows else 0
+        meanwhile = int(self._steps_done() * self._grows) if self._kv.grows else 0
         return self._costs.cache_tokens - max(0, self._kv.free_tokens - meanwhile)
 
     @property
@@ -79,6 +87,7 @@ class DecodeEngine:
         sequence.left = True
         if sequence.running:
             self._stop(sequence)
+            self._left.append(sequence)
             self._interrupt()
         self._kv.release(sequence)
         self._admit_waiting()
@@ -93,8 +102,8 @@ class DecodeEngine:
     def _preempt_youngest(self) -> bool:
         """Preempt until the next step fits or one sequence is left; whether any was preempted."""
         before = self.preemptions
-        while self._kv.grows and len(self._running) > 1 and self._kv.free_tokens < len(self._running):
-            sequence = max(reversed(self._running), key=lambda one: (one.joined, one.prompt_tokens))
+        while self._kv.grows and len(self._running) > 1 and self._kv.free_tokens < self._most:
+            sequence = max(reversed(self._running), key=lambda one: (-one.written_by(self._steps), one.prompt_tokens))
             self._stop(sequence)
             self._kv.preempt(sequence)
             sequence.on_preempt()
@@ -113,9 +122,8 @@ class DecodeEngine:
             self._go_on()
             return
         self._worked_s += self._processor.stop(self._job)
-        sequences, context = self._job_size
-        self._job_steps = self._costs.steps_begun(self._worked_s, sequences, context, self._job_steps)
-        left_s = max(0.0, self._costs.steps_s(self._job_steps, sequences, context) - self._worked_s)
+        self._job_steps = self._costs.steps_begun(self._worked_s, self._job_steps, *self._job_size)
+        left_s = max(0.0, self._costs.steps_s(self._job_steps, *self._job_size) - self._worked_s)
         self._job = self._processor.start(left_s, self._end_steps)
 
     def _go_on(self) -> None:
@@ -125,14 +133,15 @@ class DecodeEngine:
                 self._start(sequence, tokens)
         self._joining.clear()
         if not self._preempt_youngest() and (self._steps > self._preempted_at or not self._running):
-            self._kv.admit(len(self._running) if self._kv.grows else 0)
+            self._kv.admit(self._most if self._kv.grows else 0)
         while self._due_steps and all(sequence.due != self._due_steps[0] for sequence in self._due[self._due_steps[0]]):
             del self._due[heapq.heappop(self._due_steps)]
         if not self._running:
             self._job = None
             return
         self._job_steps = self._next_steps()
-        self._job_size = (len(self._running), self._context)
+        self._job_sequences = len(self._running)
+        self._job_size = self._computed, self._context, self._grows
         self._worked_s = 0.0
         self._job = self._processor.start(self._costs.steps_s(self._job_steps, *self._job_size), self._end_steps)
 
@@ -140,20 +149,22 @@ class DecodeEngine:
         if self._host is not None or self._steps == self._preempted_at:
             return 1
         due = self._due_steps[0] - self._steps
-        return max(1, min(due, self._kv.free_tokens // len(self._running))) if self._kv.grows else due
+        return max(1, min(due, self._kv.free_tokens // self._most)) if self._kv.grows else due
 
     def _steps_done(self) -> int:
         """Of those taken together at present."""
         if self._job is None:
             return 0
         worked_s = self._worked_s + self._processor.worked_s(self._job)
-        return max(0, self._costs.steps_begun(worked_s, *self._job_size, self._job_steps) - 1)
+        return max(0, self._costs.steps_begun(worked_s, self._job_steps, *self._job_size) - 1)
 
     def _start(self, sequence: Sequence, tokens: int) -> None:
         sequence.running = True
         sequence.written += tokens
-        sequence.joined = self._steps - sequence.written
+        sequence.join(self._steps)
         self._running[sequence] = None
+        self._count(sequence, 1)
+        self._drafts |= sequence.per_pass > 1
         self._context += sequence.tokens
         self._kv.grow(tokens)
         self.written += tokens
@@ -165,12 +176,19 @@ class DecodeEngine:
     def _stop(self, sequence: Sequence) -> None:
         sequence.running = False
         sequence.due = -1
-        sequence.written = self._steps - sequence.joined
+        sequence.written = sequence.written_by(self._steps)
         del self._running[sequence]
+        self._count(sequence, -1)
         self._context -= sequence.tokens
 
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        """It joins the batch, or leaves it."""
+        self._computed += sign * sequence.width
+        self._grows = self._grows + sign * sequence.per_pass if self._running else 0
+        self._most += sign * math.ceil(sequence.per_pass)
+
     def _report(self, sequence: Sequence) -> None:
-        written = self._steps - sequence.joined
+        written = sequence.written_by(self._steps)
         if written < sequence.wanted:
             self._schedule_report(sequence)
         else:
@@ -179,7 +197,7 @@ class DecodeEngine:
         sequence.on_progress(written)
 
     def _schedule_report(self, sequence: Sequence) -> None:
-        sequence.due = sequence.joined + sequence.next_report(self._steps - sequence.joined)
+        sequence.due = sequence.step_of(sequence.next_report(sequence.written_by(self._steps)))
         if sequence.due in self._due:
             self._due[sequence.due].append(sequence)
         else:
@@ -187,19 +205,29 @@ class DecodeEngine:
             heapq.heappush(self._due_steps, sequence.due)
 
     def _end_steps(self) -> None:
-        sequences = self._job_size[0]  # those that left meanwhile were in every step that had begun
+        sequences = self._job_sequences  # those that left meanwhile were in every step that had begun
         took_s = self._costs.steps_s(self._job_steps, *self._job_size)
         self.busy_s += took_s
         self.batch_s += took_s * sequences
-        self.written += self._job_steps * sequences
+        grown = self._grown(self._running)
+        written = grown + self._grown(self._left)
+        self._left.clear()
+        self.written += written
         if self._host is not None:
-            self._host.start(self._job_steps * sequences * self._costs.host_s_per_token, lambda: None)
+            self._host.start(written * self._costs.host_s_per_token, lambda: None)
         self._steps += self._job_steps
-        self._context += self._job_steps * len(self._running)
-        self._kv.grow(self._job_steps * len(self._running))
+        self._context += grown
+        self._kv.grow(grown)
         while self._due_steps and self._due_steps[0] <= self._steps:
             step = heapq.heappop(self._due_steps)
             for sequence in self._due.pop(step):
                 if sequence.due == step:
                     self._report(sequence)
         self._go_on()
+
+    def _grown(self, sequences: Collection[Sequence]) -> int:
+        """Tokens that the steps under way add to these."""
+        if not self._drafts:
+            return self._job_steps * len(sequences)
+        then = self._steps + self._job_steps
+        return sum(one.written_by(then) - one.written_by(self._steps) for one in sequences)

@@ -1,6 +1,7 @@
 """A simulated prefill-decode pair, behind the same contract as a real one, and its prefill engine."""
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass
@@ -146,6 +147,8 @@ class SimulatedPair:
         sequence = Sequence(
             prompt, wanted, request.sampling.get("stream_interval") or 1, progress.report, progress.preempt
         )
+        if "drafts" in (request.sampling.get("custom_params") or {}):
+            sequence.per_pass, sequence.width = output.per_pass, output.width
         await self.decoding.admit(sequence)
         try:
             cached = await self.prefilling.prefill(request.input_ids)
@@ -159,7 +162,9 @@ class SimulatedPair:
                 logprobs = (output.logprob,) * (now - sent) if request.logprobs else ()
                 yield Tokens(*output.part(sent, now), logprobs)
                 sent = now
-            yield Finish("stop" if wanted == len(output) else "length", prompt, wanted, cached)
+            passes = math.ceil((wanted - 1) / sequence.per_pass)
+            drafted, accepted = passes * (sequence.width - 1), wanted - 1 - passes
+            yield Finish("stop" if wanted == len(output) else "length", prompt, wanted, cached, drafted, accepted)
         finally:
             self.decoding.leave(sequence)
 

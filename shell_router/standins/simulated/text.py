@@ -85,6 +85,7 @@ class Written:
     """An output before it is written: a piece of text per token, their ids, and the log-probability of each.
 
     Before them it may have `filled` tokens of filler, which is not copied: thousands of outputs wait to be written.
+    Where its request asks for drafts, a pass gives `per_pass` tokens in the mean, and computes `width`.
     """
 
     pieces: tuple[str, ...]
@@ -92,6 +93,8 @@ class Written:
     logprob: float
     filled: int = 0
     place: int = 0
+    per_pass: float = 1
+    width: int = 1
 
     @classmethod
     def of(cls, text: str, logprob: float) -> Self:

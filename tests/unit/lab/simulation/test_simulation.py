@@ -17,7 +17,7 @@ from shell_router.cli import main
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.errors import ConfigError, DataError
 from shell_router.lab.simulation.run import Simulated, simulate
-from shell_router.lab.simulation.settings import Length, Loaded, SimulatedModel, Simulation, Workload, load
+from shell_router.lab.simulation.settings import Drafted, Length, Loaded, SimulatedModel, Simulation, Workload, load
 from shell_router.lab.simulation.summary import summary_of
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.engine_selection import SelectionSettings
@@ -93,6 +93,29 @@ def test_prefill_whose_time_has_a_term_of_zero_is_simulated(prefill: PrefillCost
     plain, incremental = (run(name, costs=costs) for name in ("tree", "tree-incremental"))
     assert not any(one.error for one in (*plain.runs, *incremental.runs))
     assert sum(latencies(incremental)) <= sum(latencies(plain))
+
+
+def test_drafts_save_what_the_workload_says_where_the_topology_asks_for_them() -> None:
+    drafts = {"aggregator": Drafted(3.0, cv=0.5), "root": Drafted(6.0)}
+    plain, drafted = (summary_of(run(name, drafts=drafts)) for name in ("tree", "tree-drafts"))
+    assert latencies(run("tree", drafts=drafts)) == latencies(run("tree"))
+    assert drafted.mean_s < 0.8 * plain.mean_s
+    assert plain.token_bound_s == plain.bound_s
+    # steps cost the same here however many tokens they verify, so that a pass per token is the plain tree
+    assert drafted.bound_s < 0.8 * drafted.token_bound_s
+    assert drafted.token_bound_s == pytest.approx(plain.bound_s, rel=0.02)
+
+
+def test_wide_passes_that_cost_much_make_drafts_a_loss() -> None:
+    dear = {model: replace(cost, decode=replace(cost.decode, sequence_s=0.01)) for model, cost in COSTS.items()}
+    drafts = {"root": Drafted(1.5), "aggregator": Drafted(1.5)}
+    plain, drafted = (summary_of(run(name, costs=dear, drafts=drafts)) for name in ("tree", "tree-drafts"))
+    assert drafted.mean_s > plain.mean_s
+
+
+def test_more_tokens_a_pass_than_it_computes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="per_pass is 9"):
+        Drafted(9.0, width=8)
 
 
 def test_equal_agents_write_the_same_in_every_setting() -> None:
@@ -309,6 +332,8 @@ def test_the_command_prints_and_writes_the_same_bytes_in_every_process(tmp_path:
         "full-paper",
         "full",
         "full-in-flight",
+        "tree-drafts",
+        "full-drafts",
     ]
     assert "is bound by decoding on large" in first[0]
     assert first[2].count(b"<svg") == 1

@@ -28,13 +28,28 @@ class Batch:
         self.progress: list[Progress] = []
         self._open: list[asyncio.Task[None]] = []
 
-    def ask(self, at_s: float, prompt: int, wanted: int, interval: int = 1, gives_up_s: float | None = None) -> None:
+    def ask(
+        self,
+        at_s: float,
+        prompt: int,
+        wanted: int,
+        interval: int = 1,
+        gives_up_s: float | None = None,
+        drafts: tuple[float, int] = (1, 1),
+    ) -> None:
         progress: Progress = []
         self.progress.append(progress)
-        self._open.append(asyncio.create_task(self._one(at_s, prompt, wanted, interval, gives_up_s, progress)))
+        self._open.append(asyncio.create_task(self._one(at_s, prompt, wanted, interval, gives_up_s, drafts, progress)))
 
     async def _one(
-        self, at_s: float, prompt: int, wanted: int, interval: int, gives_up_s: float | None, progress: Progress
+        self,
+        at_s: float,
+        prompt: int,
+        wanted: int,
+        interval: int,
+        gives_up_s: float | None,
+        drafts: tuple[float, int],
+        progress: Progress,
     ) -> None:
         await asyncio.sleep(at_s)
         news = asyncio.Event()
@@ -45,6 +60,7 @@ class Batch:
                 news.set()
 
         sequence = Sequence(prompt, wanted, interval, on_progress, news.set)
+        sequence.per_pass, sequence.width = drafts
         tokens = 1
         try:
             async with asyncio.timeout(None if gives_up_s is None else gives_up_s - at_s):
@@ -105,14 +121,33 @@ def test_a_sequence_is_heard_of_at_its_first_token_then_as_often_as_asked_and_at
     assert progress(DecodeCosts(step_s=1.0), (0, 1, 1, 4)) == [[(0, 1)]]
 
 
+def test_a_pass_that_verifies_drafts_computes_more_tokens_and_gives_several() -> None:
+    costs = DecodeCosts(step_s=1.0, sequence_s=0.5, context_s=0.01)
+    first_s = 1 + 4 * 0.5 + 0.01 * 11
+    second_s = 1 + 4 * 0.5 + 0.01 * 13
+    (one,) = progress(costs, (0, 10, 6, 1, None, (2.5, 4)))
+    assert one == [(0, 1), (pytest.approx(first_s), 3), (pytest.approx(first_s + second_s), 6)]
+
+
+def test_others_of_the_batch_wait_for_a_pass_that_verifies_drafts() -> None:
+    costs = DecodeCosts(step_s=0.0, sequence_s=1.0)
+    plain, drafted = progress(costs, (0, 1, 4), (0, 1, 9, 1, None, (4, 8)))
+    assert plain == [(0, 1), (9, 2), (18, 3), (19, 4)]
+    assert drafted == [(0, 1), (9, 5), (18, 9)]
+
+
+@pytest.mark.parametrize("drafting", [False, True])
 @pytest.mark.parametrize("reserved_tokens", [None, 0, 3])
 @pytest.mark.parametrize("seed", range(20))
 def test_how_often_sequences_are_heard_of_changes_nothing_of_when_they_end(
-    seed: int, reserved_tokens: int | None
+    seed: int, reserved_tokens: int | None, drafting: bool
 ) -> None:
     draws = random.Random(seed)
     room = 200 if reserved_tokens is None else 80
-    costs = DecodeCosts(1.0, 0.1, 0.01, cache_tokens=room, max_batch_size=4, reserved_tokens=reserved_tokens)
+    # with drafts contexts grow unevenly, by their mean where steps are taken together
+    context_s = 0.0 if drafting else 0.01
+    costs = DecodeCosts(1.0, 0.1, context_s, cache_tokens=room, max_batch_size=4, reserved_tokens=reserved_tokens)
+    drafts = [draws.choice(((1, 1), (2.3, 4), (7.5, 16))) if drafting else (1, 1) for _ in range(12)]
     asked = [
         (draws.uniform(0, 60), draws.randint(1, 50), draws.randint(1, 40), draws.choice((None, 90.0)))
         for _ in range(12)
@@ -121,9 +156,12 @@ def test_how_often_sequences_are_heard_of_changes_nothing_of_when_they_end(
     def run(interval: int) -> tuple[list[Progress], int]:
         async def batched() -> tuple[list[Progress], int]:
             batch = Batch(costs)
-            for at_s, prompt, wanted, until in asked:
-                batch.ask(at_s, prompt, wanted, interval, until)
-            return await batch.ended(), batch.engine.written
+            for (at_s, prompt, wanted, until), drafted in zip(asked, drafts, strict=True):
+                batch.ask(at_s, prompt, wanted, interval, until, drafted)
+            ended = await batch.ended()
+            await asyncio.sleep(100)  # what the last one began before it gave up
+            assert batch.engine.used_tokens == 0
+            return ended, batch.engine.written
 
         return run_virtual(batched())
 
