@@ -1,12 +1,13 @@
 """What drafts from an agent's own prompt save: the same tree with and without them, in turns.
 
-    python benchmarks/drafts.py [--questions N] [--clients N,N] [--temperature T] [--json]
-    python benchmarks/drafts.py --equal [--questions N] [--temperature T]
+    python benchmarks/drafts.py [--questions N] [--clients N,N] [--temperature T,T] [--width K,K] [--json]
+    python benchmarks/drafts.py --equal [--questions N] [--temperature T,T]
     python benchmarks/drafts.py --engine sglang [--model smollm2] [--flags FLAGS]
 
 Questions that no model was trained on are answered by the 9-3-1 tree of topologies/evaluation, each once with drafts
 and once without, another first each time; --clients are under way at once, all in one setting. Nothing is seeded, so
-that the second of a pair finds no more of its prompts cached than the first, but for the question.
+that the second of a pair finds no more of its prompts cached than the first, but for the question. A row is one
+number of clients, one temperature of the agents that read others, and one k: the most tokens of a pass per request.
 
     vs_plain       end-to-end latency by that without drafts on the same question: the median, and its 95 % interval
     vs_bound       the same by the critical path of the run without drafts: its longest chain of decoding, every
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from shell_router.topology import Topology
 
 ROOT = Path(__file__).parents[1]
-TITLE = "Drafts from what agents read: tree 9-3-1, {temperature}"
-EQUAL = "Outputs with and without drafts, tree 9-3-1, {temperature}"
+TITLE = "Drafts from what agents read: tree 9-3-1"
+EQUAL = "Outputs with and without drafts, tree 9-3-1"
 OFFSET = 1000
 """On questions of the test set from here on nothing was calibrated."""
 WRONG_INPUT = 2
@@ -64,9 +65,8 @@ def main() -> int:
     except ShellRouterError as error:
         print(f"drafts.py: {error}", file=sys.stderr)
         return WRONG_INPUT
-    sampled = "as shipped" if options.temperature is None else f"temperature {options.temperature:g}"
-    title = (EQUAL if options.equal else TITLE).format(temperature=sampled)
-    report(title, rows, engine=engine, simulated=False, as_json=options.json)
+    title = EQUAL if options.equal else TITLE
+    report(title, rows, engine=engine, simulated=False, as_json=options.json, markdown=options.markdown)
     return 0
 
 
@@ -78,8 +78,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--flags", default="", help="further flags of the SGLang engines")
     found.add_argument("--questions", type=int, default=48, help="of each row (default 48)")
     found.add_argument("--clients", default="1,4,16", help="questions at a time (default 1,4,16)")
-    found.add_argument("--temperature", type=float, help="of the agents that read others; default the topology's")
+    found.add_argument("--temperature", default="shipped", help="of agents that read others; default the topology's")
+    found.add_argument("--width", default="16", help="most tokens of a pass per request, up to 16 (embedded only)")
     found.add_argument("--equal", action="store_true", help="compare outputs, not times")
+    found.add_argument("--markdown", action="store_true", help="print the table for docs/benchmarks")
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     return found
 
@@ -87,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
 async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     """What ran, in words, and the rows. SIGTERM stops all that was started."""
     from benchmarks.overlap.engines import engine_words, running_deployment
-    from shell_router.cli.options import whole_numbers
+    from shell_router.cli.options import names, whole_numbers
     from shell_router.lab.evaluation.dataset import read_items
 
     task = asyncio.current_task()
@@ -95,16 +97,24 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     items = read_items(ROOT / "models" / "data" / "test.jsonl", offset=OFFSET, limit=options.questions)
     questions = [item.question for item in items]
-    engines = deployment(options)
-    async with running_deployment(engines) as services:
-        words = await engine_words(engines)
-        compared = settings(options.temperature)
-        if options.equal:
-            return words.replace("float32", "float64"), [await equality(services, compared, questions)]
-        return words, [await row(services, compared, questions, n) for n in whole_numbers(options.clients)]
+    rows: list[Row] = []
+    for width in whole_numbers(options.width):
+        engines = deployment(options, width)
+        async with running_deployment(engines) as services:
+            words = await engine_words(engines)
+            for temperature in names(options.temperature):
+                compared = settings(None if temperature == "shipped" else float(temperature))
+                head = {"temperature": temperature, "k": width}
+                if options.equal:
+                    rows.append(head | await equality(services, compared, questions))
+                    continue
+                for clients in whole_numbers(options.clients):
+                    rows.append(head | await row(services, compared, questions, clients))
+                    print(*rows[-1].values(), sep=" | ", file=sys.stderr, flush=True)
+    return words.replace("float32", "float64") if options.equal else words, rows
 
 
-def deployment(options: argparse.Namespace) -> "Config":
+def deployment(options: argparse.Namespace, width: int) -> "Config":
     """The tiny models that were trained, on embedded pairs; or one CPU pair of SGLang."""
     from benchmarks.overlap.engines import CpuPair, sglang_deployment
     from shell_router.app import load_config
@@ -114,7 +124,7 @@ def deployment(options: argparse.Namespace) -> "Config":
         found = sglang_deployment(None, CpuPair(options.model, "new-tokens", options.flags))
         return replace(found, launch=replace(found.launch, drafts=True))
     config = load_config(ROOT / "configs" / "evaluation.yaml", os.environ)
-    engine = {"embedded": EmbeddedSection(dtype="float64")} if options.equal else {}
+    engine = {"embedded": EmbeddedSection(dtype="float64" if options.equal else "float32", draft_width=width)}
     return replace(config, models={alias: replace(one, engine=engine) for alias, one in config.models.items()})
 
 

@@ -127,10 +127,11 @@ class DraftGate:
     What passes cost is measured here, plain and drafted apart, by powers of two of the tokens that they compute. Wider
     ones are tried step by step, each taken for as dear as the one before; what was not seen for 256 passes is forgotten
     and tried anew. Without drafts every pass is plain. Where some requests have none, a pass takes at most half as
-    long again as a plain one.
+    long again as a plain one. No pass is wider than `widest`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, widest: int = WIDTHS[-1]) -> None:
+        self._widest = widest
         self._costs: dict[tuple[bool, int], tuple[float, int]] = {}  # seconds, and when they were last measured
         self._passes = 0
 
@@ -146,7 +147,7 @@ class DraftGate:
         widest_known = max((width for width in known if known[width] is not None), default=1)
         pass_s = plain_s * _FIRST_GUESS
         for narrower, width in pairwise(WIDTHS):
-            if narrower > max(drafted)[0] or rows * width > _MOST_PASS_TOKENS:
+            if narrower > max(drafted)[0] or rows * width > _MOST_PASS_TOKENS or width > self._widest:
                 break
             pass_s = known[width] or pass_s
             gained = sum(_expected(min(length, width - 1), acceptance) for length, acceptance in drafted)

@@ -23,6 +23,7 @@ def parse_arguments(arguments: Sequence[str]) -> ServerSettings:
     parser.add_argument("--context-length", type=int)
     parser.add_argument("--max-total-tokens", type=int, default=65536)
     parser.add_argument("--max-running-requests", type=int, default=32)
+    parser.add_argument("--draft-width", type=int, default=16, help="most tokens of a pass with drafts")
     parser.add_argument("--chunked-prefill-size", type=int, default=512)
     parser.add_argument("--incremental-streaming-output", action="store_true")
     parser.add_argument(

@@ -235,7 +235,7 @@ class DecodeService(Service[DecodeJob, Piece]):
         self._lm = lm
         self._kv = kv
         self._capacity = KvCapacity(settings.max_total_tokens, settings.max_running_requests)
-        self._worker = DecodeWorker(lm, SlotKv(lm.kv_shape), rng)
+        self._worker = DecodeWorker(lm, SlotKv(lm.kv_shape), rng, gate=DraftGate(settings.draft_width))
         super().__init__(self._worker, lambda job, piece: job.inflight.put(piece))
 
     def check(self, request: GenerateRequest) -> None:

@@ -44,6 +44,10 @@ class EmbeddedSection:
         int, count("KV capacity in tokens: of running requests, and on the prefill side again of its prefix cache.")
     ] = 65_536
     max_running_requests: Annotated[int, count("Requests that each process runs at a time.")] = 32
+    draft_width: Annotated[
+        int,
+        Number("Most tokens per request of a pass with drafts; 1 drafts nothing.", at_least=1, at_most=16, whole=True),
+    ] = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class EmbeddedSettings:
     context_length: int | None = None
     max_total_tokens: int = 65536
     max_running_requests: int = 32
+    draft_width: int = 16
     chunked_prefill_size: int = 512
     incremental_streaming_output: bool = False
     kv_wait_s: float = 300.0
@@ -75,7 +80,14 @@ class EmbeddedSettings:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown.", remedy=f"Choose one of {', '.join(DTYPES)}.")
-        for name in ("threads", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "kv_wait_s"):
+        for name in (
+            "threads",
+            "max_total_tokens",
+            "max_running_requests",
+            "draft_width",
+            "chunked_prefill_size",
+            "kv_wait_s",
+        ):
             _require_positive(name, getattr(self, name))
         if self.context_length is not None:
             _require_positive("context_length", self.context_length)

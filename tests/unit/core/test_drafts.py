@@ -126,6 +126,14 @@ def test_drafts_that_are_wrong_do_not_widen_passes() -> None:
     assert settled(lambda rows, width: 1.0 + width / 20, [(15, 0.05)], 1) == 1
 
 
+def test_no_pass_is_wider_than_it_may_be() -> None:
+    for widest in (1, 4):
+        gate = DraftGate(widest)
+        for _ in range(20):
+            gate.note(1, gate.width(1, [(15, 0.99)]), 1.0)
+        assert gate.width(1, [(15, 0.99)]) == widest
+
+
 def test_wider_passes_are_tried_one_after_the_other() -> None:
     gate, tried = DraftGate(), []
     for _ in range(20):
