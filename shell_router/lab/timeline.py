@@ -23,7 +23,7 @@ PAINT: Mapping[str, tuple[str, str]] = {
 LEGEND = (
     "· nothing to send yet   ▒ prefill while precursors still write",
     "▓ queue and prefill on the engine, once all input is there",
-    "█ decode   ✂ cut off early   » skips aggregation",
+    "█ decode   ✂ cut off early   » skips aggregation   ⇉ share of the output that drafts gave",
 )
 
 
@@ -39,6 +39,8 @@ def draw_timeline(trace: Trace, *, columns: int, until_s: float = 0.0) -> Iterat
         line.append_text(bar(record["spans"], duration_s, width))
         line.append(" ✂" if record["state"] in CUT_OFF else "", "red")
         line.append(" »" if record["state"] == "skipped" else "", "green")
+        if accepted := record.get("accepted_tokens"):
+            line.append(f" ⇉{accepted / record['completion_tokens']:.0%}", "green")
         yield line
     yield Text(" " * margin + axis(duration_s, width), "dim")
     for words in LEGEND:

@@ -96,6 +96,16 @@ def test_the_timeline_marks_agents_that_were_cut_off() -> None:
     assert lines[1].endswith("✂")
 
 
+def test_the_timeline_says_how_much_of_an_output_drafts_gave() -> None:
+    trace = _trace(a="finished", b="finished")
+    trace["agents"]["a"] |= {"completion_tokens": 40, "drafted_tokens": 60, "accepted_tokens": 30}
+    trace["agents"]["b"] |= {"completion_tokens": 40, "drafted_tokens": 60, "accepted_tokens": 0}
+    lines = [line.plain for line in draw_timeline(trace, columns=80)]
+    assert lines[0].endswith(" ⇉75%")
+    assert "⇉" not in lines[1]
+    assert all(len(line) <= 80 for line in lines[:2])
+
+
 def test_timelines_of_several_requests_share_one_scale_as_svg() -> None:
     short, long = _trace(a="finished"), {**_trace(a="finished"), "duration_s": 8.0}
     drawn = timelines_svg({"one": short, "other": long}, "Two")
