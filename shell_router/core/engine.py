@@ -255,7 +255,7 @@ class ServedModel:
     """A model that requests may name. `context_length` counts prompt and output tokens together.
 
     An adapter is a model too; `base` is then the alias of the model that it adapts. `prefill_cost` is what was measured
-    of one of its `prefill_servers` while it was idle. Token ids lie below `vocabulary`, where that is known. `drafts` is
+    of one of its `prefill_servers` while it was idle. Token ids lie below `vocabulary`, where known. `drafts` is
     whether its requests may ask for drafts; with `auto` they do where it pays.
     """
 
