@@ -41,6 +41,18 @@ class UnknownModel(InvalidRequest):
     """The model is neither a topology nor a model alias."""
 
 
+class UnknownTopology(InvalidRequest):
+    """No topology of that name is served."""
+
+
+class TopologyConflict(InvalidRequest):
+    """The name of a topology is taken, or another topology needs it as it is."""
+
+
+class TopologiesOff(InvalidRequest):
+    """The deployment does not let clients change, list or bring topologies."""
+
+
 class UnknownComponent(InvalidRequest):
     """The pool has no expert of that name."""
 

@@ -1,6 +1,6 @@
 """What a chat completion's `model` may name: topologies, models as the smallest topologies, and a choice of models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,17 +23,21 @@ class Targets:
                 remedy="Requests choose by name: rename one of them.",
             )
         self._services = services
-        self.by_name: Mapping[str, Graph] = {
-            **{alias: straight_through(alias) for alias in services.models},
-            AUTO: straight_through(AUTO),
-            **services.topologies,
-        }
+        self._alone = {alias: straight_through(alias) for alias in (*services.models, AUTO)}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._alone or name in self._services.topologies
+
+    @property
+    def names(self) -> list[str]:
+        """All that requests may name now, sorted."""
+        return sorted({*self._alone, *self._services.topologies})
 
     def find(self, name: str) -> Graph:
-        """Raises UnknownModel."""
-        topology = self.by_name.get(name)
+        """What is served under the name now. Raises UnknownModel."""
+        topology = self._alone.get(name) or self._services.topologies.get(name)
         if topology is None:
-            known = ", ".join(sorted(self.by_name)) or "none"
+            known = ", ".join(self.names) or "none"
             raise UnknownModel(f"No topology or model is named {name!r}.", remedy=f"Known: {known}.")
         return topology
 
@@ -51,7 +55,7 @@ class Targets:
 
     def listed(self, created: int) -> list[dict[str, Any]]:
         """All of them in the shape of OpenAI's model objects."""
-        return [self._model_object(name, created) for name in sorted(self.by_name)]
+        return [self._model_object(name, created) for name in self.names]
 
     def _model_object(self, name: str, created: int) -> dict[str, Any]:
         facts = {"id": name, "object": "model", "created": created, "owned_by": "shell-router"}
@@ -72,6 +76,7 @@ class Targets:
         return {
             **facts,
             "kind": "topology",
+            "source": self._services.topologies.catalog.entries[name].source,
             "description": topology.description,
             "agents": len(topology.agents),
             **steps,

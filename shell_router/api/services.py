@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 
+from shell_router.api.live import LiveTopologies
 from shell_router.core.engine import Placement, Relay, ServedModel
 from shell_router.core.events import Event
 from shell_router.moa import Answer, MoaRequest, Programs
@@ -76,7 +77,7 @@ class Services:
 
     executor: Runs
     programs: Programs
-    topologies: Mapping[str, Graph]
+    topologies: LiveTopologies
     models: Mapping[str, ServedModel]
     relays: Mapping[str, Relay]
     engines: Mapping[str, str] = field(default_factory=dict)

@@ -6,6 +6,7 @@ import logging
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from shell_router.api.fields import parse_body, read_body
 from shell_router.api.models import TARGETS
 from shell_router.api.replies import common_headers, json_reply
 from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, TENANT, ReadinessCheck
@@ -26,6 +27,43 @@ async def show_model(request: web.Request) -> web.Response:
     targets.find(name)
     listed = targets.listed(request.app[STARTED_AT])
     return json_reply(request, next(one for one in listed if one["id"] == name))
+
+
+async def list_topologies(request: web.Request) -> web.Response:
+    """The topologies, and where each comes from."""
+    entries = request.app[SERVICES].topologies.readable().entries
+    listed = [
+        {
+            "name": name,
+            "source": entry.source,
+            "description": entry.graph.description,
+            "agents": len(entry.graph.agents),
+        }
+        for name, entry in sorted(entries.items())
+    ]
+    return json_reply(request, {"object": "list", "data": listed})
+
+
+async def show_topology(request: web.Request) -> web.Response:
+    """The document of one."""
+    entry = request.app[SERVICES].topologies.readable().entry(request.match_info["name"])
+    return json_reply(request, entry.document.value)
+
+
+async def put_topology(request: web.Request) -> web.Response:
+    """Serve a document under a name, in the place of what was put under it before."""
+    document, name = parse_body(await read_body(request)).as_dict(), request.match_info["name"]
+    is_new = await request.app[SERVICES].topologies.put(name, document)
+    log.info("topology %s was put by %s", name, request[TENANT])
+    return json_reply(request, {"name": name, "source": "put"}, status=201 if is_new else 200)
+
+
+async def delete_topology(request: web.Request) -> web.Response:
+    """Serve one that was put no more."""
+    name = request.match_info["name"]
+    await request.app[SERVICES].topologies.delete(name)
+    log.info("topology %s was deleted by %s", name, request[TENANT])
+    return json_reply(request, {"name": name, "deleted": True})
 
 
 async def show_trace(request: web.Request) -> web.Response:

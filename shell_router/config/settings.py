@@ -12,7 +12,7 @@ from shell_router.errors import require
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.holdout import HoldoutSettings
 from shell_router.routing.model_choice import ModelChoiceSettings, ModelPolicy
-from shell_router.topology import AUTO
+from shell_router.topology import AUTO, LiveSettings
 from shell_router.topology.forms import MappingOf, Number, Text
 
 
@@ -201,6 +201,7 @@ class Config:
     topologies: Annotated[
         tuple[Path, ...], "Topology files and folders of them; each file's `name` becomes a model name."
     ] = ()
+    live_topologies: LiveSettings = field(default_factory=LiveSettings)
     listen: Listen = Listen()
     api_keys: Annotated[
         Mapping[str, str | FromEnvironment],

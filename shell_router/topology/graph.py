@@ -43,7 +43,8 @@ class Agent:
     Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
     `given` are outputs that are there before it is asked, each with the name of who wrote it; they fill slots before
     those of precursors. An agent that `votes` asks no model: it forwards the output that most precursors agree with.
-    With `drafts` its engine may draft what it writes from what it reads.
+    With `drafts` its engine may draft what it writes from what it reads. `fallbacks` are models that take its place, in
+    order, where its model fails before it has written anything.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Agent:
     given: tuple[tuple[str, str], ...] = ()
     votes: bool = False
     drafts: bool = False
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def model_name(self) -> str:
@@ -115,7 +117,8 @@ class Topology:
     @cached_property
     def models(self) -> frozenset[str]:
         """The models that its agents name; AUTO may be among them."""
-        return frozenset(agent.model for agent in self.agents.values() if not agent.votes)
+        asked = [agent for agent in self.agents.values() if not agent.votes]
+        return frozenset(model for agent in asked for model in (agent.model, *agent.fallbacks))
 
     @cached_property
     def voters(self) -> Mapping[str, bool]:

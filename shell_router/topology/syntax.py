@@ -187,7 +187,8 @@ _EARLY_EXIT_FIELDS = Block(
     {
         "policy": OneOf(
             "'stochastic', the paper's, exits with probability Q; 'threshold' exits at Q >= threshold; 'in_flight' "
-            "reads unfinished outputs too and exits when the leading answer's support reaches threshold.",
+            "reads unfinished outputs too and exits when the leading answer's support reaches threshold; 'quorum' "
+            "exits grace_s after min_completed agents have ended.",
             tuple(POLICIES),
         ),
         "scope": OneOf(
@@ -200,6 +201,9 @@ _EARLY_EXIT_FIELDS = Block(
             "Outputs that must be complete before the first score; with 'in_flight', that state the leading answer.",
             at_least=1,
             whole=True,
+        ),
+        "grace_s": Number(
+            "With 'quorum': seconds that the others get once min_completed have ended.", at_least=0, at_most=86_400
         ),
         "similarity": OneOf(
             "'full' is the paper's; 'off_diagonal' leaves out the correlation matrices' diagonals.",
@@ -262,6 +266,11 @@ AGENT = Block(
     "One agent.",
     {
         "model": _ONE_MODEL,
+        "fallbacks": ListOf(
+            "Models that take its place, one after the other, where its model fails before it has written anything.",
+            _alias("Model alias."),
+            at_most=16,
+        ),
         "vote": VOTE,
         "precursors": ListOf("Agents whose outputs it reads, in slot order.", name_form("Agent id.")),
         **_SHARED,
