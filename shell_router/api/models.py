@@ -1,6 +1,6 @@
 """What a chat completion's `model` may name: topologies, models as the smallest topologies, and a choice of models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -53,11 +53,11 @@ class Targets:
             )
         return Topology(name=AUTO, agents={AUTO: Agent(id=AUTO, model=AUTO, candidates=tuple(names))})
 
-    def listed(self, created: int) -> list[dict[str, Any]]:
-        """All of them in the shape of OpenAI's model objects."""
-        return [self._model_object(name, created) for name in self.names]
+    def listed(self, created: int, serving: Mapping[str, bool]) -> list[dict[str, Any]]:
+        """All of them in the shape of OpenAI's model objects; `serving` says which models' engines can serve now."""
+        return [self._model_object(name, created, serving) for name in self.names]
 
-    def _model_object(self, name: str, created: int) -> dict[str, Any]:
+    def _model_object(self, name: str, created: int, serving: Mapping[str, bool]) -> dict[str, Any]:
         facts = {"id": name, "object": "model", "created": created, "owned_by": "shell-router"}
         if name == AUTO:
             return {**facts, "kind": AUTO, "description": "one of the models, chosen for each request"}
@@ -65,7 +65,7 @@ class Targets:
         if topology is None:
             model = self._services.models[name]
             words = self._services.engines.get(model.base or name)
-            known = {"engine": words, "parent": model.base}
+            known = {"engine": words, "parent": model.base, "ready": serving.get(model.base or name)}
             known = {key: value for key, value in known.items() if value is not None}
             drafts = [seen for seen in self._compared("drafts") if seen["models"] == name]
             return {**facts, "kind": "model", "max_model_len": model.context_length, **known, "drafts": drafts}

@@ -13,6 +13,8 @@ FUSIONS = frozenset({"fusion", "openrouter/fusion", "litellm/fusion-1"})
 """Names of models that stand for a panel; a topology or a model may have them, too."""
 BRINGING = frozenset({"topology", "fusion", "judge", "plugins"})
 """Fields with which a request may bring something."""
+PANEL_FIELDS = frozenset({"models", "quorum", "grace_s", "criteria"})
+"""Fields beside `judge` that describe a panel."""
 MAX_PANEL = 32
 DEFAULT_PANEL = 8
 PANEL = "fusion"

@@ -54,6 +54,9 @@ class ApiSettings:
 
 new_run_id: Callable[[], str] = functools.partial(secrets.token_hex, 16)
 
+ENGINE_CHECK = "engine "
+"""What the checks of models' engines are called, before the model's alias."""
+
 Emit = Callable[[Event], None]
 ReadinessCheck = Callable[[], Awaitable[bool]]
 
@@ -70,8 +73,8 @@ class Services:
 
     `engines` says in words what serves each model, where that is known. `checks` are named as operators should read
     them ("engine small", "cache"); those named in `optional_checks` only make requests slower or less shared when they
-    fail, so they do not make the router unready. A `recorder` gets the lines of every run.
-    `holdouts` knows what incremental prefill and drafts save.
+    fail, so they do not make the router unready. Nor does a model's engine, while another model's serves. A `recorder`
+    gets the lines of every run. `holdouts` knows what incremental prefill and drafts save.
     `clock` is the runs' clock in monotonic seconds, `wall` Unix time, `new_id` gives a fresh unguessable id.
     """
 

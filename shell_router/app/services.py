@@ -5,9 +5,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from shell_router.api import Services
+from shell_router.api import ENGINE_CHECK, Services
 from shell_router.app.choosing import chooser_of, running_recorder
-from shell_router.app.models import adapted_models, running_models
+from shell_router.app.models import SglangPairs, adapted_models, running_models
 from shell_router.app.resources import running_cache, running_embedder
 from shell_router.app.topologies import contents, live_topologies, watched
 from shell_router.app.wings import RunningPredictor, wing
@@ -39,7 +39,7 @@ async def running_services(
         running_embedder(config.embedder) as embedding,
         running_cache(config.cache, clock) as cache,
         _running_predictor(config.prediction) as predicting,
-        running_models(config, on_progress) as models,
+        running_models(config, on_progress, {"pairs": SglangPairs(may_lack=True)}) as models,
         AsyncExitStack() as stack,
     ):
         pools = {alias: model.pool for alias, model in models.items() if model.pool}
@@ -70,7 +70,7 @@ async def running_services(
             relays=relays,
             engines={alias: model.engine.name for alias, model in models.items()},
             checks={
-                **{f"engine {alias}": pool.serves for alias, pool in pools.items()},
+                **{ENGINE_CHECK + alias: pool.serves for alias, pool in pools.items()},
                 "cache": cache.healthy,
                 "embedder": embedding.loaded,
                 **predicting.checks,

@@ -60,7 +60,9 @@ class Limits:
     engine_stall_s: Annotated[
         float, seconds("How long an engine may be silent on a request, queue included; raise it for long prefills.")
     ] = 60.0
-    engine_start_s: Annotated[float, seconds("How long engines may take to start; raise it for large models.")] = 180.0
+    engine_start_s: Annotated[
+        float, seconds("How long engines may take to start; then models with engines are served.")
+    ] = 180.0
     engine_attempts: Annotated[
         int, count("How often a request that fails before its first token is sent in all; 1 never retries.")
     ] = 3
