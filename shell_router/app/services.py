@@ -9,7 +9,7 @@ from shell_router.api import ENGINE_CHECK, Services
 from shell_router.app.choosing import chooser_of, running_recorder
 from shell_router.app.models import SglangPairs, adapted_models, running_models
 from shell_router.app.resources import running_cache, running_embedder
-from shell_router.app.topologies import contents, live_topologies, watched
+from shell_router.app.topologies import live_topologies, watched
 from shell_router.app.wings import RunningPredictor, wing
 from shell_router.config import Config, PredictionSettings
 from shell_router.core.engine import Relay
@@ -32,8 +32,7 @@ async def running_services(
     Raises ConfigError before anything is started where the files are wrong, EngineError for an engine that does not
     come up. Nothing is left running on any path.
     """
-    seen = contents(config)
-    topologies = live_topologies(config)
+    topologies, seen = live_topologies(config)
     clock = time.monotonic
     async with (
         running_embedder(config.embedder) as embedding,
@@ -48,8 +47,7 @@ async def running_services(
             for alias, pool in pools.items()
             for name, one in adapted_models(models[alias].served, pool).items()
         }
-        served = {alias: model.served for alias, model in models.items()}
-        served |= {name: model for name, (model, _) in adapted.items()}
+        served = {name: one.served for name, one in models.items()} | {name: one for name, (one, _) in adapted.items()}
         relays: dict[str, Relay] = {**pools, **{name: relay for name, (_, relay) in adapted.items()}}
         batch_sizes = {alias: model.engine.batch_size for alias, model in models.items()}
         chooser = chooser_of(config, served, batch_sizes, predicting.predictor, clock)

@@ -23,15 +23,16 @@ def load_topologies(config: Config) -> Mapping[str, Graph]:
     return load_files(_files(config), models=model_names(config), needs=partial(_lacks, config))
 
 
-def live_topologies(config: Config) -> LiveTopologies:
-    """The same, to be changed while the router runs. Raises ConfigError."""
-    load_topologies(config)
-    catalog = Catalog(model_names(config), partial(_lacks, config), config.live_topologies)
-    return LiveTopologies(catalog.with_files(_files(config))[0])
-
-
 Contents = Mapping[Path, bytes | None]
 """What each file holds; None for one that cannot be read."""
+
+
+def live_topologies(config: Config) -> tuple[LiveTopologies, Contents]:
+    """The same, to be changed while the router runs, and what their files held. Raises ConfigError."""
+    seen = _contents(config)
+    load_topologies(config)
+    catalog = Catalog(model_names(config), partial(_lacks, config), config.live_topologies)
+    return LiveTopologies(catalog.with_files(_files(config))[0]), seen
 
 
 @asynccontextmanager
@@ -59,7 +60,7 @@ async def _watch(config: Config, topologies: LiveTopologies, seen: Contents, met
 
     async def look() -> None:
         nonlocal seen
-        found = await asyncio.to_thread(contents, config)
+        found = await asyncio.to_thread(_contents, config)
         if found != seen:
             seen = found
             await _reload(config, topologies, metrics)
@@ -100,8 +101,7 @@ async def _reload(config: Config, topologies: LiveTopologies, metrics: Metrics) 
     log.info("topologies were read again: %s", ", ".join(topologies) or "none is left")
 
 
-def contents(config: Config) -> Contents:
-    """What the deployment's topology files hold now. Blocks."""
+def _contents(config: Config) -> Contents:
     return {file: _content(file) for file in _present(config)}
 
 

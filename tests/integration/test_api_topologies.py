@@ -43,12 +43,14 @@ async def test_a_topology_inside_of_a_request_runs_and_the_reply_names_what_the_
             assert (status, body["model"]) == (200, shown), body
             assert body["choices"][0]["message"]["content"] == "it is 4"
             assert list(body["agents"]) == ["a", "root"]
+        status, body = await served.post("/v1/responses", {"input": "How much?", "topology": PAIR})
+        assert (status, body["model"], body["output"][0]["content"][0]["text"]) == (200, "inline", "it is 4"), body
         steps = {"start": "s", "steps": {"s": {"topology": "duo"}}}
         status, body = await served.post("/v1/chat/completions", brought(steps, include_agents=True))
         assert list(body["agents"]) == ["s/left", "s/right", "s/root"]
         count = served.services.metrics.registry.get_sample_value
         ended = {"target": "inline", "outcome": "finished"}
-        assert count("shell_router_run_seconds_count", ended) == 3  # clients make up no series
+        assert count("shell_router_run_seconds_count", ended) == 4  # clients make up no series
         assert len(served.services.topologies._inline) == 2
 
 
@@ -256,6 +258,13 @@ async def test_a_panel_of_which_all_fail_is_an_error_and_a_judge_that_has_begun_
     async with api(ScriptedMoa({"judge": broken})) as served:
         status, body = await served.post("/v1/chat/completions", chat(fusion={"models": ["small", "medium"]}))
         assert (status, body["error"]["code"]) == (502, "engine_error")
+
+
+async def test_a_panel_answers_a_response() -> None:
+    async with api(ScriptedMoa({"judge": "it is 4"})) as served:
+        panel = {"models": ["small", "medium"], "judge": "large", "quorum": 1}
+        _, body = await served.post("/v1/responses", {"input": "How much?", **panel})
+        assert (body["model"], body["output"][0]["content"][0]["text"]) == ("fusion", "it is 4"), body
 
 
 async def test_the_judges_tokens_are_streamed_as_they_come() -> None:

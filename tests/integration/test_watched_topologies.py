@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shell_router.api.live import LiveTopologies
-from shell_router.app.topologies import contents, live_topologies, watched
+from shell_router.app.topologies import live_topologies, watched
 from shell_router.config import Config, ModelSettings, RandomWeights
 from shell_router.telemetry import Metrics
 from shell_router.topology import LiveSettings
@@ -39,7 +39,7 @@ class Watched:
 @asynccontextmanager
 async def watching(*paths: Path, watch: bool = True) -> AsyncIterator[Watched]:
     config, metrics = Config(MODELS, topologies=paths, live_topologies=LiveSettings(watch=watch)), Metrics()
-    seen, topologies = contents(config), live_topologies(config)
+    topologies, seen = live_topologies(config)
     async with watched(config, topologies, seen, metrics, look_s=0.2):
         yield Watched(topologies, metrics)
 
@@ -87,7 +87,7 @@ async def test_of_a_file_that_is_wrong_the_version_before_stays_and_others_take_
 
 async def test_a_file_takes_no_name_that_a_client_has_put(tmp_path: Path) -> None:
     config = Config(MODELS, topologies=(tmp_path,), live_topologies=LiveSettings(api=True))
-    topologies = live_topologies(config)
+    topologies, _ = live_topologies(config)
     await topologies.put("one", {"description": "put", "agents": {"a": {"model": "small"}}})
     write(tmp_path, "one")
     (error,) = await topologies.reload(lambda: sorted(tmp_path.glob("*.yaml")))
