@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from shell_router.api.live import LiveTopologies
@@ -46,6 +47,8 @@ async def watched(
     if not (config.live_topologies.watch and config.topologies):
         yield
         return
+    await asyncio.to_thread(import_module, "watchfiles")  # takes 0.1 s
+    logging.getLogger("watchfiles").setLevel(logging.WARNING)  # it reports every change in the folders
     watching = asyncio.create_task(_watch(config, topologies, seen, metrics, look_s), name="watch-topologies")
     try:
         yield

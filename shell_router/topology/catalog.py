@@ -102,7 +102,6 @@ class Catalog:
         if name not in self.entries and sum(entry.source == "put" for entry in self.entries.values()) >= MAX_PUT:
             raise TopologyConflict(f"{MAX_PUT} topologies are put already.", remedy="Delete one.")
         graph = link_one(document, self.models, self.needs, self.graphs_without(name))
-        self._limited(graph, document)
         return self._changed({**self.entries, name: Entry(graph, document, "put")}, name)
 
     def without(self, name: str) -> "Catalog":
@@ -115,9 +114,7 @@ class Catalog:
         """The graph of a request's own document, under a name that no other has. Raises InvalidField."""
         document = self._checked(clients_document(value, "topology"))
         document = replace(document, value={**value, "name": name})
-        graph = link_one(document, self.models, self.needs, self.graphs_without(""))
-        self._limited(graph, document)
-        return graph
+        return link_one(document, self.models, self.needs, self.graphs_without(""))
 
     def entry(self, name: str) -> Entry:
         """Raises UnknownTopology."""
@@ -134,18 +131,15 @@ class Catalog:
     def _checked(self, document: Document) -> Document:
         """Its form, and its agents before the graph is built, whose cost grows with their square."""
         formed(document)
-        layered = document.value.get("tree") or document.value.get("all_to_all") or {"shape": ()}
-        self._few(sum(layered["shape"]) or len(document.value.get("agents", ())), document)
-        return document
-
-    def _limited(self, graph: Graph, document: Document) -> None:
-        self._few(len(graph.agents), document)
-
-    def _few(self, agents: int, document: Document) -> None:
-        limit = self.settings.max_agents
+        said = document.value
+        layered = said.get("tree") or said.get("all_to_all") or {"shape": ()}
+        named = [step.get("topology", "") for step in said.get("steps", {}).values()]
+        of_steps = sum(len(self.entries[one].graph.agents) if one in self.entries else 1 for one in named)
+        agents, limit = sum(layered["shape"]) + len(said.get("agents", ())) + of_steps, self.settings.max_agents
         if agents > limit:
             remedy = f"Describe at most {limit}, or raise live_topologies.max_agents."
             document.refuse([Problem((), f"There are {agents} agents.", remedy)])
+        return document
 
     def _refuse_a_files(self, name: str) -> None:
         found = self.entries.get(name)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 from shell_router.errors import ShellRouterError, TopologyError
@@ -106,7 +107,7 @@ def _conditional(
 ) -> Conditional:
     """The steps may name `topologies`, and none of those `with_steps`."""
     file = document.value
-    document.refuse([*model_problems(file, models), *step_name_problems(file, topologies, with_steps)])
+    document.refuse(chain(model_problems(file, models), step_name_problems(file, topologies, with_steps)))
     document.refuse(step_graph_problems(file))
     _refuse_a_models_name(document, models)
     return assemble_steps(file, name=name_of(document), topologies=topologies)

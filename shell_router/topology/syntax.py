@@ -141,7 +141,7 @@ def _alias(about: str) -> Text:
 
 def _models(about: str) -> Either:
     """One model, `auto`, or several to choose from."""
-    several = ListOf("Models to choose from.", _alias("Model alias."), at_least=1)
+    several = ListOf("Models to choose from.", _alias("Model alias."), at_least=1, at_most=MAX_AGENTS)
     return Either(about, (_alias("Model alias, or `auto`."), several))
 
 
