@@ -64,6 +64,14 @@ MALFORMED: dict[str, tuple[object, str]] = {
         {"agents": {"a": {"model": "small", "fallbacks": ["no"]}}},
         "topology.agents.a.fallbacks[0]",
     ),
+    "auto as a fallback": (
+        {"agents": {"a": {"model": "small", "fallbacks": ["auto"]}}},
+        "topology.agents.a.fallbacks[0]",
+    ),
+    "too many agents in steps": (
+        {"start": "s", "steps": {"s": {"topology": "duo", "then": "t"}, "t": {"topology": "duo"}}},
+        "topology",
+    ),
     "an unknown precursor": (
         {"agents": {"a": {"model": "small", "precursors": ["b"]}}},
         "topology.agents.a.precursors[0]",
