@@ -6,6 +6,7 @@ import hmac
 import ipaddress
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -13,7 +14,7 @@ from aiohttp import ClientConnectionResetError, web
 
 from shell_router.api.plain import Handler, PlainRequest, Reply, Request
 from shell_router.api.replies import INTERNAL, json_reply, problem_body, problem_of
-from shell_router.api.services import REQUEST_ID, TENANT, ApiSettings, Services
+from shell_router.api.services import AGENTS, REQUEST_ID, TENANT, ApiSettings, Services
 from shell_router.errors import Overloaded, RemoteRefused, RouterStopping, Unauthorized
 
 LOCAL_TENANT = "local"
@@ -37,7 +38,7 @@ def tenant_of(keys: Mapping[str, str], authorization: str, peer: str | None) -> 
 def _key_holder(keys: Mapping[str, str], authorization: str) -> str:
     """Compares with every key, in constant time each, so that timing says nothing of any."""
     scheme, _, secret = authorization.partition(" ")
-    given = secret.strip().encode()
+    given = secret.strip().encode("utf-8", "surrogateescape")  # as aiohttp has read it
     matches = [name for name, key in keys.items() if hmac.compare_digest(key.encode(), given)]
     if scheme.lower() != "bearer" or not matches:
         raise Unauthorized(
@@ -161,6 +162,7 @@ class Admission:
         self._services = services
         self._settings = settings
         self._drain = drain
+        self._agents: Counter[str] = Counter()
         services.metrics.running_requests.set_function(lambda: drain.running)
 
     @web.middleware
@@ -172,7 +174,7 @@ class Admission:
         status, admitted = CLIENT_GONE, False
         try:
             request[TENANT] = self._tenant(request)
-            if request.method == "POST":
+            if request.method == "POST" and not request.path.endswith("/cancel"):  # what makes space is never refused
                 if drain.running >= self._settings.max_running:
                     raise Overloaded(
                         f"{drain.running} requests are running, which is this server's limit.",
@@ -180,6 +182,7 @@ class Admission:
                     )
                 drain.running += 1
                 admitted = True
+                self.count(request, 1)
             reply = await handler(request)
             status = reply.status
             return reply
@@ -194,7 +197,23 @@ class Admission:
         finally:
             if admitted:
                 drain.ended()
+                self._agents[request[TENANT]] -= request.get(AGENTS, 0)
             services.metrics.http_request_ended(_route(request), status, services.clock() - started_s)
+
+    def count(self, request: Request, agents: int) -> None:
+        """Count `agents` more for a running request; raises Overloaded where its tenant has too many.
+
+        A tenant alone has all of the router. Others must not be refused for what one of several asks for.
+        """
+        tenant, limit = request[TENANT], self._settings.max_agents_per_tenant
+        if len(self._settings.keys) > 1 and self._agents[tenant] + agents > limit:
+            raise Overloaded(
+                f"{self._agents[tenant]} agents of {tenant!r} are running or waiting, of at most {limit}, and this"
+                f" request needs {agents} more.",
+                remedy=f"Try again in {self._settings.retry_after_s} s, or raise max_agents_per_tenant.",
+            )
+        self._agents[tenant] += agents
+        request[AGENTS] = request.get(AGENTS, 0) + agents
 
     def _tenant(self, request: Request) -> str:
         if request.path in OPEN_ROUTES:
@@ -209,7 +228,7 @@ class Admission:
         if problem is INTERNAL:
             log.error("request %s: %s failed", request[REQUEST_ID], _route(request), exc_info=error)
         headers = {}
-        if isinstance(error, Overloaded):
+        if problem.status == 429:  # also where an agent of the request was refused
             headers["Retry-After"] = str(self._settings.retry_after_s)
         if isinstance(error, web.HTTPMethodNotAllowed):
             headers["Allow"] = ", ".join(sorted(error.allowed_methods))

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from shell_router.api.admission import Drain
+from shell_router.api.admission import ADMISSION, Drain
 from shell_router.api.engine_chat import ENGINE_FIELDS, asks_engine, read_engine_chat
 from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, read_sampling, shown
 from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
@@ -196,6 +196,8 @@ class ChatRun:
         self._seen = Observed(chats.services, asked.id, asked.tenant, target, answering, graph)
         self.trace = self._seen.trace
         self._seen.record(asked, topology)
+        self.agents = max(len(part.agents) for part in topology.parts)
+        """That run at a time: of a topology with steps those of the largest."""
 
     async def answer(self, also: Emit | None = None) -> Answer:
         """Run; `also` gets the events. If the server ends first, raises RouterStopping."""
@@ -236,6 +238,7 @@ async def answer_chat(request: Request, body: Fields, translation: Translation |
         bodies = read_engine_chat(body, model, relay.chat)
         return await forwarded(request, relay, "v1/chat/completions", bodies, translation)
     run = await request.app[CHATS].begin(body, request[TENANT])
+    request.app[ADMISSION].count(request, run.agents - 1)
     request[TRACE] = run.trace
     warnings = note_ignored(request, ignored_fields(body))
     if run.asked.stream:

@@ -16,6 +16,7 @@ from shell_router.app.wings import EngineKind, Progress, StartedEngine, engine_k
 from shell_router.config import Config, ModelSettings, PairSettings
 from shell_router.core.engine import ServedModel
 from shell_router.engines.address import PairAddress, PairLimits
+from shell_router.engines.native_body import NativeRules
 from shell_router.engines.sglang import AdaptedModel, SglangPair
 from shell_router.errors import EngineError, EngineStalled
 from shell_router.routing.failures import BreakerSettings, RetrySettings
@@ -156,7 +157,8 @@ async def _pool(alias: str, addresses: Sequence[PairAddress], files: ModelFiles,
         limits=PairLimits(stall_s=limits.engine_stall_s),
         retries=RetrySettings(attempts=limits.engine_attempts),
         breaker=BreakerSettings(failures=limits.breaker_failures, open_s=limits.breaker_open_s),
-        vocabulary=files.vocabulary,
+        rules=NativeRules(files.vocabulary, files.context_length, frozenset(limits.native_fields)),
+        isolates=limits.isolate_tenants,
         scheduling=config.scheduling,
         adapters=await asyncio.to_thread(adapters_of, alias, config.models[alias]),
     )

@@ -29,12 +29,12 @@ from shell_router.core.events import (
     Event,
     PromptReady,
 )
-from shell_router.core.sampling import check_sampling
+from shell_router.core.sampling import check_sampling, require_possible
 from shell_router.early_exit import Confidence
 from shell_router.early_exit.answers import forms_in
 from shell_router.errors import EngineError, EngineStalled, InvalidRequest, PromptTooLong
 from shell_router.moa.choosing import LatencyEstimates
-from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded, require_possible
+from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded
 from shell_router.moa.requests import AgentUsage
 from shell_router.routing.increments import Prefilling
 from shell_router.topology import Prefill, Prompt

@@ -11,10 +11,11 @@ from agent_cache import LogKey
 from shell_router.core.engine import Hints, ServedModel, Tokenizer, value
 from shell_router.core.events import Event
 from shell_router.core.predictors import Forecast, Prospect
+from shell_router.core.sampling import require_possible
 from shell_router.errors import UnknownModel
 from shell_router.moa.agent import FORMS, AgentTask, Source, check_known, check_parts, limited
 from shell_router.moa.choosing import LatencyEstimates, ModelChooser
-from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, agent_parts, off_loop, require_possible
+from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, agent_parts, off_loop
 from shell_router.moa.requests import AgentRequest, AgentUsage, MoaRequest, OutputOf, Segment
 from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from shell_router.core.engine import UNSTREAMED_INTERVAL, ServedModel
 from shell_router.core.events import Degraded, Event, StepChosen
 from shell_router.core.predictors import Embedder, Prospect, TokenStates
+from shell_router.core.sampling import require_possible
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.executor import Executor
-from shell_router.moa.prompt import encoded, require_possible
+from shell_router.moa.prompt import encoded
 from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import Conditional, Graph, Step, Topology
 from shell_router.topology.rules import (

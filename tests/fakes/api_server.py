@@ -75,12 +75,22 @@ class ScriptedRelay:
     affinities: list[str | None] = field(default_factory=list)
     left_early: int = 0
     placed: tuple[Placement, ...] = ()
+    batch: int = 1
     chat: ChatServing | None = None
 
     @contextlib.asynccontextmanager
-    async def forward(self, route: NativeRoute, body: bytes, *, affinity: str | None = None) -> AsyncIterator[Relayed]:
+    async def forward(
+        self,
+        route: NativeRoute,
+        body: bytes,
+        *,
+        affinity: str | None = None,
+        tenant: str | None = None,
+        admit: Callable[[int], None] = lambda requests: None,
+    ) -> AsyncIterator[Relayed]:
         if not body.startswith(b"{"):
             raise InvalidRequest("The body is not a JSON object.")
+        admit(self.batch)
         self.forwarded.append((route, body))
         self.affinities.append(affinity)
         self._ended = False

@@ -11,7 +11,6 @@ from tests.fakes.scripted_pair import ScriptedPool, collect, generation, scripte
 
 PASSING = [Fault("refuse"), Fault("status", status=503), Fault("close"), Fault("error_event"), Fault("abort")]
 BODY = b'{"input_ids": [1, 2, 3], "stream": %s}'
-NAMED = b'{"input_ids": [1, 2, 3], "rid": "%s"}' % (b"7" * 32)
 
 
 def once(fault: Fault, at: ScriptedPool, leg: str) -> None:
@@ -101,12 +100,3 @@ async def test_a_relayed_request_is_sent_again_under_a_fresh_id(leg: str, stream
         assert first["rid"] != second["rid"] and first["bootstrap_room"] != second["bootstrap_room"]
         assert at.pool.retried == 1
         await at.idle()
-
-
-async def test_a_relayed_request_that_names_itself_is_sent_once() -> None:
-    async with scripted_pool() as at:
-        once(Fault("refuse"), at, "prefill")
-        with pytest.raises(EngineUnreachable):
-            await relayed(at, NAMED)
-        assert at.pool.retried == 0
-        assert b"output_ids" in await relayed(at, NAMED)
