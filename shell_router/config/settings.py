@@ -72,7 +72,7 @@ class Limits:
     ] = ()
     isolate_tenants: Annotated[
         bool,
-        "Give each tenant a prefix cache of its own on the engines, so that `cached_tokens` tells of nobody else's "
+        "Give each tenant a prefix cache of its own on the engines, so that `cached_tokens` tells of no other tenant's "
         "prompts; prefixes that tenants share are then prefilled for each.",
     ] = False
     engine_stall_s: Annotated[

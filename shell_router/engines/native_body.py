@@ -110,10 +110,8 @@ def read_native(
     """
     found = _read_object(body)
     _check_fields(found, FIELDS[route] | rules.fields, own)
-    for name in ("text", "input_ids", "prompt"):
+    for name in ("text", "input_ids", "prompt", "token_ids_logprob"):
         _check_prompt(name, found.get(name), rules)
-    if rules.vocabulary is not None and found.get("token_ids_logprob"):
-        _check_ids("token_ids_logprob", found["token_ids_logprob"], rules.vocabulary)
     _check_sampling(found, rules.vocabulary, openai=route.startswith("v1/"))
     if MEDIA not in rules.fields:
         _refuse_media(found.get("messages"))
@@ -142,19 +140,24 @@ def _check_fields(found: Mapping[str, Any], forwarded: Collection[str], own: Map
 
 def _check_prompt(name: str, given: object, rules: NativeRules) -> None:
     """A text or token ids, or a list of either. What is neither is left to the engine to refuse."""
-    if isinstance(given, list) and given and isinstance(given[0], list | str):
-        if len(given) > MAX_BATCH:
-            raise InvalidRequest(f"`{name}` has {len(given)} prompts.", remedy=f"Send at most {MAX_BATCH} at a time.")
-        for one in given:
-            _check_prompt(name, one, rules)
-    elif isinstance(given, str | list) and rules.context_length is not None:
+    several = given if isinstance(given, list) and given and isinstance(given[0], list | str) else [given]
+    if len(several) > MAX_BATCH:
+        raise InvalidRequest(f"`{name}` has {len(several)} prompts.", remedy=f"Send at most {MAX_BATCH} at a time.")
+    for one in several:
+        _check_one_prompt(name, one, rules)
+
+
+def _check_one_prompt(name: str, given: object, rules: NativeRules) -> None:
+    if isinstance(given, list) and given and isinstance(given[0], list):
+        raise InvalidRequest(f"`{name}` nests lists in lists.", remedy="Send a list of token ids per prompt.")
+    if isinstance(given, str | list) and rules.context_length is not None:
         if isinstance(given, str):
             require_possible(len(given), rules.context_length)
         elif len(given) > rules.context_length:
             raise PromptTooLong(
                 f"`{name}` has {len(given)} token ids; the model takes {rules.context_length}.", remedy="Send fewer."
             )
-    if rules.vocabulary is not None and not isinstance(given, str):
+    if rules.vocabulary is not None and not (isinstance(given, str) and name in ("text", "prompt")):
         _check_ids(name, given, rules.vocabulary)
 
 
@@ -182,14 +185,10 @@ def _read_object(body: bytes) -> dict[str, Any]:
     return found
 
 
-def _check_ids(name: str, ids: object, vocabulary: int) -> None:
-    """Token ids of one prompt, or a list of such lists. What is neither is left to the engine to refuse."""
-    if not isinstance(ids, list) or not ids:
+def _check_ids(name: str, ids: Any, vocabulary: int) -> None:
+    if not ids or not isinstance(ids, list | str):
         return
-    if isinstance(ids[0], list):
-        for one in ids:
-            _check_ids(name, one, vocabulary)
-    elif set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary:
+    if isinstance(ids, str) or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary:
         raise InvalidRequest(
             f"`{name}` holds something else than token ids below {vocabulary}.", remedy="Tokenize for this model."
         )

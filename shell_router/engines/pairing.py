@@ -208,5 +208,6 @@ class Attempts:
             raise error
         self._last = error
         self._avoid.update(blamed_servers)
-        log.warning("attempt %d failed, and another is due in %.0f ms: %s", self.made, 1e3 * wait_s, error)
+        at = " and the ".join(map(str, blamed_servers)) or "servers"
+        log.warning("attempt %d failed at the %s; another is due in %.0f ms: %s", self.made, at, 1e3 * wait_s, error)
         await asyncio.sleep(wait_s)

@@ -75,7 +75,7 @@ async def test_a_lasting_failure_is_reported_after_the_last_attempt(leg: str) ->
 async def test_attempts_end_with_the_failure_that_opened_the_breaker() -> None:
     async with scripted_pool(breaker=BreakerSettings(failures=2)) as at:
         at.strike(Fault("refuse"), at.decodes[0])
-        with pytest.raises(EngineUnreachable, match=r"decode engine .* cannot be reached"):
+        with pytest.raises(EngineUnreachable, match="decode engine cannot be reached"):
             await collect(at.pool, generation())
         assert (at.pool.retried, at.decodes[0].requests) == (1, 2)
 
