@@ -2,12 +2,13 @@
 
     python benchmarks/drafts.py [--questions N] [--clients N,N] [--temperature T,T] [--width K,K] [--json]
     python benchmarks/drafts.py --equal [--questions N] [--temperature T,T]
-    python benchmarks/drafts.py --engine sglang [--model smollm2] [--flags FLAGS]
+    python benchmarks/drafts.py --engine sglang [--model smollm2] [--flags FLAGS] [--shape 3-1] [--equal]
 
-Questions that no model was trained on are answered by the 9-3-1 tree of topologies/evaluation, each once with drafts
+Questions that no model was trained on are answered by the tree of topologies/evaluation, each once with drafts
 and once without, another first each time; --clients are under way at once, all in one setting. Nothing is seeded, so
 that the second of a pair finds no more of its prompts cached than the first, but for the question. A row is one
 number of clients, one temperature of the agents that read others, and one k: the most tokens of a pass per request.
+SmolLM2 answers the questions of benchmarks/overlap/questions.txt.
 
     vs_plain       end-to-end latency by that without drafts on the same question: the median, and its 95 % interval
     vs_bound       the same by the critical path of the run without drafts: its longest chain of decoding, every
@@ -16,7 +17,7 @@ number of clients, one temperature of the agents that read others, and one k: th
     ..._per_pass   tokens that a pass gave, the one that was not drafted included
 
 With `--equal` every request is seeded and the models run in float64: it counts the agents that write the same tokens
-with and without drafts.
+with and without drafts. SGLang runs in float32 and draws without seeds, so there every agent is greedy.
 """
 # ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
 
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from shell_router.topology import Topology
 
 ROOT = Path(__file__).parents[1]
-TITLE = "Drafts from what agents read: tree 9-3-1"
-EQUAL = "Outputs with and without drafts, tree 9-3-1"
+TITLE = "Drafts from what agents read: tree {shape}"
+EQUAL = "Outputs with and without drafts, tree {shape}"
 OFFSET = 1000
 """On questions of the test set from here on nothing was calibrated."""
 WRONG_INPUT = 2
@@ -65,7 +66,7 @@ def main() -> int:
     except ShellRouterError as error:
         print(f"drafts.py: {error}", file=sys.stderr)
         return WRONG_INPUT
-    title = EQUAL if options.equal else TITLE
+    title = (EQUAL if options.equal else TITLE).format(shape=options.shape)
     report(title, rows, engine=engine, simulated=False, as_json=options.json, markdown=options.markdown)
     return 0
 
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     found.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="with --engine sglang")
     found.add_argument("--flags", default="", help="further flags of the SGLang engines")
+    found.add_argument("--shape", default="9-3-1", help="the tree's agents by layer")
     found.add_argument("--questions", type=int, default=48, help="of each row (default 48)")
     found.add_argument("--clients", default="1,4,16", help="questions at a time (default 1,4,16)")
     found.add_argument("--temperature", default="shipped", help="of agents that read others; default the topology's")
@@ -89,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
 async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     """What ran, in words, and the rows. SIGTERM stops all that was started."""
     from benchmarks.overlap.engines import engine_words, running_deployment
+    from benchmarks.overlap.measure import real_questions
     from shell_router.cli.options import names, whole_numbers
     from shell_router.lab.evaluation.dataset import read_items
 
@@ -96,14 +99,17 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     items = read_items(ROOT / "models" / "data" / "test.jsonl", offset=OFFSET, limit=options.questions)
-    questions = [item.question for item in items]
+    tiny = options.engine == "embedded" or options.model == "tiny"
+    questions = [item.question for item in items] if tiny else real_questions()[: options.questions]
+    greedy = options.equal and options.engine == "sglang"
     rows: list[Row] = []
     for width in whole_numbers(options.width):
         engines = deployment(options, width)
         async with running_deployment(engines) as services:
             words = await engine_words(engines)
-            for temperature in names(options.temperature):
-                compared = settings(None if temperature == "shipped" else float(temperature))
+            for temperature in ["0"] if greedy else names(options.temperature):
+                given = None if temperature == "shipped" else float(temperature)
+                compared = settings(options.shape, given, proposers=greedy)
                 head = {"temperature": temperature, "k": width}
                 if options.equal:
                     rows.append(head | await equality(services, compared, questions))
@@ -111,7 +117,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
                 for clients in whole_numbers(options.clients):
                     rows.append(head | await row(services, compared, questions, clients))
                     print(*rows[-1].values(), sep=" | ", file=sys.stderr, flush=True)
-    return words.replace("float32", "float64") if options.equal else words, rows
+    return words.replace("float32", "float64") if options.equal and not greedy else words, rows
 
 
 def deployment(options: argparse.Namespace, width: int) -> "Config":
@@ -128,18 +134,17 @@ def deployment(options: argparse.Namespace, width: int) -> "Config":
     return replace(config, models={alias: replace(one, engine=engine) for alias, one in config.models.items()})
 
 
-def settings(temperature: float | None) -> "Mapping[str, Topology]":
-    """The tree plain and with drafts for those that read others, those at this temperature."""
-    from shell_router.topology import parse_topology
+def settings(shape: str, temperature: float | None, *, proposers: bool) -> "Mapping[str, Topology]":
+    """The tree plain and with drafts for those that read others, those at this temperature; or `proposers` as well."""
+    from benchmarks.overlap.measure import shaped
 
-    file = ROOT / "topologies" / "evaluation" / "tree.yaml"
-    tree = parse_topology(file.read_text(encoding="utf-8"), source=str(file), models={"small", "medium", "large"})
+    tree = shaped("evaluation/tree.yaml", [int(agents) for agents in shape.split("-")], {"small", "medium", "large"})
     found = {}
     for name, drafts in (("plain", False), ("drafts", True)):
         agents = dict(tree.agents)
-        for agent in (one for one in tree.agents.values() if one.precursors):
+        for agent in (one for one in tree.agents.values() if one.precursors or proposers):
             sampling = agent.sampling if temperature is None else {**agent.sampling, "temperature": temperature}
-            agents[agent.id] = replace(agent, drafts=drafts, sampling=sampling)
+            agents[agent.id] = replace(agent, drafts=drafts and bool(agent.precursors), sampling=sampling)
         found[name] = replace(tree, agents=agents)
     return found
 
@@ -172,7 +177,8 @@ async def row(
         "95 %": interval(ratios),
         "vs_bound": statistics.median(one.end_to_end_s / other.bound_s for one, other in pairs),
     }
-    for role, agents in zip(("proposer", "aggregator", "root"), tree.layers, strict=True):
+    roles = ("proposer", "aggregator", "root") if len(tree.layers) > 2 else ("proposer", "root")
+    for role, agents in zip(roles, tree.layers, strict=True):
         per_token = {
             name: statistics.median(s for trace in traces for one in agents if (s := token_s(trace["agents"][one])))
             for name, traces in found.items()

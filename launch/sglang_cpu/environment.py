@@ -53,7 +53,7 @@ def install_plugin(site: Path) -> None:
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8"
     )
     groups = {**project["entry-points"]}
-    groups[PLUGINS] = {**groups[PLUGINS], "cpu_attention": "cpu_attention:register"}
+    groups[PLUGINS] = {**groups[PLUGINS], "cpu_kernels": "cpu_kernels:register"}
     (metadata / "entry_points.txt").write_text(_entry_points(groups), encoding="utf-8")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from launch.sglang_cpu.stand_in import sgl_kernel
-from launch.sglang_cpu.stand_in.cpu_attention import attend_from_new_tokens, verify
+from launch.sglang_cpu.stand_in.cpu_kernels import attend_from_new_tokens, decode, multiply, verify
 from launch.sglang_cpu.stand_in.sgl_kernel.speculative import reconstruct_indices_from_tree_mask
 
 ROWS, BEGINS, ENDS = torch.tensor([2, 0]), torch.tensor([1, 3]), torch.tensor([3, 6])
@@ -80,16 +80,16 @@ def test_rows_are_read_apart() -> None:
 
 
 def test_a_pass_that_verifies_drafts_attends_as_their_tokens_do_one_by_one() -> None:
-    """Two requests with 3 and 5 cached tokens, and drafts of 4; two heads of size 8."""
+    """Two requests with 3 and 5 cached tokens, and drafts of 4; two heads of size 8 serve four of queries."""
     torch.manual_seed(0)
-    query, keys, values = torch.randn(8, 2, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
+    query, keys, values = torch.randn(8, 4, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
     slots = torch.randperm(20)[:18].view(2, 9)
     lengths = torch.tensor([3, 5])
 
     def extend(backend: Any, query: Any, key: Any, value: Any, layer: Any, batch: Any, save: bool) -> Any:
         """SGLang's `forward_extend`, which reads these lengths."""
         of_batch = (batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens)
-        named = {"causal": True, "sliding_window_size": None, "enable_gqa": False, "scaling": None}
+        named = {"causal": True, "sliding_window_size": None, "enable_gqa": True, "scaling": None}
         rows = torch.arange(2)
         return attend_from_new_tokens(
             extend, backend, query, torch.empty_like(query), keys, values, slots, rows, *of_batch, **named
@@ -104,12 +104,38 @@ def test_a_pass_that_verifies_drafts_attends_as_their_tokens_do_one_by_one() -> 
     assert batch.seq_lens is lengths
     for row, length in enumerate(lengths.tolist()):
         for place in range(4):
+            one = query[4 * row + place]
             seen = slots[row, : length + place + 1]
-            weights = torch.einsum("hd,thd->ht", query[4 * row + place], keys[seen]) / 8**0.5
-            one = torch.einsum("ht,thd->hd", weights.softmax(-1), values[seen])
-            assert torch.allclose(found[4 * row + place], one, atol=1e-5)
+            key, value = (cache[seen].repeat_interleave(2, 1) for cache in (keys, values))
+            weights = torch.einsum("hd,thd->ht", one, key) / 8**0.5
+            right = torch.einsum("ht,thd->hd", weights.softmax(-1), value)
+            assert torch.allclose(found[4 * row + place], right, atol=1e-5)
+            decoded = decode(
+                *(None, None, one[None], torch.empty(1, 4, 8), keys, values, slots, torch.tensor([row])),
+                torch.tensor([length + place + 1]),
+                **{"causal": False, "sliding_window_size": None, "enable_gqa": True, "scaling": None},
+            )
+            assert torch.allclose(decoded[0], right, atol=1e-5)
 
 
 def test_other_passes_attend_as_before() -> None:
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_target_verify=lambda: False))
     assert verify(lambda *arguments: arguments, "backend", 1, 2, 3, 4, batch) == ("backend", 1, 2, 3, 4, batch, True)
+
+
+def test_reordered_weights_give_the_same_products_also_after_they_are_loaded_anew() -> None:
+    layer = torch.nn.Linear(24, 40).requires_grad_(False)
+    rows = torch.randn(3, 24)
+    for _ in range(2):
+        products = multiply(no_other_kernel, None, layer, rows, layer.bias)
+        assert torch.allclose(products, layer(rows), atol=1e-5)
+        layer.weight.copy_(torch.randn(40, 24))
+
+
+def no_other_kernel(*_: Any) -> Any:
+    raise AssertionError("weights in float32 are reordered")
+
+
+def test_weights_of_other_types_are_multiplied_as_before() -> None:
+    layer = torch.nn.Linear(24, 40).bfloat16()
+    assert multiply(lambda *arguments: arguments, "method", layer, torch.ones(2), None)[0] == "method"
