@@ -1,9 +1,9 @@
 """An SGLang plugin for engines without a GPU: kernels that take less time than those SGLang has for a CPU.
 
-Results are the same but for rounding. In float32, decoding a batch of three takes less than half of the time:
+Results are the same but for rounding.
 
-- Products with weights. For a few rows, PyTorch's `linear` takes twice as long as oneDNN with reordered weights. The
-  reordered copy doubles the memory of the weights.
+- Products with weights. For 3 or 4 rows in float32, PyTorch's `linear` takes twice as long as oneDNN with reordered
+  weights. The reordered copy doubles the memory of the weights.
 - Attention of decoding. SGLang's `torch_native` backend copies keys and values for every query head.
 - Attention of prefill, only where the variable SHELL_ROUTER_CPU_ATTENTION is `new-tokens`: `torch_native` attends from
   every token of a prompt and drops what it has for cached tokens, so an update of 32 tokens costs as much attention
