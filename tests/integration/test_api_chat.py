@@ -68,6 +68,7 @@ async def test_agents_are_reported_when_asked_for() -> None:
     async with api() as served:
         _, body = await served.post("/v1/chat/completions", chat(include_agents=True))
         assert list(body["agents"]) == ["left", "right", "root"]
+        assert body["agents"]["left"].pop("token_s") > 0
         assert body["agents"]["left"] | {"prompt_tokens": 0, "cached_tokens": 0} == {
             "model": "small",
             "state": "finished",
