@@ -7,8 +7,9 @@ import ipaddress
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from types import TracebackType
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import ClientConnectionResetError, web
@@ -97,6 +98,21 @@ class Drain:
         self.cut = False
         self.deadlines: set[Deadline] = set()
         self._idle = asyncio.Event()
+        self._detached: set[asyncio.Task[Any]] = set()
+
+    def detach(self, run: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Run what goes on after its request was answered. It counts as a running request, and is waited for as one."""
+        task = asyncio.create_task(run)
+        self.running += 1
+        self._detached.add(task)
+        task.add_done_callback(self._detached_ended)
+        return task
+
+    def _detached_ended(self, task: "asyncio.Task[Any]") -> None:
+        self._detached.discard(task)
+        self.ended()
+        if not task.cancelled():
+            task.exception()  # read, or asyncio would report it as lost
 
     def ended(self) -> None:
         """One of them has ended."""
@@ -206,7 +222,8 @@ class Admission:
             self.connections.busy(request.transport)
         try:
             request[TENANT] = self._tenant(request)
-            if request.method == "POST" and not request.path.endswith("/cancel"):  # what makes space is never refused
+            # what makes space is never refused
+            if request.method in ("POST", "PUT") and not request.path.endswith("/cancel"):
                 if drain.running >= self._settings.max_running:
                     raise Overloaded(
                         f"{drain.running} requests are running, which is this server's limit.",
@@ -248,6 +265,13 @@ class Admission:
             )
         self._agents[tenant] += agents
         request[AGENTS] = request.get(AGENTS, 0) + agents
+
+    def detach(self, request: Request, run: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """See `Drain.detach`; it counts as an agent of the request's tenant, too."""
+        task, tenant = self._drain.detach(run), request[TENANT]
+        self._agents[tenant] += 1
+        task.add_done_callback(lambda _: self._agents.subtract((tenant,)))
+        return task
 
     def _tenant(self, request: Request) -> str:
         if request.path in OPEN_ROUTES:

@@ -1,23 +1,29 @@
-"""/v1/agent/requests: single agents of programs that an external framework runs."""
+"""/v1/agent: single agents of programs that an external framework runs, and their outputs."""
 
+import asyncio
+import codecs
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from aiohttp import web
 
-from shell_router.api.admission import DRAIN
+from shell_router.api.admission import ADMISSION, DRAIN
 from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, read_sampling, shown
 from shell_router.api.frames import AgentFrames, agent_answer, program_reply
 from shell_router.api.observed import Observed
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
-from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, Emit
+from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings, Emit
 from shell_router.api.streaming import LiveRun, stream_run
-from shell_router.errors import InvalidField
-from shell_router.moa import AGENT_REQUEST, AgentRequest, Answer, OutputOf, Segment
+from shell_router.core.events import Event
+from shell_router.errors import InvalidField, InvalidRequest
+from shell_router.moa import AGENT_REQUEST, AgentRequest, AgentUsage, Answer, OutputOf, Segment
 from shell_router.topology import AUTO, Prefill
 
+WORD = "lazyanswer"
+"""Stands in every marker of a lazy answer, and in no other prompt: where it is, a marker is, whole or altered."""
+MARKER = re.compile(rf"\[\[{WORD}:([\w-]{{1,64}})\]\]", re.ASCII)
 IDENTIFIER = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
 DEFAULT_WAIT_S = 60.0
 
@@ -39,7 +45,7 @@ def read_agent_body(body: Fields, tenant: str, max_timeout_s: float) -> tuple[Ag
         prompt=prompt,
         messages=messages,
         sampling=_sampling(body),
-        prefill=_prefill(body.object("prefill")),
+        prefill=read_prefill(body.object("prefill")),
         wait_s=min(DEFAULT_WAIT_S, timeout_s) if wait_s is None else wait_s,
         timeout_s=timeout_s,
     )
@@ -56,10 +62,35 @@ def identifier(body: Fields, name: str) -> str:
     return value
 
 
+def marker_of(agent: str) -> str:
+    """The text that stands for the agent's output. JSON, HTML and template languages leave all of it as it is."""
+    return f"[[{WORD}:{agent}]]"
+
+
+def split_text(text: str, path: str) -> tuple[Segment, ...]:
+    """`text` with slots where markers stood. Raises InvalidField for altered markers."""
+    if not holds_marker(text):
+        return (text,)
+    pieces = MARKER.split(text)
+    if any(map(holds_marker, pieces[::2])):
+        raise InvalidField(
+            f"{path} holds a lazy answer's marker that was altered.",
+            field=path,
+            remedy="Send markers whole. Where code cuts or reads text, ask without lazy, or first get the text from"
+            " GET /v1/agent/outputs/{marker}.",
+        )
+    return tuple(OutputOf(piece) if odd % 2 else piece for odd, piece in enumerate(pieces) if piece)
+
+
+def holds_marker(text: str) -> bool:
+    """Whether there is a marker in `text`, whole or altered."""
+    return WORD in text or "LAZYANSWER" in text or "Lazyanswer" in text
+
+
 def _prompt(body: Fields) -> tuple[Segment, ...]:
     value = body.raw("prompt")
     if isinstance(value, str):
-        return (value,) if value else ()
+        return (_unmarked(value, body.path("prompt")),) if value else ()
     return _segments(body.listed("prompt") or [], body.path("prompt"))
 
 
@@ -69,12 +100,22 @@ def _segments(listed: list[Any], path: str) -> tuple[Segment, ...]:
 
 def _segment(value: Any, path: str) -> Segment:
     if isinstance(value, str):
-        return value
+        return _unmarked(value, path)
     segment = as_object(value, path)
     text = segment.text("text")
     if (segment.raw("output_of") is None) == (text is None):
         raise InvalidField(f"{path} must hold either text or output_of.", field=path)
-    return OutputOf(identifier(segment, "output_of")) if text is None else text
+    return OutputOf(identifier(segment, "output_of")) if text is None else _unmarked(text, path)
+
+
+def _unmarked(text: str, path: str) -> str:
+    if holds_marker(text):
+        raise InvalidField(
+            f"{path} holds a lazy answer's marker.",
+            field=path,
+            remedy='Agent requests name it: send {"output_of": "<what stands behind the colon>"}.',
+        )
+    return text
 
 
 def _messages(body: Fields) -> tuple[tuple[str, tuple[Segment, ...]], ...]:
@@ -87,7 +128,7 @@ def _message(message: Fields) -> tuple[str, tuple[Segment, ...]]:
     if role not in ("system", "user", "assistant"):
         raise message.refuse("role", f"must be one of system, user, assistant, not {role!r}")
     if isinstance(content, str):
-        return role, (content,)
+        return role, (_unmarked(content, message.path("content")),)
     if not isinstance(content, list):
         raise message.refuse("content", f"must be a string or an array of segments, not {shown(content)}")
     return role, _segments(content, message.path("content"))
@@ -104,7 +145,8 @@ def _sampling(body: Fields) -> Mapping[str, Any]:
     return params
 
 
-def _prefill(body: Fields | None) -> Prefill:
+def read_prefill(body: Fields | None) -> Prefill:
+    """When the prompt is prefilled while it grows. Raises InvalidField."""
     if body is None:
         return Prefill()
     incremental = body.raw("incremental") is None or body.flag("incremental")
@@ -141,33 +183,81 @@ async def cancel_program(request: web.Request) -> web.Response:
     return json_reply(request, {"object": "agent.program", "program": program, "deleted": True})
 
 
+async def write_output(request: web.Request) -> web.Response:
+    """PUT: take the body as the output of an agent that runs elsewhere, for other agents to read as it comes."""
+    program, agent = (identifier(Fields(request.match_info), name) for name in ("program", "agent"))
+    asked = AgentRequest(request[TENANT], program, agent, "")
+    settings = request.app[SETTINGS]
+    async with request.app[DRAIN].deadline():
+        answer = await request.app[SERVICES].programs.write(asked, _texts(request, settings))
+    body = {"object": "agent.output", "program": program, "agent": agent, "state": "finished", "text": answer.text}
+    return json_reply(request, body, status=201)
+
+
+async def _texts(request: web.Request, settings: ApiSettings) -> AsyncIterator[str]:
+    decoder, received = codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        async with asyncio.timeout(settings.request_timeout_s):
+            async for piece in request.content.iter_any():
+                received += len(piece)
+                if received > settings.max_body_bytes:
+                    raise web.HTTPRequestEntityTooLarge(settings.max_body_bytes, received)
+                yield decoder.decode(piece)
+        yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"The body is not UTF-8: {error}.", remedy="Send the output as plain text.") from None
+    except TimeoutError:
+        limit = f"{settings.request_timeout_s:g} s"
+        raise InvalidRequest(f"The output did not end within {limit}.", remedy="Send it in less time.") from None
+
+
 class AgentRequestRun:
     """One agent request under way."""
 
     def __init__(self, request: Request, asked: AgentRequest, warnings: Mapping[str, list[str]]) -> None:
         self._request = request
-        self._warnings = warnings
-        self._asked = asked
+        self.warnings = warnings
+        self.asked = asked
         services = request.app[SERVICES]
         self._seen = Observed(services, services.new_id(), asked.tenant, TARGET, {asked.agent}, {})
         self._seen.record(asked)
-        request[TRACE] = self._seen.trace
+        request[TRACE] = self.trace = self._seen.trace
+        self.id, self.created = self._seen.id, self._seen.created
+
+    async def begin(self, text: str) -> Answer:
+        """`text` in place of the agent's answer. The agent runs on by itself; raises what is refused before that."""
+        begun: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+        def mark(_: Event) -> None:
+            if not begun.done():
+                begun.set_result(None)
+
+        task = self._request.app[ADMISSION].detach(self._request, self.run(mark))
+        try:
+            await asyncio.wait([task, begun], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # nobody will know of it
+            task.cancel()
+            raise
+        if task.done():
+            task.result()
+        return Answer(text, "stop", {self.asked.agent: AgentUsage(self.asked.model, 0, 0, 0, "finished")})
 
     async def whole(self) -> web.Response:
         """The answer as one object."""
-        answer = await self._run()
-        body = agent_answer(self._seen.id, self._seen.created, self._asked, answer)
-        return json_reply(self._request, {**body, **self._warnings})
+        answer = await self.run()
+        body = agent_answer(self._seen.id, self._seen.created, self.asked, answer)
+        return json_reply(self._request, {**body, **self.warnings})
 
     async def streamed(self) -> Reply:
         """The answer as typed events."""
-        frames = AgentFrames(self._seen.id, self._seen.created, self._asked, self._seen.trace.started_s)
-        async with LiveRun(self._run, frames.wants) as run:
+        frames = AgentFrames(self._seen.id, self._seen.created, self.asked, self._seen.trace.started_s)
+        async with LiveRun(self.run, frames.wants) as run:
             return await stream_run(self._request, run, frames)
 
-    async def _run(self, also: Emit | None = None) -> Answer:
+    async def run(self, also: Emit | None = None) -> Answer:
+        """The answer; `also` gets the events. If the server ends first, raises RouterStopping."""
         self._seen.also = also
         programs = self._request.app[SERVICES].programs
         async with self._request.app[DRAIN].deadline():
             with self._seen:
-                return await programs.run(self._asked, self._seen.emit)
+                return await programs.run(self.asked, self._seen.emit)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from shell_router.api import agents, chat, native, responses, views
+from shell_router.api import agents, chat, lazy, native, responses, views
 from shell_router.api.admission import ADMISSION, CONNECTIONS, DRAIN, Admission, Drain
 from shell_router.api.chat import CHATS, Chats
 from shell_router.api.models import TARGETS, Targets
@@ -39,6 +39,8 @@ ROUTES = (
     _post("/v1/agent/requests", agents.run_agent),
     web.get("/v1/agent/requests/{program}", agents.show_program),
     web.delete("/v1/agent/requests/{program}", agents.cancel_program),
+    web.get("/v1/agent/outputs/{marker}", lazy.show_output),
+    web.put("/v1/agent/outputs/{program}/{agent}", agents.write_output),
     _post("/generate", native.generate),
     _post("/prefill_only", native.prefill_only),
     web.get("/v1/traces/{trace_id}", views.show_trace),

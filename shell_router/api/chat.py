@@ -2,26 +2,29 @@
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, Drain
+from shell_router.api.agents import AgentRequestRun, marker_of
 from shell_router.api.engine_chat import ENGINE_FIELDS, asks_engine, read_engine_chat
 from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, read_sampling, shown
 from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
+from shell_router.api.lazy import agent_of, filled, has_markers, program_read, read_wish, split
 from shell_router.api.models import Targets
 from shell_router.api.native import engine_of, forwarded
 from shell_router.api.observed import Observed
 from shell_router.api.panels import BRINGING, brought_by
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
-from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Emit, Services
-from shell_router.api.streaming import LiveRun, TranslatedFrames, Translation, stream_run
+from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings, Emit, Services
+from shell_router.api.streaming import LiveRun, TranslatedFrames, Translation, open_stream, stream_run
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
+from shell_router.core.events import AgentTokens
 from shell_router.moa import Answer, MoaRequest
-from shell_router.topology import Graph
+from shell_router.topology import AUTO, Graph
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -53,7 +56,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would make the answer another one and that are not served, with the values that ask for nothing."""
 
-KNOWN = frozenset({*INERT, *REFUSED, *SAMPLING})
+KNOWN = frozenset({*INERT, *REFUSED, *SAMPLING, "lazy", "prefill", "program"})
 
 
 @value
@@ -169,16 +172,23 @@ class Chats:
     targets: Targets
     drain: Drain
 
-    async def begin(self, body: Fields, tenant: str) -> "ChatRun":
-        """Check everything that can be checked before anything runs. Raises InvalidRequest."""
+    async def read(self, body: Fields, tenant: str) -> tuple[ChatRequest, Graph, str, str]:
+        """What is asked, of which graph, and the names of target and model. Raises InvalidRequest."""
         services, limit_s = self.services, self.settings.request_timeout_s
         brought = brought_by(body, services.models, self.targets)
         if brought is None:
             chat = read_chat(body, services.new_id(), tenant, limit_s)
             graph = self.targets.choice(chat.models)
-            return ChatRun(self, chat, graph, graph.name, graph.name)
+            return chat, graph, graph.name, graph.name
         chat = read_chat(body, services.new_id(), tenant, limit_s, brought.target)
-        return ChatRun(self, chat, await services.topologies.inline(brought), brought.target, chat.models[0])
+        return chat, await services.topologies.inline(brought), brought.target, chat.models[0]
+
+    async def begin(self, body: Fields, tenant: str) -> "ChatRun":
+        """Check everything that can be checked before anything runs. Raises InvalidRequest."""
+        chat, graph, target, model = await self.read(body, tenant)
+        if has_markers(chat.messages):
+            raise body.refuse("messages", "hold a lazy answer's marker", "Send the text that it stands for.")
+        return ChatRun(self, chat, graph, target, model)
 
 
 class ChatRun:
@@ -234,14 +244,51 @@ async def chat_completions(request: Request) -> Reply:
 async def answer_chat(request: Request, body: Fields, translation: Translation | None = None) -> Reply:
     """The answer to a chat completion's body, in the form that `translation` gives it."""
     model, relay = engine_of(request.app[SERVICES].relays, body)
+    program, lazy = read_wish(body, request.headers)
     if relay is not None and relay.chat is not None and asks_engine(body) and not body.given(BRINGING):
+        if lazy:
+            raise body.refuse("lazy", "cannot go with tools, nor with what else the engine does itself")
         bodies = read_engine_chat(body, model, relay.chat)
         return await forwarded(request, relay, "v1/chat/completions", bodies, translation)
-    run = await request.app[CHATS].begin(body, request[TENANT])
-    request.app[ADMISSION].count(request, run.agents - 1)
-    request[TRACE] = run.trace
+    chats = request.app[CHATS]
+    chat, graph, target, model = await chats.read(body, request[TENANT])
+    if lazy or has_markers(chat.messages):
+        parts = split(chat.messages)
+        program = program_read(chats.services.programs, chat.tenant, parts.reads, program)
+        if graph.name in (*chats.services.models, AUTO) and not body.given(BRINGING):
+            asked = agent_of(request, body, chat, chat.models, program, parts, lazy=lazy)
+            run = AgentRequestRun(request, asked, note_ignored(request, ignored_fields(body)))
+            return await _agent_of_program(request, run, chat, lazy, translation)
+        if lazy:
+            raise body.refuse("lazy", f"cannot go with {model!r}, a topology", "Name a model.")
+        chat = replace(chat, messages=await filled(request, program, parts, chat.timeout_s))
+    whole = ChatRun(chats, chat, graph, target, model)
+    request.app[ADMISSION].count(request, whole.agents - 1)
+    request[TRACE] = whole.trace
     warnings = note_ignored(request, ignored_fields(body))
-    if run.asked.stream:
-        return await run.stream(request, translation)
-    reply = run.reply(await run.answer()) | warnings
+    if chat.stream:
+        return await whole.stream(request, translation)
+    reply = whole.reply(await whole.answer()) | warnings
+    return json_reply(request, reply if translation is None else translation.whole(reply))
+
+
+async def _agent_of_program(
+    request: Request, run: AgentRequestRun, chat: ChatRequest, lazy: bool, translation: Translation | None
+) -> Reply:
+    """Begin it and answer with its marker, or answer with what it writes."""
+    asked, base = run.asked, chunk_base(run.id, run.created, run.asked.model)
+    frames = ChatFrames(base, {asked.agent}, run.trace, chat.include_usage, chat.include_agents)
+    written = frames if translation is None else TranslatedFrames(frames, translation)
+    if chat.stream and not lazy:
+        async with LiveRun(run.run, frames.wants) as live:
+            return await stream_run(request, live, written)
+    answer = await (run.begin(marker_of(asked.agent)) if lazy else run.run())
+    if chat.stream:
+        stream = await open_stream(request, request.app[SETTINGS].write_timeout_s)
+        text = written.events([AgentTokens(0.0, asked.agent, (), answer.text)])
+        await stream.send(text + written.answer(answer))
+        return await stream.end()
+    reply = {**completion(run.id, run.created, asked.model, answer), **run.warnings}
+    if chat.include_agents:
+        reply["agents"] = agents(answer, run.trace)
     return json_reply(request, reply if translation is None else translation.whole(reply))

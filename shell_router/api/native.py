@@ -8,6 +8,7 @@ import orjson
 from aiohttp import ClientConnectionResetError, web
 
 from shell_router.api.admission import ADMISSION, DRAIN
+from shell_router.api.agents import WORD
 from shell_router.api.engine_chat import choices_as_one, read_completion
 from shell_router.api.fields import Fields, parse_body, read_body
 from shell_router.api.models import TARGETS
@@ -79,6 +80,8 @@ async def forwarded(
     request: Request, relay: Relay, route: NativeRoute, bodies: Sequence[bytes], translation: Translation | None = None
 ) -> Reply:
     """The engine's answer to `bodies`, which are the choices of one request."""
+    if WORD.encode() in bodies[0]:
+        raise InvalidRequest("The body holds a lazy answer's marker.", remedy="Send the text that it stands for.")
     limit_s = request.app[SETTINGS].request_timeout_s
     affinity = request.headers.get("x-routing-key")
     answer = NativeAnswer(request, translation)

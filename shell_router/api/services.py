@@ -26,9 +26,9 @@ class ApiSettings:
     """Keys, limits and times.
 
     `keys` maps a name, which becomes the tenant, to its secret; without keys only callers on this machine are
-    served. `max_running` counts POST requests under way, `max_agents_per_tenant` the agents of those of one of
-    several tenants; lines of batches are not among them. Beyond `max_connections` the longest idle one is closed, as is
-    one that is idle for `idle_timeout_s`, or whose head or body takes `body_timeout_s`. `ping_s` is
+    served. `max_running` counts POST and PUT requests under way, and lazy agents; `max_agents_per_tenant` the agents of
+    those of one of several tenants; lines of batches are not among them. Beyond `max_connections` the longest idle one
+    is closed, as is one that is idle for `idle_timeout_s`, or whose head or body takes `body_timeout_s`. `ping_s` is
     the silence after which a stream gets a comment line. A client that takes nothing of its stream for
     `write_timeout_s` is given up.
     """

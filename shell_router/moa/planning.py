@@ -431,7 +431,8 @@ async def plan_agent(
     if chooser.predicts and models.keys() >= set(candidates):
         scored = auto and chosen_before() is None and chooser.scores_decide(candidates)
         known, tokenizer = known_of_request(request), models[candidates[0]].tokenizer
-        asks = partial(known.prospect, tokenizer, AGENT_REQUEST, request.agent, candidates, scored)
+        stage = PLAIN_REQUEST if request.chat else request.agent
+        asks = partial(known.prospect, tokenizer, AGENT_REQUEST, stage, candidates, scored)
         prospect = await off_loop(known.characters, asks)
         forecast = (await chooser.forecasts([prospect], emit))[0]
     if not auto:
@@ -440,9 +441,10 @@ async def plan_agent(
         model = chooser.kept((request.agent,), before, emit)
     else:
         model = chooser.choose((request.agent,), candidates, forecast, started_s, emit)
-    own = forecast.own_tokens.get(model, chooser.estimates.output_tokens(model, None, request.agent))
+    name = None if request.chat else request.agent  # a random one says nothing of the agents to come
+    own = forecast.own_tokens.get(model, chooser.estimates.output_tokens(model, None, name))
     total = forecast.total_tokens.get(model)
-    return model, Hints(request.tenant, request.program, None, request.agent, own, total)
+    return model, Hints(request.tenant, request.program, None, name, own, total)
 
 
 def workflow_of(topology: Topology) -> str:

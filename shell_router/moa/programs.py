@@ -2,15 +2,15 @@
 
 import asyncio
 import random
+import sys
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any
 
-from agent_cache import AgentPromptCache, End, LogExists, LogKey, LogWriter
+from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogTimeout, LogWriter
 from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import AgentErred, Event
 from shell_router.core.sampling import require_possible
@@ -26,9 +26,9 @@ from shell_router.errors import (
 )
 from shell_router.moa.agent import AgentRun, AgentTask, Source, check_known, check_parts, limited, usage_of
 from shell_router.moa.choosing import ModelChooser
-from shell_router.moa.incremental import complete_prompt
+from shell_router.moa.incremental import Prompt, common_prefix, complete_prompt
 from shell_router.moa.planning import AGENT_REQUEST, compare_drafts, ids_are_text, known_of_request, plan_agent
-from shell_router.moa.prompt import Message, Part, Slot, render
+from shell_router.moa.prompt import Message, Part, Slot, encoded, render
 from shell_router.moa.requests import (
     AgentRequest,
     Answer,
@@ -42,31 +42,46 @@ from shell_router.routing.increments import Remainder
 from shell_router.topology import AUTO
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Record:
-    """One agent of a program, from the moment it was sent."""
+    """One agent of a program, from the moment it was sent. `asked` and `model` are None if it is written elsewhere."""
 
-    model: ServedModel
-    sampling: Mapping[str, Any]
-    precursors: frozenset[str]
+    log: str
+    asked: AgentRequest | None = None
+    model: ServedModel | None = None
+    precursors: frozenset[str] = frozenset()
     run: AgentRun | None = None
     task: asyncio.Task[Answer] | None = None
+    waiting: int = 0
     ended: ProgramAgentState | None = None
+    answer: Answer | None = None
     output: str = ""
 
     @property
     def state(self) -> ProgramAgentState:
         if self.ended:
             return self.ended
-        return "running" if self.run and self.run.prompt_tokens else "waiting"
+        return "running" if self.asked is None or (self.run and self.run.prompt_tokens) else "waiting"
 
     @property
     def text(self) -> str:
         return self.run.text if self.run else self.output
 
-    def end(self, state: ProgramAgentState) -> None:
-        """Keep what can still be asked for, and nothing of the run."""
-        self.ended, self.output, self.run, self.task = state, self.text, None, None
+    def begin(self, task: asyncio.Task[Answer]) -> None:
+        """Run `task`; when it ends, keep what can still be asked for."""
+        self.task = task
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[Answer]) -> None:
+        if task.cancelled():
+            self.ended = "cancelled"
+        elif task.exception():
+            self.ended = "failed"
+        else:
+            self.ended, self.answer = "finished", task.result()
+        self.output, self.run, self.task = self.text, None, None
+        if self.asked is not None and self.asked.chat:
+            self.asked = None  # it is sent once: its id is the router's
 
 
 @dataclass(slots=True)
@@ -83,7 +98,8 @@ class Programs:
     """Runs agent requests and remembers the programs they belong to.
 
     A program whose agents have all ended is forgotten `ttl_s` after its last one was sent, as the cache forgets their
-    logs, or when there are more than `max_programs`, first the oldest of the tenant that has most. Without
+    logs, or when there are more than `max_programs`, first the oldest of the tenant that has most. None has more than
+    `max_agents`. Without
     `holdouts` no program is held out to show what drafts save.
     """
 
@@ -95,6 +111,7 @@ class Programs:
         clock: Callable[[], float],
         ttl_s: float = 3600.0,
         max_programs: int = 10_000,
+        max_agents: int = 10_000,
         chooser: ModelChooser | None = None,
         holdouts: Holdouts | None = None,
     ) -> None:
@@ -104,25 +121,68 @@ class Programs:
         self._clock = clock
         self._ttl_s = ttl_s
         self._max_programs = max_programs
+        self._max_agents = max_agents
         self._chooser = chooser or ModelChooser(models, clock=clock)
         self._programs: dict[tuple[str, str], _Program] = {}
+        self._chats: dict[tuple[str, str], str] = {}  # the program of a tenant's chat completion
 
     async def run(self, request: AgentRequest, emit: Callable[[Event], None]) -> Answer:
         """Run one agent to its end, reporting to `emit` what happens.
 
+        The same request sent again waits for the first one's answer, of which `emit` learns nothing; if the first
+        one failed or was cancelled, it runs again. An agent is cancelled when the last call that waits for it is.
+
         Raises UnknownModel, DuplicateAgent, InvalidRequest (an agent that waits for itself), PrecursorTimeout,
         AgentFailed (a precursor failed or was cancelled, or the engine failed), PromptTooLong, DeadlineExceeded, and
-        Overloaded when every remembered program is still running.
+        Overloaded when every remembered program is still running, or this one has too many agents.
         """
-        request = replace(request, sampling=limited(request.sampling))
+        if record := self._sent_before(request):
+            return await self._result(request, record)
+        planned = replace(request, sampling=limited(request.sampling))
         longest = max(model.context_length for model in self._models.values())
         require_possible(known_of_request(request).characters, longest)
         choices: list[Event] = []  # emitted once nothing can be refused any more
-        model, hints = await self._planned(request, choices.append)
+        model, hints = await self._planned(planned, choices.append)
         expected = hints.output_tokens
-        tokens = float(request.sampling["max_new_tokens"]) if expected is None else expected
+        tokens = float(planned.sampling["max_new_tokens"]) if expected is None else expected
         with self._chooser.activity.program({request.agent: (model, tokens)}):
-            return await self._answered(replace(request, model=model, candidates=()), hints, choices, emit)
+            planned = replace(planned, model=model, candidates=())
+            return await self._answered(request, planned, hints, choices, emit)
+
+    async def write(self, request: AgentRequest, texts: AsyncIterator[str]) -> Answer:
+        """Make `texts` the output of an agent that the router does not run; readers follow them as they come.
+
+        Of `request` only tenant, program and agent count. Raises DuplicateAgent, AgentFailed and Overloaded.
+        """
+        await self._make_space(request)
+        before = self._known(request)
+        if before is not None and before.ended not in ("failed", "cancelled"):
+            raise _duplicate(request)
+        record = self._register(request, _Record(self._log_of(request)))
+        record.begin(asyncio.create_task(self._copy(request, record, texts)))
+        return await self._result(request, record)
+
+    async def output(self, tenant: str, program: str, agent: str, wait_s: float) -> str | None:
+        """All that the agent wrote; None if it still writes after `wait_s`. Raises UnknownProgram and AgentFailed."""
+        record = self._program(tenant, program).agents.get(agent)
+        if record is None:
+            raise UnknownProgram(f"Program {program!r} has no agent {agent!r}.", remedy="Send its request first.")
+        key = LogKey(tenant, program, record.log)
+        try:
+            read = await self._cache.read(key, at_least=sys.maxsize, wait_s=wait_s)
+        except LogTimeout:
+            return None
+        if read.end in (End.ABORTED, End.FAILED):
+            raise AgentFailed(
+                f"Agent {agent!r} gave no output, it {read.end.value}: {read.detail}",
+                remedy="Send it again in a new program.",
+            )
+        return read.text if read.end else None
+
+    def program_of(self, tenant: str, agent: str) -> str | None:
+        """The program that a chat completion belongs to; None if this tenant has none of that id, or no more."""
+        program = self._chats.get((tenant, agent))
+        return program if program is not None and self._is_known(tenant, program) else None
 
     async def _planned(self, request: AgentRequest, emit: Callable[[Event], None]) -> tuple[str, Hints]:
         """The request's model, the one that its program was given before, and what is expected of it."""
@@ -142,22 +202,39 @@ class Programs:
         return chosen
 
     async def _answered(
-        self, request: AgentRequest, hints: Hints, choices: Iterable[Event], emit: Callable[[Event], None]
+        self,
+        asked: AgentRequest,
+        request: AgentRequest,
+        hints: Hints,
+        choices: Iterable[Event],
+        emit: Callable[[Event], None],
     ) -> Answer:
         todo = self._task(request, hints)
         await check_known(todo)
         await self._make_space(request)
-        record = self._register(request, todo)
-        for choice in choices:
-            emit(choice)
-        record.task = task = asyncio.create_task(self._run(request, todo, record, emit))
+        record = self._sent_before(asked)  # meanwhile
+        if record is None:
+            record = _Record(self._log_of(request), asked, todo.model, frozenset(todo.sources))
+            self._register(request, record)
+            for choice in choices:
+                emit(choice)
+            record.begin(asyncio.create_task(self._run(request, todo, record, emit)))
+        return await self._result(request, record)
+
+    async def _result(self, request: AgentRequest, record: _Record) -> Answer:
+        """What the agent answers; cancelled with its last reader."""
+        if record.task is None:
+            assert record.answer is not None
+            return record.answer
+        task = record.task
+        record.waiting += 1
         try:
             await asyncio.wait([task])
         finally:
-            if not task.done():
+            record.waiting -= 1
+            if not task.done() and not record.waiting:
                 task.cancel()
                 await asyncio.wait([task])
-            record.end(_end_of(task))
         if task.cancelled():
             raise AgentFailed(
                 f"Agent {request.agent!r} was cancelled with its program {request.program!r}.",
@@ -222,10 +299,32 @@ class Programs:
         def shares_ids() -> bool:
             # known once its log has begun here; an agent that another router runs is read as text
             program = self._programs.get((request.tenant, request.program))
-            writer = program.agents.get(precursor) if program else None
-            return writer is not None and ids_are_text(writer.model, writer.sampling, reader)
+            writer = program.agents.get(precursor) if program and not request.chat else None
+            if writer is None or writer.model is None or writer.asked is None:
+                return False
+            return ids_are_text(writer.model, writer.asked.sampling, reader)
 
-        return Source(LogKey(request.tenant, request.program, precursor), shares_ids)
+        known = self._known(replace(request, agent=precursor))
+        return Source(LogKey(request.tenant, request.program, known.log if known else precursor), shares_ids)
+
+    def _known(self, request: AgentRequest) -> _Record | None:
+        if not self._is_known(request.tenant, request.program):
+            return None
+        return self._programs[request.tenant, request.program].agents.get(request.agent)
+
+    def _sent_before(self, request: AgentRequest) -> _Record | None:
+        """The agent, if the same request sent it and it has not failed. Raises DuplicateAgent for another one."""
+        record = self._known(request)
+        if record is None:
+            return None
+        if record.asked != request:
+            raise _duplicate(request)
+        return None if record.ended in ("failed", "cancelled") else record
+
+    def _log_of(self, request: AgentRequest) -> str:
+        """The log of an agent that begins. One that runs again needs another name; no agent's id holds a #."""
+        before = self._known(request)
+        return request.agent if before is None else f"{before.log}#"
 
     async def _make_space(self, request: AgentRequest) -> None:
         limit_s = self._clock() - self._ttl_s  # programs are in the order of their last use
@@ -251,32 +350,32 @@ class Programs:
                     return key
         return None
 
-    def _register(self, request: AgentRequest, task: AgentTask) -> _Record:
+    def _register(self, request: AgentRequest, record: _Record) -> _Record:
         key = (request.tenant, request.program)
         program = self._programs.pop(key, None) or _Program(0.0)
         program.used_s = self._clock()
         self._programs[key] = program  # the last used is last
-        if request.agent in program.agents:
-            raise _duplicate(request)
-        precursors = frozenset(task.sources)
-        if circle := _circle(program, request.agent, precursors):
+        if len(program.agents) >= self._max_agents:
+            raise Overloaded(
+                f"Program {request.program!r} has {len(program.agents)} agents, which is the limit.",
+                remedy="Begin a new program for every run.",
+            )
+        if circle := _circle(program, request.agent, record.precursors):
             raise InvalidRequest(
                 f"Agent {request.agent!r} would wait for itself: {' <- '.join(circle)}.",
                 remedy="Break the circle of output_of segments.",
             )
-        return program.agents.setdefault(request.agent, _Record(task.model, request.sampling, precursors))
+        program.agents[request.agent] = record
+        if request.chat:
+            self._chats[request.tenant, request.agent] = request.program
+        return record
 
     # --- while it runs
 
     async def _run(
         self, request: AgentRequest, task: AgentTask, record: _Record, emit: Callable[[Event], None]
     ) -> Answer:
-        try:
-            writer = await self._cache.create(LogKey(request.tenant, request.program, request.agent))
-        except LogExists as error:  # another router's agent: what is known of this one would be wrong of that
-            if program := self._programs.get((request.tenant, request.program)):
-                program.agents.pop(request.agent, None)
-            raise _duplicate(request) from error
+        writer = await self._writer(request, record)
         try:
             answer = await self._answer(request, task, record, writer, emit)
         except asyncio.CancelledError:
@@ -289,6 +388,26 @@ class Programs:
         finally:
             writer.end(End.FAILED, "the router failed")  # says nothing where the log has ended
         return answer
+
+    async def _writer(self, request: AgentRequest, record: _Record) -> LogWriter:
+        try:
+            return await self._cache.create(LogKey(request.tenant, request.program, record.log))
+        except LogExists as error:  # another router's agent: what is known of this one would be wrong of that
+            if program := self._programs.get((request.tenant, request.program)):
+                program.agents.pop(request.agent, None)
+            raise _duplicate(request) from error
+
+    async def _copy(self, request: AgentRequest, record: _Record, texts: AsyncIterator[str]) -> Answer:
+        writer, written = await self._writer(request, record), list[str]()
+        try:
+            async for text in texts:
+                writer.append(Chunk(text))
+                written.append(text)
+            writer.end(End.FINISHED)
+        finally:
+            writer.end(End.ABORTED, "its text ended early")  # says nothing where the log has ended
+            record.output = "".join(written)
+        return Answer(record.output, "stop", {})
 
     async def _answer(
         self,
@@ -305,6 +424,8 @@ class Programs:
             async with asyncio.timeout(request.timeout_s):
                 load, remainder = estimates.prefill(task.model), partial(self._remainder, request)
                 prompt = await complete_prompt(task, cache, load, remainder, emit, clock)
+                if request.chat and request.reads:
+                    prompt = await self._exact(request, task, prompt)
                 output = await run.decode(prompt.ids, prompt.sent)
         except TimeoutError as error:
             raise DeadlineExceeded(
@@ -316,6 +437,17 @@ class Programs:
         if request.reads and task.model.drafts == "auto":
             compare_drafts(self._holdouts, _drafts_of(request), [usage], held_out=not task.drafts, now_s=clock())
         return Answer(output.text, output.finish.reason, {request.agent: usage})
+
+    async def _exact(self, request: AgentRequest, task: AgentTask, prompt: Prompt) -> Prompt:
+        """The prompt with texts where slots were: a template may change the ends of a text, and of a slot it cannot."""
+        logs = {one: LogKey(request.tenant, request.program, task.sources[one].key.agent) for one in request.reads}
+        texts = {one: (await self._cache.read(log, at_least=sys.maxsize, wait_s=0)).text for one, log in logs.items()}
+        said = [
+            Message(role, tuple(part if isinstance(part, str) else texts[part.agent] for part in segments))
+            for role, segments in request.messages
+        ]
+        ids = await encoded(task.model.tokenizer, "".join(map(str, render(task.model.tokenizer, said))))
+        return Prompt(ids, min(prompt.sent, common_prefix(prompt.ids, ids)))
 
     def _remainder(self, request: AgentRequest, read: Collection[str]) -> Remainder:
         """What the agent still waits for; agents that were not sent here yet, or to another router, are not counted."""
@@ -330,13 +462,18 @@ class Programs:
     # --- remembering
 
     def _program(self, tenant: str, program: str) -> _Program:
-        found = self._programs.get((tenant, program))
-        if found is None:
+        if not self._is_known(tenant, program):
             raise UnknownProgram(f"No program {program!r} is known.", remedy="Send an agent request first.")
-        return found
+        return self._programs[tenant, program]
+
+    def _is_known(self, tenant: str, program: str) -> bool:
+        found = self._programs.get((tenant, program))
+        return found is not None and (found.used_s > self._clock() - self._ttl_s or found.is_running())
 
     async def _forget(self, tenant: str, program: str) -> None:
-        self._programs.pop((tenant, program), None)
+        forgotten = self._programs.pop((tenant, program), None)
+        for agent in forgotten.agents if forgotten else ():
+            self._chats.pop((tenant, agent), None)
         await self._cache.forget(tenant, program)
 
 
@@ -371,14 +508,9 @@ def _circle(program: _Program, agent: str, precursors: frozenset[str]) -> tuple[
     return ()
 
 
-def _end_of(task: asyncio.Task[Answer]) -> ProgramAgentState:
-    if task.cancelled():
-        return "cancelled"
-    return "failed" if task.exception() else "finished"
-
-
 def _duplicate(request: AgentRequest) -> DuplicateAgent:
     return DuplicateAgent(
         f"Program {request.program!r} already has an agent {request.agent!r}.",
-        remedy=f"Give each agent its own id, or first send DELETE /v1/agent/requests/{request.program}.",
+        remedy="Send the same request again, give each agent its own id, or first send DELETE"
+        f" /v1/agent/requests/{request.program}.",
     )

@@ -52,6 +52,8 @@ class AgentRequest:
     Exactly one of `prompt` (raw segments) and `messages` (role and segments, put through the model's chat template)
     is given. A precursor may be running, finished, or not yet sent; the first sign of it is waited for `wait_s`.
     Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
+    A `chat` completion has an unguessable agent id, by which its output can be found, and the prompt that a client
+    gets who waits for the outputs and sends their texts.
     """
 
     tenant: str
@@ -65,6 +67,7 @@ class AgentRequest:
     wait_s: float = 60.0
     timeout_s: float = 600.0
     candidates: tuple[str, ...] = ()
+    chat: bool = False
 
     @property
     def reads(self) -> tuple[str, ...]:

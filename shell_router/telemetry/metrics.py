@@ -60,7 +60,7 @@ class Metrics:
         count, seconds = self._counter, self._seconds
         self.requests = count("http_requests", "HTTP answers; 499: the client left", "route", "status")
         self.request_seconds = seconds("http_request_seconds", "Time from arrival to the answer's end", "route")
-        self.running_requests = self._gauge("running_requests", "Running POST requests")
+        self.running_requests = self._gauge("running_requests", "Running POST and PUT requests, and lazy agents")
         self.longest_stall = self._gauge("event_loop_longest_stall_seconds", "Longest stall of the last minute or two")
         why = "Choices for `auto` and lists"
         self.model_choices = count("model_choices", why, "model", "policy", "why")

@@ -165,6 +165,10 @@ class ScriptedMoa:
         """Agents whose request was abandoned on an engine."""
         return {rid.rpartition(".")[2] for engine in self.engines.values() for rid in engine.aborted}
 
+    def prompts(self, alias: str) -> list[str]:
+        """All complete prompts that the model was asked with."""
+        return [self.tokenizers[alias].decode(request.input_ids) for request in self.engines[alias].generated]
+
     def prompt_of(self, agent: str) -> str:
         """The complete prompt that `agent` was asked with."""
         for alias, engine in self.engines.items():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 
 from shell_router.api import ApiSettings
 from tests.fakes.api_server import api
@@ -64,7 +65,7 @@ async def test_what_cannot_run_is_refused() -> None:
     async with api() as served:
         await served.post(PATH, ONE)
         for body, wanted in (
-            (ONE, (409, "duplicate_agent")),
+            ({**ONE, "prompt": "Say two."}, (409, "duplicate_agent")),
             ({**ONE, "agent": "x", "model": "missing"}, (404, "model_not_found")),
             ({**ONE, "agent": "x", "prompt": [{"output_of": "x"}]}, (400, "invalid_request")),
             ({**ONE, "agent": "x", "prompt": []}, (400, "invalid_field")),
@@ -90,3 +91,46 @@ async def test_programs_of_two_tenants_do_not_meet() -> None:
         await served.post(PATH, ONE, Authorization="Bearer sk-1")
         assert (await served.get(PATH + "/p", Authorization="Bearer sk-2"))[0] == 404
         assert (await served.post(PATH, ONE, Authorization="Bearer sk-2"))[0] == 200
+
+
+async def test_an_output_written_elsewhere_is_read_while_it_arrives() -> None:
+    arriving = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield "Größ".encode()[:3]
+        yield "Größ".encode()[3:]
+        await arriving.wait()
+        yield b"e."
+
+    async with api() as served:
+        put = f"{served.url}/v1/agent/outputs/p/one"
+        sent = asyncio.ensure_future(served.client.put(put, data=pieces()))
+        reader = asyncio.ensure_future(served.post(PATH, TWO))
+        async with asyncio.timeout(10):
+            while (await served.get(PATH + "/p"))[1].get("agents", {}).get("one", {}).get("state") != "running":
+                pass
+        arriving.set()
+        async with await sent as response:
+            assert (response.status, (await response.json())["text"]) == (201, "Größe.")
+        assert (await reader)[0] == 200
+        assert served.moa.prompts("large") == ["It said: Größe. Judge."]
+        async with served.client.put(put, data=b"Again.") as response:
+            assert response.status == 409
+
+
+async def test_an_output_that_is_no_text_or_too_long_is_refused_and_its_id_is_free_again() -> None:
+    async with api(settings=ApiSettings(max_body_bytes=8)) as served:
+        put = f"{served.url}/v1/agent/outputs/p/one"
+        for data, status in ((b"\xff", 400), (b"123456789", 413), (b"12345678", 201)):
+            async with served.client.put(put, data=data) as response:
+                assert response.status == status
+        async with served.client.put(f"{served.url}/v1/agent/outputs/p/o,e", data=b"x") as response:
+            assert response.status == 400
+
+
+async def test_a_retry_in_a_stream_gets_the_answer() -> None:
+    async with api() as served:
+        _, first = await served.post(PATH, ONE)
+        async with served.stream({**ONE, "stream": True}, PATH) as response:
+            frames = (await response.text()).split("\n\n")
+        assert json.loads(frames[-3].removeprefix("data: "))["text"] == first["text"]

@@ -61,13 +61,14 @@ async def test_a_line_is_answered_as_an_online_request_is(tmp_path: Path) -> Non
 async def test_a_bad_line_gets_an_error_of_its_own_and_the_rest_is_answered(tmp_path: Path) -> None:
     moa = ScriptedMoa(context_length=512)
     async with batch_api(tmp_path, moa) as router:
+        marked = line("marked", "Judge [[lazyanswer:0]].")
         batch = await router.begin(
-            line("good"), line("unknown", model="missing"), line("long", "word " * 999), line("tools", n=2)
+            line("good"), line("unknown", model="missing"), line("long", "word " * 999), line("tools", n=2), marked
         )
         batch = await router.ended(batch)
         assert batch.status == "completed" and list(await router.answers(batch)) == ["good"]
         assert batch.request_counts is not None
-        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 3)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 4)
         errors = await router.results(batch.error_file_id)
         codes = {
             name: (one["response"]["status_code"], one["response"]["body"]["error"]["code"], one["error"])
@@ -77,6 +78,7 @@ async def test_a_bad_line_gets_an_error_of_its_own_and_the_rest_is_answered(tmp_
             "unknown": (404, "model_not_found", None),
             "long": (400, "context_length_exceeded", None),
             "tools": (400, "invalid_field", None),
+            "marked": (400, "invalid_field", None),
         }
 
 

@@ -71,6 +71,21 @@ async def test_a_chat_without_such_fields_is_the_routers_own() -> None:
         assert not at.decode.sent and len(served.moa.engines["small"].generated) == 1
 
 
+async def test_what_the_engine_answers_itself_is_never_lazy_and_gets_no_marker() -> None:
+    async with served_chats() as (ai, at, _):
+        lazy = {"program": "p", "lazy": True}
+        with pytest.raises(openai.BadRequestError, match="lazy cannot go with tools"):
+            await ai.chat.completions.create(**asked(tools=[WEATHER]), extra_body=lazy)
+        marker = (await ai.chat.completions.create(**asked(), extra_body=lazy)).choices[0].message.content
+        with pytest.raises(openai.BadRequestError, match="marker"):
+            await ai.chat.completions.create(
+                model="small", messages=[{"role": "user", "content": f"So: {marker}"}], tools=[WEATHER]
+            )
+        with pytest.raises(openai.BadRequestError, match="marker"):
+            await ai.completions.create(model="small", prompt=f"So: {marker}")
+        assert not at.decode.sent and not at.prefill.sent
+
+
 async def test_images_and_log_probabilities_are_the_engines() -> None:
     async with served_chats() as (ai, at, _):
         parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]

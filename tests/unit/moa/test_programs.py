@@ -20,27 +20,20 @@ from tests.fakes.moa import Recorder, ScriptedMoa
 from tests.fakes.scripted_engine import Hold, Script
 
 
-class ProgramMoa(ScriptedMoa):
-    """Answers by model, since a program's engine request ids are the router's own."""
-
-    def prompts(self, alias: str) -> list[str]:
-        return [self.tokenizers[alias].decode(request.input_ids) for request in self.engines[alias].generated]
-
-
 def send(agent: str, *prompt: Segment, program: str = "p", model: str = "small", **fields: object) -> AgentRequest:
     return AgentRequest("tenant", program, agent, model, prompt, **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model", ["large", "other"])
 async def test_an_output_goes_where_output_of_stands(model: str) -> None:
-    moa = ProgramMoa()
+    moa = ScriptedMoa()
     first = await moa.programs.run(send("first", "Say something."), print)
     await moa.programs.run(send("second", "They said: ", OutputOf("first"), ". Right?", model=model), print)
     assert moa.prompts(model)[-1] == f"They said: {first.text}. Right?"
 
 
 async def test_a_precursor_may_be_sent_later() -> None:
-    moa, events = ProgramMoa(), Recorder()
+    moa, events = ScriptedMoa(), Recorder()
     later = asyncio.create_task(moa.programs.run(send("second", OutputOf("first"), model="large"), events.emit))
     await events.until(lambda r: bool(r.of(AgentStarted)))
     first = await moa.programs.run(send("first", "Say something."), print)
@@ -49,29 +42,63 @@ async def test_a_precursor_may_be_sent_later() -> None:
 
 
 async def test_a_precursor_that_never_comes_is_given_up_after_wait_s() -> None:
-    moa = ProgramMoa()
+    moa = ScriptedMoa()
     with pytest.raises(PrecursorTimeout, match="first"):
         await moa.programs.run(send("second", OutputOf("first"), wait_s=0.02), print)
     assert moa.programs.state("tenant", "p").agents == {"second": "failed"}
 
 
 async def test_messages_go_through_the_chat_template() -> None:
-    moa = ProgramMoa()
+    moa = ScriptedMoa()
     first = await moa.programs.run(send("first", "Hi"), print)
     request = AgentRequest("tenant", "p", "second", "large", messages=(("user", ("Judge: ", OutputOf("first"))),))
     await moa.programs.run(request, print)
     assert moa.prompts("large") == [f"<user>Judge: {first.text}<assistant>"]
 
 
-async def test_the_same_agent_twice_is_refused() -> None:
-    moa = ProgramMoa()
-    await moa.programs.run(send("first", "Hi"), print)
-    with pytest.raises(DuplicateAgent, match="first"):
+async def test_the_same_request_again_waits_for_the_agent_or_gets_its_answer_and_another_is_refused() -> None:
+    hold = Hold(0)
+    moa = ScriptedMoa(pace=hold.pace)
+    first, again = (asyncio.create_task(moa.programs.run(send("first", "Hi"), print)) for _ in range(2))
+    await hold.until_waiting()
+    first.cancel()
+    await asyncio.wait([first])
+    hold.release()
+    assert await again == await moa.programs.run(send("first", "Hi"), print)
+    for other in (send("first", "Ho"), send("first", "Hi", model="large"), send("first", "Hi", timeout_s=1.0)):
+        with pytest.raises(DuplicateAgent, match="first"):
+            await moa.programs.run(other, print)
+    assert len(moa.engines["small"].generated) == 1
+
+
+async def test_an_agent_that_failed_or_whose_callers_have_all_left_runs_again() -> None:
+    hold, moa = Hold(0), ScriptedMoa()
+    moa.engines["small"].answer = lambda _: Script("x", error=EngineUnreachable("The engine is gone."))
+    with pytest.raises(EngineUnreachable):
         await moa.programs.run(send("first", "Hi"), print)
+    moa.engines["small"].answer = lambda _: Script("now it works")
+    moa.engines["small"].pace = hold.pace
+    leaves = asyncio.create_task(moa.programs.run(send("first", "Hi"), print))
+    await hold.until_waiting()
+    leaves.cancel()
+    await asyncio.wait([leaves])
+    assert not moa.running
+    hold.release()
+    await moa.programs.run(send("first", "Hi"), print)
+    await moa.programs.run(send("second", OutputOf("first"), model="large"), print)
+    assert moa.prompts("large") == ["now it works"]
+
+
+async def test_a_program_has_a_limit_of_agents() -> None:
+    moa = ScriptedMoa()
+    programs = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time, max_agents=1)
+    await programs.run(send("first", "Hi"), print)
+    with pytest.raises(Overloaded, match="new program"):
+        await programs.run(send("second", "Hi"), print)
 
 
 async def test_an_agent_that_another_router_began_is_refused() -> None:
-    moa = ProgramMoa()
+    moa = ScriptedMoa()
     elsewhere = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
     await elsewhere.run(send("first", "Hi"), print)
     with pytest.raises(DuplicateAgent, match="first"):
@@ -79,7 +106,7 @@ async def test_an_agent_that_another_router_began_is_refused() -> None:
 
 
 async def test_an_agent_of_another_router_is_read_from_the_cache() -> None:
-    moa = ProgramMoa()
+    moa = ScriptedMoa()
     elsewhere = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
     first = await elsewhere.run(send("first", "Hi"), print)
     await moa.programs.run(send("second", OutputOf("first"), model="large"), print)
@@ -87,7 +114,7 @@ async def test_an_agent_of_another_router_is_read_from_the_cache() -> None:
 
 
 async def test_agents_that_would_wait_for_each_other_are_refused() -> None:
-    moa, events = ProgramMoa(), Recorder()
+    moa, events = ScriptedMoa(), Recorder()
     waiting = asyncio.create_task(moa.programs.run(send("a", OutputOf("b")), events.emit))
     await events.until(lambda r: bool(r.of(AgentStarted)))
     with pytest.raises(InvalidRequest, match="wait for itself: b <- a <- b"):
@@ -100,7 +127,7 @@ async def test_agents_that_would_wait_for_each_other_are_refused() -> None:
 
 
 async def test_the_refused_agents_model_is_not_taken_for_that_of_another_routers_agent() -> None:
-    moa = ProgramMoa()
+    moa = ScriptedMoa()
     elsewhere = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time)
     first = await elsewhere.run(send("first", "Hi", model="other"), print)
     with pytest.raises(DuplicateAgent):
@@ -111,7 +138,7 @@ async def test_the_refused_agents_model_is_not_taken_for_that_of_another_routers
 
 async def test_a_precursor_that_has_begun_may_be_silent_for_longer_than_wait_s() -> None:
     hold, events = Hold(0), Recorder()
-    moa = ProgramMoa(pace=hold.pace)
+    moa = ScriptedMoa(pace=hold.pace)
     first = asyncio.create_task(moa.programs.run(send("first", "Hi"), events.emit))
     second = asyncio.create_task(
         moa.programs.run(send("second", OutputOf("first"), model="large", wait_s=0.1), events.emit)
@@ -127,12 +154,12 @@ async def test_a_precursor_that_has_begun_may_be_silent_for_longer_than_wait_s()
 @pytest.mark.parametrize("wanted", ["many", 1.5, True, -1])
 async def test_a_max_new_tokens_that_is_no_number_of_tokens_is_refused(wanted: object) -> None:
     with pytest.raises(InvalidRequest, match="max_new_tokens"):
-        await ProgramMoa().programs.run(send("first", "Hi", sampling={"max_new_tokens": wanted}), print)
+        await ScriptedMoa().programs.run(send("first", "Hi", sampling={"max_new_tokens": wanted}), print)
 
 
 async def test_an_ended_program_is_forgotten_after_its_time_and_its_name_is_free() -> None:
     now_s = 0.0
-    moa = ProgramMoa()
+    moa = ScriptedMoa()
     programs = Programs(moa.models, moa.cache, clock=lambda: now_s, ttl_s=10.0)
     await programs.run(send("first", "Hi"), print)
     now_s = 10.0
@@ -143,13 +170,13 @@ async def test_an_ended_program_is_forgotten_after_its_time_and_its_name_is_free
 
 
 async def test_the_output_of_an_ended_agent_can_still_be_asked_for() -> None:
-    moa = ProgramMoa()
+    moa = ScriptedMoa()
     first = await moa.programs.run(send("first", "Hi"), print)
     assert moa.programs.state("tenant", "p").outputs == {"first": first.text}
 
 
 async def test_a_failed_agent_fails_those_that_need_it_with_its_reason() -> None:
-    moa = ProgramMoa()
+    moa = ScriptedMoa()
     moa.engines["small"].answer = lambda _request: Script("x", error=EngineUnreachable("The engine is gone."))
     with pytest.raises(EngineUnreachable):
         await moa.programs.run(send("first", "Hi"), print)
@@ -159,7 +186,7 @@ async def test_a_failed_agent_fails_those_that_need_it_with_its_reason() -> None
 
 async def test_cancelling_a_program_ends_its_agents_and_frees_its_name() -> None:
     hold = Hold(2)
-    moa, events = ProgramMoa(pace=hold.pace), Recorder()
+    moa, events = ScriptedMoa(pace=hold.pace), Recorder()
     before = asyncio.all_tasks()
     running = asyncio.create_task(moa.programs.run(send("first", "Hi"), events.emit))
     reading = asyncio.create_task(moa.programs.run(send("second", OutputOf("first"), model="large"), events.emit))
@@ -180,7 +207,7 @@ async def test_cancelling_a_program_ends_its_agents_and_frees_its_name() -> None
 
 async def test_a_client_that_leaves_cancels_its_agent() -> None:
     hold = Hold()
-    moa = ProgramMoa(pace=hold.pace)
+    moa = ScriptedMoa(pace=hold.pace)
     task = asyncio.create_task(moa.programs.run(send("first", "Hi"), print))
     await hold.until_waiting()
     task.cancel()
@@ -191,14 +218,14 @@ async def test_a_client_that_leaves_cancels_its_agent() -> None:
 
 
 async def test_an_agent_past_its_time_limit_ends() -> None:
-    moa = ProgramMoa(pace=Hold().pace)
+    moa = ScriptedMoa(pace=Hold().pace)
     with pytest.raises(DeadlineExceeded, match="did not end within"):
         await moa.programs.run(send("first", "Hi", timeout_s=0.05), print)
     assert not moa.running
 
 
 async def test_unknown_models_and_programs_are_named() -> None:
-    moa = ProgramMoa()
+    moa = ScriptedMoa()
     with pytest.raises(UnknownModel, match="huge"):
         await moa.programs.run(send("first", "Hi", model="huge"), print)
     with pytest.raises(UnknownProgram, match="nothing"):
@@ -206,14 +233,14 @@ async def test_unknown_models_and_programs_are_named() -> None:
 
 
 async def test_tenants_do_not_see_each_others_programs() -> None:
-    moa = ProgramMoa()
+    moa = ScriptedMoa()
     await moa.programs.run(send("first", "Hi"), print)
     with pytest.raises(UnknownProgram):
         moa.programs.state("another tenant", "p")
 
 
 async def test_the_oldest_ended_program_makes_room_and_running_ones_do_not() -> None:
-    hold, moa = Hold(), ProgramMoa()
+    hold, moa = Hold(), ScriptedMoa()
     programs = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time, max_programs=1)
     await programs.run(send("first", "Hi", program="old"), print)
     moa.engines["small"].pace = hold.pace
@@ -228,7 +255,7 @@ async def test_the_oldest_ended_program_makes_room_and_running_ones_do_not() -> 
 
 
 async def test_a_tenant_with_many_programs_pushes_out_its_own() -> None:
-    moa = ProgramMoa()
+    moa = ScriptedMoa()
     programs = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time, max_programs=4)
     await programs.run(replace(send("a", "Hi", program="only"), tenant="bob"), print)
     for number in range(10):

@@ -1,0 +1,158 @@
+"""Lazy answers: a chat completion that gives a marker at once, while its agent begins in a program.
+
+A later prompt that holds markers is split at them into slots, and prefilled while those agents still write. So a
+framework that knows nothing of the router overlaps its agents as a topology does.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from aiohttp import web
+
+from shell_router.api.admission import DRAIN
+from shell_router.api.agents import (
+    MARKER,
+    holds_marker,
+    identifier,
+    marker_of,
+    read_prefill,
+    split_text,
+)
+from shell_router.api.fields import Fields
+from shell_router.api.plain import Request
+from shell_router.api.replies import json_reply
+from shell_router.api.services import SERVICES, SETTINGS, TENANT
+from shell_router.core.engine import value
+from shell_router.errors import InvalidField, PrecursorTimeout, UnknownProgram
+from shell_router.moa import AgentRequest, MoaRequest, OutputOf, Programs, Segment
+from shell_router.routing.increments import tokens_per_event
+from shell_router.topology import AUTO
+
+PROGRAM_HEADER = "x-shell-router-program"
+LAZY_HEADER = "x-shell-router-lazy"
+
+OUTPUT_WAIT_S = 30.0
+
+
+def read_wish(body: Fields, headers: Mapping[str, str]) -> tuple[str | None, bool]:
+    """The program that a chat completion belongs to, and whether it is lazy. Raises InvalidField."""
+    program = None if body.raw("program") is None else identifier(body, "program")
+    if PROGRAM_HEADER in headers:
+        named = identifier(Fields(headers), PROGRAM_HEADER)
+        if program not in (None, named):
+            raise body.refuse("program", f"differs from the header {PROGRAM_HEADER}", "Send only one of them.")
+        program = named
+    asked = headers.get(LAZY_HEADER, "false").lower()
+    if asked not in ("true", "false"):
+        raise InvalidField(f"The header {LAZY_HEADER} must be true or false.", field=LAZY_HEADER)
+    is_lazy = body.flag("lazy") or asked == "true"
+    if is_lazy and program is None:
+        raise body.refuse("program", "is missing", "A lazy answer needs one: name it with an id of your own per run.")
+    return program, is_lazy
+
+
+def has_markers(messages: Sequence[Mapping[str, str]]) -> bool:
+    """Whether there is a marker in them, whole or altered."""
+    return any(holds_marker(turn["content"]) for turn in messages)
+
+
+@value
+class SplitChat:
+    """A chat's messages split at their markers. `reads` are the agents that those stand for, each once."""
+
+    messages: tuple[tuple[str, tuple[Segment, ...]], ...]
+    reads: tuple[str, ...]
+
+
+def split(messages: Sequence[Mapping[str, str]]) -> SplitChat:
+    """Raises InvalidField for altered markers."""
+    said = tuple(
+        (turn["role"], split_text(turn["content"], f"messages[{at}].content")) for at, turn in enumerate(messages)
+    )
+    found = (one.agent for _, segments in said for one in segments if isinstance(one, OutputOf))
+    return SplitChat(said, tuple(dict.fromkeys(found)))
+
+
+def program_read(programs: Programs, tenant: str, reads: Sequence[str], program: str | None) -> str:
+    """The program of these agents, and of the request that reads them. Raises InvalidField for another's markers."""
+    for agent in reads:
+        found = programs.program_of(tenant, agent)
+        if found is None or (program is not None and found != program):
+            raise InvalidField(
+                f"messages hold {marker_of(agent)}, which is no answer of {program or 'a program of yours'}.",
+                field="messages",
+                remedy="It has expired, was altered, or is another program's: begin the program anew.",
+            )
+        program = found
+    assert program is not None, "a request that is not lazy reads an agent"
+    return program
+
+
+def agent_of(
+    request: Request,
+    body: Fields,
+    chat: MoaRequest,
+    models: Sequence[str],
+    program: str,
+    split: SplitChat,
+    *,
+    lazy: bool,
+) -> AgentRequest:
+    """The chat completion as an agent of `program`, with the prompt that the model gets from the same plain chat.
+
+    A `lazy` one writes in pieces: readers that are not known yet want them early.
+    """
+    pieces = {"stream_interval": tokens_per_event(0.0, judged=False)} if lazy else {}
+    system = [segments for role, segments in split.messages if role == "system"]
+    first = [("system", tuple(one for turn in system for one in ("\n\n", *turn))[1:])] if system else []
+    return AgentRequest(
+        tenant=chat.tenant,
+        program=program,
+        agent=request.app[SERVICES].new_id(),
+        model=models[0] if len(models) == 1 else AUTO,
+        candidates=tuple(models) if len(models) > 1 else (),
+        messages=(*first, *(turn for turn in split.messages if turn[0] != "system")),
+        sampling={**chat.sampling, **pieces},
+        prefill=read_prefill(body.object("prefill")),
+        wait_s=chat.timeout_s,
+        timeout_s=chat.timeout_s,
+        chat=True,
+    )
+
+
+async def filled(request: Request, program: str, split: SplitChat, limit_s: float) -> tuple[Mapping[str, str], ...]:
+    """The messages with the outputs in them, for a topology. Raises AgentFailed and PrecursorTimeout."""
+    programs, texts = request.app[SERVICES].programs, {}
+    async with request.app[DRAIN].deadline():
+        for agent in split.reads:
+            text = await programs.output(request[TENANT], program, agent, limit_s)
+            if text is None:
+                raise PrecursorTimeout(
+                    f"{marker_of(agent)} had no output within {limit_s:g} s.", remedy="Allow more time."
+                )
+            texts[agent] = text
+    return tuple(
+        {"role": role, "content": "".join(one if isinstance(one, str) else texts[one.agent] for one in segments)}
+        for role, segments in split.messages
+    )
+
+
+async def show_output(request: web.Request) -> web.Response:
+    """GET: the text that a marker stands for; status 202 while its agent still writes after `wait_s`."""
+    services, tenant, named = request.app[SERVICES], request[TENANT], request.match_info["marker"]
+    marker = MARKER.fullmatch(named)
+    agent = marker[1] if marker else named
+    program = services.programs.program_of(tenant, agent)
+    if program is None:
+        raise UnknownProgram("No lazy answer of yours has that marker.", remedy="It may have expired: ask again.")
+    limit_s = request.app[SETTINGS].request_timeout_s
+    try:
+        wait_s = float(request.query.get("wait_s", min(OUTPUT_WAIT_S, limit_s)))
+    except ValueError:
+        wait_s = -1.0
+    if not 0 <= wait_s <= limit_s:
+        raise InvalidField(f"wait_s must be a number of seconds from 0 to {limit_s:g}.", field="wait_s")
+    async with request.app[DRAIN].deadline():
+        text = await services.programs.output(tenant, program, agent, wait_s)
+    state = "running" if text is None else "finished"
+    body = {"object": "agent.output", "program": program, "agent": agent, "state": state, "text": text}
+    return json_reply(request, body, status=202 if text is None else 200)
