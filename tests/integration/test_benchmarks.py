@@ -25,6 +25,7 @@ SHORT = {
     "early_exit_cost": ("--rounds", "1"),
     "expert_placement": ("--layers", "3", "--tokens", "400", "--gpus", "4", "--limit-s", "0.2"),
     "faster_moa": ("--requests", "1", "--programs", "2", "--seeds", "1", "--outputs", "16"),
+    "frameworks": ("--questions", "1", "--context", "0", "--new-tokens", "16"),
     "gimbal": ("--requests", "30", "--seeds", "1", "--decisions", "50"),
     "mosaic": ("--rounds", "1", "--limit-s", "0.5"),
     "overlap": ("--rounds", "1", "--new-tokens", "8", "--question-tokens", "20"),

@@ -1,0 +1,84 @@
+"""Real frameworks on the router: LangGraph with one changed line, and AG2."""
+
+import asyncio
+import json
+import os
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from benchmarks.frameworks import MODELS, asked_tree, graph_of
+from shell_router.api import ApiSettings, bound_sockets, create_app, listening
+from shell_router.app import load_config, running_services
+from shell_router.standins.embedded.settings import EmbeddedSection
+from tests.fakes.api_server import LIMIT
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the frameworks' own warnings are theirs
+
+ROOT = Path(__file__).parents[2]
+QUESTIONS = ("Kim has 45 stamps. Kim buys 3 more stamps. How many stamps does Kim have now?", "Why is 7 odd?")
+
+
+@asynccontextmanager
+async def router() -> AsyncIterator[str]:
+    """The tiny models in float64, where outputs depend on the prompts alone, behind an address."""
+    config = load_config(ROOT / "configs" / "evaluation.yaml", os.environ)
+    engine = {"embedded": EmbeddedSection(dtype="float64")}
+    models = {alias: replace(model, engine=engine) for alias, model in config.models.items()}
+    async with running_services(replace(config, models=models)) as services:
+        with bound_sockets() as sockets:
+            async with listening(create_app(services, ApiSettings()), sockets) as url:
+                yield url
+
+
+async def trace_of(url: str, reply: Any) -> dict[str, Any]:
+    trace_id = reply.response_metadata["headers"]["x-trace-id"]
+    async with aiohttp.ClientSession(timeout=LIMIT) as http, http.get(f"{url}/v1/traces/{trace_id}") as answer:
+        return json.loads(await answer.text())  # type: ignore[no-any-return]
+
+
+async def test_a_langgraph_program_with_one_line_changed_answers_the_same_and_prefills_early() -> None:
+    from langchain_openai import ChatOpenAI  # noqa: PLC0415 - the extra `ci` installs it
+
+    tree = asked_tree(48)
+
+    async def answers(url: str, question: str, extra: dict[str, object] | None) -> tuple[list[str], Any]:
+        options: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 48}
+        workers = {name: ChatOpenAI(model=name, **options, extra_body=extra) for name in MODELS}  # the line
+        judge = {"extra_body": {"prefill": {"chunk_tokens": 16}}, "include_response_headers": True}
+        graph, replies = graph_of(tree, workers, ChatOpenAI(model="large", **options, **judge))
+        await asyncio.to_thread(graph.invoke, {"question": question, "outputs": {}})
+        return [str(reply.content) for reply in replies.values()], replies[tree.root.id]
+
+    async with router() as url:
+        for question in QUESTIONS:
+            plain, said = await answers(url, question, None)
+            lazy, said_lazily = await answers(url, question, {"program": uuid.uuid4().hex, "lazy": True})
+            assert sum("lazyanswer" in text for text in lazy) == 12 and "lazyanswer" not in "".join(plain)
+            assert said.content and said_lazily.content == said.content
+            assert said_lazily.usage_metadata["input_tokens"] == said.usage_metadata["input_tokens"]
+            (root,) = (await trace_of(url, said_lazily))["agents"].values()
+            assert any(span["name"] == "prefill_increment" for span in root["spans"])
+
+
+async def test_ag2_agents_chat_plainly_and_lazily() -> None:
+    from ag2 import Agent  # noqa: PLC0415 - the extra `ci` installs it
+    from ag2.config import OpenAIConfig  # noqa: PLC0415
+
+    async def judged(url: str, extra: dict[str, object] | None) -> str | None:
+        options: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 32}
+        async with openai.DefaultAsyncHttpxClient() as options["http_client"]:
+            solver = Agent("solver", prompt="Solve it.", config=OpenAIConfig("small", **options, extra_body=extra))
+            judge = Agent("judge", prompt="Check it.", config=OpenAIConfig("large", **options))
+            return (await judge.ask(f"{QUESTIONS[0]} {(await solver.ask(QUESTIONS[0])).body}")).body
+
+    async with router() as url:
+        plain = await judged(url, None)
+        assert plain and await judged(url, {"program": uuid.uuid4().hex, "lazy": True}) == plain
