@@ -238,6 +238,18 @@ async def test_what_runs_lazily_counts_as_running_and_a_stopping_router_cuts_it(
     await until(lambda: not moa.running and asyncio.all_tasks() == before)
 
 
+async def test_lazy_agents_count_as_those_of_their_tenant_until_they_end() -> None:
+    hold = Hold(first=0)
+    several = ApiSettings(keys=KEYS.keys, max_agents_per_tenant=2)
+    async with api(moa_that_echoes(hold.pace), several) as served:
+        lazy = chat(model="small", program="p", lazy=True)
+        assert [(await served.post(CHAT, lazy, **ME))[0] for _ in range(3)] == [200, 200, 429]
+        assert (await served.post(CHAT, lazy, **OTHER))[0] == 200
+        hold.release()
+        await until(lambda: not served.moa.running)
+        assert (await served.post(CHAT, chat(model="small"), **ME))[0] == 200
+
+
 async def test_a_lazy_answer_that_cannot_begin_is_refused_and_one_that_fails_fails_its_readers() -> None:
     moa = moa_that_echoes()
     async with api(moa) as served, client(served, "none") as ai:
