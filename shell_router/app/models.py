@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,7 +178,8 @@ async def _probed(
         missing = [alias for alias, probe in probes.items() if probe in waiting]
         if missing and not (may_lack and ended):
             raise EngineStalled(
-                f"The engines were not ready within {limit_s:g} s.", remedy="Raise limits.engine_start_s."
+                f"The engines of {', '.join(missing)} were not ready within {limit_s:g} s.",
+                remedy="Look at their logs, or raise limits.engine_start_s.",
             )
         for alias in missing:
             log.error(
@@ -192,7 +193,7 @@ async def _probed(
         await asyncio.gather(*probes.values(), return_exceptions=True)
 
 
-async def _probe(alias: str, pool: SglangPair, on_progress: Callable[[str], None], late: asyncio.Event) -> None:
+async def _probe(alias: str, pool: SglangPair, on_progress: Progress, late: asyncio.Event) -> None:
     """Wait for the servers, which may still be loading; the caller sets the limit, or says that it is `late`.
 
     Then nothing is raised: what cannot be probed is probed again.
@@ -207,9 +208,10 @@ async def _probe(alias: str, pool: SglangPair, on_progress: Callable[[str], None
         except EngineError as error:
             if healthy and not late.is_set():
                 raise
-            if said != str(error):
-                on_progress(f"model {alias}: waiting for its engines ({error})")
-            said = str(error)
+            reason = "; ".join(getattr(error, "__notes__", ())) or str(error)  # with the server's URL
+            if said != reason:
+                on_progress(f"model {alias}: waiting for its engines ({reason})")
+            said = reason
             await asyncio.sleep(RETRY_S)
     on_progress(f"model {alias} is ready; prefill-only by {' and '.join(sorted(set(ways)))}")
     if "pair" in ways:

@@ -8,7 +8,7 @@ import orjson
 
 from shell_router.core.engine import NativeRoute, value
 from shell_router.core.sampling import check_depth, check_sampling, require_possible
-from shell_router.errors import InvalidRequest, PromptTooLong
+from shell_router.errors import InvalidField, InvalidRequest, PromptTooLong
 
 _RESERVED = ("bootstrap_", "rid")
 _PROMPTS = {"input_ids", "messages", "prompt", "tools"}
@@ -127,13 +127,15 @@ def read_native(
 def _check_fields(found: Mapping[str, Any], forwarded: Collection[str], own: Mapping[str, str]) -> None:
     for name, given in found.items():
         if name.startswith(_RESERVED) or (name in own and given is not None):
-            raise InvalidRequest(
+            raise InvalidField(
                 f"The body sets {name[:40]}, which the router chooses.",
+                field=name,
                 remedy="Leave it out; the answer's meta_info.id is the request's id, and models name adapters.",
             )
         if given is not None and name not in forwarded:
-            raise InvalidRequest(
+            raise InvalidField(
                 f"The field {name[:40]!r} is not forwarded to engines.",
+                field=name,
                 remedy="Leave it out; an operator may list it in limits.native_fields.",
             )
 

@@ -123,7 +123,7 @@ class ServerClient:
             exchange.close()
 
     def failure(self, error: Exception) -> EngineError:
-        """The router's error for an OSError or TimeoutError of the HTTP client."""
+        """The router's error for an OSError or TimeoutError of the HTTP client; a note of it, for logs, has the URL."""
         if isinstance(error, TimeoutError):
             found: EngineError = EngineStalled(
                 f"The {self.name} sent nothing within its limit.", remedy="Look at its load and its log."
@@ -133,6 +133,7 @@ class ServerClient:
                 f"The {self.name} cannot be reached: {_without_address(error)}.", remedy="Check that it runs."
             )
         found.__cause__ = error
+        found.add_note(f"{self}: {error or type(error).__name__}")
         return found
 
     def failed(self, error: ServerFailure) -> None:

@@ -76,7 +76,7 @@ class Recorder:
     def _write(self, made: bytes) -> None:
         count = made.count(b"\n")
         try:
-            with self._file().open("ab") as file:
+            with open(self._file(), "ab", opener=_private) as file:
                 _whole_or_nothing(file.fileno(), made)
         except OSError as error:
             self._lost(count, f"{self._to.folder}: {error.strerror}")
@@ -99,6 +99,11 @@ class Recorder:
             log.error("trace files: lines are lost: %s", why)
         self._losing = True
         self._count("lost", count)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read: it holds questions of all tenants."""
+    return os.open(path, flags, 0o600)
 
 
 def _whole_or_nothing(file: int, made: bytes) -> None:

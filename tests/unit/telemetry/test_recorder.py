@@ -25,7 +25,9 @@ def test_lines_are_written_in_order_into_files_of_the_wanted_size(tmp_path: Path
         recorder.add(lambda number=number: [{"n": number}])  # type: ignore[misc]
     recorder.close()
     assert lines_in(tmp_path / "traces") == [{"n": number} for number in range(9)]
-    assert len(list((tmp_path / "traces").iterdir())) == 3
+    files = list((tmp_path / "traces").iterdir())
+    assert len(files) == 3
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}, "they hold questions of all tenants"
     assert counts == {"written": 9}
 
 
