@@ -9,7 +9,7 @@ import orjson
 
 from shell_router.api.plain import PlainRequest, Request
 from shell_router.api.services import SETTINGS
-from shell_router.core.sampling import check_depth
+from shell_router.core.sampling import MAX_STOPS, MAX_TOKEN_IDS, check_depth
 from shell_router.errors import InvalidField, InvalidRequest
 
 SHOWN_CHARACTERS = 40
@@ -233,7 +233,7 @@ def _stop(body: Fields, name: str) -> tuple[str, Any]:
         return name, value
     if not isinstance(value, list):
         raise body.refuse(name, f"must be a string or an array of strings, not {shown(value)}")
-    for place, one in enumerate(value):
+    for place, one in enumerate(value[: MAX_STOPS + 1]):  # more are refused where the run is planned
         if not isinstance(one, str):
             raise body.refuse(f"stop[{place}]", f"must be a string, not {shown(one)}")
     return name, value
@@ -241,7 +241,7 @@ def _stop(body: Fields, name: str) -> tuple[str, Any]:
 
 def _stop_token_ids(body: Fields, name: str) -> tuple[str, Any]:
     ids = body.listed(name)
-    if ids is None or all(type(one) is int and one >= 0 for one in ids):
+    if ids is None or all(type(one) is int and one >= 0 for one in ids[: MAX_TOKEN_IDS + 1]):
         return name, ids
     raise body.refuse(name, "must be an array of token ids")
 

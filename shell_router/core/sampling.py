@@ -13,6 +13,8 @@ MAX_PATTERN_CHARACTERS = 2**14
 """Of a regular expression or a grammar."""
 MAX_DEPTH = 64
 """Of nested JSON; engines compile schemas recursively."""
+MAX_VALUES = 100_000
+"""In nested JSON; large sets of tools have thousands."""
 MAX_STOPS = 32
 """SGLang's own limit (MAX_STOP_COUNT): every stop is searched for after every token."""
 MAX_STOP_CHARACTERS = 256
@@ -45,15 +47,21 @@ def check_sampling(params: Mapping[str, Any], vocabulary: int | None = None, pat
 
 
 def check_depth(value: object, path: str) -> None:
-    """Raise InvalidField where `value`, parsed JSON found at `path`, nests deeper than MAX_DEPTH."""
-    level = [value]
+    """Raise InvalidField where `value`, parsed JSON found at `path`, nests deeper than MAX_DEPTH.
+
+    So it does for more than MAX_VALUES values, since counting more would hold up an event loop.
+    """
+    level: list[Any] = [value] if isinstance(value, dict | list) else []
+    values = 0
     for _ in range(MAX_DEPTH + 1):
         if not level:
             return
+        values += sum(map(len, level))
+        if values > MAX_VALUES:
+            raise InvalidField(f"{path} holds more than {MAX_VALUES} values.", field=path, remedy="Send fewer.")
         level = [
             inner
             for one in level
-            if isinstance(one, dict | list)
             for inner in (one.values() if isinstance(one, dict) else one)
             if isinstance(inner, dict | list)
         ]
@@ -117,22 +125,26 @@ def _flag(found: Any, _: int | None) -> Wrong:
 
 def _stops(found: Any, _: int | None) -> Wrong:
     stops = [found] if isinstance(found, str) else found
+    if isinstance(stops, list | tuple) and len(stops) > MAX_STOPS:
+        return f"has {len(stops)} entries; at most {MAX_STOPS} are served", "Send fewer."
     if not isinstance(stops, list | tuple) or not all(isinstance(one, str) for one in stops):
         return "must be a string or an array of strings", "Send strings."
-    if len(stops) > MAX_STOPS:
-        return f"has {len(stops)} entries; at most {MAX_STOPS} are served", "Send fewer."
     if max(map(len, stops), default=0) > MAX_STOP_CHARACTERS:
         return f"has an entry of more than {MAX_STOP_CHARACTERS} characters", "Send shorter ones."
     return None
 
 
 def _stop_ids(found: Any, vocabulary: int | None) -> Wrong:
+    if isinstance(found, list | tuple) and len(found) > MAX_TOKEN_IDS:
+        return f"has {len(found)} token ids; at most {MAX_TOKEN_IDS} are served", "Send fewer."
     if not isinstance(found, list | tuple) or not all(type(one) is int for one in found):
         return "must be an array of token ids", "Send whole numbers."
     return _within(found, vocabulary)
 
 
 def _bias(found: Any, vocabulary: int | None) -> Wrong:
+    if isinstance(found, Mapping) and len(found) > MAX_TOKEN_IDS:
+        return f"has {len(found)} token ids; at most {MAX_TOKEN_IDS} are served", "Send fewer."
     if not isinstance(found, Mapping) or not all(_is_number(one) for one in found.values()):
         return "must be an object of numbers by token id", "Send numbers."
     try:
@@ -146,8 +158,6 @@ def _is_number(found: object) -> bool:
 
 
 def _within(ids: Any, vocabulary: int | None) -> Wrong:
-    if len(ids) > MAX_TOKEN_IDS:
-        return f"has {len(ids)} token ids; at most {MAX_TOKEN_IDS} are served", "Send fewer."
     if ids and (min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary)):
         below = "" if vocabulary is None else f" and below {vocabulary}, the model's vocabulary"
         return f"must hold token ids of at least 0{below}", "Tokenize for this model."

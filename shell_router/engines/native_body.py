@@ -199,7 +199,7 @@ def _check_ids(name: str, ids: Any, vocabulary: int) -> None:
 def _check_sampling(found: Mapping[str, Any], vocabulary: int | None, openai: bool) -> None:
     """`sampling_params`: an object, or for a batch one for each of its requests."""
     if openai:
-        check_depth(found, "body")
+        check_depth({name: found[name] for name in found.keys() - {"prompt"}}, "body")
         check_sampling({name: found[name] for name in found.keys() - _PROMPTS}, vocabulary)
         return
     given = found.get("sampling_params")

@@ -89,6 +89,8 @@ def test_depth_is_counted_in_levels() -> None:
     check_depth(nested(32), "schema")
     with pytest.raises(InvalidField, match="64 levels"):
         check_depth(nested(33), "schema")
+    with pytest.raises(InvalidField, match="100000 values"):
+        check_depth([[1]] * 60_000, "schema")
 
 
 def test_every_agent_of_a_run_is_checked_against_its_models_vocabulary() -> None:
