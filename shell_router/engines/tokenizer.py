@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import sys
 from array import array
 from collections import OrderedDict
@@ -171,6 +172,7 @@ class HfTokenizer:
 
         `now` is the clock of templates that write the date.
         """
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of its own would not survive a fork
         folder = Path(path)
         definition = _read_json(folder / "tokenizer.json")
         settings_file = folder / "tokenizer_config.json"
@@ -195,7 +197,8 @@ class HfTokenizer:
         return self._cached_encoded(text)
 
     def _stable_ids(self, text: str) -> "array[int]":
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        # alone, a text would be tokenized under the interpreter's lock
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
         return array("I", encoding.ids[: self._stable.tokens(text, encoding)])
 
     def remember_with(self, other: Self) -> None:
@@ -205,7 +208,8 @@ class HfTokenizer:
         self._cached_encoded, self._cached_stable = other._cached_encoded, other._cached_stable
 
     def _ids(self, text: str) -> "array[int]":
-        return array("I", self._tokenizer.encode(text, add_special_tokens=False).ids)
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return array("I", encoding.ids)
 
     def encode_stable(self, text: str) -> list[int]:
         """See `Tokenizer.encode_stable`."""

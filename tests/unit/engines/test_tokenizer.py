@@ -1,5 +1,6 @@
 """Ids that may be prefilled before the text is complete, fingerprints, and chat templates."""
 
+import asyncio
 import json
 from datetime import datetime
 from pathlib import Path
@@ -172,3 +173,14 @@ def test_fingerprints_follow_what_decides_ids_and_nothing_else() -> None:
     ]
     assert id_fingerprint(found) == id_fingerprint(same) == id_fingerprint(spelled)
     assert len({id_fingerprint(found), *map(id_fingerprint, others)}) == 6
+
+
+async def test_the_event_loop_runs_on_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
+    tokenizer = HfTokenizer.from_folder(write_folder(tmp_path, "qwen"))
+    for encode in (tokenizer.encode, tokenizer.encode_stable):
+        working = asyncio.create_task(asyncio.to_thread(encode, "several words " * 50_000))
+        turns = 0
+        while not working.done():
+            turns += 1
+            await asyncio.sleep(0.001)
+        assert turns > 5
