@@ -14,8 +14,7 @@ and measured on it, and on a second one of other tokens (`fresh_`).
     traffic_%     transitions between layers that lead to another GPU (11)
     s             seconds for the placement
 
-No time per token is measured: that takes several GPUs. `layerwise` ends each layer's solver at --limit-s, and is left
-out with 0. `milp` is left to the tests: it is hopeless at these sizes.
+No time per token is measured: that takes several GPUs. `milp` is left to the tests: it is hopeless at these sizes.
 """
 
 import argparse
@@ -39,7 +38,6 @@ CASES = {
     "contiguous": ("contiguous", 0.0),
     "eplb": ("eplb", 0.0),
     "gimbal": ("gimbal", 0.0),
-    "layerwise": ("layerwise", 0.0),
     "swap": ("swap", 0.0),
     "swap, slack 2%": ("swap", 0.02),
 }
@@ -59,16 +57,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48, help="of the drawn records")
     parser.add_argument("--tokens", type=int, default=10_000, help="of the drawn records")
     parser.add_argument("--gpus", default="2,4,8", help="numbers of GPUs")
-    parser.add_argument("--limit-s", type=float, default=0.5, help="of layerwise, for one layer; 0 leaves it out")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
     gpus = [int(number) for number in options.gpus.split(",")]
-    rows = [
-        row
-        for model in models(options.layers, options.tokens)
-        for number in gpus
-        for row in _rows(model, number, options.limit_s)
-    ]
+    rows = [row for model in models(options.layers, options.tokens) for number in gpus for row in _rows(model, number)]
     report(TITLE, rows, engine="one model recorded on real SGLang, three drawn", simulated=True, as_json=options.json)
 
 
@@ -84,11 +76,9 @@ def models(layers: int, tokens: int) -> Iterator[Model]:
         yield Model(name, drawn(routing, tokens), drawn(routing, tokens, sample=1))
 
 
-def _rows(model: Model, gpus: int, limit_s: float) -> Iterator[Row]:
+def _rows(model: Model, gpus: int) -> Iterator[Row]:
     for title, (algorithm, slack) in CASES.items():
-        if algorithm == "layerwise" and not limit_s:
-            continue
-        settings = PlacementSettings(gpus, slack=slack, limit_s=limit_s or 1.0)
+        settings = PlacementSettings(gpus, slack=slack)
         started_s = time.perf_counter()
         placement = ALGORITHMS[algorithm](model.record, settings)
         took_s = time.perf_counter() - started_s

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from ortools.sat.python import cp_model
 
-from shell_router.experts.placement.algorithms import PlacementSettings, cp_sat, solved
+from shell_router.experts.placement.algorithms import PlacementSettings
 from shell_router.experts.placement.records import ExpertRecord, Placement, experts_per_gpu, kept, loads
 
 
@@ -18,11 +19,11 @@ class Weights:
     one_partition: bool = False
 
 
-def milp(record: ExpertRecord, settings: PlacementSettings, weights: Weights = Weights()) -> Placement:
-    """The placement of least `objective`, proven so unless `limit_s` ends the solver first; needs OR-tools.
+LIMIT_S = 60.0
 
-    Hopeless beyond some 16 experts. Raises ConfigError.
-    """
+
+def milp(record: ExpertRecord, settings: PlacementSettings, weights: Weights = Weights()) -> Placement:
+    """The placement of least `objective`. Hopeless beyond 16 experts: ValueError where it is not proven in 60 s."""
     program = _Program(record, settings, weights)
     return Placement(settings.gpus, program.solved())
 
@@ -37,10 +38,8 @@ def objective(record: ExpertRecord, placement: Placement, weights: Weights) -> f
 
 class _Program:
     def __init__(self, record: ExpertRecord, settings: PlacementSettings, weights: Weights) -> None:
-        self._cp = cp_sat()
-        self._model = self._cp.CpModel()
+        self._model = cp_model.CpModel()
         self._record = record
-        self._settings = settings
         self._weights = weights
         self._gpus = range(settings.gpus)
         rows = 1 if weights.one_partition else len(record.activations)
@@ -50,7 +49,11 @@ class _Program:
 
     def solved(self) -> Any:
         """The experts' GPUs [layers, experts]."""
-        solver = solved(self._cp, self._model, self._settings.limit_s)
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = LIMIT_S
+        solver.parameters.random_seed = 0
+        if (status := solver.solve(self._model)) != cp_model.OPTIMAL:
+            raise ValueError(f"no placement was proven best within {LIMIT_S:g} s: {solver.status_name(status)}")
         found = np.array([[[solver.value(one) for one in row] for row in layer] for layer in self._x]).argmax(axis=2)
         return np.repeat(found, len(self._record.activations) // len(found), axis=0)
 

@@ -45,8 +45,8 @@ app = typer.Typer(help="Place the experts of a model on GPUs.", no_args_is_help=
 
 components = typer.Typer(help="Measure a pool of components.", no_args_is_help=True)
 
-Algorithm = Literal["swap", "layerwise", "gimbal", "eplb", "contiguous"]
-QUICK = Names(("contiguous", "eplb", "gimbal", "swap"))
+Algorithm = Literal["swap", "gimbal", "eplb", "contiguous"]
+EVERY = Names(("contiguous", "eplb", "gimbal", "swap"))
 POOL_BATCHES = WholeNumbers((1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
 
 Record = Annotated[Path, argument("RECORD", "What `experts record` wrote.")]
@@ -81,12 +81,11 @@ def settings_of(
     slack: Annotated[float, option("Load that a GPU may have above the mean, as a share of it.")] = 0.0,
     anchor_gpu: Annotated[int, option("gimbal: GPU of the experts that are used together.")] = 0,
     affinity_pairs: Annotated[int, option("gimbal: pairs of such experts per layer.")] = 8,
-    limit_s: Annotated[float, option("Longest run of a solver, in seconds.", "--limit-s")] = 60.0,
 ) -> "PlacementSettings":
     """The placement settings. Raises ConfigError."""
     from shell_router.experts.placement import PlacementSettings
 
-    return PlacementSettings(gpus, slack, anchor_gpu, affinity_pairs, limit_s)
+    return PlacementSettings(gpus, slack, anchor_gpu, affinity_pairs)
 
 
 @app.command(
@@ -109,9 +108,7 @@ def record(
     run(recorded(server, out, prompts, seconds or 0.0, new_tokens=new_tokens, concurrency=concurrency))
 
 
-@app.command(
-    epilog=examples("shell-router experts place record.npz --gpus 8 --out placement.json --algorithm layerwise")
-)
+@app.command(epilog=examples("shell-router experts place record.npz --gpus 8 --out placement.json"))
 @takes(settings=settings_of)
 def place(record: Record, out: PlacementFile, settings: "PlacementSettings", algorithm: Chosen = "swap") -> None:
     """Write the placement that SGLang loads with --init-expert-location."""
@@ -126,26 +123,25 @@ def place(record: Record, out: PlacementFile, settings: "PlacementSettings", alg
     print(f"{out}: start SGLang with --ep-size {settings.gpus} --init-expert-location {out}")
 
 
-@app.command(epilog=examples("shell-router experts report record.npz placement.json --gpus 8 --algorithms all"))
+@app.command(epilog=examples("shell-router experts report record.npz placement.json --gpus 8"))
 @takes(settings=settings_of)
 def report(
     record: Record,
     settings: "PlacementSettings",
     placements: Annotated[list[Path] | None, argument("PLACEMENT", "Files of placements to compare.")] = None,
-    algorithms: Annotated[Names, listed(names, "Algorithms to compare, or `all`.")] = QUICK,
+    algorithms: Annotated[Names, listed(names, "Algorithms to compare.")] = EVERY,
     json: Json = None,
 ) -> None:
     """Compare placements on a record: balance and traffic between GPUs."""
-    from shell_router.experts.placement import ALGORITHMS, measures
+    from shell_router.experts.placement import measures
     from shell_router.experts.placement.files import read_placement, read_record
 
     require_writable(json)
     known = read_record(record)
-    chosen = tuple(ALGORITHMS) if algorithms == ("all",) else algorithms
     rows: dict[str, Shown] = {
         str(file): (measures(known, read_placement(file, known, settings.gpus)), None) for file in placements or ()
     }
-    rows |= {name: _timed(name, known, settings)[1] for name in chosen}
+    rows |= {name: _timed(name, known, settings)[1] for name in algorithms}
     _show(known, settings.gpus, rows)
     if json:
         figures = {name: {**asdict(of), "seconds": seconds} for name, (of, seconds) in rows.items()}

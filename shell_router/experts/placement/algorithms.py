@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, inf
-from typing import Any
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +17,14 @@ class PlacementSettings:
 
     `slack` is how far above the mean the fullest GPU of a layer may be where EPLB's is nearer: 0.05 for 5 %. With 0
     no layer is worse balanced than by EPLB. `anchor_gpu` takes experts of strong affinity, those of the
-    `affinity_pairs` strongest pairs per layer. `limit_s` bounds each run of a solver. ConfigError for bad values.
+    `affinity_pairs` strongest pairs per layer. ConfigError for bad
+    values.
     """
 
     gpus: int
     slack: float = 0.0
     anchor_gpu: int = 0
     affinity_pairs: int = 8
-    limit_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name, holds, must in (
@@ -33,7 +32,6 @@ class PlacementSettings:
             ("slack", 0 <= self.slack < inf, "a number from 0 on"),
             ("anchor_gpu", 0 <= self.anchor_gpu < self.gpus, f"one of GPUs 0 to {self.gpus - 1}"),
             ("affinity_pairs", self.affinity_pairs >= 0, "at least 0"),
-            ("limit_s", 0 < self.limit_s < inf, "a positive number"),
         ):
             require(holds, f"{name} must be {must}, not {getattr(self, name)}.", "Correct the option of that name.")
 
@@ -97,16 +95,15 @@ ROUNDING = 1e-6
 """Loads are whole numbers; the ideal load is not."""
 
 
-def pull_of(record: ExpertRecord, on: Counts, layer: int, *, after: bool = True) -> Counts:
+def pull_of(record: ExpertRecord, on: Counts, layer: int) -> Counts:
     """[experts, gpus]: the transitions that stay on a GPU if the expert is there, with the layers around it as in `on`.
 
-    A layer's part of the cut (11) is linear in its own x, since experts of one layer never follow each other. Without
-    `after` only those from the previous layer count.
+    A layer's part of the cut (11) is linear in its own x, since experts of one layer never follow each other.
     """
     pull = np.zeros(on.shape[1:])
     if layer > 0:
         pull += record.transitions[layer - 1].T @ on[layer - 1]
-    if after and layer < len(on) - 1:
+    if layer < len(on) - 1:
         pull += record.transitions[layer] @ on[layer + 1]
     return pull
 
@@ -274,78 +271,10 @@ class _Search:
         self._on[number] = np.eye(self._reference.gpus)[layer.gpu_of]
 
 
-SEARCHERS = 8
-
-
-def cp_sat() -> Any:
-    """The module `cp_model`. Raises ConfigError without OR-tools."""
-    try:
-        from ortools.sat.python import cp_model  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ConfigError(
-            "This algorithm needs OR-tools.", remedy="pip install 'shell-router[plan]', or use --algorithm swap."
-        ) from error
-    return cp_model
-
-
-def solved(cp: Any, model: Any, limit_s: float) -> Any:
-    """The solver with what it found for `model` within `limit_s`. Raises ConfigError if it found nothing."""
-    solver = cp.CpSolver()
-    solver.parameters.max_time_in_seconds = limit_s
-    solver.parameters.num_workers = SEARCHERS
-    solver.parameters.random_seed = 0
-    status = solver.solve(model)
-    if status not in (cp.OPTIMAL, cp.FEASIBLE):
-        raise ConfigError(
-            f"The solver found no placement within {limit_s:g} s ({solver.status_name(status)}).",
-            remedy="Raise --limit-s, or use --algorithm swap.",
-        )
-    return solver
-
-
-def layerwise(record: ExpertRecord, settings: PlacementSettings) -> Placement:
-    """The first layer as EPLB places it, then each so that most transitions from the one before stay; needs OR-tools.
-
-    Within the bounds of `swap` (`slack`), so that no layer is worse balanced than EPLB's. Each layer is proven optimal
-    unless `limit_s` ends its solver first; the whole is not, as no layer looks at the next. Raises ConfigError.
-    """
-    cp = cp_sat()
-    reference = eplb(record, settings)
-    bounds = [bounds_of(load, settings.slack) for load in loads(record, reference)]
-    gpu_of, on = reference.gpu_of.copy(), reference.on.copy()
-    for number in range(1, len(gpu_of)):
-        layer = Layer(gpu_of[number].copy(), record.activations[number], pull_of(record, on, number, after=False))
-        layer.gather(bounds[number])  # where the solver starts
-        gpu_of[number] = _exact(cp, layer, bounds[number], settings)
-        on[number] = np.eye(settings.gpus)[gpu_of[number]]
-    return Placement(settings.gpus, gpu_of)
-
-
-def _exact(cp: Any, layer: Layer, bounds: Bounds, settings: PlacementSettings) -> Gpus:
-    """The experts' GPUs [experts] with most pull, of those within `bounds`."""
-    model, (experts, gpus) = cp.CpModel(), layer.pull.shape
-    x = [[model.new_bool_var(f"x {expert} {gpu}") for gpu in range(gpus)] for expert in range(experts)]
-    for row, gpu in zip(x, layer.gpu_of, strict=True):
-        model.add_exactly_one(row)  # (3)
-        for at, variable in enumerate(row):
-            model.add_hint(variable, at == gpu)
-    activations, pull = layer.activations.astype(int), layer.pull.astype(int)
-    for gpu in range(gpus):
-        column = [row[gpu] for row in x]
-        model.add(sum(column) == experts_per_gpu(experts, gpus))  # (4)
-        load = cp.LinearExpr.weighted_sum(column, activations)
-        model.add_linear_constraint(load, ceil(bounds.low), floor(bounds.high))  # (8, 9)
-    flat = [variable for row in x for variable in row]
-    model.maximize(cp.LinearExpr.weighted_sum(flat, pull.ravel()))
-    solver = solved(cp, model, settings.limit_s)
-    return np.asarray(np.array([[solver.value(variable) for variable in row] for row in x]).argmax(axis=1))
-
-
 Algorithm = Callable[[ExpertRecord, PlacementSettings], Placement]
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "swap": swap,
-    "layerwise": layerwise,
     "gimbal": gimbal,
     "eplb": eplb,
     "contiguous": contiguous,
