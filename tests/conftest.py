@@ -8,10 +8,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair
 from shell_router.engines.address import PairAddress
-from shell_router.launching.random_checkpoint import make_checkpoint
 from tests.fakes.pairs_under_test import SGLANG_VARIABLES, PairUnderTest, of_model
 from tests.fakes.shared_engines import SharedEngines, shared_engines
 

@@ -6,12 +6,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.random_checkpoint import RandomWeights, make_random_model
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from launch.sglang_cpu.pair import CpuPair, make_pair
-from shell_router.config import RandomWeights
 from shell_router.engines.address import PairAddress
 from shell_router.errors import ConfigError
-from shell_router.launching.random_checkpoint import make_random_model
 from shell_router.standins.embedded.fleet import EmbeddedFleet
 from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettings
 
@@ -41,7 +40,7 @@ def make_model(engine: str, folder: Path) -> Path:
 async def running(engine: str, model: Path, room: int, folder: Path) -> AsyncIterator[Running]:
     """A pair that serves while the context is open. Raises ConfigError and EngineError."""
     weights = WEIGHTS[engine]
-    words = f"random weights, {weights.layers} layers of {weights.hidden}, adapters of rank {RANK}"
+    words = f"{weights}, adapters of rank {RANK}"
     if engine == "embedded":
         # float64 makes outputs independent of what else is in a batch
         settings = EmbeddedSettings(

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.random_checkpoint import make_checkpoint
 from benchmarks.router_overhead.load import AnswerError
 from benchmarks.router_overhead.setups import (
     SMALL_BODY,
@@ -24,7 +25,6 @@ from benchmarks.router_overhead.setups import (
 )
 from launch.sglang_cpu.engine import EngineServer
 from launch.sglang_cpu.pair import CpuPair, make_pair, until_ready
-from shell_router.launching.random_checkpoint import make_checkpoint
 
 CONTEXT, PREFILL_CONTEXT, SHORT_DECODE_CONTEXT = 32768, 16384, 8192
 OPTIONS = ("--chunked-prefill-size", "512")

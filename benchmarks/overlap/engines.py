@@ -10,21 +10,21 @@ from pathlib import Path
 
 import aiohttp
 
+from benchmarks.random_checkpoint import RandomWeights, make_random_model
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from launch.sglang_cpu.pair import free_ports
 from launch.sglang_cpu.smollm2 import smollm2_folder
 from shell_router.api import Services
 from shell_router.app import load_config, running_services
 from shell_router.app.launching import launch, plan_launch
-from shell_router.config import Config, ModelSettings, PairSettings, RandomWeights
+from shell_router.config import Config, ModelSettings, PairSettings
 from shell_router.errors import ConfigError, EngineUnreachable
-from shell_router.launching.plan import LaunchPlan
-from shell_router.launching.random_checkpoint import make_random_model
 from shell_router.routing.holdout import HoldoutSettings
 
 ROOT = Path(__file__).parents[2]
 CPU_DEPLOYMENT = ROOT / "configs" / "sglang-cpu.yaml"
 TINY = ROOT / "models" / "large"
+MADE = Path.home() / ".cache" / "shell-router" / "benchmark-models"
 CPU_ATTENTION = "SHELL_ROUTER_CPU_ATTENTION"
 CPU_MEMORY = "--max-total-tokens 24576"  # of SmolLM2 in float32 1.1 GB in each server
 # the deployment's own model prefills in less time than a request takes to reach its engine: there is nothing to hide
@@ -39,7 +39,11 @@ def embedded_pairs() -> Config:
         "medium": RandomWeights(hidden=128, layers=3, seed=2),
         "large": RandomWeights(hidden=256, layers=4, seed=3),
     }
-    return Config({alias: ModelSettings(random=random) for alias, random in weights.items()})
+    return Config({alias: _random(one) for alias, one in weights.items()})
+
+
+def _random(weights: RandomWeights) -> ModelSettings:
+    return ModelSettings(make_random_model(weights, MADE / str(weights)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ def _served(model: str, venv: Path) -> ModelSettings:
             raise ConfigError(
                 f"SmolLM2 was not made: {error.stderr.strip()[-1000:]}", remedy="Check that pip reaches its index."
             ) from error
-    return ModelSettings(path=TINY) if model == "tiny" else ModelSettings(random=CPU_WEIGHTS)
+    return ModelSettings(TINY) if model == "tiny" else _random(CPU_WEIGHTS)
 
 
 async def flush(config: Config) -> None:
@@ -108,10 +112,9 @@ async def running_deployment(config: Config) -> AsyncIterator[Services]:
             yield services
         return
     launched = plan_launch(_without_restarts(config), "benchmark", None, os.environ)
-    _make_weights(config, launched)
     try:
         async with asyncio.TaskGroup() as group:
-            engines = group.create_task(launch(replace(launched, weights=()), engines_only=True, ready=print))
+            engines = group.create_task(launch(launched, engines_only=True, ready=print))
             async with running_services(launched.config) as services:
                 yield services
             engines.cancel()
@@ -128,14 +131,6 @@ def _without_restarts(config: Config) -> Config:
     return replace(config, launch=replace(config.launch, restart_limit=0))
 
 
-def _make_weights(config: Config, launched: LaunchPlan) -> None:
-    """Before the services start, which read the tokenizer in the folder of the weights."""
-    folders = {launched.config.models[alias].path: model.random for alias, model in config.models.items()}
-    for folder, weights in folders.items():
-        if folder is not None and weights is not None:
-            make_random_model(weights, folder)
-
-
 async def engine_words(config: Config) -> str:
     """Which engine, device and models, in words. The engines run. Raises EngineUnreachable."""
     pairs = {pair.prefill for pair in _pairs(config)}
@@ -150,14 +145,8 @@ async def engine_words(config: Config) -> str:
 def _models(config: Config) -> str:
     aliases: dict[str, list[str]] = {}
     for alias, model in config.models.items():
-        aliases.setdefault(_model(model), []).append(alias)
+        aliases.setdefault(model.path.name, []).append(alias)
     return ", ".join(f"{'/'.join(names)}: {model}" for model, names in aliases.items())
-
-
-def _model(model: ModelSettings) -> str:
-    if model.random is None:
-        return model.path.name if model.path else "?"
-    return f"random weights, {model.random.layers} layers of {model.random.hidden}"
 
 
 async def _name_of(url: str) -> str:

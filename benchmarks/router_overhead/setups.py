@@ -18,8 +18,8 @@ from typing import Protocol
 
 import orjson
 
+from benchmarks.random_checkpoint import make_checkpoint
 from benchmarks.router_overhead.load import AnswerError, Connection, connect
-from shell_router.launching.random_checkpoint import make_checkpoint
 
 SMALL_BODY = orjson.dumps({"input_ids": list(range(1, 17)), "sampling_params": {"max_new_tokens": 4}})
 

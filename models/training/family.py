@@ -12,7 +12,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from shell_router.launching.random_checkpoint import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
+from benchmarks.random_checkpoint import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
 from shell_router.topology.prompting import AGGREGATOR
 from training.problems import problems
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from shell_router.launching.random_checkpoint import TURN_END, TURN_START
+from benchmarks.random_checkpoint import TURN_END, TURN_START
 from shell_router.topology.prompting import AGGREGATOR
 
 

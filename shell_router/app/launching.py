@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -18,8 +17,6 @@ from shell_router.launching.restarts import RestartPolicy
 from shell_router.launching.supervisor import Engines, Patience, running_engines
 
 log = logging.getLogger(__name__)
-
-WEIGHTS_LIMIT_S = 120.0
 
 
 def plan_launch(config: Config, name: str, machine: str | None, environ: Mapping[str, str]) -> LaunchPlan:
@@ -46,8 +43,6 @@ async def launched_engines(launched: LaunchPlan) -> AsyncIterator[Engines]:
     """The plan's engines, which serve while the context is open. Raises ConfigError and EngineError."""
     _require_startable(launched.engines)
     launched.folder.mkdir(parents=True, exist_ok=True)
-    for command in launched.weights:
-        await _finished(command)
     settings = launched.config.launch
     policy = RestartPolicy(limit=settings.restart_limit, delay_s=settings.restart_delay_s)
     patience = Patience(start_s=launched.config.limits.engine_start_s)
@@ -75,23 +70,3 @@ def _require_free(engine: EngineCommand, port: int) -> None:
             f"{engine.name} cannot listen on {engine.host}, port {port}: {error.strerror}.",
             remedy="Stop what listens there, or correct the pair's URLs; --machine says which host this is.",
         ) from error
-
-
-async def _finished(command: Sequence[str]) -> None:
-    """Run `command` to its end. Raises ConfigError with what it says where it fails."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    try:
-        async with asyncio.timeout(WEIGHTS_LIMIT_S):
-            _, said = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise ConfigError(f"random weights could not be made: {said.decode(errors='replace').strip()[-500:]}")

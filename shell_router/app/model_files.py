@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shell_router.config import Config, ModelSettings, RandomWeights
+from shell_router.config import Config, ModelSettings
 from shell_router.engines.sglang import NO_ADAPTERS
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.errors import ConfigError
@@ -70,9 +70,9 @@ class ModelFiles:
     vocabulary: int
 
 
-def read_files(models: Mapping[str, ModelSettings], scratch: Path) -> dict[str, ModelFiles]:
-    """Per alias its model's files; models with random weights are made in `scratch`. Blocks. Raises ConfigError."""
-    files = {alias: _read(alias, settings, scratch) for alias, settings in models.items()}
+def read_files(models: Mapping[str, ModelSettings]) -> dict[str, ModelFiles]:
+    """Per alias its model's files. Blocks. Raises ConfigError."""
+    files = {alias: _read(alias, settings) for alias, settings in models.items()}
     _share_ids([one.tokenizer for one in files.values()])
     return files
 
@@ -84,23 +84,12 @@ def _share_ids(tokenizers: Sequence[HfTokenizer]) -> None:
         tokenizer.remember_with(first.setdefault(tokenizer.fingerprint, tokenizer))
 
 
-def _read(alias: str, settings: ModelSettings, scratch: Path) -> ModelFiles:
-    if settings.path is not None and not settings.path.is_dir():
-        raise ConfigError(
-            f"models.{alias}.path: there is no folder {settings.path}.",
-            remedy="Name the folder that holds the model; a relative path counts from the configuration's folder.",
-        )
-    folder = settings.path or _random_model(settings.random or RandomWeights(), scratch / alias)
+def _read(alias: str, settings: ModelSettings) -> ModelFiles:
+    folder = settings.path
     config = _config(folder, alias)
     length = settings.context_length or _count(config, "max_position_embeddings", folder, alias)
     vocabulary = _count(config, "vocab_size", folder, alias)
     return ModelFiles(folder, HfTokenizer.from_folder(folder), length, vocabulary)
-
-
-def _random_model(weights: RandomWeights, folder: Path) -> Path:
-    from shell_router.launching.random_checkpoint import make_random_model  # noqa: PLC0415 - few deployments make one
-
-    return make_random_model(weights, folder)
 
 
 def _config(folder: Path, alias: str) -> Mapping[str, Any]:
@@ -108,7 +97,7 @@ def _config(folder: Path, alias: str) -> Mapping[str, Any]:
     if not folder.is_dir():
         raise ConfigError(
             f"models.{alias}.path: there is no folder {folder}.",
-            remedy="Name a Hugging Face model folder, with config.json and tokenizer.json.",
+            remedy="Name the folder that holds the model; a relative path counts from the configuration's folder.",
         )
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -2,11 +2,9 @@
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 from yarl import URL
@@ -55,8 +53,7 @@ async def running_models(
         by_kind.setdefault(kind_of(model), []).append(alias)
     used = {name: (kinds or {}).get(name) or engine_kind(name) for name in by_kind}
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shell-router-")))
-        files = await asyncio.to_thread(read_files, config.models, folder)
+        files = await asyncio.to_thread(read_files, config.models)
         engines: dict[str, StartedEngine] = {}
         for name, kind in used.items():
             its_files = {alias: files[alias] for alias in by_kind[name]}

@@ -6,7 +6,6 @@ from shell_router.config.models import (
     ModelSettings,
     PairLaunch,
     PairSettings,
-    RandomWeights,
 )
 from shell_router.config.read import json_schema
 from shell_router.config.settings import (
@@ -35,7 +34,6 @@ __all__ = [
     "PairLaunch",
     "PairSettings",
     "PredictionSettings",
-    "RandomWeights",
     "json_schema",
     "read_config",
 ]

@@ -58,7 +58,7 @@ class LaunchSettings:
     prefill_flags: Annotated[str, "Further flags of all prefill engines."] = ""
     decode_flags: Annotated[str, "Further flags of all decode engines."] = ""
     environment: Annotated[Mapping[str, str], "Variables of all engines."] = field(default_factory=dict)
-    folder: Annotated[Path | None, "Takes logs and random weights; by default in the user's cache folder."] = None
+    folder: Annotated[Path | None, "Takes logs; by default in the user's cache folder."] = None
     restart_limit: Annotated[
         int, Number("Restarts of one engine within 10 minutes before it is left down.", at_least=0, whole=True)
     ] = 5
@@ -103,18 +103,6 @@ class AdaptersSection:
 
 
 @dataclass(frozen=True, slots=True)
-class RandomWeights:
-    """A small model with random weights, made at the start: for trials without a download."""
-
-    hidden: Annotated[int, "Width, a multiple of 32: larger models load the machine more."] = 64
-    layers: Annotated[int, count("Number of layers.")] = 2
-    seed: Annotated[int, "Fixes the weights."] = 0
-
-    def __post_init__(self) -> None:
-        require(self.hidden % 32 == 0 and self.hidden > 0, f"hidden must be a multiple of 32, not {self.hidden}")
-
-
-@dataclass(frozen=True, slots=True)
 class PairSettings:
     """An SGLang pair. Any prefill server of a model works with any of its decode servers."""
 
@@ -137,10 +125,7 @@ class ModelSettings:
     it is `embedded` with its defaults.
     """
 
-    path: Annotated[Path | None, "Hugging Face folder with the tokenizer and the weights."] = None
-    random: Annotated[
-        RandomWeights | None, "Instead of `path`: a small model with random weights; pairs then need `launch`."
-    ] = None
+    path: Annotated[Path, "Hugging Face folder with the tokenizer and the weights."]
     pairs: Annotated[
         tuple[PairSettings, ...], "SGLang pairs that serve it; any prefill server works with any decode server."
     ] = ()
@@ -158,11 +143,6 @@ class ModelSettings:
     engine: Annotated[Mapping[str, Any], KIND_KEYS] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(
-            (self.path is None) != (self.random is None),
-            "a model needs path or random, and not both",
-            remedy="Give the model's folder as path, or random to have one made.",
-        )
         named = [*(["pairs"] if self.pairs else []), *self.engine]
         require(
             len(named) < 2,
@@ -174,9 +154,4 @@ class ModelSettings:
             len(bootstraps) == len({pair.prefill for pair in self.pairs}),
             "several pairs name one prefill server with different bootstrap hosts or ports",
             remedy="It has one; correct the others.",
-        )
-        require(
-            not (self.random and any(pair.launch is None for pair in self.pairs)),
-            "pairs serve weights of their own, so random cannot be given with them",
-            remedy="Give the folder of the pairs' model as path, or each pair launch, to start it with these weights.",
         )

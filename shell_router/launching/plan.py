@@ -3,7 +3,7 @@
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -61,7 +61,7 @@ class EngineCommand:
 def commands(config: Config, *, python: str) -> list[EngineCommand]:
     """Prefill and decode of every pair that has `launch`; aliases of equal settings share their engines.
 
-    `python` is the interpreter where the deployment names none. Every launched model has a path. Raises ConfigError
+    `python` is the interpreter where the deployment names none. Raises ConfigError
     where two engines of one host would share a port.
     """
     distinct: dict[str, ModelSettings] = {}
@@ -153,48 +153,29 @@ def _require_distinct_ports(engines: Sequence[EngineCommand]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """`weights` run to their end first, then `engines` are started; those `elsewhere` are only waited for.
-
-    `config` is the deployment with the folder of each launched model in the place of its random weights.
-    """
+    """Of a deployment the `engines` that are started here; those `elsewhere` are only waited for."""
 
     config: Config
     folder: Path
-    weights: tuple[tuple[str, ...], ...]
     engines: tuple[EngineCommand, ...]
     elsewhere: tuple[EngineCommand, ...] = ()
 
     @property
     def lines(self) -> list[str]:
         """Every command as a line for a shell, in the order in which they are run."""
-        return [*map(shlex.join, self.weights), *(engine.shell for engine in self.engines)]
+        return [engine.shell for engine in self.engines]
 
 
 def plan(config: Config, *, folder: Path, python: str, machine: str | None = None) -> LaunchPlan:
     """What to start on `machine`, a host of the deployment's URLs; None where they name only one.
 
-    `folder` takes logs and random weights, `python` is the router's own interpreter. Raises ConfigError.
+    `folder` takes logs, `python` is the router's own interpreter. Raises ConfigError.
     """
-    made = {alias: model.random for alias, model in config.models.items() if model.random and model.pairs}
-    folders = {alias: folder / "models" / f"random-{one.hidden}-{one.layers}-{one.seed}" for alias, one in made.items()}
-    models = {
-        alias: replace(model, path=folders[alias], random=None) if alias in made else model
-        for alias, model in config.models.items()
-    }
-    weights = (
-        (
-            *(python, "-m", "shell_router.launching.random_checkpoint", str(folders[alias])),
-            *("--hidden", str(one.hidden), "--layers", str(one.layers), "--seed", str(one.seed)),
-        )
-        for alias, one in made.items()
-    )
-    resolved = replace(config, models=models)
-    engines = commands(resolved, python=python)
+    engines = commands(config, python=python)
     here = _machine(engines, machine)
     return LaunchPlan(
-        config=resolved,
+        config=config,
         folder=folder,
-        weights=tuple(dict.fromkeys(weights)),
         engines=tuple(engine for engine in engines if engine.host == here),
         elsewhere=tuple(engine for engine in engines if engine.host != here),
     )

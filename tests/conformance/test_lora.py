@@ -16,10 +16,10 @@ import pytest_asyncio
 import torch
 
 from benchmarks.adapters.made import make_adapter
+from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.environment import built_environment
 from launch.sglang_cpu.pair import cpu_pair
 from shell_router.engines.address import PairAddress
-from shell_router.launching.random_checkpoint import make_checkpoint
 from shell_router.standins.embedded.adapter_files import MODULES
 from shell_router.standins.embedded.settings import LoraSettings
 from tests.conformance.test_wire import Wire, prompt

@@ -12,11 +12,11 @@ import pytest
 import pytest_asyncio
 
 from agent_cache.memory import MemoryAgentPromptCache
+from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.core.engine import ServedModel
 from shell_router.core.events import AgentFinished, AgentTokens, PrefillIncrement
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.launching.random_checkpoint import make_checkpoint
 from shell_router.moa import Executor, MoaRequest
 from shell_router.standins.embedded.fleet import EmbeddedFleet
 from shell_router.standins.embedded.settings import EmbeddedSettings

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shell_router.launching.random_checkpoint import make_checkpoint
+from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.standins.embedded.fleet import EmbeddedFleet, EmbeddedPair
 from shell_router.standins.embedded.servers import EmbeddedServer, Spawner
 from shell_router.standins.embedded.settings import EmbeddedSettings, ServerSettings

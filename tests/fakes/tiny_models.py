@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch_file
 from transformers import AutoModelForCausalLM
 
-from shell_router.launching.random_checkpoint import make_checkpoint
+from benchmarks.random_checkpoint import make_checkpoint
 
 LAYERS, EXPERTS, TOP_K = 4, 16, 4
 

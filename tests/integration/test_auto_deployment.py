@@ -17,15 +17,16 @@ from tests.fakes.evaluations import adding_moa, write_sums
 from tests.unit.prediction.test_teaching import tiny_encoder
 
 LIMITS = {"small": 15, "medium": 5, "large": 40}
-DEPLOYMENT = """
+MODELS = Path(__file__).parents[2] / "models"
+DEPLOYMENT = f"""
 models:
-  small: {random: {}}
-  large: {random: {layers: 3}}
-listen: {port: 0}
-embedder: {model: none}
-auto: {policy: best_score}
-prediction: {scores: router, limit_s: 30}
-record: {folder: traces, prompts: true}
+  small: {{path: {MODELS}/small}}
+  large: {{path: {MODELS}/large}}
+listen: {{port: 0}}
+embedder: {{model: none}}
+auto: {{policy: best_score}}
+prediction: {{scores: router, limit_s: 30}}
+record: {{folder: traces, prompts: true}}
 """
 
 
@@ -103,9 +104,9 @@ def recorded(folder: Path) -> list[dict[str, object]]:
 
 def test_names_that_auto_cannot_choose_from_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
-    file.write_text("models: {auto: {random: {}}}\n", encoding="utf-8")
+    file.write_text("models: {auto: {path: m}}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="a model is named 'auto'"):
         load_config(file, {})
-    file.write_text("models: {small: {random: {}}}\nauto: {models: [big]}\n", encoding="utf-8")
+    file.write_text("models: {small: {path: m}}\nauto: {models: [big]}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="'big', which is not among the models"):
         load_config(file, {})

@@ -8,13 +8,13 @@ from pathlib import Path
 import orjson
 import pytest
 
+from benchmarks.random_checkpoint import make_checkpoint
 from benchmarks.scripted.server import ScriptedPair
 from shell_router.core.engine import Generation
 from shell_router.errors import ShellRouterError
 from shell_router.lab.evaluation import EvaluationOptions, Tried, run_calibration
 from shell_router.lab.evaluation.calibration import Variants, calibrated, write_variants
 from shell_router.lab.evaluation.settings import Reports
-from shell_router.launching.random_checkpoint import make_checkpoint
 from shell_router.topology import load_topology
 from tests.fakes.api_server import api
 from tests.fakes.evaluations import adding_moa, write_sums

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 TREE = "tree: {shape: [2, 1], models: [small]}\nearly_exit: off\n"
 CONFIG = """
 listen: {{port: {port}}}
-models: {{small: {{random: {{hidden: 32, layers: 1}}}}}}
+models: {{small: {{path: {model}}}}}
 embedder: {{model: hash}}
 topologies: [pair.yaml]
 """
@@ -50,7 +50,7 @@ def tree(tmp_path: Path) -> Path:
 @pytest.fixture
 def deployment(tree: Path) -> Path:
     file = tree.with_name("router.yaml")
-    file.write_text(CONFIG.format(port=0), encoding="utf-8")
+    file.write_text(CONFIG.format(port=0, model=ROOT / "models" / "small"), encoding="utf-8")
     return file
 
 

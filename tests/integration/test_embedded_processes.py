@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.errors import EngineUnreachable
-from shell_router.launching.random_checkpoint import make_checkpoint
 from shell_router.launching.restarts import RestartPolicy
 from shell_router.standins.embedded.fleet import START_LIMIT_S, EmbeddedFleet, EmbeddedPair, EmbeddedServer
 from shell_router.standins.embedded.servers import Spawner

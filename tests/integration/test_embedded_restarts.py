@@ -11,11 +11,12 @@ import pytest
 
 from tests.fakes.command import RunningCommand, running_command
 
-DEPLOYMENT = """
-listen: {port: 0}
+SMALL = Path(__file__).parents[2] / "models" / "small"
+DEPLOYMENT = f"""
+listen: {{port: 0}}
 models:
-  small: {random: {hidden: 32, layers: 1}}
-embedder: {model: hash}
+  small: {{path: {SMALL}}}
+embedder: {{model: hash}}
 """
 QUESTION = {"model": "small", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 8, "ignore_eos": True}
 

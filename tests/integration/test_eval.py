@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
+from benchmarks.random_checkpoint import make_checkpoint
 from benchmarks.scripted.server import ScriptedPair
 from shell_router.api import ApiSettings
 from shell_router.cli import main
@@ -17,7 +18,6 @@ from shell_router.errors import ConfigError, EngineError, EngineRejected, ShellR
 from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
 from shell_router.lab.evaluation.run import request_seed
 from shell_router.lab.evaluation.settings import Reports, Sampling
-from shell_router.launching.random_checkpoint import make_checkpoint
 from shell_router.topology import parse_steps, parse_topology
 from tests.fakes.api_server import Api, api, until
 from tests.fakes.command import running_command, survivors
@@ -297,11 +297,12 @@ async def test_a_deployments_engines_are_named_and_its_keys_not_needed(
     assert "model b is ready" in capsys.readouterr().out
 
 
+SMALL = Path(__file__).parents[2] / "models" / "small"
 EMBEDDED = """
-listen: {host: 0.0.0.0}
-api_keys: {me: secret}
-models: {small: {random: {hidden: 32, layers: 1}}}
-embedder: {model: hash}
+listen: {{host: 0.0.0.0}}
+api_keys: {{me: secret}}
+models: {{small: {{path: {model}}}}}
+embedder: {{model: hash}}
 """
 
 
@@ -309,7 +310,7 @@ embedder: {model: hash}
 @pytest.mark.parametrize("interrupted", [False, True])
 async def test_a_deployment_that_was_started_ends_with_the_evaluation(tmp_path: Path, interrupted: bool) -> None:
     config = tmp_path / "router.yaml"
-    config.write_text(EMBEDDED, encoding="utf-8")
+    config.write_text(EMBEDDED.format(model=SMALL), encoding="utf-8")
     asked = write_sums(tmp_path, *range(1, 2000 if interrupted else 4))
     async with running_command("eval", "--config", config, "--data", asked) as command:
         await command.line_with("Asking", limit_s=120)
@@ -319,7 +320,7 @@ async def test_a_deployment_that_was_started_ends_with_the_evaluation(tmp_path: 
             command.signal(signal.SIGINT)
         code, output = await command.ended(limit_s=120)
         assert (code, survivors(started)) == (130 if interrupted else 0, set()), output
-    assert interrupted or ("(real engines)" in output and "embedded pair, cpu, random weights" in output)
+    assert interrupted or ("(real engines)" in output and "embedded pair, cpu" in output)
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from shell_router.cli import main
 from shell_router.lab.simulation.settings import load_profiles
 from tests.fakes.command import running_command, survivors
 
-CONFIG = "models: {tiny: {random: {hidden: 32, layers: 1}}, other: {random: {hidden: 32, layers: 1}}}\n"
+SMALL = Path(__file__).parents[2] / "models" / "small"
+CONFIG = f"models: {{tiny: {{path: {SMALL}}}, other: {{path: {SMALL}}}}}\n"
 QUICK = ("--rounds", "1", "--lengths", "16,64,128", "--batches", "1,2,4", "--new-tokens", "16")
 KEPT = "models:\n  kept:\n    prefill: {forward_s: 1.0, token_s: 1.0}\n    decode: {step_s: 1.0}\n"
 

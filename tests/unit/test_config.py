@@ -6,13 +6,13 @@ import pytest
 
 from shell_router.app import load_config
 from shell_router.app.model_files import read_files
-from shell_router.config import Config, PairSettings, RandomWeights
+from shell_router.config import Config, PairSettings
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.kind import embedded_settings
 from shell_router.standins.embedded.settings import EmbeddedSection, LoraSettings
 
 ROOT = Path(__file__).parents[2]
-MODELS = "models: {small: {random: {}}}\n"
+MODELS = "models: {small: {path: m}}\n"
 PAIR = "pairs: [{prefill: 'http://a', decode: 'http://b'}]"
 
 
@@ -30,7 +30,7 @@ def _error(folder: Path, text: str) -> ConfigError:
 
 def test_a_minimal_file_gets_defaults_for_everything_else(tmp_path: Path) -> None:
     config = _load(tmp_path, MODELS)
-    assert config.models["small"].random == RandomWeights()
+    assert config.models["small"].path == tmp_path / "m"
     assert config.listen.port == 8000
     assert config.listen.loopback
     assert config.cache.backend == "memory"
@@ -58,7 +58,7 @@ def test_adapters_and_an_embedded_engine_agree_on_how_many_are_loaded(tmp_path: 
     model = _load(tmp_path, f"models: {{a: {{path: {ROOT / 'models/small'}, embedded: {{}}, {adapters}}}}}\n").models[
         "a"
     ]
-    files = read_files({"a": model}, tmp_path)["a"]
+    files = read_files({"a": model})["a"]
     assert embedded_settings(model, files, "127.0.0.1").lora == LoraSettings(3, 16)
 
 
@@ -147,7 +147,7 @@ def test_an_open_address_with_keys_is_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "drafts"), [("off", False), ("'off'", False), ("on", True), ("auto", "auto")])
 def test_drafts_of_a_model_are_a_switch_with_a_middle(tmp_path: Path, text: str, drafts: object) -> None:
-    assert _load(tmp_path, f"models: {{small: {{random: {{}}, drafts: {text}}}}}\n").models["small"].drafts == drafts
+    assert _load(tmp_path, f"models: {{small: {{path: m, drafts: {text}}}}}\n").models["small"].drafts == drafts
 
 
 @pytest.mark.parametrize(
@@ -174,10 +174,8 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(tmp_path: Path, text: str,
         (MODELS + "listen:\n", 2, "listen must be a mapping, not empty"),
         ("models: {}\n", 1, "models is empty"),
         ("listen: {port: 1}\n", 1, "The file lacks 'models'"),
-        ("models:\n  a: {context_length: 4}\n", 2, "needs path or random"),
-        ("models:\n  a: {path: x, random: {}}\n", 2, "needs path or random"),
-        ("models:\n  a: {random: {hidden: 50}}\n", 2, "multiple of 32"),
-        ("models:\n  a: {random: {}, drafts: maybe}\n", 2, "drafts must be 'auto' or 'on' or 'off', not 'maybe'"),
+        ("models:\n  a: {context_length: 4}\n", 2, "models.a lacks 'path'"),
+        ("models:\n  a: {path: x, drafts: maybe}\n", 2, "drafts must be 'auto' or 'on' or 'off', not 'maybe'"),
         ("models:\n  a: {path: x, pairs: [{prefill: a, decode: b}]}\n", 2, "http(s) URL"),
         ("models:\n  a: {path: x, pairs: [{prefill: 'http://a'}]}\n", 2, "models.a.pairs[0] lacks 'decode'"),
         (f"models:\n  a: {{path: x, embedded: {{}}, {PAIR}}}\n", 2, "not by both pairs and embedded"),
@@ -203,7 +201,6 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(tmp_path: Path, text: str,
             2,
             "evict",
         ),
-        (f"models:\n  a: {{random: {{}}, {PAIR}}}\n", 2, "pairs serve weights of their own"),
         ("models: [\n", 2, "Not valid YAML"),
         ("", 1, "empty"),
     ],

@@ -46,11 +46,10 @@ class Embedded:
         ) as fleet:
             addresses = {alias: [fleet[alias].address] for alias in files}
             async with running_pairs(addresses, files, config, on_progress) as pools:
-                weights = {alias: ", random weights" if config.models[alias].random else "" for alias in files}
                 yield {
                     alias: StartedEngine(
                         pool,
-                        f"embedded pair, {settings[alias].device}{weights[alias]}",
+                        f"embedded pair, {settings[alias].device}",
                         settings[alias].max_running_requests,
                         partial(fleet.restarts_of, alias),
                     )

@@ -6,7 +6,7 @@ from time import monotonic
 import pytest
 
 from shell_router.app.choosing import chooser_of
-from shell_router.config import AutoSettings, Config, ModelSettings, PairSettings, RandomWeights
+from shell_router.config import AutoSettings, Config, ModelSettings, PairSettings
 from shell_router.core.events import ModelChosen
 from shell_router.core.predictors import Forecast
 from shell_router.errors import ConfigError
@@ -15,7 +15,7 @@ from tests.fakes.moa import Recorder, ScriptedMoa
 
 PAIR = PairSettings("http://127.0.0.1:1", "http://127.0.0.1:2")
 MODELS = {
-    "small": ModelSettings(random=RandomWeights(), engine={"embedded": EmbeddedSection(max_running_requests=8)}),
+    "small": ModelSettings(Path("small"), engine={"embedded": EmbeddedSection(max_running_requests=8)}),
     "large": ModelSettings(path=Path("large"), pairs=(PAIR,)),
 }
 PROFILE = """

@@ -9,11 +9,11 @@ from shell_router.app.model_files import read_files
 from shell_router.app.serving import taken_address
 from shell_router.app.topologies import load_topologies
 from shell_router.batch.pool import Pool, PoolModel, PoolWorker, RaySettings
-from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairSettings, RandomWeights
+from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairSettings
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.settings import EmbeddedSection
 
-MODELS = {"small": ModelSettings(random=RandomWeights())}
+MODELS = {"small": ModelSettings(Path("small"))}
 
 
 def topology_file(folder: Path, name: str, early_exit: str = "off") -> Path:
@@ -71,7 +71,7 @@ def test_topologies_of_all_paths_are_known_to_steps_and_share_no_name(tmp_path: 
 def test_a_model_folder_that_does_not_exist_is_named_with_its_setting(tmp_path: Path) -> None:
     pair = PairSettings("http://127.0.0.1:1", "http://127.0.0.1:2")
     with pytest.raises(ConfigError, match=r"models\.small\.path: there is no folder .*/absent\. Name the folder"):
-        read_files({"small": ModelSettings(path=tmp_path / "absent", pairs=(pair,))}, tmp_path)
+        read_files({"small": ModelSettings(path=tmp_path / "absent", pairs=(pair,))})
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_a_port_given_twice_is_refused_by_the_engines_names(tmp_path: Path) -> N
 
 def test_a_deployment_with_nothing_to_start_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Add `launch: \{\}` to a pair"):
-        planned(tmp_path, "models: {m: {random: {}}}\n")
+        planned(tmp_path, "models: {m: {path: m}}\n")
 
 
 SHARED = """\
@@ -182,12 +182,9 @@ def test_a_wrong_launch_setting_is_refused_with_its_line(tmp_path: Path, launch:
     assert words in str(refused.value)
 
 
-def test_random_weights_are_made_once_for_aliases_that_share_a_pair() -> None:
+def test_aliases_that_share_a_pair_share_its_engines() -> None:
     launched = shipped("sglang-cpu.yaml")
-    (weights,) = launched.weights
     assert [engine.name for engine in launched.engines] == ["small/prefill", "small/decode"]
-    assert {options(engine)["--model-path"] for engine in launched.engines} == {weights[3]}
-    assert {(str(model.path), model.random) for model in launched.config.models.values()} == {(weights[3], None)}
 
 
 def test_the_cpu_deployment_has_the_flags_of_the_pair_under_test() -> None:

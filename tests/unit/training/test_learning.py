@@ -15,9 +15,9 @@ from training.practice import Course, practise
 from training.problems import make_problem, problems
 from training.sampling import write
 
+from benchmarks.random_checkpoint import TURN_END
 from shell_router.core.engine import ServedModel
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.launching.random_checkpoint import TURN_END
 from shell_router.moa.prompt import GrowingPrompt, agent_parts
 from shell_router.topology import Agent, Prompt
 from shell_router.topology.prompting import AGGREGATOR

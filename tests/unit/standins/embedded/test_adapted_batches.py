@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.adapters.made import make_adapter
+from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.errors import ConfigError
-from shell_router.launching.random_checkpoint import make_checkpoint
 from shell_router.standins.embedded.adapters import AdaptedLinears, Adapter, AdapterReader, rows_by_adapter
 from shell_router.standins.embedded.model import CausalLm, PromptKv, SlotKv, load_causal_lm
 from shell_router.standins.embedded.settings import Dtype, EmbeddedSettings, LoraSettings

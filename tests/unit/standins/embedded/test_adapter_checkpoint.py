@@ -7,8 +7,8 @@ import pytest
 from safetensors import safe_open
 
 from benchmarks.adapters.made import make_adapter
+from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.errors import ConfigError
-from shell_router.launching.random_checkpoint import make_checkpoint
 
 ROOT = Path(__file__).parents[4]
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.adapters.made import make_adapter
-from shell_router.launching.random_checkpoint import make_checkpoint
+from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.standins.embedded.adapter_files import AdapterRefused
 from shell_router.standins.embedded.adapters import AdapterReader
 

@@ -8,8 +8,8 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.errors import ConfigError
-from shell_router.launching.random_checkpoint import make_checkpoint
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.core.drafts import DraftGate
-from shell_router.launching.random_checkpoint import make_checkpoint
 from shell_router.standins.embedded.decode import DecodeJob, DecodeWorker
 from shell_router.standins.embedded.kv_transfer import Prefilled
 from shell_router.standins.embedded.model import CausalLm, PromptKv, SlotKv, load_causal_lm

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from shell_router.launching.random_checkpoint import make_checkpoint
+from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.standins.embedded.decode import DecodeJob, DecodeWorker
 from shell_router.standins.embedded.kv_transfer import KvTransferError, Prefilled
 from shell_router.standins.embedded.model import CausalLm, SlotKv, load_causal_lm

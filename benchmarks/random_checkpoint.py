@@ -1,22 +1,18 @@
 """A tiny random-weight checkpoint with its own tokenizer: real files, made in a second, that read as words.
 
-    python -m shell_router.launching.random_checkpoint FOLDER
-
 Written with NumPy and safetensors alone, so that making one needs no torch.
 """
 
-import argparse
 import json
 import random
-import sys
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from shell_router.config import RandomWeights
 from shell_router.errors import require
 
 NOUNS = (
@@ -92,13 +88,11 @@ def make_checkpoint(
     seed: int = 0,
     tokenizer_variant: int = 0,
 ) -> Path:
-    """Write config, weights, tokenizer and chat template into `folder` and return it. Needs safetensors.
+    """Write config, weights, tokenizer and chat template into `folder` and return it.
 
     Equal arguments give equal files. Checkpoints of one `tokenizer_variant` and `vocab_size` share their tokenizer
     whatever their `seed`; another variant has another vocabulary. Raises `ConfigError` on sizes that do not fit.
     """
-    from safetensors.numpy import save_file  # noqa: PLC0415 - an extra
-
     require(architecture in ("qwen3", "llama"), f"architecture {architecture!r} is unknown.", "Choose qwen3 or llama.")
     require(
         hidden % heads == 0 and heads % kv_heads == 0 and hidden // heads % 2 == 0,
@@ -122,6 +116,18 @@ def make_checkpoint(
         (target / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     save_file(_weights(config, tokenizer, seed), target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """A model's width, a multiple of 32, its layers, and what fixes its weights."""
+
+    hidden: int = 64
+    layers: int = 2
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"random weights, {self.layers} layers of {self.hidden}"
 
 
 def make_random_model(weights: RandomWeights, folder: Path) -> Path:
@@ -203,23 +209,3 @@ def _word_head(rng: np.random.Generator, tokenizer: Tokenizer, hidden: int) -> n
 
 def _normal(rng: np.random.Generator, rows: int, columns: int, std: float) -> np.ndarray[Any, np.dtype[np.float32]]:
     return (rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(std)).astype(np.float32)
-
-
-def main() -> int:
-    default = RandomWeights()
-    program = "python -m shell_router.launching.random_checkpoint"
-    parser = argparse.ArgumentParser(prog=program, description="Make a small model with random weights.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--hidden", type=int, default=default.hidden, help="a multiple of 32")
-    parser.add_argument("--layers", type=int, default=default.layers)
-    parser.add_argument("--seed", type=int, default=default.seed)
-    given = parser.parse_args()
-    if find_spec("safetensors") is None:
-        print("random weights need safetensors: pip install 'shell-router[embedded]'", file=sys.stderr)
-        return 2
-    make_random_model(RandomWeights(given.hidden, given.layers, given.seed), given.folder)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
