@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-FIRST, TAUS, THRESHOLDS = WholeNumbers((0,)), Numbers((0.7,)), Numbers((0.5, 0.6, 0.7, 0.8, 0.9, 0.95))
-POLICIES, SCOPES = Names(("in_flight", "threshold", "stochastic")), Names(("cluster", "layer"))
+FIRST, THRESHOLDS = WholeNumbers((0,)), Numbers((0.5, 0.6, 0.7, 0.8, 0.9, 0.95))
 LENGTHS, BATCHES = WholeNumbers((32, 128, 512, 1024, 2048)), WholeNumbers((1, 2, 4, 8, 16))
 
 
@@ -55,17 +54,14 @@ def asking(
     seeds: Annotated[WholeNumbers, listed(whole_numbers, "Ask every question once per seed.", "0,1,…")] = FIRST,
     concurrency: Annotated[int, option("Questions that are asked at the same time.", least=1)] = 1,
     timeout_s: Annotated[float, option("Limit for one request, in seconds.", "--timeout-s")] = 900.0,
-    by: Annotated[str | None, option("Also report accuracy per value of this key.", metavar="KEY")] = None,
     json: Annotated[Path | None, option("Write the whole report, as JSON.", metavar="FILE")] = None,
     records: Annotated[Path | None, option("Write every answer, as JSONL.", metavar="FILE")] = None,
-    picture: Picture = None,
 ) -> dict[str, Any]:
     """The fields of EvaluationOptions that `eval` and `calibrate` share."""
-    from shell_router.lab.evaluation.settings import Reports
-
+    require_writable(json, records)
     return {
         **{"data": data, "grader": grader, "offset": offset, "limit": limit, "seeds": seeds},
-        **{"concurrency": concurrency, "limit_s": timeout_s, "reports": Reports(json, records, picture, by)},
+        **{"concurrency": concurrency, "limit_s": timeout_s, "json": json, "records": records},
     }
 
 
@@ -73,22 +69,21 @@ def asking(
 def demo(
     rounds: Annotated[int, option("Questions per topology.", least=1)] = 3,
     seed: Seed = 0,
-    json: Annotated[bool, option("Draw nothing; end with one JSON object on the last line.", "--json")] = False,
 ) -> None:
     """Start everything on this machine and ask questions.
 
     Needs neither a GPU nor a download.
     """
-    from shell_router.lab.demo import DemoSettings, run_demo
+    from shell_router.lab.demo import run_demo
 
-    run(run_demo(DemoSettings(rounds, seed, as_json=json)))
+    run(run_demo(rounds, seed))
 
 
 @app.command(
     "eval",
     epilog=examples(
         "shell-router eval --config configs/evaluation.yaml --data models/data/test.jsonl --limit 50",
-        "shell-router eval --url http://127.0.0.1:8000 --data mine.jsonl small 'vote:small*3,large' tree",
+        "shell-router eval --url http://127.0.0.1:8000 --data mine.jsonl small large tree",
     ),
 )
 @takes(asked=asking)
@@ -96,7 +91,7 @@ def evaluate(
     asked: dict[str, Any],
     settings: Annotated[
         list[str] | None,
-        argument("SETTING", "A model, a topology, or a vote such as vote:a*3,b. Default: all."),
+        argument("SETTING", "A model, a topology or auto. Default: all models and topologies."),
     ] = None,
     config: Annotated[Path | None, option("Start this deployment on a free port, and ask it.", metavar="FILE")] = None,
     url: Annotated[str | None, option("Ask the router that runs there.")] = None,
@@ -104,18 +99,16 @@ def evaluate(
     temperature: Annotated[
         float | None, option("For plain models (default 0) and for the roots of topologies.")
     ] = None,
-    vote_temperature: Annotated[float, option("For the members of a vote.")] = 0.7,
-    max_tokens: Annotated[int | None, option("Output limit of plain models and votes. Default: 128.", least=1)] = None,
+    max_tokens: Annotated[int | None, option("Output limit of plain models. Default: 128.", least=1)] = None,
     baseline: Annotated[
         str | None, option("Compare with this one. Default: the first topology.", metavar="SETTING")
     ] = None,
 ) -> None:
-    """Compare models, votes and topologies on your questions.
+    """Compare models and topologies on your questions.
 
     Reports accuracy with its 95 % interval, latency, tokens and early exits.
     """
     from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
-    from shell_router.lab.evaluation.settings import Sampling
 
     if (config is None) == (url is None):
         raise typer.BadParameter("exactly one of the two is required.", param_hint="--config / --url")
@@ -127,7 +120,8 @@ def evaluate(
         api_key=secret(api_key_env),
         settings=tuple(settings or ()),
         baseline=baseline,
-        sampling=Sampling(temperature, vote_temperature, max_tokens),
+        temperature=temperature,
+        max_tokens=max_tokens,
         **asked,
     )
     run(run_evaluation(options))
@@ -144,18 +138,18 @@ def calibrate(
     config: Annotated[Path, option("The deployment that serves its models.", metavar="FILE")],
     asked: dict[str, Any],
     bound: Annotated[float, option("Points of accuracy that early exit may lose.")] = 0.5,
-    policies: Annotated[Names, listed(names, "Policies to try.")] = POLICIES,
-    scopes: Annotated[Names, listed(names, "Scopes to try.")] = SCOPES,
-    taus: Annotated[Numbers, listed(numbers, "Values of tau to try.", "0.6,0.7,…")] = TAUS,
+    policy: Annotated[Literal["in_flight", "threshold"], option("The early exit's policy.")] = "in_flight",
+    scope: Annotated[Literal["cluster", "layer"], option("Which agents it judges together.")] = "cluster",
+    tau: Annotated[float, option("Its tau, for the policy `threshold`.")] = 0.7,
     thresholds: Annotated[Numbers, listed(numbers, "Thresholds to try.", "0.8,0.9,…")] = THRESHOLDS,
 ) -> None:
-    """Choose a topology's early exit by its loss of accuracy.
+    """Choose the threshold of a topology's early exit by its loss of accuracy.
 
     Takes the fastest one whose loss, and that of more cautious thresholds, stays within the bound.
     """
     from shell_router.lab.evaluation import EvaluationOptions, Tried, run_calibration
 
-    tried = Tried(policies, scopes, taus, thresholds)
+    tried = Tried(thresholds, policy, scope, tau)
     run(run_calibration(topology, tried, bound, EvaluationOptions(config=config, **asked)))
 
 

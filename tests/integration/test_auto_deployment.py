@@ -11,7 +11,6 @@ from shell_router.cli import main
 from shell_router.errors import ConfigError, DataError
 from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
 from shell_router.lab.evaluation.records import read_graded
-from shell_router.lab.evaluation.settings import Reports
 from tests.fakes.api_server import api
 from tests.fakes.evaluations import adding_moa, write_sums
 from tests.unit.prediction.test_teaching import tiny_encoder
@@ -34,8 +33,8 @@ async def graded_sums(folder: Path) -> tuple[Path, Path]:
     """Questions, and records of what models that add up to a limit answered."""
     data, records = write_sums(folder, *range(1, 41)), folder / "records.jsonl"
     async with api(adding_moa(LIMITS)) as served:
-        settings = ("small", "large", "vote:small*2", "duo", "auto")
-        options = EvaluationOptions(data, url=served.url, settings=settings, reports=Reports(records=records))
+        settings = ("small", "large", "duo", "auto")
+        options = EvaluationOptions(data, url=served.url, settings=settings, records=records)
         await run_evaluation(options)
     return data, records
 

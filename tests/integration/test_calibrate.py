@@ -14,7 +14,6 @@ from shell_router.core.engine import Generation
 from shell_router.errors import ShellRouterError
 from shell_router.lab.evaluation import EvaluationOptions, Tried, run_calibration
 from shell_router.lab.evaluation.calibration import Variants, calibrated, write_variants
-from shell_router.lab.evaluation.settings import Reports
 from shell_router.topology import load_topology
 from tests.fakes.api_server import api
 from tests.fakes.evaluations import adding_moa, write_sums
@@ -24,7 +23,7 @@ from tests.fakes.scripted_engine import Script
 
 def thresholds(*each: float) -> Tried:
     """Of an exit in flight."""
-    return Tried(("in_flight",), ("cluster",), (0.7,), each)
+    return Tried(each)
 
 
 TREE = "name: mine\ntree: {shape: [3, 1], models: [a]}\n"
@@ -50,7 +49,7 @@ async def test_every_early_exit_is_asked_and_one_that_loses_nothing_is_named(
     report = tmp_path / "report.json"
     async with ScriptedPair() as pair:
         topology, config = written(tmp_path, pair, "{policy: in_flight}")
-        options = EvaluationOptions(write_sums(tmp_path, 4, 5, 6), config=config, reports=Reports(json=report))
+        options = EvaluationOptions(write_sums(tmp_path, 4, 5, 6), config=config, json=report)
         choice = await run_calibration(topology, thresholds(0.5, 0.8), 0.5, options)
     settings = orjson.loads(report.read_bytes())["settings"]
     assert settings == ["mine-without-exit", "mine-in_flight-cluster-0.5", "mine-in_flight-cluster-0.8"]
@@ -96,7 +95,7 @@ async def test_a_threshold_that_loses_answers_is_distinguished_from_one_that_doe
     served_ones = tuple(load_topology(folder / f"{name}.yaml") for name in (variants.none, *variants.exits))
     async with api(moa_with_an_early_agent_that_is_wrong(), topologies=served_ones) as served:
         data = write_sums(tmp_path, 4, 5, 6, 7)
-        options = EvaluationOptions(data, url=served.url, reports=Reports(json=report))
+        options = EvaluationOptions(data, url=served.url, json=report)
         choice = await calibrated(variants, 0.5, options)
         rash = {name: of for name, of in variants.exits.items() if name.endswith("0.2")}
         with pytest.raises(ShellRouterError, match=r"No early exit keeps the loss within 0\.5 points on these 4"):
@@ -119,19 +118,7 @@ async def test_clusters_that_disagree_to_the_end_count_among_those_judged(tmp_pa
     variants = write_variants(file, thresholds(0.5), folder)
     served_ones = tuple(load_topology(folder / f"{name}.yaml") for name in (variants.none, *variants.exits))
     async with api(moa_with_an_early_agent_that_is_wrong(), topologies=served_ones) as served:
-        options = EvaluationOptions(write_sums(tmp_path, 4, 5), url=served.url, reports=Reports(report))
+        options = EvaluationOptions(write_sums(tmp_path, 4, 5), url=served.url, json=report)
         await calibrated(variants, 0.5, options)
     exits = orjson.loads(report.read_bytes())["rows"][1]["exits"]
     assert (exits["clusters_judged"], exits["clusters_exited"]) == (2, 0.0)
-
-
-async def test_the_choice_is_printed_although_a_file_could_not_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with ScriptedPair() as pair:
-        topology, config = written(tmp_path, pair, "{policy: in_flight}")
-        reports = Reports(records=Path("/dev/full"))
-        options = EvaluationOptions(write_sums(tmp_path, 4), config=config, reports=reports)
-        with pytest.raises(ShellRouterError, match="--records /dev/full: No space left"):
-            await run_calibration(topology, thresholds(0.5), 0.5, options)
-    assert "loses 0.00 points" in capsys.readouterr().out

@@ -17,7 +17,6 @@ from shell_router.core.engine import Generation
 from shell_router.errors import ConfigError, EngineError, EngineRejected, ShellRouterError, Unauthorized, UnknownModel
 from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
 from shell_router.lab.evaluation.run import request_seed
-from shell_router.lab.evaluation.settings import Reports, Sampling
 from shell_router.topology import parse_steps, parse_topology
 from tests.fakes.api_server import Api, api, until
 from tests.fakes.command import running_command, survivors
@@ -36,7 +35,6 @@ steps:
 """,
     source="first.yaml",
 )
-VOTE = "vote:small*2,large"
 JUDGED = parse_topology(
     """
 name: judged
@@ -50,8 +48,7 @@ early_exit: {policy: threshold, threshold: 0, min_completed: 2}
 async def _evaluated(served: Api, data: Path, *settings: str, **fields: Any) -> dict[str, dict[str, Any]]:
     """The rows of the report's file, by setting."""
     report = data.with_name("report.json")
-    reports = fields.pop("reports", Reports(json=report))
-    await run_evaluation(EvaluationOptions(data, url=served.url, settings=settings, reports=reports, **fields))
+    await run_evaluation(EvaluationOptions(data, url=served.url, settings=settings, json=report, **fields))
     return {row["setting"]: row for row in orjson.loads(report.read_bytes())["rows"]}
 
 
@@ -60,11 +57,11 @@ def _asked(moa: ScriptedMoa, alias: str) -> list[Generation]:
     return [one for one in moa.engines[alias].generated if asked_sum(moa.tokenizers[alias], one) > 0]
 
 
-async def test_right_answers_are_counted_for_models_votes_and_topologies(tmp_path: Path) -> None:
+async def test_right_answers_are_counted_for_models_and_topologies(tmp_path: Path) -> None:
     async with api(adding_moa(LIMITS)) as served:
-        rows = await _evaluated(served, write_sums(tmp_path, 4, 5, 10, 20), "small", VOTE, "duo", "large")
+        rows = await _evaluated(served, write_sums(tmp_path, 4, 5, 10, 20), "small", "duo", "large")
     rights = {name: row["accuracy"]["value"] for name, row in rows.items()}
-    assert rights == {"small": 0.5, VOTE: 0.5, "duo": 0.75, "large": 0.75}
+    assert rights == {"small": 0.5, "duo": 0.75, "large": 0.75}
     assert rows["small"]["difference"]["value"] == -0.25
     assert rows["duo"]["difference"] is None
     assert rows["duo"]["latency_ratio"] == 1.0
@@ -92,27 +89,21 @@ async def test_steps_are_compared_as_any_topology_and_questions_may_bring_labels
 async def test_the_tables_say_what_was_evaluated_and_that_it_is_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, report = write_sums(tmp_path, 4, 7), tmp_path / "report.json"
     async with api(adding_moa(LIMITS)) as served:
-        await run_evaluation(EvaluationOptions(data, url=served.url, reports=Reports(json=report, by="parity")))
+        await run_evaluation(EvaluationOptions(write_sums(tmp_path, 4, 7), url=served.url))
     printed = capsys.readouterr().out
-    by = orjson.loads(report.read_bytes())["by"]
-    assert (by["even"]["small"]["value"], by["odd"]["small"]["value"], by["odd"]["large"]["value"]) == (1.0, 0.0, 1.0)
     assert "Evaluation of sums.jsonl, 2 questions (simulated)" in printed
     assert "scripted engine" in printed
-    assert "Accuracy by parity" in printed
-    for name in ("small", "medium", "large", "other", "vote:large*3,medium*3,other*3,small*3", "duo"):
+    for name in ("small", "medium", "large", "other", "duo"):
         assert f"│ {name} " in printed
 
 
 async def test_agents_tokens_and_models_of_a_topology_come_from_its_traces(tmp_path: Path) -> None:
     async with api(adding_moa(LIMITS)) as served:
-        rows = await _evaluated(served, write_sums(tmp_path, 4, 5), "duo", VOTE)
+        rows = await _evaluated(served, write_sums(tmp_path, 4, 5), "duo")
     once = {"agents": 1, "started": 1.0, "completed": 1.0, "activation_rate": 1.0}
     assert rows["duo"]["models"] == {"small": once, "medium": once, "large": once}
     assert rows["duo"]["completion_tokens"] == 3 * 8
-    assert rows[VOTE]["models"]["small"] == {**once, "agents": 2, "started": 2.0, "completed": 2.0}
-    assert rows[VOTE]["completion_tokens"] == 3 * 8
 
 
 async def test_a_cut_agent_its_exit_and_its_saved_tokens_are_counted(tmp_path: Path) -> None:
@@ -134,38 +125,30 @@ async def test_a_cut_agent_its_exit_and_its_saved_tokens_are_counted(tmp_path: P
     assert 0 < row["saved_tokens"] < 8
 
 
-async def test_seeds_are_the_same_in_all_settings_and_differ_between_the_members_of_a_vote(tmp_path: Path) -> None:
+async def test_what_is_said_of_sampling_is_sent_with_the_same_seed_in_all_settings(tmp_path: Path) -> None:
     moa = adding_moa(LIMITS)
     async with api(moa) as served:
-        await _evaluated(served, write_sums(tmp_path, 4), "small", "duo", VOTE, seeds=(3,))
-    sent = [(agent_of(one), dict(one.sampling)) for alias in ("small", "large") for one in _asked(moa, alias)]
-    single, root = {"temperature": 0.0}, {}
-    voted = {"temperature": 0.7, "top_p": 0.95}
-    seeds = [
-        {"sampling_seed": request_seed(3, 0, member), "stream_interval": 32, "max_new_tokens": 128}
-        for member in range(3)
-    ]
-    wanted = [("small", single | seeds[0]), ("root", root | seeds[0])]
-    wanted += [("small", voted | seeds[0]), ("small", voted | seeds[1]), ("large", voted | seeds[2])]
-    assert all(one in sent for one in wanted)
-
-
-async def test_what_is_said_of_sampling_is_sent(tmp_path: Path) -> None:
-    moa = adding_moa(LIMITS)
-    async with api(moa) as served:
-        sampling = Sampling(temperature=0.3, vote_temperature=1.0, max_tokens=77)
-        await _evaluated(served, write_sums(tmp_path, 4), "small", "duo", "vote:medium*2", sampling=sampling)
+        await _evaluated(served, write_sums(tmp_path, 4), "small", "duo", temperature=0.3, max_tokens=77, seeds=(3,))
     asked = {agent_of(one): one.sampling for alias in LIMITS for one in _asked(moa, alias)}
     assert (asked["small"]["temperature"], asked["small"]["max_new_tokens"]) == (0.3, 77)
     assert asked["root"]["temperature"] == 0.3 and asked["root"]["max_new_tokens"] == 128
-    assert (asked["medium"]["temperature"], asked["medium"]["max_new_tokens"]) == (1.0, 77)
+    assert {asked[name]["sampling_seed"] for name in ("small", "root")} == {request_seed(3, 0)}
+
+
+async def test_plain_models_are_greedy_and_topologies_sample_as_they_say(tmp_path: Path) -> None:
+    moa = adding_moa(LIMITS)
+    async with api(moa) as served:
+        await _evaluated(served, write_sums(tmp_path, 4), "small", "duo")
+    asked = {agent_of(one): one.sampling for alias in LIMITS for one in _asked(moa, alias)}
+    assert asked["small"]["temperature"] == 0.0
+    assert "temperature" not in asked["root"]
 
 
 async def test_settings_take_turns_on_each_question(tmp_path: Path) -> None:
     records = tmp_path / "records.jsonl"
     async with api(adding_moa(LIMITS)) as served:
         data = write_sums(tmp_path, 4, 10)
-        options = EvaluationOptions(data, url=served.url, settings=("small", "large"), reports=Reports(records=records))
+        options = EvaluationOptions(data, url=served.url, settings=("small", "large"), records=records)
         await run_evaluation(options)
     written = [orjson.loads(line) for line in records.read_bytes().splitlines()]
     assert [(one["question"], one["setting"], one["right"], one["stated"]) for one in written] == [
@@ -184,7 +167,7 @@ async def test_questions_asked_at_once_are_asked_in_the_same_setting(tmp_path: P
             url=served.url,
             settings=("small", "large"),
             concurrency=2,
-            reports=Reports(records=records),
+            records=records,
         )
         await run_evaluation(options)
     written = [orjson.loads(line) for line in records.read_bytes().splitlines()]
@@ -222,15 +205,6 @@ async def test_a_failed_request_is_wrong_and_counted(tmp_path: Path) -> None:
         rows = await _evaluated(served, write_sums(tmp_path, 4, 5), "small", "large", "duo")
     assert {name: row["failed"] for name, row in rows.items()} == {"small": 0, "large": 1, "duo": 1}
     assert {name: row["accuracy"]["value"] for name, row in rows.items()} == {"small": 1.0, "large": 0.5, "duo": 0.5}
-
-
-async def test_a_vote_fails_with_its_first_member(tmp_path: Path) -> None:
-    moa = adding_moa(LIMITS)
-    _break(moa, "large", {5})
-    async with api(moa) as served:
-        rows = await _evaluated(served, write_sums(tmp_path, 4, 5), VOTE)
-        await until(lambda: not moa.running)
-    assert (rows[VOTE]["answers"], rows[VOTE]["failed"], rows[VOTE]["accuracy"]["value"]) == (2, 1, 0.5)
 
 
 async def test_more_failures_than_answers_end_in_an_error_with_the_first_after_the_tables(
@@ -288,12 +262,12 @@ async def test_a_deployments_engines_are_named_and_its_keys_not_needed(
             f"{keys}embedder: {{model: none}}\nmodels: {{b: {{path: '{model}', pairs: &p {pairs}}}, "
             f"a: {{path: '{model}', pairs: *p}}}}\n"
         )
-        options = EvaluationOptions(write_sums(tmp_path, 4), config=config, reports=Reports(json=report))
+        options = EvaluationOptions(write_sums(tmp_path, 4), config=config, json=report)
         await run_evaluation(options)
     written = orjson.loads(report.read_bytes())
     assert (written["engine"], written["simulated"]) == ("scripted engine", True)
-    assert written["settings"] == ["b", "a", "vote:b*3,a*3"], "in the file's order"
-    assert [row["failed"] for row in written["rows"]] == [0, 0, 0]
+    assert written["settings"] == ["b", "a"], "in the file's order"
+    assert [row["failed"] for row in written["rows"]] == [0, 0]
     assert "model b is ready" in capsys.readouterr().out
 
 
@@ -357,67 +331,51 @@ async def test_an_interrupted_evaluation_prints_what_it_has_and_leaves_nothing(
 
 
 async def test_the_command_writes_its_files_and_ends_with_0_or_with_2_where_most_fails(tmp_path: Path) -> None:
-    data, picture = write_sums(tmp_path, 4, 5, 10), tmp_path / "picture.svg"
+    data, records = write_sums(tmp_path, 4, 5, 10), tmp_path / "records.jsonl"
     moa = adding_moa(LIMITS)
     _break(moa, "medium", {4, 5})
     async with api(moa) as served:
         async with running_command(
-            "eval", "--url", served.url, "--data", data, "--picture", picture, "small"
+            "eval", "--url", served.url, "--data", data, "--records", records, "small"
         ) as command:
             code, output = await command.ended(limit_s=60)
         assert (code, "Traceback" in output) == (0, False), output
         assert "66.7%" in output
-        assert picture.read_text(encoding="utf-8").startswith("<svg")
+        assert len(records.read_bytes().splitlines()) == 3
         async with running_command("eval", "--url", served.url, "--data", data, "medium") as command:
             code, output = await command.ended(limit_s=60)
         assert code == 2
         assert "shell-router: 2 of 3 requests failed, the first one with:" in output
 
 
-@pytest.mark.parametrize("option", ["--json", "--records", "--picture"])
-async def test_a_file_that_cannot_be_written_is_reported_before_anything_is_asked(tmp_path: Path, option: str) -> None:
-    moa, data = adding_moa(LIMITS), write_sums(tmp_path, 4)
-    async with api(moa) as served:
-        for file, wrong in ((tmp_path / "no" / "x", "there is no folder"), (tmp_path, "this is a folder")):
-            reports = Reports(**{option.removeprefix("--"): file})
-            with pytest.raises(ConfigError, match=f"{option} {file}: {wrong}") as refused:
-                await run_evaluation(EvaluationOptions(data, url=served.url, reports=reports))
-            assert refused.value.remedy
-    assert not any(engine.generated for engine in moa.engines.values())
-
-
-async def test_a_key_that_no_question_has_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    moa = adding_moa(LIMITS)
-    async with api(moa) as served:
-        with pytest.raises(ConfigError, match=r"--by steps: the questions have no such key.*further keys: parity\."):
-            options = EvaluationOptions(write_sums(tmp_path, 4), url=served.url, reports=Reports(by="steps"))
-            await run_evaluation(options)
-    assert not any(engine.generated for engine in moa.engines.values())
-
-
-async def test_a_file_that_cannot_be_written_in_the_end_is_reported_after_the_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("option", ["--json", "--records"])
+def test_a_file_that_cannot_be_written_is_reported_before_anything_is_asked(
+    tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    full = Path("/dev/full")  # opens well, and takes nothing
-    picture = tmp_path / "picture.svg"
+    for file in (tmp_path / "no" / "x", tmp_path):
+        assert main(["eval", "--url", "http://127.0.0.1:1", "--data", "mine.jsonl", option, str(file)]) == 2
+        assert f"{file} cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["json", "records"])
+async def test_a_file_that_takes_nothing_is_reported_after_the_tables(
+    tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {option: Path("/dev/full")}  # opens well
     async with api(adding_moa(LIMITS)) as served:
-        reports = Reports(json=full, records=full, picture=picture)
-        options = EvaluationOptions(write_sums(tmp_path, 4, 5), url=served.url, settings=("small",), reports=reports)
-        with pytest.raises(ShellRouterError, match=r"--records /dev/full: No space left.*--json /dev/full: No space"):
+        options = EvaluationOptions(write_sums(tmp_path, 4, 5), url=served.url, settings=("small",), **files)
+        with pytest.raises(ConfigError, match=f"--{option} /dev/full: No space left"):
             await run_evaluation(options)
     assert "│ small " in capsys.readouterr().out
-    assert picture.read_text(encoding="utf-8").startswith("<svg")
 
 
 async def test_what_data_say_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "[bold].jsonl"
-    data.write_bytes(orjson.dumps({"question": "[/x] What is 3 + 1?", "answer": "4", "[/k]": "[/v] :smile:"}))
+    data.write_bytes(orjson.dumps({"question": "[/x] What is 3 + 1?", "answer": "4"}))
     async with api(adding_moa(LIMITS)) as served:
-        await run_evaluation(EvaluationOptions(data, url=served.url, settings=("small",), reports=Reports(by="[/k]")))
+        await run_evaluation(EvaluationOptions(data, url=served.url, settings=("small",)))
     printed = capsys.readouterr().out
     assert "Evaluation of [bold].jsonl" in printed
-    assert "Accuracy by [/k]" in printed
-    assert "[/v] :smile:" in printed
 
 
 async def test_pairs_that_launch_starts_are_expected_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

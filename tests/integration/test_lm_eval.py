@@ -11,7 +11,6 @@ import pytest
 
 from shell_router.core.engine import Generation
 from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
-from shell_router.lab.evaluation.settings import Reports
 from tests.fakes.api_server import Api, api
 from tests.fakes.evaluations import adding_moa, write_sums
 from tests.fakes.moa import ScriptedMoa
@@ -91,6 +90,6 @@ async def test_the_harness_grades_as_the_evaluation_does(tmp_path: Path) -> None
     async with api(moa) as served:
         right, printed = await _right(served, tmp_path)
         report = tmp_path / "report.json"
-        ours = await run_evaluation(EvaluationOptions(data, url=served.url, settings=("duo",), reports=Reports(report)))
+        ours = await run_evaluation(EvaluationOptions(data, url=served.url, settings=("duo",), json=report))
     wanted = sum(agree for _, agree in ANSWERS.values()) / len(ANSWERS)
     assert (right, ours.rows[0].accuracy.value) == (pytest.approx(wanted), pytest.approx(wanted)), printed

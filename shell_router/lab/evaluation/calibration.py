@@ -5,10 +5,9 @@ topology without early exit, so that what differs between them is the exits' doi
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,46 +18,39 @@ from shell_router.core.statistics import Interval
 from shell_router.early_exit import EarlyExit
 from shell_router.errors import ConfigError, ShellRouterError, require
 from shell_router.lab.evaluation.report import Row
-from shell_router.lab.evaluation.run import evaluate
+from shell_router.lab.evaluation.run import run_evaluation
 from shell_router.lab.evaluation.settings import EvaluationOptions
 from shell_router.topology import load_topology
 
 Settings = Mapping[str, Any]
 """Keys of an `early_exit` block."""
-Family = tuple[str, str, float]
-"""Early exits that differ in their thresholds alone: policy, scope and tau."""
 OFF = (False, "off")
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What is tried: every combination that is different. Raises ConfigError for what an early exit cannot have."""
+    """An early exit and the thresholds that are tried. Raises ConfigError for what an early exit cannot have."""
 
-    policies: Sequence[str]
-    scopes: Sequence[str]
-    taus: Sequence[float]
     thresholds: Sequence[float]
+    policy: str = "in_flight"
+    scope: str = "cluster"
+    tau: float = 0.7
 
     def __post_init__(self) -> None:
-        for option in ("policies", "scopes", "taus", "thresholds"):
-            named = getattr(self, option)
-            if not named or len(set(named)) < len(named):
-                raise ConfigError(f"--{option} must name at least one value, and each once.")
+        if not self.thresholds or len(set(self.thresholds)) < len(self.thresholds):
+            raise ConfigError("--thresholds must name at least one value, and each once.")
         try:
-            for policy, scope, tau, threshold in product(self.policies, self.scopes, self.taus, self.thresholds):
-                tried = EarlyExit(policy, scope=scope, tau=tau, threshold=threshold)  # type: ignore[arg-type]
-                require(tried.judges, f"policy {policy} judges no output", "Leave it out.")
+            for threshold in self.thresholds:
+                tried = EarlyExit(self.policy, self.scope, self.tau, threshold)  # type: ignore[arg-type]
+                require(tried.judges, f"policy {self.policy} judges no output", "Leave it out.")
         except ValueError as error:
             raise ConfigError(f"This early exit cannot be tried: {error}.", remedy="Leave it out.") from error
 
-    def settings(self) -> Iterator[tuple[Family, Settings]]:
+    def settings(self) -> list[Settings]:
         """Without the keys that the policy does not read."""
-        for policy, scope in product(self.policies, self.scopes):
-            for tau in self.taus if policy != "in_flight" else self.taus[:1]:
-                fixed = {"policy": policy, "scope": scope} | ({"tau": tau} if policy != "in_flight" else {})
-                for threshold in self.thresholds if policy != "stochastic" else (None,):
-                    last = {} if threshold is None else {"threshold": threshold}
-                    yield (policy, scope, tau), fixed | last
+        fixed: dict[str, Any] = {"policy": self.policy, "scope": self.scope}
+        fixed |= {} if self.policy == "in_flight" else {"tau": self.tau}
+        return [fixed | {"threshold": threshold} for threshold in self.thresholds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +58,7 @@ class Variants:
     """Names of topologies: the one without early exit, and the others with what is tried."""
 
     none: str
-    exits: Mapping[str, tuple[Family, Settings]]
+    exits: Mapping[str, Settings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +74,18 @@ class Choice:
         return self.loss.high <= bound
 
 
-def choose(rows: Sequence[tuple[Family, Settings, Row]], bound: float) -> Choice | None:
+def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> Choice | None:
     """The fastest early exit that loses `bound` points at most; None where there is none.
 
-    In each family, going down from the cautious end, the first threshold that loses more ends the search: one below it
-    that loses less by luck is not believed.
+    Going down from the cautious end, the first threshold that loses more ends the search: one below it that loses less
+    by luck is not believed.
     """
     within: list[Choice] = []
-    for family in dict.fromkeys(family for family, _, _ in rows):
-        members = [(settings, row) for one, settings, row in rows if one == family]
-        for settings, row in sorted(members, key=lambda member: -member[0].get("threshold", 0.0)):
-            loss = loss_of(row)
-            if loss.value > bound:
-                break
-            within.append(Choice(settings, loss, math.inf if row.latency_ratio is None else row.latency_ratio))
+    for settings, row in sorted(rows, key=lambda one: -one[0]["threshold"]):
+        loss = loss_of(row)
+        if loss.value > bound:
+            break
+        within.append(Choice(settings, loss, math.inf if row.latency_ratio is None else row.latency_ratio))
     return min(within, key=lambda one: one.latency, default=None)
 
 
@@ -140,38 +130,31 @@ async def run_calibration(topology: Path, tried: Tried, bound: float, options: E
 async def calibrated(variants: Variants, bound: float, options: EvaluationOptions) -> Choice:
     """Evaluate topologies that `options` serve, print the tables and the choice.
 
-    Raises ShellRouterError where every early exit loses more than `bound`, where a file could not be written (last),
-    and what `run_evaluation` raises.
+    Raises ShellRouterError where every early exit loses more than `bound`, and what `run_evaluation` raises.
     """
     settings = (variants.none, *variants.exits)
-    evaluation = await evaluate(replace(options, settings=settings, baseline=variants.none))
-    report = evaluation.report()
+    report = await run_evaluation(replace(options, settings=settings, baseline=variants.none))
     rows = {row.setting: row for row in report.rows}
-    choice = choose([(*variants.exits[name], rows[name]) for name in variants.exits], bound)
+    choice = choose([(settings, rows[name]) for name, settings in variants.exits.items()], bound)
     questions = report.rows[0].questions
     if choice is None:
         raise ShellRouterError(
             f"No early exit keeps the loss within {bound:g} points on these {questions} questions.",
-            remedy=" ".join(("Keep early_exit off, or try --thresholds nearer to 1.", *evaluation.trouble)),
+            remedy="Keep early_exit off, or try --thresholds nearer to 1.",
         )
     print("\n".join(outcome_lines(choice, bound, questions)))
-    evaluation.refuse_trouble()
     return choice
 
 
 def write_variants(topology: Path, tried: Tried, folder: Path) -> Variants:
-    """A topology file per early exit, and one without. Where the file has `clusters`, these are the only scope.
-
-    Raises ConfigError.
-    """
+    """A topology file per early exit, and one without. Raises ConfigError."""
     loaded, document = load_topology(topology), yaml.safe_load(topology.read_text(encoding="utf-8"))
     none, exits = f"{loaded.name}-without-exit", {}
     documents = [with_exit(document, none, None)]
-    for family, settings in tried.settings():
-        if settings["scope"] == "cluster" or "clusters" not in document:
-            name = "-".join([loaded.name, *map(str, settings.values())])
-            exits[name] = family, settings
-            documents.append(with_exit(document, name, settings))
+    for settings in tried.settings():
+        name = "-".join([loaded.name, *map(str, settings.values())])
+        exits[name] = settings
+        documents.append(with_exit(document, name, settings))
     for one in documents:
         text = yaml.safe_dump(one, sort_keys=False, allow_unicode=True)
         (folder / f"{one['name']}.yaml").write_text(text, encoding="utf-8")

@@ -16,7 +16,7 @@ from shell_router.app import load_config, running_server
 from shell_router.config import Config, Listen
 from shell_router.errors import EngineError, EngineStalled, EngineUnreachable, ShellRouterError, Unauthorized
 from shell_router.lab.evaluation.records import Reply, read_reply
-from shell_router.lab.evaluation.settings import EvaluationOptions, Served
+from shell_router.lab.evaluation.settings import EvaluationOptions, Setting
 
 START_LIMIT_S = 180.0
 """What a router may take to get ready after its start."""
@@ -62,12 +62,12 @@ class Client:
         except aiohttp.ClientError as error:
             raise _unreachable(self._url, error) from error
 
-    async def served(self) -> list[Served]:
+    async def served(self) -> list[Setting]:
         """What the router serves, in its own order. Raises ShellRouterError."""
         listed, _ = await self._fetched("GET", "/v1/models")
         if not all("kind" in one for one in listed["data"]):
             raise _no_router(self._url, "its models have no kind")
-        return [Served(one["id"], one["kind"], one.get("engine", "")) for one in listed["data"]]
+        return [Setting(one["id"], one["kind"], one.get("engine", "")) for one in listed["data"]]
 
     async def ask(self, body: Mapping[str, Any]) -> Reply:
         """The answer to a chat completion's `body`; its trace is fetched after the answer has been timed."""
@@ -75,19 +75,6 @@ class Client:
         completion, headers = await self._fetched("POST", "/v1/chat/completions", body)
         latency_s = self._clock() - sent_s
         return read_reply(completion, await self._trace(headers), latency_s)
-
-    async def stream(self, body: Mapping[str, Any], on_chunk: Callable[[Mapping[str, Any]], None]) -> Mapping[str, Any]:
-        """Have a chat completion streamed, every chunk handed to `on_chunk`; its trace. Raises ShellRouterError."""
-        async with self._session.post(f"{self._url}/v1/chat/completions", json=body) as response:
-            if response.status != OK:
-                raise ShellRouterError(f"The router answered {response.status}: {await response.text()}")
-            async for line in response.content:
-                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                    chunk = orjson.loads(line.removeprefix(b"data: "))
-                    if "error" in chunk:
-                        raise ShellRouterError(f"The request failed: {chunk['error']['message']}")
-                    on_chunk(chunk)
-        return await self._trace(response.headers)
 
     async def _trace(self, headers: Mapping[str, str]) -> Mapping[str, Any]:
         return (await self._fetched("GET", f"/v1/traces/{headers['x-trace-id']}"))[0]

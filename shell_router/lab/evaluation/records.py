@@ -46,7 +46,7 @@ class Record:
     """One question with one seed in one setting.
 
     `stated` is the answer that the text states, as far as the grader understands it. `latency_s` is what the client
-    waited, for the slowest member where several vote. A failed request has only an `error`.
+    waited. A failed request has only an `error`.
     """
 
     question: int
@@ -76,6 +76,7 @@ class Reply:
     completion_tokens: int
     agents: tuple[AgentRecord, ...]
     exits: tuple[ExitRecord, ...]
+    trace: Mapping[str, Any]
 
 
 def read_reply(completion: Mapping[str, Any], trace: Mapping[str, Any], latency_s: float) -> Reply:
@@ -89,6 +90,7 @@ def read_reply(completion: Mapping[str, Any], trace: Mapping[str, Any], latency_
         usage["completion_tokens"],
         tuple(_agent(agent, found, layers[agent]) for agent, found in trace["agents"].items()),
         tuple(_exit(found, layers) for found in trace["exits"]),
+        trace,
     )
 
 
@@ -123,7 +125,7 @@ def _exit(found: Mapping[str, Any], layers: Mapping[str, int]) -> ExitRecord:
 def read_graded(records: Sequence[Path], data: Path) -> list[Graded]:
     """The answers of plain models in files of records, which must be of the questions in `data`.
 
-    Those of votes, topologies and `auto`, and failed requests, say nothing of one model and are left out. Raises
+    Those of topologies and `auto`, and failed requests, say nothing of one model and are left out. Raises
     ConfigError and DataError.
     """
     texts = {item.index: item.question for item in read_items(data, grader="auto", offset=0, limit=None)}

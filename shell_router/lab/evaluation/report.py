@@ -1,11 +1,13 @@
-"""What is reported of each setting, from the records alone."""
+"""What is reported of each setting, from the records alone, and its tables."""
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from shell_router.core.statistics import (
     METHOD_DIFFERENCE,
@@ -16,7 +18,7 @@ from shell_router.core.statistics import (
     quantile,
 )
 from shell_router.lab.evaluation.records import Record
-from shell_router.lab.evaluation.settings import Served, Setting
+from shell_router.lab.evaluation.settings import Setting
 from shell_router.topology import VOTE
 
 CUT_OFF = ("early_exit", "unneeded")
@@ -110,9 +112,6 @@ def saved_tokens(records: Sequence[Record]) -> float:
     return sum(max(0.0, one) for one in saved) / len(records)
 
 
-_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """One setting. Tokens and agents are means per answer; None where nothing was answered to take it from.
@@ -145,24 +144,6 @@ def rows_of(records: Sequence[Record], settings: Sequence[str], baseline: str) -
     """A row for each of `settings` that has a record."""
     grouped = {name: [one for one in records if one.setting == name] for name in settings}
     return [_row(group, grouped[baseline], name == baseline) for name, group in grouped.items() if group]
-
-
-def accuracy_by(
-    records: Sequence[Record], settings: Sequence[str], value_of: Callable[[int], str]
-) -> dict[str, dict[str, Interval]]:
-    """Accuracy per value of a question's fact, smallest number or first word first, and per setting."""
-
-    def natural(value: str) -> tuple[bool, float, str]:
-        number = bool(_NUMBER.fullmatch(value))
-        return not number, float(value) if number else 0.0, value
-
-    grouped: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        grouped[value_of(record.question)][record.setting].append(record)
-    return {
-        value: {name: accuracy_of(grouped[value][name]) for name in settings if grouped[value][name]}
-        for value in sorted(grouped, key=natural)
-    }
 
 
 def accuracy_of(records: Sequence[Record]) -> Interval:
@@ -218,8 +199,7 @@ class Report:
     """What was asked, on what, and what came out.
 
     `simulated` is None where the router does not name its engines. `asked` answers of `wanted` are there:
-    fewer mean that the evaluation was interrupted. `by` has the accuracy per value of the data's key `by_key`, and
-    setting.
+    fewer mean that the evaluation was interrupted.
     """
 
     data: str
@@ -233,8 +213,6 @@ class Report:
     asked: int
     wanted: int
     rows: Sequence[Row]
-    by_key: str | None
-    by: Mapping[str, Mapping[str, Interval]]
 
     @property
     def partial(self) -> bool:
@@ -254,12 +232,67 @@ class Report:
         return {"title": self.title, "partial": self.partial, **asdict(self), "methods": methods}
 
 
-def engines_of(settings: Sequence[Setting], served: Sequence[Served]) -> tuple[str, bool | None]:
+def engines_of(settings: Sequence[Setting], served: Sequence[Setting]) -> tuple[str, bool | None]:
     """What serves the models, in words, and whether it only simulates; topologies may use any of the models."""
-    alone = {name for one in settings for name in one.members if one.kind != "topology"}
     every = any(one.kind in ("topology", "auto") for one in settings)
-    models = [one for one in served if one.kind == "model" and (every or one.name in alone)]
+    models = [one for one in (served if every else settings) if one.kind == "model"]
     if not models or not all(one.engine for one in models):
         return "engines unknown: the router does not name them", None
     words = list(dict.fromkeys(one.engine for one in models))
     return "; ".join(words), any(word.startswith(SCRIPTED) for word in words)
+
+
+NOTHING = "-"
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """Accuracy and latency; agents and exits."""
+    yield _table(report.title, {row.setting: _figures(row) for row in report.rows})
+    yield _table("Per answer: agents and early exit", {row.setting: _activity(row) for row in report.rows})
+
+
+def _table(title: str, cells: Mapping[str, Mapping[str, str]]) -> Table:
+    table = Table("setting", title=Text(title), title_justify="left")
+    for label in next(iter(cells.values())):
+        table.add_column(Text(label), justify="right")
+    for setting, row in cells.items():
+        table.add_row(Text(setting), *map(Text, row.values()))
+    return table
+
+
+def _figures(row: Row) -> dict[str, str]:
+    found = row.difference
+    points = [f"{100 * one:+.1f}" for one in (found.value, found.low, found.high)] if found else []
+    return {
+        "answers": str(row.answers),
+        "failed": str(row.failed),
+        "accuracy [95 %]": _share(row.accuracy),
+        "vs baseline, points [95 %]": f"{points[0]} [{points[1]}, {points[2]}]" if points else NOTHING,
+        "p50 s": _number(row.latency_p50_s, ".2f"),
+        "p95 s": _number(row.latency_p95_s, ".2f"),
+        "latency ratio": _number(row.latency_ratio, ".2f"),
+        "prompt tokens": _number(row.prompt_tokens, ".0f"),
+        "cached": _number(row.cached_share, ".0%"),
+        "new tokens": _number(row.completion_tokens, ".0f"),
+    }
+
+
+def _activity(row: Row) -> dict[str, str]:
+    uses = (f"{model} {use.started:.3g}, {use.completed:.3g} of {use.agents}" for model, use in row.models.items())
+    exits = row.exits
+    return {
+        "started, completed": "\n".join(uses) or NOTHING,
+        "cut off": f"{row.agents_cut:.2f}",
+        "clusters exited": _number(exits.clusters_exited if exits else None, ".0%"),
+        "answers with exit": _number(exits.questions_with_exit if exits else None, ".0%"),
+        "exit cost": _number(exits.exposed_share if exits else None, ".1%"),
+        "tokens saved (est.)": f"{row.saved_tokens:.0f}",
+    }
+
+
+def _share(found: Interval) -> str:
+    return f"{found.value:.1%} [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+
+
+def _number(found: float | None, form: str) -> str:
+    return NOTHING if found is None else format(found, form)

@@ -3,31 +3,23 @@
 import asyncio
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shell_router.batch.questions import plurality, read_answer
+from shell_router.batch.questions import read_answer
 from shell_router.errors import ConfigError, ShellRouterError
 from shell_router.lab.evaluation.client import Client, running_router
 from shell_router.lab.evaluation.dataset import Item, read_items
-from shell_router.lab.evaluation.output import RecordFile, check_files, tables, write_reports
 from shell_router.lab.evaluation.records import Record, Reply
-from shell_router.lab.evaluation.report import Report, accuracy_by, engines_of, rows_of
-from shell_router.lab.evaluation.settings import (
-    EvaluationOptions,
-    Sampling,
-    Served,
-    Setting,
-    baseline_of,
-    chosen_settings,
-)
+from shell_router.lab.evaluation.report import Report, engines_of, rows_of, tables
+from shell_router.lab.evaluation.settings import EvaluationOptions, Setting, baseline_of, chosen_settings
 
-VOTE_TOP_P = 0.95
-"""Of the members of a vote."""
 TABLE_COLUMNS = 170
 WARM_UP = Item(-1, "Ready?", "yes", "exact", {})
 
@@ -57,74 +49,60 @@ def rounds_of(
     return [Round(group, (*settings[by:], *settings[:by])) for group, by in zip(groups, shifts, strict=True)]
 
 
-def request_seed(seed: int, question: int, member: int = 0) -> int:
-    """The seed of one request, the same for all settings; the members of a vote have one each. Below 2^31."""
-    return zlib.crc32(f"{seed}/{question}/{member}".encode()) >> 1
+def request_seed(seed: int, question: int) -> int:
+    """The seed of one request, the same for all settings. Below 2^31."""
+    return zlib.crc32(f"{seed}/{question}/0".encode()) >> 1
 
 
-async def asked(client: Client, setting: Setting, item: Item, seed: int, sampling: Sampling) -> Record:
-    """The record of `item` in `setting`; a request that fails gives one too, and cancels the other votes."""
-    bodies = [
-        {
-            "model": member,
-            "messages": [{"role": "user", "content": item.question}],
-            "seed": request_seed(seed, item.index, place),
-            **({"metadata": dict(item.labels)} if item.labels else {}),
-            **_sampling(setting, sampling),
-        }
-        for place, member in enumerate(setting.members)
-    ]
-    failed = ""
+async def asked(client: Client, setting: Setting, item: Item, seed: int, options: EvaluationOptions) -> Record:
+    """The record of `item` in `setting`; a request that fails gives one too."""
     try:
-        async with asyncio.TaskGroup() as tasks:
-            replies = [tasks.create_task(client.ask(body)) for body in bodies]
-    except* ShellRouterError as failures:
-        failed = str(failures.exceptions[0])
-    if failed:
-        return Record(item.index, seed, setting.name, right=False, stated=None, latency_s=0.0, error=failed)
-    return _graded(setting, item, seed, [task.result() for task in replies])
+        reply = await client.ask(request_body(setting, item, seed, options))
+    except ShellRouterError as error:
+        return Record(item.index, seed, setting.name, right=False, stated=None, latency_s=0.0, error=str(error))
+    return _graded(setting, item, seed, reply)
 
 
-def _sampling(setting: Setting, sampling: Sampling) -> Mapping[str, Any]:
-    wanted: dict[str, Any] = {"temperature": sampling.temperature}
-    if setting.kind in ("model", "auto"):
-        wanted = {"temperature": sampling.temperature or 0.0, "max_tokens": sampling.max_tokens}
-    if setting.kind == "vote":
-        tokens = {"max_tokens": sampling.max_tokens}
-        wanted = {"temperature": sampling.vote_temperature, "top_p": VOTE_TOP_P, **tokens}
-    return {name: value for name, value in wanted.items() if value is not None}
+def request_body(setting: Setting, item: Item, seed: int, options: EvaluationOptions) -> dict[str, Any]:
+    """What a router is asked."""
+    sampling: Mapping[str, Any] = {"temperature": options.temperature}
+    if setting.kind != "topology":
+        sampling = {"temperature": options.temperature or 0.0, "max_tokens": options.max_tokens}
+    return {
+        "model": setting.name,
+        "messages": [{"role": "user", "content": item.question}],
+        "seed": request_seed(seed, item.index),
+        **({"metadata": dict(item.labels)} if item.labels else {}),
+        **{name: value for name, value in sampling.items() if value is not None},
+    }
 
 
-def _graded(setting: Setting, item: Item, seed: int, replies: Sequence[Reply]) -> Record:
-    """The record of the answers; of several the plurality counts."""
-    values = [read_answer(reply.text, item.grader) for reply in replies]
-    winner = plurality(values)
-    value = None if winner is None else values[winner]
+def _graded(setting: Setting, item: Item, seed: int, reply: Reply) -> Record:
+    value = read_answer(reply.text, item.grader)
     return Record(
         item.index,
         seed,
         setting.name,
         right=value is not None and value == read_answer(item.answer, item.grader),
         stated=None if value is None else str(value),
-        latency_s=max(reply.latency_s for reply in replies),
-        prompt_tokens=sum(reply.prompt_tokens for reply in replies),
-        completion_tokens=sum(reply.completion_tokens for reply in replies),
-        agents=tuple(agent for reply in replies for agent in reply.agents),
-        exits=tuple(judged for reply in replies for judged in reply.exits),
+        latency_s=reply.latency_s,
+        prompt_tokens=reply.prompt_tokens,
+        completion_tokens=reply.completion_tokens,
+        agents=reply.agents,
+        exits=reply.exits,
     )
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """What is known so far of one run: records in the order in which they were made, and files that failed."""
+    """What is known so far of one run: records in the order in which they were made."""
 
     options: EvaluationOptions
     items: Sequence[Item]
-    served: Sequence[Served]
+    served: Sequence[Setting]
     settings: Sequence[Setting]
     baseline: Setting
     records: list[Record] = field(default_factory=list)
-    trouble: list[str] = field(default_factory=list)
 
     @property
     def wanted(self) -> int:
@@ -135,8 +113,6 @@ class Evaluation:
         """The records so far, summed up."""
         options, names = self.options, tuple(one.name for one in self.settings)
         engine, simulated = engines_of(self.settings, self.served)
-        by = options.reports.by
-        values = {item.index: str(item.facts.get(by, "(none)")) for item in self.items} if by else {}
         return Report(
             data=f"{options.data.name}, {len(self.items)} questions",
             engine=engine,
@@ -145,83 +121,87 @@ class Evaluation:
             baseline=self.baseline.name,
             seeds=options.seeds,
             concurrency=options.concurrency,
-            sampling=asdict(options.sampling),
+            sampling={"temperature": options.temperature, "max_tokens": options.max_tokens},
             asked=len(self.records),
             wanted=self.wanted,
             rows=rows_of(self.records, names, self.baseline.name),
-            by_key=by,
-            by={} if by is None else accuracy_by(self.records, names, values.__getitem__),
         )
-
-    def refuse_trouble(self) -> None:
-        """Raise ShellRouterError where a file could not be written."""
-        if self.trouble:
-            raise ShellRouterError(f"Not all was written. {'. '.join(self.trouble)}.", remedy="The tables are whole.")
 
 
 async def run_evaluation(options: EvaluationOptions) -> Report:
-    """Ask, print the tables, write the files and return what they say; when cancelled, for what was asked so far.
+    """Ask, print the tables, write the files and return what they say.
 
-    Raises ShellRouterError when nothing can be asked, and after the tables when more than half of the requests failed
-    or a file could not be written.
+    Where it ends early, cancelled or as the files cannot be written, the tables and the report are of what was asked so
+    far. Raises ShellRouterError when nothing can be asked, and after the tables when more than half of the requests
+    failed.
     """
-    evaluation = await evaluate(options)
-    evaluation.refuse_trouble()
-    return evaluation.report()
-
-
-async def evaluate(options: EvaluationOptions) -> Evaluation:
-    """The same, but the caller decides what to do about a file that could not be written."""
-    console = Console(markup=False, emoji=False)  # data and files are never taken for markup
-    console = console if console.is_terminal else Console(markup=False, emoji=False, width=TABLE_COLUMNS)
-    check_files(options.reports)
     items = read_items(options.data, grader=options.grader, offset=options.offset, limit=options.limit)
-    known, key = sorted({name for item in items for name in item.facts}), options.reports.by
-    if key is not None and key not in known:
-        remedy = f"Their further keys: {', '.join(known)}." if known else "They have no keys but these two."
-        raise ConfigError(
-            f"--by {key}: the questions have no such key, besides `question` and `answer`.", remedy=remedy
-        )
-    evaluation: Evaluation | None = None
+    console = report_console()
+    async with running_router(options, lambda step: console.print(f"  {step}", style="dim")) as (client, order):
+        return await evaluate(client, order, items, options, console)
+
+
+def report_console() -> Console:
+    """Wide enough for the tables where it is no terminal; data and files are never taken for markup."""
+    console = Console(markup=False, emoji=False)
+    return console if console.is_terminal else Console(markup=False, emoji=False, width=TABLE_COLUMNS)
+
+
+async def evaluate(
+    client: Client, order: Sequence[str], items: Sequence[Item], options: EvaluationOptions, console: Console
+) -> Report:
+    """The same of `items`, with a router that runs; models are listed in this `order`, others last."""
+    served = sorted(await client.served(), key=lambda one: order.index(one.name) if one.name in order else len(order))
+    settings = chosen_settings(options.settings, served)
+    evaluation = Evaluation(options, items, served, settings, baseline_of(settings, options.baseline))
     try:
-        async with running_router(options, lambda step: console.print(f"  {step}", style="dim")) as (client, order):
-            served = sorted(await client.served(), key=lambda one: order.index(one.name) if one.name in order else -1)
-            settings = chosen_settings(options.settings, served)
-            evaluation = Evaluation(options, items, served, settings, baseline_of(settings, options.baseline))
-            await _ask_all(client, evaluation, console)
-    except asyncio.CancelledError:
-        if evaluation is not None:
-            _conclude(evaluation, console)
-            console.print(*evaluation.trouble, sep="\n", end="\n" if evaluation.trouble else "")
-        raise
-    _conclude(evaluation, console)
+        await _ask_all(client, evaluation, console)
+    finally:
+        if evaluation.records:
+            report = evaluation.report()
+            for table in tables(report):
+                console.print(table)
+            if options.json is not None:
+                content = orjson.dumps(report.as_json(), option=orjson.OPT_INDENT_2) + b"\n"
+                _write("--json", options.json, "wb", content)
     errors = [record.error for record in evaluation.records if record.error]
     if len(errors) > len(evaluation.records) / 2:
         answers = len(evaluation.records)
         raise ShellRouterError(f"{len(errors)} of {answers} requests failed, the first one with: {errors[0]}")
-    return evaluation
+    return evaluation.report()
+
+
+def _write(option: str, file: Path, mode: str, content: bytes) -> None:
+    try:
+        with file.open(mode) as opened:
+            opened.write(content)
+    except OSError as error:
+        raise ConfigError(f"{option} {file}: {error.strerror}.", remedy="Name a file that you may write.") from error
 
 
 async def _ask_all(client: Client, evaluation: Evaluation, console: Console) -> None:
-    """Fill the evaluation's records, round by round."""
-    options, settings = evaluation.options, evaluation.settings
+    """Fill the evaluation's records, round by round; each round's are in the file before the next begins."""
+    options, settings, records = evaluation.options, evaluation.settings, evaluation.records
+    if options.records is not None:
+        _write("--records", options.records, "wb", b"")
     for setting in settings:  # an engine's first batches pay for what is done only once
-        await asked(client, setting, WARM_UP, 0, options.sampling)
+        await asked(client, setting, WARM_UP, 0, options)
     console.print(f"Asking {len(evaluation.items)} questions in {len(settings)} settings: {evaluation.wanted} answers.")
-    with _progress(console, evaluation.wanted) as advance, closing(RecordFile(options.reports.records)) as file:
-        evaluation.trouble = file.trouble
+    with _progress(console, evaluation.wanted) as advance:
 
         async def ask(setting: Setting, item: Item, seed: int) -> None:
-            record = await asked(client, setting, item, seed, options.sampling)
-            evaluation.records.append(record)
-            file.add(record)
+            records.append(await asked(client, setting, item, seed, options))
             advance()
 
         for turn in rounds_of(evaluation.items, options.seeds, settings, at_once=options.concurrency):
+            written = len(records)
             for setting in turn.settings:
                 async with asyncio.TaskGroup() as tasks:
                     for item, seed in turn.asked:
                         tasks.create_task(ask(setting, item, seed))
+            if options.records is not None:
+                lines = b"".join(orjson.dumps(record.as_json()) + b"\n" for record in records[written:])
+                _write("--records", options.records, "ab", lines)
 
 
 @contextmanager
@@ -230,12 +210,3 @@ def _progress(console: Console, answers: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("answers", total=answers)
         yield lambda: progress.advance(task)
-
-
-def _conclude(evaluation: Evaluation, console: Console) -> None:
-    """The tables and files, where anything was asked."""
-    if evaluation.records:
-        report = evaluation.report()
-        for table in tables(report):
-            console.print(table)
-        evaluation.trouble += write_reports(report, evaluation.options.reports)

@@ -1,7 +1,6 @@
-"""What is compared (a name that the router serves, or a vote of plain models), and the options of an evaluation."""
+"""What is compared, each a name that the router serves, and the options of an evaluation."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,37 +9,27 @@ from typing import Literal
 from shell_router.batch.questions import Grader
 from shell_router.errors import ConfigError, UnknownModel
 
-VOTE = "vote:"
-DEFAULT_VOTES = 3
-_MEMBERS = re.compile(r"(?P<model>.+?)(?:\*(?P<times>[1-9]\d{0,2}))?")
-
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """One entry of `GET /v1/models`; `engine` names what serves a model, where the router has it.
-
-    An `auto` is asked as a model is; it has to be named, and cannot vote.
-    """
+class Setting:
+    """One entry of `GET /v1/models`; `engine` names what serves a model, where the router has it."""
 
     name: str
     kind: Literal["model", "topology", "auto"]
     engine: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One thing compared. `members` are the names asked for one answer: the one itself, or those that vote."""
-
-    name: str
-    kind: Literal["model", "topology", "auto", "vote"]
-    members: tuple[str, ...]
-
-
-def chosen_settings(named: Sequence[str], served: Sequence[Served]) -> list[Setting]:
-    """The settings `named`, each once, or else all that the router serves. Raises UnknownModel and ConfigError."""
-    kinds = {one.name: one.kind for one in served}
-    names = list(dict.fromkeys(named)) or _all(served)
-    return [_setting(name, kinds) for name in names]
+def chosen_settings(named: Sequence[str], served: Sequence[Setting]) -> list[Setting]:
+    """The settings `named`, each once, or else all models and then all topologies. Raises UnknownModel."""
+    known = {one.name: one for one in served}
+    for name in named:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            remedy = f"It serves: {', '.join(known) or 'nothing'}."
+            raise UnknownModel(f"The router serves no {name!r}.{hint}", remedy=remedy)
+    every = [one for kind in ("model", "topology") for one in served if one.kind == kind]
+    return [known[name] for name in dict.fromkeys(named)] or every
 
 
 def baseline_of(settings: Sequence[Setting], named: str | None) -> Setting:
@@ -54,68 +43,13 @@ def baseline_of(settings: Sequence[Setting], named: str | None) -> Setting:
     raise ConfigError(f"the baseline {named!r} is not among the settings.", remedy=f"They are: {known}.")
 
 
-def _all(served: Sequence[Served]) -> list[str]:
-    """Plain models, a vote of them where there are several, and topologies."""
-    models = [one.name for one in served if one.kind == "model"]
-    vote = VOTE + ",".join(f"{name}*{DEFAULT_VOTES}" for name in models)
-    return [*models, *([vote] if len(models) > 1 else []), *(one.name for one in served if one.kind == "topology")]
-
-
-def _setting(name: str, kinds: Mapping[str, Literal["model", "topology", "auto"]]) -> Setting:
-    if name in kinds:
-        return Setting(name, kinds[name], (name,))
-    if name.startswith(VOTE):
-        return Setting(name, "vote", _members(name, kinds))
-    raise _unknown(name, kinds)
-
-
-def _members(name: str, kinds: Mapping[str, Literal["model", "topology", "auto"]]) -> tuple[str, ...]:
-    members: list[str] = []
-    for part in name.removeprefix(VOTE).split(","):
-        found = _MEMBERS.fullmatch(part.strip())
-        if found is None:
-            raise ConfigError(f"{name!r} names no members.", remedy=f"Write them as in {VOTE}small*3,large.")
-        if kinds.get(found["model"]) != "model":
-            raise _unknown(found["model"], {one: kind for one, kind in kinds.items() if kind == "model"})
-        members += [found["model"]] * int(found["times"] or 1)
-    return tuple(members)
-
-
-def _unknown(name: str, kinds: Mapping[str, str]) -> UnknownModel:
-    close = get_close_matches(name, kinds, 1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return UnknownModel(f"The router serves no {name!r}.{hint}", remedy=f"It serves: {', '.join(kinds) or 'nothing'}.")
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Request-level sampling. What is None is not sent.
-
-    `temperature` goes to topologies only where it is given, and plain models are asked with 0 where it is not; votes
-    have `vote_temperature` and top_p 0.95. `max_tokens` is for plain models and votes.
-    """
-
-    temperature: float | None = None
-    vote_temperature: float = 0.7
-    max_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Reports:
-    """Files that are written, and the key of the data by whose values accuracy is split."""
-
-    json: Path | None = None
-    records: Path | None = None
-    picture: Path | None = None
-    by: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
     """One evaluation: a deployment that is started (`config`) or a router that runs (`url`), and what it is asked.
 
     `topologies` are files and folders that a deployment serves instead of its own. `api_key` is the running router's.
-    `limit_s` is the longest that one request may take.
+    `limit_s` is the longest that one request may take. Topologies get the `temperature` where it is given, other models
+    0 where it is not, and `max_tokens`, where given. `json` gets the report, `records` a line per answer.
     """
 
     data: Path
@@ -131,8 +65,10 @@ class EvaluationOptions:
     seeds: tuple[int, ...] = (0,)
     concurrency: int = 1
     limit_s: float = 900.0
-    sampling: Sampling = Sampling()
-    reports: Reports = Reports()
+    temperature: float | None = None
+    max_tokens: int | None = None
+    json: Path | None = None
+    records: Path | None = None
 
     def __post_init__(self) -> None:
         if (self.config is None) == (self.url is None):

@@ -1,5 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,6 @@ from shell_router.topology import load_topology
 ROWS = rows_of(
     [Record(0, 0, name, right=True, stated="1", latency_s=1.0) for name in ("base", "other")], ["base", "other"], "base"
 )
-IN_FLIGHT, GATE = ("in_flight", "cluster", 0.7), ("threshold", "layer", 0.7)
 
 
 def losing(points: float, latency: float = 1.0, reach: float = 1.0) -> Row:
@@ -24,36 +24,29 @@ def losing(points: float, latency: float = 1.0, reach: float = 1.0) -> Row:
     return replace(ROWS[1], difference=interval, latency_ratio=latency)
 
 
-def chosen(bound: float, *rows: tuple[tuple[str, str, float], float, Row]) -> Choice | None:
-    return choose([(family, {"threshold": threshold}, row) for family, threshold, row in rows], bound)
+def chosen(bound: float, *rows: tuple[float, Row]) -> Choice | None:
+    return choose([({"threshold": threshold}, row) for threshold, row in rows], bound)
 
 
 def test_the_fastest_early_exit_within_the_bound_is_chosen() -> None:
-    choice = chosen(
-        0.5,
-        (IN_FLIGHT, 0.5, losing(2.0, 0.4)),
-        (IN_FLIGHT, 0.6, losing(0.4, 0.7)),
-        (IN_FLIGHT, 0.7, losing(0.1, 0.8)),
-        (GATE, 0.9, losing(0.0, 0.75)),
-    )
+    choice = chosen(0.5, (0.5, losing(2.0, 0.4)), (0.6, losing(0.4, 0.7)), (0.7, losing(0.1, 0.8)))
     assert choice is not None
     assert (choice.settings, choice.latency) == ({"threshold": 0.6}, 0.7)
     assert choice.loss.value == pytest.approx(0.4)
 
 
 def test_one_below_a_threshold_that_loses_too_much_is_not_believed() -> None:
-    rows = ((IN_FLIGHT, 0.5, losing(0.0, 0.3)), (IN_FLIGHT, 0.6, losing(0.6, 0.4)), (IN_FLIGHT, 0.7, losing(0.2, 0.5)))
-    choice = chosen(0.5, *rows, (GATE, 0.5, losing(0.0, 0.6)))
+    choice = chosen(0.5, (0.5, losing(0.0, 0.3)), (0.6, losing(0.6, 0.4)), (0.7, losing(0.2, 0.5)))
     assert choice is not None
     assert choice.settings == {"threshold": 0.7}
 
 
-def test_nothing_is_chosen_where_the_most_cautious_of_each_kind_loses_too_much() -> None:
-    assert chosen(0.5, (IN_FLIGHT, 0.5, losing(0.0)), (IN_FLIGHT, 0.9, losing(0.6)), (GATE, 0.9, losing(1.0))) is None
+def test_nothing_is_chosen_where_the_most_cautious_loses_too_much() -> None:
+    assert chosen(0.5, (0.5, losing(0.0)), (0.9, losing(0.6))) is None
 
 
 def test_a_gain_is_no_loss() -> None:
-    choice = chosen(0.0, (GATE, 0.5, losing(-3.0)))
+    choice = chosen(0.0, (0.5, losing(-3.0)))
     assert choice is not None
     assert choice.loss.value == pytest.approx(-3.0)
 
@@ -69,35 +62,30 @@ def test_a_choice_is_sure_only_where_its_whole_interval_is_within_the_bound() ->
     assert not Choice({}, Interval(0.1, -0.3, 0.6), 0.9).within(0.5)
 
 
-def test_every_combination_is_tried_once_with_the_keys_that_its_policy_reads() -> None:
-    tried = Tried(("in_flight", "threshold", "stochastic"), ("cluster",), (0.6, 0.7), (0.5, 0.9))
-    assert [settings for _, settings in tried.settings()] == [
+def test_every_threshold_is_tried_with_the_keys_that_its_policy_reads() -> None:
+    assert Tried((0.5, 0.9)).settings() == [
         {"policy": "in_flight", "scope": "cluster", "threshold": 0.5},
         {"policy": "in_flight", "scope": "cluster", "threshold": 0.9},
-        {"policy": "threshold", "scope": "cluster", "tau": 0.6, "threshold": 0.5},
-        {"policy": "threshold", "scope": "cluster", "tau": 0.6, "threshold": 0.9},
-        {"policy": "threshold", "scope": "cluster", "tau": 0.7, "threshold": 0.5},
-        {"policy": "threshold", "scope": "cluster", "tau": 0.7, "threshold": 0.9},
-        {"policy": "stochastic", "scope": "cluster", "tau": 0.6},
-        {"policy": "stochastic", "scope": "cluster", "tau": 0.7},
+    ]
+    assert Tried((0.5,), "threshold", "layer", 0.6).settings() == [
+        {"policy": "threshold", "scope": "layer", "tau": 0.6, "threshold": 0.5}
     ]
 
 
 @pytest.mark.parametrize(
     ("said", "match"),
     [
-        ({"policies": ()}, "--policies must name"),
         ({"thresholds": (0.5, 0.8, 0.5)}, "--thresholds must name at least one value, and each once"),
-        ({"policies": ("in_flght",)}, "policy must be one of"),
-        ({"scopes": ("tree",)}, "scope must be"),
-        ({"taus": (0.0,)}, "tau must be"),
+        ({"policy": "in_flght"}, "policy must be one of"),
+        ({"scope": "tree"}, "scope must be"),
+        ({"tau": 0.0}, "tau must be"),
         ({"thresholds": (1.5,)}, "threshold must be between"),
         ({"thresholds": (float("nan"),)}, "threshold must be between"),
     ],
 )
-def test_what_no_early_exit_can_have_is_refused(said: dict[str, tuple[float, ...]], match: str) -> None:
+def test_what_no_early_exit_can_have_is_refused(said: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        Tried(**{"policies": ("in_flight",), "scopes": ("cluster",), "taus": (0.7,), "thresholds": (0.8,)} | said)  # type: ignore[arg-type]
+        Tried(**{"thresholds": (0.8,)} | said)
 
 
 EXIT = {"policy": "threshold", "scope": "cluster", "tau": 0.7, "threshold": 0.5}
@@ -131,22 +119,12 @@ def test_the_files_written_are_topologies_that_differ_in_their_early_exit_alone(
     mine, folder = tmp_path / "mine.yaml", tmp_path / "variants"
     mine.write_text("tree: {shape: [3, 1], models: [small]}\nearly_exit: {min_completed: 1}")
     folder.mkdir()
-    variants = write_variants(mine, Tried(("in_flight",), ("cluster", "layer"), (0.7,), (0.5, 0.50000001)), folder)
+    variants = write_variants(mine, Tried((0.5, 0.50000001)), folder)
     loaded = {name: load_topology(folder / f"{name}.yaml") for name in (variants.none, *variants.exits)}
     gates = [topology.clusters[0].early_exit for topology in loaded.values()]
-    assert len(set(gates)) == 5
+    assert len(set(gates)) == 3
     assert gates[:2] == [None, EarlyExit("in_flight", threshold=0.5, min_completed=1)]
     assert all(topology.agents == loaded[variants.none].agents for topology in loaded.values())
-
-
-def test_a_file_that_names_its_clusters_has_no_other_scope(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text(
-        "agents:\n  a: {model: m}\n  b: {model: m}\n  c: {model: m, precursors: [a, b]}\n"
-        "clusters: {one: {agents: [a, b]}}\n"
-    )
-    variants = write_variants(mine, Tried(("stochastic",), ("cluster", "layer"), (0.7,), (0.5,)), tmp_path)
-    assert [settings["scope"] for _, settings in variants.exits.values()] == ["cluster"]
 
 
 def test_the_outcome_is_a_line_for_the_file_with_what_it_costs_and_saves() -> None:

@@ -1,15 +1,13 @@
-"""The report's title, tables and picture."""
+"""The report's title and tables."""
 
 from dataclasses import replace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from shell_router.lab.evaluation.output import draw_picture, tables
-from shell_router.lab.evaluation.report import Report, accuracy_by, engines_of, rows_of
-from shell_router.lab.evaluation.settings import Served, Setting
+from shell_router.lab.evaluation.report import Report, engines_of, rows_of, tables
+from shell_router.lab.evaluation.settings import Setting
 from tests.fakes.evaluations import agent, failed, judged, record
 
 RECORDS = [
@@ -33,8 +31,6 @@ def _report(**changes: Any) -> Report:
         asked=3,
         wanted=3,
         rows=rows_of(RECORDS, NAMES, "tree"),
-        by_key="steps",
-        by=accuracy_by(RECORDS, NAMES, lambda _question: "2"),
     )
     return replace(report, **changes)
 
@@ -66,7 +62,6 @@ def test_the_tables_have_a_line_per_setting_with_a_dash_where_nothing_is_known()
     assert cells["small"] == [
         ["1", "0", "0.0% [0.0, 79.3]", "-100.0 [-100.0, +51.0]", "0.50", "0.50", "0.25", "100", "80%", "10"],
         ["small 1, 1 of 1", "0.00", "-", "-", "-", "0"],
-        ["0.0% [0.0, 79.3]"],
     ]
     assert cells["large"][0][:2] == ["1", "1"]
     assert cells["large"][0][4:] == ["-"] * 6
@@ -78,55 +73,22 @@ def test_the_json_says_how_its_intervals_were_made_and_holds_the_rows() -> None:
     found = _report().as_json()
     assert set(found["methods"]) == {"accuracy", "difference"}
     assert [row["setting"] for row in found["rows"]] == list(NAMES)
-    assert (found["partial"], found["simulated"], found["by"]["2"]["small"]["value"]) == (False, False, 0.0)
-
-
-def test_the_picture_has_a_point_and_a_name_for_each_setting_that_answered() -> None:
-    svg = ElementTree.fromstring(draw_picture(_report(settings=NAMES, engine="a < b & c")))
-    space = "{http://www.w3.org/2000/svg}"
-    words = [found.text or "" for found in svg.iter(f"{space}text")]
-    assert len(list(svg.iter(f"{space}circle"))) == 2
-    assert [name for name in words if "×" in name] == ["1  small: 0%, ×0.25", "2  tree: 100%, ×1.00"]
-    [baseline] = [
-        group for group in svg.iter(f"{space}g") if group.get("class") and group.find(f"{space}circle") is not None
-    ]
-    assert [found.text for found in baseline.iter(f"{space}text")] == ["2"]
-
-
-def test_the_picture_puts_slower_settings_to_the_right_and_better_ones_above() -> None:
-    svg = ElementTree.fromstring(draw_picture(_report()))
-    small, tree = svg.iter("{http://www.w3.org/2000/svg}circle")
-    assert float(small.get("cx", 0)) < float(tree.get("cx", 0))
-    assert float(small.get("cy", 0)) > float(tree.get("cy", 0))
-
-
-def test_a_name_is_written_so_that_the_picture_stays_an_svg() -> None:
-    rows = rows_of([record("a<b&c", 0)], ["a<b&c"], "a<b&c")
-    words = [found.text for found in ElementTree.fromstring(draw_picture(_report(rows=rows, baseline="a<b&c"))).iter()]
-    assert "1  a<b&c: 100%, ×1.00" in words
-
-
-def test_a_picture_is_high_enough_for_its_legend() -> None:
-    names = [f"s{number}" for number in range(30)]
-    svg = ElementTree.fromstring(draw_picture(_report(rows=rows_of([record(name, 0) for name in names], names, "s0"))))
-    lowest = max(float(found.get("y", 0)) for found in svg.iter("{http://www.w3.org/2000/svg}text"))
-    assert lowest < float(svg.get("viewBox", "").split()[3])
+    assert (found["partial"], found["simulated"]) == (False, False)
 
 
 def test_names_in_the_tables_are_no_markup() -> None:
     rows = rows_of([record("[/x]", 0)], ["[/x]"], "[/x]")
-    printed = _printed(_report(rows=rows, data="[red]", by_key="[/k]", by={"[/v]": {}}))
-    assert all(words in printed for words in ("[/x]", "Evaluation of [red]", "Accuracy by [/k]", "[/v]"))
-
-
-def test_a_picture_of_nothing_that_answered_is_one_without_points() -> None:
-    rows = rows_of([failed("large", 0)], ["large"], "large")
-    assert "<circle" not in draw_picture(_report(rows=rows))
+    printed = _printed(_report(rows=rows, data="[red]"))
+    assert all(words in printed for words in ("[/x]", "Evaluation of [red]"))
 
 
 def test_engines_are_those_of_the_models_that_may_be_asked() -> None:
-    served = [Served("a", "model", "SGLang 0.5.16"), Served("b", "model", "scripted engine"), Served("t", "topology")]
-    alone, tree = Setting("a", "model", ("a",)), Setting("t", "topology", ("t",))
+    served = [
+        Setting("a", "model", "SGLang 0.5.16"),
+        Setting("b", "model", "scripted engine"),
+        Setting("t", "topology"),
+    ]
+    alone, tree = served[0], served[2]
     assert engines_of([alone], served) == ("SGLang 0.5.16", False)
     assert engines_of([alone, tree], served) == ("SGLang 0.5.16; scripted engine", True)
-    assert engines_of([tree], [Served("a", "model"), served[2]])[1] is None
+    assert engines_of([tree], [Setting("a", "model"), served[2]])[1] is None

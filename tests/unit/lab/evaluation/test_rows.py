@@ -3,7 +3,7 @@
 import pytest
 
 from shell_router.core.statistics import paired_difference, wilson
-from shell_router.lab.evaluation.report import accuracy_by, rows_of
+from shell_router.lab.evaluation.report import rows_of
 from tests.fakes.evaluations import agent, failed, judged, record
 
 BASE = [record("base", 0, True, 4.0), record("base", 1, False, 2.0), record("base", 2, True, 1.0)]
@@ -98,19 +98,6 @@ def test_saved_tokens_are_what_agents_of_the_same_model_and_layer_write_less_wha
     cut = (*leaves, agent(state="unneeded", tokens=0, layer=1, started=False))
     [row] = rows_of([record("a", 0, agents=finished), record("a", 1, agents=cut)], ["a"], "a")
     assert row.saved_tokens == (50 - 20 + 900) / 2  # one leaf wrote more than they usually do: nothing saved
-
-
-def test_accuracy_by_a_fact_has_its_values_in_order() -> None:
-    records = [record("a", question, right=question != 0) for question in range(3)]
-    found = accuracy_by(records, ["a", "b"], {0: "10", 1: "9", 2: "none"}.__getitem__)
-    assert list(found) == ["9", "10", "none"]
-    assert found["10"] == {"a": wilson(0.0, 1)}
-
-
-def test_negative_and_decimal_values_stand_in_their_order_before_words() -> None:
-    values = ["b", "10", "-1.5", "9", ".5", "-2", "1e1x", "٣"]
-    records = [record("a", question) for question in range(len(values))]
-    assert list(accuracy_by(records, ["a"], values.__getitem__)) == ["-2", "-1.5", ".5", "9", "10", "1e1x", "b", "٣"]
 
 
 def test_an_agent_that_votes_counts_to_no_model() -> None:
