@@ -31,8 +31,8 @@ from shell_router.batch.planner import WITHOUT_SOLVER, Plan, Workload, plan
 from shell_router.batch.pool import ALWAYS, Pool, load_pool
 from shell_router.batch.pool_run import profile_pool, questions_for, run_pool
 from shell_router.batch.questions import Questions
-from shell_router.batch.results import Trial, trials
 from shell_router.batch.run import Finished, Follow
+from shell_router.core.statistics import paired_difference, wilson
 
 ROOT = Path(__file__).parents[1]
 PLANNERS: dict[str, Callable[[Workload], Plan]] = {"ilp": plan, "round-robin": WITHOUT_SOLVER["round-robin"]}
@@ -94,12 +94,8 @@ def _planned_row(name: str, rounds: Sequence[dict[str, Finished]]) -> Row:
 async def _gated(pool: Pool, questions: Questions, drafts: Path) -> list[Row]:
     """A row per tau, each on the same drafts."""
     always = await _aggregated(pool, questions, drafts, ALWAYS)
-    judged = {round(trial.tau, 2): trial for trial in trials(always.results, "plurality")}
-    gated = {tau: await _aggregated(pool, questions, drafts, tau) for tau in TAUS}
-    return [
-        _gate_row("always asked", judged[ALWAYS], always),
-        *(_gate_row(f"tau {tau:.2f}", judged[round(tau, 2)], done) for tau, done in gated.items()),
-    ]
+    gated = {f"tau {tau:.2f}": await _aggregated(pool, questions, drafts, tau) for tau in TAUS}
+    return [_gate_row(name, done, always) for name, done in {"always asked": always, **gated}.items()]
 
 
 async def _aggregated(pool: Pool, questions: Questions, drafts: Path, tau: float) -> Finished:
@@ -109,14 +105,16 @@ async def _aggregated(pool: Pool, questions: Questions, drafts: Path, tau: float
     return await run_pool(pool.with_tau(tau), questions, folder, plan, QUIET)
 
 
-def _gate_row(name: str, trial: Trial, done: Finished) -> Row:
+def _gate_row(name: str, done: Finished, always: Finished) -> Row:
     (stage,) = (stage for stage in done.stages if stage.role == "aggregator")
-    right = statistics.mean(bool(result.right) for result in done.results)
+    rights, those = ([bool(result.right) for result in one.results] for one in (done, always))
+    right = wilson(statistics.mean(rights), len(rights))
+    lost = paired_difference([other - own for other, own in zip(those, rights, strict=True)])
     return {
         "gate": name,
-        "skipped": f"{trial.skipped:.0%}",
-        "right": f"{right:.1%} [{trial.accuracy.low:.1%}, {trial.accuracy.high:.1%}]",
-        "lost": f"{trial.loss.value:+.1f} [{trial.loss.low:+.1f}, {trial.loss.high:+.1f}]",
+        "skipped": f"{statistics.mean(result.by == 'proposers' for result in done.results):.0%}",
+        "right": f"{right.value:.1%} [{right.low:.1%}, {right.high:.1%}]",
+        "lost": f"{100 * lost.value:+.1f} [{100 * lost.low:+.1f}, {100 * lost.high:+.1f}]",
         "predicted_s": stage.plan.makespan_s,
         "stage_s": stage.measured.makespan_s,
     }

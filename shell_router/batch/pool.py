@@ -20,7 +20,7 @@ ALWAYS = 2.0
 """A tau that no agreement reaches: the aggregator is asked everything."""
 
 AnswerKind = Literal["auto", "exact", "numeric", "choice"]
-Agreement = Literal["plurality", "probability", "similarity"]
+Agreement = Literal["plurality", "probability"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Aggregating:
 
     model: Annotated[str, "One of the models."]
     tau: Annotated[float, "Agreement that needs no aggregator; 1 is all, 0.67 two of three, above 1 never."] = 1.0
-    confidence: Annotated[Agreement, "Measure of agreement: `plurality`, `probability` or `similarity`."] = "plurality"
+    confidence: Annotated[Agreement, "Measure of agreement: `plurality` or `probability`."] = "plurality"
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
 
     def __post_init__(self) -> None:
@@ -176,21 +176,11 @@ class Pool:
         if self.aggregate is not None:
             model = self.aggregate.model
             require(model in self.models, f"aggregate names {model!r}, none of the models")
-            require(
-                not self.judges_by_similarity or self.embedder.model != "none",
-                "aggregate.confidence is similarity, and embedder.model none",
-                remedy="Name an embedding model, or another confidence.",
-            )
 
     @property
     def proposer_names(self) -> tuple[str, ...]:
         """The models that answer questions."""
         return self.proposers or tuple(self.models)
-
-    @property
-    def judges_by_similarity(self) -> bool:
-        """Whether the gate needs the drafts' embeddings."""
-        return self.aggregate is not None and self.aggregate.confidence == "similarity"
 
     def with_tau(self, tau: float | None) -> "Pool":
         """The pool with another tau for its gate, if one is given. Raises ConfigError."""

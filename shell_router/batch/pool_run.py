@@ -22,7 +22,6 @@ from shell_router.batch.results import Result, as_lines, read_results
 from shell_router.batch.run import Finished, Follow, Planner, Rig, run_batch
 from shell_router.batch.sessions import profiled
 from shell_router.batch.workers import pool_workers
-from shell_router.config import EmbedderSettings
 from shell_router.config.read import read_file
 from shell_router.core.statistics import Floats
 from shell_router.errors import ConfigError
@@ -78,10 +77,8 @@ async def run_pool(
     batch = Batch(pool, questions, await recruit(pool, questions.asked, seed), seed)
     profile = _profile(pool)
     with opened(folder, _depends_on(pool, questions, seed)) as journal:
-        settings = pool.embedder if pool.judges_by_similarity else EmbedderSettings(model="none")
-        async with running_embedder(settings) as running, pool_workers(pool, folder / "logs") as workers:
-            rig = Rig(workers, profile, monotonic, running.embedder)
-            finished = await run_batch(batch, rig, journal, planner, follow)
+        async with pool_workers(pool, folder / "logs") as workers:
+            finished = await run_batch(batch, Rig(workers, profile, monotonic), journal, planner, follow)
     _write(folder / "results.jsonl", as_lines(finished.results))
     return finished
 

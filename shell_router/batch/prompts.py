@@ -4,7 +4,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from shell_router.batch.journal import Key, Output, Role
@@ -97,16 +97,13 @@ class Verdict:
         return self.winner is not None and self.confidence >= tau - ROUNDING
 
 
-def verdict_of(votes: Sequence[Vote], measure: Agreement = "plurality", similarity: float = 0.0) -> Verdict:
+def verdict_of(votes: Sequence[Vote], measure: Agreement = "plurality") -> Verdict:
     """The plurality and its confidence.
 
     By plurality C = max_a |{i : a_i = a}| / k (equation 11); a proposer without an answer agrees with none. By
-    probability each vote weighs as much as its own. `similarity` is measured where outputs can be embedded
-    (`run.with_similarity`).
+    probability each vote weighs as much as its own.
     """
     winner = plurality([vote.answer for vote in votes])
-    if measure == "similarity":
-        return Verdict(winner, similarity)
     weights = [vote.probability if measure == "probability" else 1.0 for vote in votes]
     if winner is None or not sum(weights):
         return Verdict(winner, 0.0)
@@ -130,16 +127,12 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Questions for a pool and, by id, the proposers that answer each, in the order in which the aggregator reads them.
-
-    `similarity` is, per question, what the gate's confidence by similarity is, once its proposers have answered.
-    """
+    """Questions for a pool and, by id, the proposers that answer each, in the order that the aggregator reads them."""
 
     pool: Pool
     questions: Questions
     proposers: Mapping[str, Sequence[str]]
     seed: int = 0
-    similarity: Mapping[str, float] = field(default_factory=dict)
 
     def proposer_prompts(self) -> list[Prompt]:
         """One per question and proposer."""
@@ -168,7 +161,7 @@ class Batch:
         gate = self.pool.aggregate
         if gate is None:
             return Judged(written, verdict_of(votes), True)
-        verdict = verdict_of(votes, gate.confidence, self.similarity.get(question.id, 0.0))
+        verdict = verdict_of(votes, gate.confidence)
         return Judged(written, verdict, verdict.passes(gate.tau))
 
     def _prompt(self, question: Question, role: Role, model: str, text: str, sampling: Sampling) -> Prompt:

@@ -1,10 +1,8 @@
 """A batch for people: its plan as a table or a picture, its progress on a terminal, and what it came to."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from io import StringIO
 
 from rich.bar import Bar
 from rich.console import Console
@@ -14,12 +12,11 @@ from rich.text import Text
 
 from shell_router.batch.journal import Output
 from shell_router.batch.planner import OPTIMAL_GAP, Plan
-from shell_router.batch.results import Result, Trial
+from shell_router.batch.results import Result
 from shell_router.batch.run import Follow, Stage
 from shell_router.batch.sessions import Sessions
 from shell_router.core.statistics import wilson
 
-WIDTH = 120
 COLORS = ("blue", "green", "yellow", "magenta", "cyan", "red")
 
 
@@ -43,19 +40,6 @@ def plan_table(plan: Plan) -> Table:
             Bar(plan.makespan_s, session.begin_s, session.end_s, color=color),
         )
     return table
-
-
-def draw_plan(plan: Plan) -> str:
-    """The table as the text of an SVG."""
-    console = Console(record=True, file=StringIO(), width=WIDTH)
-    console.print(plan_table(plan))
-    return recorded_svg(console, f"{plan.makespan_s:.1f} s")
-
-
-def recorded_svg(console: Console, title: str) -> str:
-    """What a recording console printed, as the text of an SVG that loads nothing from elsewhere."""
-    drawn = console.export_svg(title=title, unique_id="shell-router")
-    return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
 
 
 def plan_summary(plan: Plan, others: Sequence[Plan]) -> list[str]:
@@ -88,27 +72,6 @@ def outcome(results: Sequence[Result], stages: Sequence[Stage]) -> list[str]:
         share = wilson(sum(bool(result.right) for result in graded) / len(graded), len(graded))
         lines.append(f"{share.value:.1%} of {len(graded)} right ({share.low:.1%} to {share.high:.1%}).")
     return lines
-
-
-def trial_table(tried: Sequence[Trial], chosen: Trial) -> Table:
-    """A line per tau that skips the aggregator a twentieth more often than the one before; the chosen one is marked."""
-    table = Table(title="Gate", title_justify="left")
-    for heading in ("tau", "aggregator skipped", "right, % [95 %]", "points lost [95 %]", ""):
-        table.add_column(heading, justify="right")
-    last_skipped = -1.0
-    for trial in tried:
-        if trial not in (chosen, tried[-1]) and trial.skipped - last_skipped < 0.05:
-            continue
-        last_skipped = trial.skipped
-        right, loss = trial.accuracy, trial.loss
-        table.add_row(
-            "always asked" if trial is tried[0] else f"{trial.tau:.3g}",
-            f"{trial.skipped:.0%}",
-            f"{right.value:.1%} [{right.low:.1%}, {right.high:.1%}]",
-            f"{loss.value:+.1f} [{loss.low:+.1f}, {loss.high:+.1f}]",
-            "chosen" if trial is chosen else "",
-        )
-    return table
 
 
 class _OnScreen(Follow):

@@ -1,8 +1,4 @@
-"""What came out of a batch: one result per line of the questions' file; and what each tau would have skipped and lost.
-
-MOSAIC fixes tau at 1 or 2/3 and leaves its choice open. Here every tau is judged on one run in which the aggregator
-answered every question: no model is asked again.
-"""
+"""What came out of a batch: one result per line of the questions' file."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,10 +8,8 @@ from typing import Literal
 import orjson
 
 from shell_router.batch.journal import Output
-from shell_router.batch.pool import ALWAYS, Agreement
-from shell_router.batch.prompts import Batch, Judged, Outputs, Verdict, Vote, verdict_of
+from shell_router.batch.prompts import Batch, Judged, Outputs
 from shell_router.batch.questions import Question
-from shell_router.core.statistics import Interval, paired_difference, wilson
 from shell_router.errors import DataError
 
 Source = Literal["proposers", "aggregator", "none"]
@@ -128,57 +122,3 @@ def _proposal(batch: Batch, question: Question, output: Output) -> Proposal:
     right = None if output.error else question.grade(output.text)
     answer = batch.pool.answers.read(output.text)
     return Proposal(output.model, answer, output.confidence, output.completion_tokens, right, output.error)
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One tau on one run: the share of questions it skips the aggregator for, how right it is, and points lost."""
-
-    tau: float
-    skipped: float
-    accuracy: Interval
-    loss: Interval
-
-
-def trials(results: Sequence[Result], confidence: Agreement | None = None) -> list[Trial]:
-    """Every tau that makes a difference, the most cautious first; the first asks the aggregator always.
-
-    Agreement is measured by `confidence`, plurality or probability, or as it was in the run. Questions on which the
-    aggregator failed are left out. Raises DataError unless right answers are known, and the aggregator was asked
-    wherever proposers answered.
-    """
-    graded = [result for result in results if result.right is not None and result.proposals]
-    if any(result.by == "proposers" and not result.error for result in graded):
-        raise DataError("The aggregator was not asked everything.", remedy="Run it with --tau 2, in the same folder.")
-    known = [result for result in graded if result.by != "proposers"]
-    if not known:
-        raise DataError("No right answers are known in this run.", remedy="Run questions that have an answer.")
-    verdicts = [_verdict(result, confidence) for result in known]
-    taus = sorted({round(one.confidence, 4) for one in verdicts if one.winner is not None})
-    return [_trial(tau, known, verdicts) for tau in (ALWAYS, *reversed(taus)) if tau > 0]
-
-
-def _verdict(result: Result, measure: Agreement | None) -> Verdict:
-    votes = [Vote(one.answer, one.confidence) for one in result.proposals]
-    return Verdict(result.winner, verdict_of(votes, measure).confidence if measure else result.confidence)
-
-
-def choose(tried: Sequence[Trial], bound: float) -> Trial:
-    """The lowest tau that, with all above it, loses at most `bound` points."""
-    chosen = tried[0]
-    for trial in tried:
-        if trial.loss.value > bound:
-            break
-        chosen = trial
-    return chosen
-
-
-def _trial(tau: float, results: Sequence[Result], verdicts: Sequence[Verdict]) -> Trial:
-    skipped = [verdict.passes(tau) for verdict in verdicts]
-    right = [
-        bool(result.proposals[result.winner].right) if skip and result.winner is not None else bool(result.right)
-        for result, skip in zip(results, skipped, strict=True)
-    ]
-    lost = paired_difference([float(bool(was.right)) - now for was, now in zip(results, right, strict=True)])
-    points = Interval(*(100 * end for end in (lost.value, lost.low, lost.high)))
-    return Trial(tau, sum(skipped) / len(skipped), wilson(sum(right) / len(right), len(right)), points)

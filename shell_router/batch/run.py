@@ -1,6 +1,5 @@
 """A whole batch: proposers planned and run, then the gate, then the aggregator where they do not agree."""
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,33 +7,25 @@ from dataclasses import dataclass, replace
 from shell_router.batch.journal import Journal, Output, Role
 from shell_router.batch.planner import ModelWork, Plan, Session, Workload
 from shell_router.batch.profile import PoolProfile
-from shell_router.batch.prompts import Batch, Outputs, Prompt
+from shell_router.batch.prompts import Batch, Prompt
 from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.results import Result, results_of
 from shell_router.batch.sessions import Clock, Sessions, Workers, ungrouped
-from shell_router.core.predictors import Embedder, TokenStates
-from shell_router.early_exit.algorithm1 import ClusterGate, features
-from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 Planner = Callable[[Workload], Plan | Awaitable[Plan]]
 """One that is no coroutine holds up the event loop while it plans."""
-MEASURED = EarlyExit(policy="threshold")
 
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """What a batch runs on: the pool's workers, what its models cost there, and monotonic seconds.
-
-    A gate that judges by similarity needs the `embedder`.
-    """
+    """What a batch runs on: the pool's workers, what its models cost there, and monotonic seconds."""
 
     workers: Workers
     profile: PoolProfile
     clock: Clock
-    embedder: Embedder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +68,7 @@ async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, 
     """Ask what the journal lacks, and return what came of everything.
 
     Afterwards the journal holds an output or an error of every proposer for every question, and of the aggregator for
-    those that do not pass the gate. Raises ConfigError where there is no plan, or no more can be written down, and
-    EngineError where the embedder fails.
+    those that do not pass the gate. Raises ConfigError where there is no plan, or no more can be written down.
     """
     pool = batch.pool
 
@@ -103,7 +93,6 @@ async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, 
         follow.on_output(output)
 
     stages = [await stage("proposer", batch.proposer_prompts(), pool.capacity or len(pool.proposer_names))]
-    batch = await with_similarity(batch, journal.get, rig.embedder)
     if pool.aggregate is not None:
         stages.append(await stage("aggregator", batch.aggregator_prompts(journal.get), 1))
     return Finished(results_of(batch, journal.get), stages)
@@ -116,24 +105,3 @@ def _cost(profile: PoolProfile, role: Role, model: str, prompts: int, workers: i
         raise ConfigError("The profile has no aggregator.", remedy="Run shell-router batch profile again.")
     # MOSAIC runs it on all GPUs (section 5.3); equation 8 would spare loads that nothing else waits for
     return replace(profile.aggregator.cost(model, prompts), most_workers=workers)
-
-
-async def with_similarity(batch: Batch, outputs: Outputs, embedder: Embedder | None) -> Batch:
-    """The batch with the similarity of every question's drafts, where its gate asks for it. Raises EngineError."""
-    if embedder is None or not batch.pool.judges_by_similarity:
-        return batch
-    similarity = {}
-    for question in batch.questions.asked:
-        drafts = batch.judged(question, outputs).drafts
-        states = [await embedder.embed(draft.text) for draft in drafts]
-        similarity[question.id] = await asyncio.to_thread(_similarity, drafts, states)
-    return replace(batch, similarity=similarity)
-
-
-def _similarity(drafts: Sequence[Output], states: Sequence[TokenStates]) -> float:
-    """P of all drafts together (Faster-MoA's Algorithm 1, lines 3 to 11), by confidence; 0 for fewer than two."""
-    gate = ClusterGate(tau=MEASURED.tau, min_completed=MEASURED.min_completed)
-    for draft, one in zip(drafts, states, strict=True):
-        gate.completed(draft.model, draft.confidence, features(one))
-    score = gate.score()
-    return score.agreement if score else 0.0

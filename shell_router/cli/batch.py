@@ -1,4 +1,4 @@
-"""`shell-router batch`: profile, plan, run, calibrate."""
+"""`shell-router batch`: profile, plan, run."""
 
 import json as jsonlib
 from functools import partial
@@ -9,7 +9,6 @@ import typer
 
 from shell_router.cli.options import (
     Json,
-    Picture,
     Seed,
     WholeNumbers,
     argument,
@@ -63,22 +62,21 @@ def profile(
         run(profile_pool(found, questions, sizes, follow))
 
 
-@app.command(epilog=examples("shell-router batch plan workload.yaml --picture plan.svg"))
+@app.command(epilog=examples("shell-router batch plan workload.yaml --json plan.json"))
 def plan(
     workload: Annotated[Path, argument("WORKLOAD", "YAML: workers, their capacity, models and their costs.")],
     method: Planner = "ilp",
     limit_s: LimitS = 10.0,
     json: Json = None,
-    picture: Picture = None,
 ) -> None:
     """Plan which worker runs how many prompts of each model."""
     from rich.console import Console
 
     from shell_router.batch.planner import WITHOUT_SOLVER, Workload
-    from shell_router.batch.report import draw_plan, plan_summary, plan_table
+    from shell_router.batch.report import plan_summary, plan_table
     from shell_router.config.read import read_file
 
-    require_writable(json, picture)
+    require_writable(json)
     found, _ = read_file(workload, Workload, see="docs/how-to/batch-a-file.md explains workloads.")
     made = planned(found, method, limit_s)
     Console().print(plan_table(made))
@@ -86,8 +84,6 @@ def plan(
     print("\n".join(plan_summary(made, others)))
     if json:
         write(json, jsonlib.dumps(made.as_json(), indent=2) + "\n")
-    if picture:
-        write(picture, draw_plan(made))
 
 
 @app.command("run", epilog=examples("shell-router batch run pool.yaml --data questions.jsonl --out run1"))
@@ -118,21 +114,3 @@ def answer(
         print("\n".join(outcome(finished.results, finished.stages)))
 
     run(ran())
-
-
-@app.command(epilog=examples("shell-router batch calibrate run1 --bound 1"))
-def calibrate(
-    folder: Annotated[Path, argument("FOLDER", "A run with --tau 2, on questions with answers.")],
-    confidence: Annotated[
-        Literal["plurality", "probability"] | None, option("Measure of agreement. Default: the run's.")
-    ] = None,
-    bound: Annotated[float, option("Points of accuracy that may be lost.")] = 0.5,
-) -> None:
-    """Choose when the aggregator may be skipped, from a finished run."""
-    from rich.console import Console
-
-    from shell_router.batch.report import trial_table
-    from shell_router.batch.results import choose, read_results, trials
-
-    tried = trials(read_results(folder), confidence)
-    Console().print(trial_table(tried, choose(tried, bound)))

@@ -1,4 +1,4 @@
-"""`shell-router batch profile`, `run` and `calibrate`: what they refuse, and what needs no engine."""
+"""`shell-router batch profile` and `run`: what they refuse, and what needs no engine."""
 
 import re
 from collections.abc import Sequence
@@ -84,19 +84,11 @@ def test_a_run_that_lacks_only_its_results_writes_them(folder: Path, capsys: pyt
     assert "75.0% of 4 right" in said
 
 
-def test_another_tau_needs_no_new_outputs_and_is_then_calibrated(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_tau_needs_no_new_outputs(folder: Path) -> None:
     run = written(folder)
     assert batch(folder, "run", "--out", run) == 0
-    assert main(["batch", "calibrate", str(run)]) == 2
-    assert "The aggregator was not asked everything. Run it with --tau 2" in capsys.readouterr().err
     assert batch(folder, "run", "--out", run, "--tau", "2") == 0
     assert [one["by"] for one in results(run)] == ["aggregator"] * 4
-    assert main(["batch", "calibrate", str(run), "--bound", "30", "--confidence", "plurality"]) == 0
-    table = capsys.readouterr().out
-    assert "always asked" in table
-    assert table.count("chosen") == 1
 
 
 @pytest.mark.parametrize(
@@ -210,11 +202,6 @@ def test_a_pool_without_an_aggregator_takes_no_tau(folder: Path, capsys: pytest.
     (folder / "pool.yaml").write_text(POOL.replace("aggregate:", "# aggregate:"), encoding="utf-8")
     assert batch(folder, "run", "--out", folder / "run", "--tau", "1") == 2
     assert "tau needs an aggregator, and the pool has none. Add `aggregate` to it" in capsys.readouterr().err
-
-
-def test_a_folder_without_a_run_cannot_be_calibrated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["batch", "calibrate", str(folder)]) == 2
-    assert "Name the folder of a run that has ended" in capsys.readouterr().err
 
 
 def test_the_screen_shows_names_as_they_are_and_counts_outputs() -> None:

@@ -74,11 +74,3 @@ def test_experts_that_are_not_sure_at_all_give_no_confidence() -> None:
 def test_a_tau_that_lets_everything_pass_is_refused(tau: float) -> None:
     with pytest.raises(ConfigError, match=r"tau must be above 0, not .+\. 1 means all proposers"):
         Aggregating("a", tau)
-
-
-def test_by_similarity_the_answers_choose_the_winner_and_the_likeness_is_the_confidence() -> None:
-    verdict = verdict_of(votes("aab"), "similarity", 0.61)
-    assert (verdict.winner, verdict.confidence) == (1, 0.61)
-    assert verdict.passes(0.6)
-    assert not verdict_of(votes("aaa"), "similarity", 0.5).passes(0.6)
-    assert not verdict_of(votes("..."), "similarity", 0.9).passes(0.6)

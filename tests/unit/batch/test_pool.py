@@ -56,14 +56,10 @@ def test_paths_count_from_the_files_folder_and_what_is_not_said_has_a_default(fi
         (("  - embedded: {}", "  - {}"), r":6: a worker is embedded or a pair, and not both\. Write `embedded: \{\}`"),
         ((", launch: {prefill_gpus: [0], decode_gpus: [1]}", ""), r":7: a worker's pair is started .*`launch: \{\}`"),
         (("model: large", "model: big"), r":2: aggregate names 'big', none of the models"),
-        (
-            ("tau: 0.67}", "confidence: similarity}\nembedder: {model: none}"),
-            r"aggregate.confidence is similarity, and embedder.model none\. Name an embedding model",
-        ),
         (("tau: 0.67", "tau: 0"), r":8: tau must be above 0, not 0\. 1 means all proposers"),
         (
             ("tau: 0.67", "confidence: guess"),
-            r":8: aggregate\.confidence must be 'plurality' or 'probability' or 'similarity', not 'guess'",
+            r":8: aggregate\.confidence must be 'plurality' or 'probability', not 'guess'",
         ),
         (
             ("tau: 0.67", "sampling: {top_p: 0}"),

@@ -20,7 +20,6 @@ from shell_router.batch.questions import Question, Questions, Refused
 from shell_router.batch.results import Result, as_lines
 from shell_router.batch.run import Finished, Follow, Rig, Stage, run_batch
 from shell_router.batch.sessions import Sessions
-from shell_router.engines.embedding import HashEmbedder
 from shell_router.errors import ConfigError, EngineRejected
 from shell_router.standins.embedded.settings import EmbeddedSection
 from tests.fakes.components import FillingDisk
@@ -92,7 +91,7 @@ class Started(Follow):
     async def on(self, batch: Batch, journal: Journal, profile: PoolProfile = PROFILE) -> Finished:
         if self.kill_after <= 0:
             raise Killed
-        rig = Rig(self.workers, profile, SteppedTimers().clock, HashEmbedder())
+        rig = Rig(self.workers, profile, SteppedTimers().clock)
         async with asyncio.timeout(20):
             finished = await run_batch(batch, rig, journal, longest_first, self)
         assert not self.workers.open
@@ -168,26 +167,6 @@ async def test_where_no_model_answers_no_other_is_asked(tmp_path: Path) -> None:
     assert not drafts(started)
     assert (result.by, result.text, result.answer, result.winner, result.right) == ("none", "", None, None, False)
     assert result.error == "a: refused b: refused c: refused"
-
-
-def by_similarity(questions: int) -> Batch:
-    return batch(questions, aggregate=Aggregating("b", 0.95, "similarity"))
-
-
-async def test_by_similarity_drafts_that_are_not_alike_need_the_aggregator(
-    tmp_path: Path,
-) -> None:
-    apart = {"a1": "2 and so on for a while", "b1": "none of it is known", "c1": "there is more, or less"}
-    _, results = await outcome(apart, tmp_path, by_similarity(2))
-    similarity, unlike = (one.confidence for one in results)
-    assert similarity == pytest.approx(1)
-    assert unlike < 0.95
-    assert [(one.by, one.error) for one in results] == [("proposers", ""), ("aggregator", "")]
-
-
-async def test_by_similarity_one_draft_is_like_nothing(tmp_path: Path) -> None:
-    _, (result,) = await outcome(dict.fromkeys(("a0", "b0"), "refused"), tmp_path, by_similarity(1))
-    assert (result.by, result.confidence) == ("aggregator", 0.0)
 
 
 async def test_drafts_without_an_answer_go_to_the_aggregator_or_the_last_stands(tmp_path: Path) -> None:
