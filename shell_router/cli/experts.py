@@ -1,13 +1,12 @@
-"""`shell-router experts`: record, place, report, watch; and `shell-router components profile`."""
+"""`shell-router experts`: record, place, watch; and `shell-router components profile`."""
 
 import itertools
-import json as jsonlib
 import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ import typer
 
 from shell_router.cli.options import (
     NONE,
-    Json,
     KeyVariable,
     Names,
     WholeNumbers,
@@ -46,7 +44,6 @@ app = typer.Typer(help="Place the experts of a model on GPUs.", no_args_is_help=
 components = typer.Typer(help="Measure a pool of components.", no_args_is_help=True)
 
 Algorithm = Literal["swap", "gimbal", "eplb", "contiguous"]
-EVERY = Names(("contiguous", "eplb", "gimbal", "swap"))
 POOL_BATCHES = WholeNumbers((1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
 
 Record = Annotated[Path, argument("RECORD", "What `experts record` wrote.")]
@@ -111,41 +108,20 @@ def record(
 @app.command(epilog=examples("shell-router experts place record.npz --gpus 8 --out placement.json"))
 @takes(settings=settings_of)
 def place(record: Record, out: PlacementFile, settings: "PlacementSettings", algorithm: Chosen = "swap") -> None:
-    """Write the placement that SGLang loads with --init-expert-location."""
+    """Write the placement that SGLang loads with --init-expert-location.
+
+    Prints its balance and its traffic between GPUs, and those of all other algorithms.
+    """
+    from shell_router.experts.placement import ALGORITHMS
     from shell_router.experts.placement.files import placement_text, read_record
 
     require_writable(out)
     known = read_record(record)
     found, row = _timed(algorithm, known, settings)
     write(out, placement_text(found, known))
-    rows = {name: _timed(name, known, settings)[1] for name in ("contiguous", "eplb")}
-    _show(known, settings.gpus, {**rows, algorithm: row})
+    rows = {name: _timed(name, known, settings)[1] for name in ALGORITHMS if name != algorithm}
+    _show(known, settings.gpus, {algorithm: row, **rows})
     print(f"{out}: start SGLang with --ep-size {settings.gpus} --init-expert-location {out}")
-
-
-@app.command(epilog=examples("shell-router experts report record.npz placement.json --gpus 8"))
-@takes(settings=settings_of)
-def report(
-    record: Record,
-    settings: "PlacementSettings",
-    placements: Annotated[list[Path] | None, argument("PLACEMENT", "Files of placements to compare.")] = None,
-    algorithms: Annotated[Names, listed(names, "Algorithms to compare.")] = EVERY,
-    json: Json = None,
-) -> None:
-    """Compare placements on a record: balance and traffic between GPUs."""
-    from shell_router.experts.placement import measures
-    from shell_router.experts.placement.files import read_placement, read_record
-
-    require_writable(json)
-    known = read_record(record)
-    rows: dict[str, Shown] = {
-        str(file): (measures(known, read_placement(file, known, settings.gpus)), None) for file in placements or ()
-    }
-    rows |= {name: _timed(name, known, settings)[1] for name in algorithms}
-    _show(known, settings.gpus, rows)
-    if json:
-        figures = {name: {**asdict(of), "seconds": seconds} for name, (of, seconds) in rows.items()}
-        write(json, jsonlib.dumps({"gpus": settings.gpus, "placements": figures}, indent=2) + "\n")
 
 
 @app.command(
@@ -168,8 +144,8 @@ def watch(
     run(watched(server, out, settings, algorithm, every_s, rounds, margin))
 
 
-Shown = tuple["Measures", float | None]
-"""A row of the table: measures, and the seconds that they took to find; None where they were read from a file."""
+Shown = tuple["Measures", float]
+"""A row of the table: measures, and the seconds that they took to find."""
 
 
 async def recorded(
@@ -270,7 +246,7 @@ def _show(record: "ExpertRecord", gpus: int, rows: Mapping[str, Shown]) -> None:
             "worst layer": f"{of.worst_balance:.4f}",
             "D": f"{of.deviation:.2%}",
             "traffic": f"{of.traffic:.2%}" if record.has_transitions else "-",
-            "seconds": "-" if seconds is None else f"{seconds:.2f}",
+            "seconds": f"{seconds:.2f}",
         }
         for name, (of, seconds) in rows.items()
     ]
