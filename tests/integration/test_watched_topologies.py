@@ -9,12 +9,12 @@ import pytest
 
 from shell_router.api.live import LiveTopologies
 from shell_router.app.topologies import live_topologies, watched
-from shell_router.config import Config, ModelSettings, RandomWeights
+from shell_router.config import Config, ModelSettings
 from shell_router.telemetry import Metrics
 from shell_router.topology import LiveSettings
 from tests.fakes.api_server import until
 
-MODELS = {"small": ModelSettings(random=RandomWeights())}
+MODELS = {"small": ModelSettings(Path("small"))}
 
 
 def write(folder: Path, name: str, model: str = "small", description: str = "") -> Path:
