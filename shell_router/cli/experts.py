@@ -37,7 +37,7 @@ from shell_router.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from shell_router.experts.placement import ExpertRecord, Measures, Placement, PlacementSettings
-    from shell_router.experts.recorder import ExpertRecorder
+    from shell_router.experts.server_control import ExpertRecorder
 
 app = typer.Typer(help="Place the experts of a model on GPUs.", no_args_is_help=True)
 
@@ -64,7 +64,7 @@ class Server:
         """What has it record while the context is open. Raises ConfigError where it cannot."""
         import aiohttp
 
-        from shell_router.experts.recorder import ExpertRecorder
+        from shell_router.experts.server_control import ExpertRecorder
 
         key = secret(self.api_key_env)
         async with aiohttp.ClientSession() as session:

@@ -100,7 +100,7 @@ class Bench:
 
     `components` holds `some` of one architecture and may run them at `place`, in `memory_bytes`. A batch is of
     `sample`s. `clock` is seconds. Before a load from disk `forget` drops the system's copy of the file, so that it is
-    really read.
+    really read. Without a `host_tier` all comes from disk, and no disk is known that loads share.
     """
 
     components: Components
@@ -111,6 +111,7 @@ class Bench:
     weigh: Weigh
     clock: Callable[[], float]
     forget: Callable[[Component], None] = lambda _: None
+    host_tier: bool = True
 
 
 async def measured(bench: Bench, amount: Amount) -> Measured:
@@ -131,7 +132,7 @@ async def measured(bench: Bench, amount: Amount) -> Measured:
     largest, host_load_s = largest_useful(timings), median(load_s)
     # fitted to batches that will run, and to the smallest at least: of fewer, noise would decide
     fitted = timings[: max(sum(one.samples <= largest for one in timings), FITTED)]
-    disk_load_s = host_load_s + median(read_s)
+    disk_load_s = host_load_s + median(read_s or [0.0])
     costs = Costs(*fit_line(fitted), largest, activation_bytes, host_load_s, disk_load_s)
     return Measured(costs, timings, line_error(fitted))
 
@@ -154,7 +155,7 @@ async def _fitting(bench: Bench, amount: Amount, free_bytes: int) -> tuple[list[
 async def _timed_rounds(
     bench: Bench, rounds: int, batches: Sequence[int]
 ) -> tuple[list[float], list[float], dict[int, list[float]]]:
-    """Seconds of reads into host memory, of loads from there, and per size of batch.
+    """Seconds of reads into host memory, of loads from there (from disk without a host tier), and per size of batch.
 
     Each round times all of them, so that a machine whose speed drifts slows all alike.
     """
@@ -170,11 +171,13 @@ async def _timed_rounds(
     for number in range(1 + rounds):
         component = bench.some[number % len(bench.some)]
         bench.forget(component)
-        reads.append(await seconds(bench.components.load(component, Tier.HOST)))
+        if bench.host_tier:
+            reads.append(await seconds(bench.components.load(component, Tier.HOST)))
         loads.append(await seconds(bench.components.load(component, bench.place)))
         for samples in batches:
             work = bench.components.run(component, bench.place, [bench.sample] * samples)
             runs[samples].append(await seconds(work))
         await bench.components.unload(component, bench.place)
-        await bench.components.unload(component, Tier.HOST)
+        if bench.host_tier:
+            await bench.components.unload(component, Tier.HOST)
     return reads[1:], loads[1:], {samples: timed[1:] for samples, timed in runs.items()}

@@ -1,4 +1,4 @@
-"""Has an SGLang server record which experts its tokens choose."""
+"""Control routes of an SGLang server, and recording which experts its tokens choose."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,17 +14,8 @@ from shell_router.errors import ConfigError, EngineStalled, EngineUnreachable
 OK, NOT_FOUND = 200, 404
 
 
-START = (
-    "Start it with --expert-distribution-recorder-mode stat and SHELL_ROUTER_EXPERT_RECORD=FILE in its environment, "
-    "where the router's plugin is installed."
-)
-
-
-class ExpertRecorder:
-    """The server at `url`, reached through the caller's session; a request may take `limit_s`.
-
-    All methods raise EngineUnreachable, EngineStalled, or EngineRejected.
-    """
+class ServerControl:
+    """The server at `url`, reached through the caller's session; a request may take `limit_s`."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, *, api_key: str | None = None, limit_s: float = 600.0
@@ -35,11 +26,11 @@ class ExpertRecorder:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._limit = aiohttp.ClientTimeout(total=limit_s)
 
-    async def _done(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    async def done(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         """The answer to what has to succeed. Raises also EngineRejected with the server's words, or PromptTooLong."""
-        return self._checked(*await self._asked(method, path, body))
+        return self.checked(*await self.asked(method, path, body))
 
-    async def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+    async def asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
         """Status and body. Raises EngineUnreachable or EngineStalled."""
         try:
             async with self._session.request(
@@ -56,18 +47,28 @@ class ExpertRecorder:
                 remedy="Allow more with --timeout-s or limit_s, or look at its log.",
             ) from None
 
-    def _checked(self, status: int, body: bytes) -> bytes:
+    def checked(self, status: int, body: bytes) -> bytes:
         """The body of a good answer. Raises EngineRejected or PromptTooLong for another."""
         if status != OK:
             raise rejected(self.name, status, error_message(body))
         return body
 
+
+START = (
+    "Start it with --expert-distribution-recorder-mode stat and SHELL_ROUTER_EXPERT_RECORD=FILE in its environment, "
+    "where the router's plugin is installed."
+)
+
+
+class ExpertRecorder(ServerControl):
+    """A server that records. All methods raise EngineUnreachable, EngineStalled, or EngineRejected."""
+
     async def mode(self) -> str:
         """The server's disaggregation mode: prefill, decode or null. ConfigError where it records no experts."""
-        status, body = await self._asked("GET", "/shell_router/capabilities")
+        status, body = await self.asked("GET", "/shell_router/capabilities")
         if status == NOT_FOUND:
             raise ConfigError(f"{self.url} has no plugin of the router.", remedy=START)
-        found = orjson.loads(self._checked(status, body))
+        found = orjson.loads(self.checked(status, body))
         if not found.get("expert_record"):
             raise ConfigError(f"{self.url} does not record experts.", remedy=START)
         return str(found["disaggregation_mode"])
@@ -77,13 +78,13 @@ class ExpertRecorder:
 
         The server stops recording however `work` ends.
         """
-        await self._done("POST", "/start_expert_distribution_record")
+        await self.done("POST", "/start_expert_distribution_record")
         try:
             await work()
         finally:
-            await self._done("POST", "/stop_expert_distribution_record")
-        await self._done("POST", "/dump_expert_distribution_record")
-        return await self._done("GET", "/shell_router/expert_record")
+            await self.done("POST", "/stop_expert_distribution_record")
+        await self.done("POST", "/dump_expert_distribution_record")
+        return await self.done("GET", "/shell_router/expert_record")
 
     async def asking(self, prompts: Sequence[str], *, new_tokens: int, at_once: int) -> Callable[[], Awaitable[None]]:
         """The work of having all `prompts` answered greedily, `at_once` at a time; a prefill server only prefills them.
@@ -101,7 +102,7 @@ class ExpertRecorder:
 
         async def ask(prompt: str) -> None:
             async with slots:
-                await self._done("POST", path, {"text": prompt, "sampling_params": sampling})
+                await self.done("POST", path, {"text": prompt, "sampling_params": sampling})
 
         async def ask_all() -> None:
             try:
