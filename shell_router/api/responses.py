@@ -10,6 +10,8 @@ from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, rea
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import note_ignored
 from shell_router.api.services import SERVICES
+from shell_router.api.tools import function_name
+from shell_router.core.engine import error_message
 from shell_router.engines.wire import EventSplitter
 
 SAME = frozenset(SAMPLING) - {"max_tokens", "max_completion_tokens", "response_format"} | {
@@ -42,6 +44,7 @@ STATEFUL = {
     "prompt": "Nothing is stored: send the prompt's text in instructions.",
     "background": "Send it without, and keep the connection open.",
 }
+ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -83,6 +86,7 @@ def _response_format(form: Fields) -> dict[str, Any]:
 def _tool(tool: Fields) -> dict[str, Any]:
     if tool.text("type") != "function":
         raise tool.refuse("type", "must be function", "The router runs no tools of its own: run them in the client.")
+    function_name(tool)
     given = tool.given(("name", "description", "parameters", "strict"))
     return {"type": "function", "function": {name: tool.raw(name) for name in given}}
 
@@ -98,7 +102,9 @@ def _messages(body: Fields) -> list[dict[str, Any]]:
         item = as_object(one, f"input[{at}]")
         kind = item.text("type") or "message"
         if kind == "message":
-            messages.append({"role": item.required_text("role"), "content": _content(item, "content")})
+            if (role := item.required_text("role")) not in ROLES:
+                raise item.refuse("role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
+            messages.append({"role": role, "content": _content(item, "content")})
         elif kind == "function_call_output":
             result = {"role": "tool", "tool_call_id": item.required_text("call_id")}
             messages.append(result | {"content": _content(item, "output")})
@@ -160,6 +166,7 @@ class ResponseTranslation:
         self._usage: dict[str, Any] | None = None
         self._events = EventSplitter()
         self._sent = 0
+        self._failed = False
         self._about = {
             "id": f"resp_{id}",
             "object": "response",
@@ -196,10 +203,13 @@ class ResponseTranslation:
 
     def error(self, envelope: dict[str, Any]) -> bytes:
         """See `Translation`: response.failed, as the clients of this API know no other."""
-        error = {"code": "server_error", "message": envelope["error"].get("message", "")}
+        error = {"code": "server_error", "message": error_message(orjson.dumps(envelope))}
+        self._failed = True
         return self._written([*self._begun(), ("response.failed", {"response": self._response("failed", error)})])
 
     def _frames(self, payload: bytes) -> bytes:
+        if self._failed:
+            return b""
         if payload == b"[DONE]":
             ended = [*self._begun(), *self._close()]
             response = self._ended()

@@ -6,6 +6,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from shell_router.api.responses import ResponseTranslation
 from shell_router.errors import EngineStalled
 from tests.fakes.api_server import Api, api
 from tests.fakes.chat_engines import ChatScript, chat_pair
@@ -95,6 +96,8 @@ async def test_reasoning_is_an_item_of_its_own_and_formats_are_passed_on() -> No
         ({"input": [3]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"tools": [{"type": "function", "name": "no spaces"}]}, "tools[0].name"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
@@ -124,3 +127,14 @@ async def test_what_is_ignored_is_named() -> None:
         status, body = await served.post("/v1/responses", {"model": "small", "input": "x", "store": True, "colour": 1})
         assert status == 200
         assert body["warnings"] == [f"{name} was ignored: it has no effect here." for name in ("store", "colour")]
+
+
+def test_a_stream_that_an_engine_ends_by_an_error_fails_once() -> None:
+    translation = ResponseTranslation("1", 0, {}, {})
+    frames = translation.feed(b'data: {"error": {"message": "no room"}}\n\ndata: [DONE]\n\n')
+    assert [line for line in frames.splitlines() if line.startswith(b"event")] == [
+        b"event: response.created",
+        b"event: response.in_progress",
+        b"event: response.failed",
+    ]
+    assert b"no room" in frames
