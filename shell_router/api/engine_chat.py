@@ -34,7 +34,13 @@ ENGINE_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 """What only an engine's own chats do, with the values that ask for nothing."""
 
+CHOSEN_HERE: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"), ()
+)
+"""SGLang's fields for routers: a wrong one makes servers answer 500."""
+
 NOT_FORWARDED: dict[str, tuple[Any, ...]] = {
+    **CHOSEN_HERE,
     "include_agents": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -141,6 +147,7 @@ def read_completion(body: Fields, model: str) -> list[bytes]:
 
 
 NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
+    **CHOSEN_HERE,
     "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
@@ -150,11 +157,11 @@ NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
 
 def _each_choice(body: Fields, model: str) -> list[bytes]:
     """A body for each choice: a pair answers a request once. Seeds follow each other, or all would be the same."""
-    choices = body.integer("n", 1, MAX_CHOICES) or 1
+    choices, rid = body.integer("n", 1, MAX_CHOICES) or 1, body.text("rid")
     whole = body.as_dict() | {"model": model}
     if choices == 1:
         return [orjson.dumps(whole)]
-    if body.raw("rid") is not None:
+    if rid is not None:
         raise body.refuse("rid", "cannot name several requests", "Leave rid out, or set n to 1.")
     seed = body.raw("seed")
     seeds = [{} if seed is None else {"seed": min(seed + place, MAX_SEED)} for place in range(choices)]

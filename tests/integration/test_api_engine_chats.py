@@ -195,6 +195,8 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"n": 2, "stream": 1}, "stream"),
     ({"n": 2, "temprature": 1}, "temprature"),
     ({"n": 2, "rid": "0" * 32}, "rid"),
+    ({"logprobs": True, "rid": ["0" * 32]}, "rid"),
+    ({"logprobs": True, "disagg_prefill_dp_rank": 9}, "disagg_prefill_dp_rank"),
     ({"tool": [WEATHER]}, "tool"),
 ]
 
