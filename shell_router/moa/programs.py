@@ -206,6 +206,7 @@ class Programs:
             begin_s=request.wait_s,
             silence_s=request.timeout_s,
             drafts=bool(request.reads and model.drafts) and not self._without_drafts(request),
+            marks=model.reasoning,
         )
         return check_parts(task)
 
@@ -305,7 +306,7 @@ class Programs:
         usage = usage_of(task, output)
         if request.reads and task.model.drafts == "auto":
             compare_drafts(self._holdouts, _drafts_of(request), [usage], held_out=not task.drafts, now_s=clock())
-        return Answer(output.text, output.finish.reason, {request.agent: usage})
+        return Answer(output.text, output.finish.reason, {request.agent: usage}, reasoning=output.reasoning)
 
     def _remainder(self, request: AgentRequest, read: Collection[str]) -> Remainder:
         """What the agent still waits for; agents that were not sent here yet, or to another router, are not counted."""
@@ -339,7 +340,8 @@ def _parts(request: AgentRequest, model: ServedModel) -> tuple[Part, ...]:
         raise InvalidRequest("Exactly one of prompt and messages is needed.", remedy="Send one of the two.")
     if request.prompt:
         return _with_slots(request.prompt)
-    return render(model.tokenizer, [Message(role, _with_slots(segments)) for role, segments in request.messages])
+    messages = [Message(role, _with_slots(segments)) for role, segments in request.messages]
+    return render(model.tokenizer, messages, request.chat_template_kwargs)
 
 
 def _with_slots(segments: Iterable[Segment]) -> tuple[Part, ...]:
