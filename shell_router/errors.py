@@ -1,11 +1,14 @@
 """Every error that a caller of the router may meet, as one tree below `ShellRouterError`."""
 
+MOST_CHARACTERS = 4000
+"""Of a message: what it quotes of a request may have megabytes."""
+
 
 class ShellRouterError(Exception):
     """An error with the facts in its message and, in `remedy`, what to do about it."""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]} ...")
         self.remedy = remedy
 
     def __str__(self) -> str:
@@ -39,6 +42,18 @@ class InvalidField(InvalidRequest):
 
 class UnknownModel(InvalidRequest):
     """The model is neither a topology nor a model alias."""
+
+
+class UnknownTopology(InvalidRequest):
+    """No topology of that name is served."""
+
+
+class TopologyConflict(InvalidRequest):
+    """The name of a topology is taken, or another topology needs it as it is."""
+
+
+class TopologiesOff(InvalidRequest):
+    """The deployment does not let clients change, list or bring topologies."""
 
 
 class UnknownComponent(InvalidRequest):
@@ -79,6 +94,10 @@ class BatchesOff(InvalidRequest):
 
 class FileTooLarge(InvalidRequest):
     """An uploaded file is over the limit."""
+
+
+class QuotaExceeded(InvalidRequest):
+    """The tenant keeps as many files, or bytes of them, as it may."""
 
 
 class Unauthorized(ShellRouterError):

@@ -6,14 +6,16 @@ import hmac
 import ipaddress
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
+from urllib.parse import urlsplit
 
 from aiohttp import ClientConnectionResetError, web
 
-from shell_router.api.plain import Handler, PlainRequest, Reply, Request
+from shell_router.api.plain import Connections, Handler, PlainRequest, Reply, Request
 from shell_router.api.replies import INTERNAL, json_reply, problem_body, problem_of
-from shell_router.api.services import REQUEST_ID, TENANT, ApiSettings, Services
+from shell_router.api.services import AGENTS, REQUEST_ID, TENANT, ApiSettings, Services
 from shell_router.errors import Overloaded, RemoteRefused, RouterStopping, Unauthorized
 
 LOCAL_TENANT = "local"
@@ -34,10 +36,38 @@ def tenant_of(keys: Mapping[str, str], authorization: str, peer: str | None) -> 
     return _key_holder(keys, authorization)
 
 
+def require_local(host: str, origin: str | None) -> None:
+    """Raise RemoteRefused for what a browser of this machine sends for a page from elsewhere.
+
+    Such a page may have its own name resolved to this machine, and may post what needs no permission.
+    """
+    named = urlsplit(f"//{host}").hostname if _HOST.fullmatch(host) else ""
+    page = urlsplit(origin).hostname or "" if origin is not None and _ORIGIN.fullmatch(origin) else origin
+    for what, name in (("Host", named or "127.0.0.1" * (not host)), ("Origin", page)):
+        if name is not None and not _names_this_machine(name):
+            raise RemoteRefused(
+                f"No API keys are set, so only this machine is served, and the header {what} names another.",
+                remedy="Ask 127.0.0.1 or localhost, or add api_keys to the configuration.",
+            )
+
+
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:[0-9]+)?", re.ASCII)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://" + _HOST.pattern, re.ASCII)
+
+
+def _names_this_machine(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return _is_loopback(name)
+    except ValueError:
+        return False
+
+
 def _key_holder(keys: Mapping[str, str], authorization: str) -> str:
     """Compares with every key, in constant time each, so that timing says nothing of any."""
     scheme, _, secret = authorization.partition(" ")
-    given = secret.strip().encode()
+    given = secret.strip().encode("utf-8", "surrogateescape")  # as aiohttp has read it
     matches = [name for name, key in keys.items() if hmac.compare_digest(key.encode(), given)]
     if scheme.lower() != "bearer" or not matches:
         raise Unauthorized(
@@ -161,6 +191,8 @@ class Admission:
         self._services = services
         self._settings = settings
         self._drain = drain
+        self._agents: Counter[str] = Counter()
+        self.connections = Connections(settings)
         services.metrics.running_requests.set_function(lambda: drain.running)
 
     @web.middleware
@@ -169,10 +201,12 @@ class Admission:
         services, drain, started_s = self._services, self._drain, self._services.clock()
         given = request.headers.get("x-request-id", "")  # the client's own, if it is fit to be written to the log
         request[REQUEST_ID] = given if ACCEPTED_REQUEST_ID.fullmatch(given) else services.new_id()
-        status, admitted = CLIENT_GONE, False
+        status, admitted, by_aiohttp = CLIENT_GONE, False, isinstance(request, web.Request)
+        if by_aiohttp:
+            self.connections.busy(request.transport)
         try:
             request[TENANT] = self._tenant(request)
-            if request.method == "POST":
+            if request.method == "POST" and not request.path.endswith("/cancel"):  # what makes space is never refused
                 if drain.running >= self._settings.max_running:
                     raise Overloaded(
                         f"{drain.running} requests are running, which is this server's limit.",
@@ -180,6 +214,7 @@ class Admission:
                     )
                 drain.running += 1
                 admitted = True
+                self.count(request, 1)
             reply = await handler(request)
             status = reply.status
             return reply
@@ -192,9 +227,27 @@ class Admission:
             status = problem.status
             return problem
         finally:
+            if by_aiohttp:
+                self.connections.idle(request.transport)
             if admitted:
                 drain.ended()
+                self._agents[request[TENANT]] -= request.get(AGENTS, 0)
             services.metrics.http_request_ended(_route(request), status, services.clock() - started_s)
+
+    def count(self, request: Request, agents: int) -> None:
+        """Count `agents` more for a running request; raises Overloaded where its tenant has too many.
+
+        A tenant alone has all of the router. Others must not be refused for what one of several asks for.
+        """
+        tenant, limit = request[TENANT], self._settings.max_agents_per_tenant
+        if len(self._settings.keys) > 1 and self._agents[tenant] + agents > limit:
+            raise Overloaded(
+                f"{self._agents[tenant]} agents of {tenant!r} are running or waiting, of at most {limit}, and this"
+                f" request needs {agents} more.",
+                remedy=f"Try again in {self._settings.retry_after_s} s, or raise max_agents_per_tenant.",
+            )
+        self._agents[tenant] += agents
+        request[AGENTS] = request.get(AGENTS, 0) + agents
 
     def _tenant(self, request: Request) -> str:
         if request.path in OPEN_ROUTES:
@@ -202,6 +255,8 @@ class Admission:
         transport = request.transport
         address = transport.get_extra_info("peername") if transport else None
         peer = address[0] if isinstance(address, tuple) else None
+        if not self._settings.keys and peer is not None:
+            require_local(request.headers.get("host", ""), request.headers.get("origin"))
         return tenant_of(self._settings.keys, request.headers.get("authorization", ""), peer)
 
     def _problem_reply(self, request: Request, error: Exception) -> web.Response:
@@ -209,7 +264,7 @@ class Admission:
         if problem is INTERNAL:
             log.error("request %s: %s failed", request[REQUEST_ID], _route(request), exc_info=error)
         headers = {}
-        if isinstance(error, Overloaded):
+        if problem.status == 429:  # also where an agent of the request was refused
             headers["Retry-After"] = str(self._settings.retry_after_s)
         if isinstance(error, web.HTTPMethodNotAllowed):
             headers["Allow"] = ", ".join(sorted(error.allowed_methods))
@@ -218,6 +273,7 @@ class Admission:
 
 
 ADMISSION = web.AppKey("ADMISSION", Admission)
+CONNECTIONS = web.AppKey("CONNECTIONS", Connections)
 
 
 def _route(request: Request) -> str:

@@ -12,7 +12,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from shell_router.api import agents, chat, native, responses, views
-from shell_router.api.admission import ADMISSION, DRAIN, Admission, Drain
+from shell_router.api.admission import ADMISSION, CONNECTIONS, DRAIN, Admission, Drain
 from shell_router.api.chat import CHATS, Chats
 from shell_router.api.models import TARGETS, Targets
 from shell_router.api.plain import Handler, PlainServer
@@ -32,6 +32,10 @@ ROUTES = (
     _post("/v1/responses", responses.create_response),
     web.get("/v1/models", views.list_models),
     web.get("/v1/models/{model}", views.show_model),
+    web.get("/v1/topologies", views.list_topologies),
+    web.get("/v1/topologies/{name}", views.show_topology),
+    web.put("/v1/topologies/{name}", views.put_topology),
+    web.delete("/v1/topologies/{name}", views.delete_topology),
     _post("/v1/agent/requests", agents.run_agent),
     web.get("/v1/agent/requests/{program}", agents.show_program),
     web.delete("/v1/agent/requests/{program}", agents.cancel_program),
@@ -54,6 +58,7 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
     app = web.Application(middlewares=[cast(Any, gate.serve)], client_max_size=settings.max_body_bytes)
     app[ADMISSION] = gate
     app[DRAIN] = drain
+    app[CONNECTIONS] = gate.connections
     app[SERVICES] = services
     app[SETTINGS] = settings
     app[TARGETS] = Targets(services)
@@ -179,7 +184,7 @@ async def listening(
     await runner.setup()
     assert runner.server is not None
     posts: Mapping[bytes, Any] = {one.path.encode(): one.handler for one in ROUTES if one.method == "POST"}
-    plain = PlainServer(app, posts, app[ADMISSION].serve, runner.server, app[SETTINGS])
+    plain = PlainServer(app, posts, app[ADMISSION].serve, runner.server, app[SETTINGS], app[CONNECTIONS])
     loop, servers = asyncio.get_running_loop(), list[asyncio.Server]()
     try:
         for one in sockets:
@@ -194,6 +199,7 @@ async def listening(
         await runner.cleanup()
         await plain.left(CLOSE_LIMIT_S)
         plain.abort()
+        app[CONNECTIONS].stop()
 
 
 def _authority(address: tuple[str, int]) -> str:

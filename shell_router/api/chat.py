@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from shell_router.api.admission import Drain
+from shell_router.api.admission import ADMISSION, Drain
 from shell_router.api.engine_chat import ENGINE_FIELDS, asks_engine, read_engine_chat
 from shell_router.api.fields import (
     MAX_TOKENS,
@@ -24,6 +24,7 @@ from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
 from shell_router.api.models import Targets
 from shell_router.api.native import engine_of, forwarded
 from shell_router.api.observed import Observed
+from shell_router.api.panels import BRINGING, brought_by
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Emit, Services
@@ -76,8 +77,11 @@ class ChatRequest(MoaRequest):
     include_agents: bool = False
 
 
-def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float) -> ChatRequest:
-    """Raises InvalidField for what is missing, wrong or not served. Without a `seed` one is made from `run_id`."""
+def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default: str | None = None) -> ChatRequest:
+    """Raises InvalidField for what is missing, wrong or not served. Without a `seed` one is made from `run_id`.
+
+    `default` is the model where the body may go without one.
+    """
     for name in body.given(REFUSED):
         if body.raw(name) not in REFUSED[name]:
             remedy = f"Leave {name} out"
@@ -101,7 +105,7 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float) -> ChatR
         seed=zlib.crc32(run_id.encode()) if seed is None else seed,
         timeout_s=timeout_s,
         labels=_labels(metadata) if metadata else {},
-        models=body.names("model"),
+        models=body.names("model") if default is None or body.raw("model") is not None else (default,),
         stream=stream,
         include_usage=options.flag("include_usage") if options else False,
         include_agents=body.flag("include_agents"),
@@ -209,24 +213,35 @@ class Chats:
     targets: Targets
     drain: Drain
 
-    def begin(self, body: Fields, tenant: str) -> "ChatRun":
+    async def begin(self, body: Fields, tenant: str) -> "ChatRun":
         """Check everything that can be checked before anything runs. Raises InvalidRequest."""
-        chat = read_chat(body, self.services.new_id(), tenant, self.settings.request_timeout_s)
-        target = self.targets.by_name.get(chat.models[0]) if len(chat.models) == 1 else None
-        return ChatRun(self, chat, target or self.targets.choice(chat.models))
+        services, limit_s = self.services, self.settings.request_timeout_s
+        brought = brought_by(body, services.models, self.targets)
+        if brought is None:
+            chat = read_chat(body, services.new_id(), tenant, limit_s)
+            graph = self.targets.choice(chat.models)
+            return ChatRun(self, chat, graph, graph.name, graph.name)
+        chat = read_chat(body, services.new_id(), tenant, limit_s, brought.target)
+        return ChatRun(self, chat, await services.topologies.inline(brought), brought.target, chat.models[0])
 
 
 class ChatRun:
-    """One completion under way. `asked.id` is its trace's."""
+    """One completion under way. `asked.id` is its trace's.
 
-    def __init__(self, chats: Chats, asked: ChatRequest, topology: Graph) -> None:
+    Metrics and traces call what is run `target`, the answer names `model`.
+    """
+
+    def __init__(self, chats: Chats, asked: ChatRequest, topology: Graph, target: str, model: str) -> None:
         self._chats = chats
         self._topology = topology
+        self._model = model
         self.asked = asked
-        name, answering, graph = topology.name, topology.answering, topology.waits_for
-        self._seen = Observed(chats.services, asked.id, asked.tenant, name, answering, graph)
+        answering, graph = topology.answering, topology.waits_for
+        self._seen = Observed(chats.services, asked.id, asked.tenant, target, answering, graph)
         self.trace = self._seen.trace
         self._seen.record(asked, topology)
+        self.agents = max(len(part.agents) for part in topology.parts)
+        """That run at a time: of a topology with steps those of the largest."""
 
     async def answer(self, also: Emit | None = None) -> Answer:
         """Run; `also` gets the events. If the server ends first, raises RouterStopping."""
@@ -237,14 +252,14 @@ class ChatRun:
 
     def reply(self, answer: Answer) -> dict[str, Any]:
         """The completion as one object."""
-        body = completion(self.asked.id, self._seen.created, self._topology.name, answer)
+        body = completion(self.asked.id, self._seen.created, self._model, answer)
         if self.asked.include_agents:
             body["agents"] = agents(answer, self.trace)
         return body
 
     async def stream(self, request: Request, translation: Translation | None = None) -> Reply:
         """Run, and write the completion in chunks meanwhile, as `translation` puts them."""
-        base = chunk_base(self.asked.id, self._seen.created, self._topology.name)
+        base = chunk_base(self.asked.id, self._seen.created, self._model)
         asked, answering = self.asked, self._topology.answering
         frames = ChatFrames(base, answering, self.trace, asked.include_usage, asked.include_agents)
         async with LiveRun(self.answer, frames.wants) as live:
@@ -263,10 +278,11 @@ async def chat_completions(request: Request) -> Reply:
 async def answer_chat(request: Request, body: Fields, translation: Translation | None = None) -> Reply:
     """The answer to a chat completion's body, in the form that `translation` gives it."""
     model, relay = engine_of(request.app[SERVICES].relays, body)
-    if relay is not None and relay.chat is not None and asks_engine(body):
+    if relay is not None and relay.chat is not None and asks_engine(body) and not body.given(BRINGING):
         bodies = read_engine_chat(body, model, relay.chat)
         return await forwarded(request, relay, "v1/chat/completions", bodies, translation)
-    run = request.app[CHATS].begin(body, request[TENANT])
+    run = await request.app[CHATS].begin(body, request[TENANT])
+    request.app[ADMISSION].count(request, run.agents - 1)
     request[TRACE] = run.trace
     warnings = note_ignored(request, ignored_fields(body))
     if run.asked.stream:

@@ -23,17 +23,21 @@ class Targets:
                 remedy="Requests choose by name: rename one of them.",
             )
         self._services = services
-        self.by_name: Mapping[str, Graph] = {
-            **{alias: straight_through(alias) for alias in services.models},
-            AUTO: straight_through(AUTO),
-            **services.topologies,
-        }
+        self._alone = {alias: straight_through(alias) for alias in (*services.models, AUTO)}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._alone or name in self._services.topologies
+
+    @property
+    def names(self) -> list[str]:
+        """All that requests may name now, sorted."""
+        return sorted({*self._alone, *self._services.topologies})
 
     def find(self, name: str) -> Graph:
-        """Raises UnknownModel."""
-        topology = self.by_name.get(name)
+        """What is served under the name now. Raises UnknownModel."""
+        topology = self._alone.get(name) or self._services.topologies.get(name)
         if topology is None:
-            known = ", ".join(sorted(self.by_name)) or "none"
+            known = ", ".join(self.names) or "none"
             raise UnknownModel(f"No topology or model is named {name!r}.", remedy=f"Known: {known}.")
         return topology
 
@@ -49,11 +53,11 @@ class Targets:
             )
         return Topology(name=AUTO, agents={AUTO: Agent(id=AUTO, model=AUTO, candidates=tuple(names))})
 
-    def listed(self, created: int) -> list[dict[str, Any]]:
-        """All of them in the shape of OpenAI's model objects."""
-        return [self._model_object(name, created) for name in sorted(self.by_name)]
+    def listed(self, created: int, serving: Mapping[str, bool]) -> list[dict[str, Any]]:
+        """All of them in the shape of OpenAI's model objects; `serving` says which models' engines can serve now."""
+        return [self._model_object(name, created, serving) for name in self.names]
 
-    def _model_object(self, name: str, created: int) -> dict[str, Any]:
+    def _model_object(self, name: str, created: int, serving: Mapping[str, bool]) -> dict[str, Any]:
         facts = {"id": name, "object": "model", "created": created, "owned_by": "shell-router"}
         if name == AUTO:
             return {**facts, "kind": AUTO, "description": "one of the models, chosen for each request"}
@@ -61,7 +65,7 @@ class Targets:
         if topology is None:
             model = self._services.models[name]
             words = self._services.engines.get(model.base or name)
-            known = {"engine": words, "parent": model.base}
+            known = {"engine": words, "parent": model.base, "ready": serving.get(model.base or name)}
             known = {key: value for key, value in known.items() if value is not None}
             drafts = [seen for seen in self._compared("drafts") if seen["models"] == name]
             return {**facts, "kind": "model", "max_model_len": model.context_length, **known, "drafts": drafts}
@@ -72,6 +76,7 @@ class Targets:
         return {
             **facts,
             "kind": "topology",
+            "source": self._services.topologies.catalog.entries[name].source,
             "description": topology.description,
             "agents": len(topology.agents),
             **steps,

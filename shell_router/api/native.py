@@ -7,13 +7,13 @@ from contextlib import AbstractAsyncContextManager
 import orjson
 from aiohttp import ClientConnectionResetError, web
 
-from shell_router.api.admission import DRAIN
+from shell_router.api.admission import ADMISSION, DRAIN
 from shell_router.api.engine_chat import choices_as_one, read_completion
 from shell_router.api.fields import Fields, parse_body, read_body
 from shell_router.api.models import TARGETS
 from shell_router.api.plain import PlainStream, Reply, Request
 from shell_router.api.replies import common_headers, json_reply, problem_body, stream_error
-from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS
+from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT
 from shell_router.api.streaming import EventStream, Translation, data_frame, open_stream
 from shell_router.core.engine import NativeRoute, Relay, Relayed, error_message
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
@@ -83,8 +83,17 @@ async def forwarded(
     affinity = request.headers.get("x-routing-key")
     answer = NativeAnswer(request, translation)
 
+    admission = request.app[ADMISSION]
+    admission.count(request, len(bodies) - 1)
+
     def sent(body: bytes) -> AbstractAsyncContextManager[Relayed]:
-        return relay.forward(route, body, affinity=affinity)
+        return relay.forward(
+            route,
+            body,
+            affinity=affinity,
+            tenant=request[TENANT],
+            admit=lambda requests: admission.count(request, requests - 1),
+        )
 
     try:
         async with request.app[DRAIN].deadline(limit_s):

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
+from math import inf
 from typing import Any, cast
 
 from aiohttp import ClientConnectionResetError, web
@@ -27,8 +28,7 @@ MAX_HEAD_BYTES = 8190  # as aiohttp's limit of a line
 MAX_BODY_BYTES = 2**16
 """Of a plain request; longer ones are aiohttp's, which gathers their pieces without copying them again and again."""
 _BODY_WAIT_S = 1.0  # then aiohttp goes on, with the limit that is set
-KEEPALIVE_S = 3630.0
-"""aiohttp's own: longer than reverse proxies keep connections."""
+SWEEP_S = 1.0
 
 _HEAD = re.compile(rb"POST ([!-~]+) HTTP/1\.1\r\n((?:[!#-'*+.0-9A-Z^-z|~-]++:[^\x00-\x08\x0a-\x1f\x7f]*+\r\n)++)\r\n")
 _LENGTH = re.compile(r"[0-9]{1,9}", re.ASCII)
@@ -81,6 +81,61 @@ class PlainStream:
             self._connection.transport.write(head + written)
 
 
+class Connections:
+    """A server's open connections: bounded in number, and closed where one is idle for too long.
+
+    One is idle from its beginning, or its last answer, until the head of a request is all here: what sends a head byte
+    by byte is idle. For one more than `max_connections` the one that has been idle longest is closed.
+    """
+
+    def __init__(self, settings: ApiSettings) -> None:
+        self._settings = settings
+        self._open: dict[asyncio.BaseTransport, float] = {}  # until when it may be idle; the longest idle ones first
+        self._timer: asyncio.TimerHandle | None = None
+
+    def opened(self, transport: asyncio.Transport) -> None:
+        """It waits for its first request. It, or an older one, is closed where there are too many."""
+        self.idle(transport, self._settings.body_timeout_s)
+        if len(self._open) > self._settings.max_connections:
+            self._sweep()
+        if len(self._open) > self._settings.max_connections:
+            self._close(next((one for one, until_s in self._open.items() if until_s < inf), transport))
+
+    def busy(self, transport: asyncio.BaseTransport | None) -> None:
+        """A request of it is all here, or its body is on its way."""
+        if transport in self._open:
+            self._open[transport] = inf
+
+    def idle(self, transport: asyncio.BaseTransport | None, limit_s: float | None = None) -> None:
+        """It has been answered, and waits for the next request."""
+        if transport is not None and not transport.is_closing():
+            loop = asyncio.get_running_loop()
+            self._open.pop(transport, None)
+            self._open[transport] = loop.time() + (limit_s or self._settings.idle_timeout_s)
+            self._timer = self._timer or loop.call_later(SWEEP_S, self._swept)
+
+    def _swept(self) -> None:
+        self._timer = None
+        self._sweep()
+        if self._open:
+            self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._swept)
+
+    def _sweep(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for transport, until_s in tuple(self._open.items()):
+            if transport.is_closing() or until_s < now_s:
+                self._close(transport)
+
+    def _close(self, transport: asyncio.BaseTransport) -> None:
+        del self._open[transport]
+        cast(asyncio.Transport, transport).abort()
+
+    def stop(self) -> None:
+        """Sweep no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 Request = web.Request | PlainRequest
 Reply = web.StreamResponse | PlainStream
 Handler = Callable[[Any], Awaitable[Reply]]
@@ -95,6 +150,7 @@ class PlainServer:
     admit: Callable[[Request, Handler], Awaitable[Reply]]
     others: Callable[[], asyncio.Protocol]
     settings: ApiSettings
+    watch: Connections
     connections: set["PlainConnection"] = field(default_factory=set)
     closing: bool = False
     emptied: asyncio.Event = field(default_factory=asyncio.Event)
@@ -133,9 +189,7 @@ class PlainConnection(asyncio.Protocol):
         self.streaming = False
         self._head: tuple[Handler, str, dict[str, str], int, int] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._idle: asyncio.TimerHandle | None = None
         self._late: asyncio.TimerHandle | None = None
-        self._served_s = self.loop.time()
         self._writable: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -143,7 +197,7 @@ class PlainConnection(asyncio.Protocol):
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.server.connections.add(self)
         self.server.emptied.clear()
-        self._idle = self.loop.call_later(KEEPALIVE_S, self._check_idle)
+        self.server.watch.opened(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
@@ -200,6 +254,7 @@ class PlainConnection(asyncio.Protocol):
             self._late.cancel()
             self._late = None
         self._received, self._head = received[end:], None
+        self.server.watch.busy(self.transport)
         request = PlainRequest(self, path, headers, received[begin:end])
         self._task = self.loop.create_task(self._serve(request, handler))
 
@@ -243,7 +298,7 @@ class PlainConnection(asyncio.Protocol):
             return
         finally:
             self._task, self.streaming = None, False
-        self._served_s = self.loop.time()
+        self.server.watch.idle(self.transport)
         if self.server.closing:
             self.transport.close()
         elif not self.transport.is_closing():
@@ -254,6 +309,7 @@ class PlainConnection(asyncio.Protocol):
     def _give_away(self) -> None:
         """From now on aiohttp serves this connection."""
         self._leave()
+        self.server.watch.idle(self.transport, self.server.settings.body_timeout_s)
         other = self.server.others()
         self.transport.set_protocol(other)
         other.connection_made(self.transport)
@@ -263,15 +319,8 @@ class PlainConnection(asyncio.Protocol):
         self.server.connections.discard(self)
         if not self.server.connections:
             self.server.emptied.set()
-        for timer in (self._idle, self._late):
-            if timer is not None:
-                timer.cancel()
-
-    def _check_idle(self) -> None:
-        left_s = self._served_s + KEEPALIVE_S - self.loop.time()
-        if left_s <= 0:
-            self.close_if_idle()
-        self._idle = self.loop.call_later(max(left_s, 1.0), self._check_idle)
+        if self._late is not None:
+            self._late.cancel()
 
 
 _date = [0, b""]

@@ -32,16 +32,20 @@ from shell_router.errors import (
     Overloaded,
     PrecursorTimeout,
     PromptTooLong,
+    QuotaExceeded,
     RemoteRefused,
     RouterStopping,
     ShellRouterError,
     StorageFailed,
+    TopologiesOff,
+    TopologyConflict,
     Unauthorized,
     UnknownBatch,
     UnknownComponent,
     UnknownFile,
     UnknownModel,
     UnknownProgram,
+    UnknownTopology,
     UnknownTrace,
 )
 
@@ -62,6 +66,9 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     InvalidRequest: Problem(400, "invalid_request_error", "invalid_request"),
     InvalidField: Problem(400, "invalid_request_error", "invalid_field"),
     UnknownModel: Problem(404, "invalid_request_error", "model_not_found", "model"),
+    UnknownTopology: Problem(404, "invalid_request_error", "unknown_topology"),
+    TopologyConflict: Problem(409, "invalid_request_error", "topology_conflict"),
+    TopologiesOff: Problem(403, "permission_error", "topologies_off"),
     UnknownComponent: Problem(404, "invalid_request_error", "unknown_component"),
     PromptTooLong: Problem(400, "invalid_request_error", "context_length_exceeded"),
     DuplicateAgent: Problem(409, "invalid_request_error", "duplicate_agent"),
@@ -72,6 +79,7 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     BatchesOff: Problem(404, "invalid_request_error", "batches_off"),
     BatchEnded: Problem(409, "invalid_request_error", "batch_ended"),
     FileTooLarge: Problem(413, "invalid_request_error", "file_too_large"),
+    QuotaExceeded: Problem(403, "invalid_request_error", "quota_exceeded"),
     Unauthorized: Problem(401, "authentication_error", "invalid_api_key"),
     RemoteRefused: Problem(403, "permission_error", "loopback_only"),
     Overloaded: Problem(429, "rate_limit_error", "too_many_requests"),
@@ -114,7 +122,9 @@ def is_retryable(error: BaseException) -> bool:
     """Whether the same request may well succeed a little later, an engine being away or having too much to do."""
     if isinstance(error, AgentFailed) and error.__cause__ is not None:
         return is_retryable(error.__cause__)
-    return isinstance(error, EngineUnreachable | AdapterMissing) or problem_of(error).code == BUSY_ENGINE.code
+    return (
+        isinstance(error, EngineUnreachable | AdapterMissing | Overloaded) or problem_of(error).code == BUSY_ENGINE.code
+    )
 
 
 def problem_body(error: BaseException, request_id: str) -> dict[str, Any]:
@@ -124,7 +134,7 @@ def problem_body(error: BaseException, request_id: str) -> dict[str, Any]:
         "error": {
             "message": _message(error, problem, request_id),
             "type": problem.type,
-            "param": error.field if isinstance(error, InvalidField) else problem.param,
+            "param": error.field[:200] if isinstance(error, InvalidField) else problem.param,
             "code": problem.code,
         }
     }

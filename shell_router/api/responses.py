@@ -7,21 +7,28 @@ import orjson
 
 from shell_router.api.chat import answer_chat
 from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, shown
+from shell_router.api.panels import BRINGING, PANEL, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import note_ignored
 from shell_router.api.services import SERVICES
 from shell_router.api.tools import function_name
 from shell_router.core.engine import error_message
 from shell_router.engines.wire import EventSplitter
+from shell_router.topology import INLINE
 
-SAME = frozenset(SAMPLING) - {"max_tokens", "max_completion_tokens", "response_format"} | {
-    "chat_template_kwargs",
-    "metadata",
-    "model",
-    "parallel_tool_calls",
-    "stream",
-    "user",
-}
+SAME = (
+    frozenset(SAMPLING) - {"max_tokens", "max_completion_tokens", "response_format"}
+    | BRINGING
+    | PANEL_FIELDS
+    | {
+        "chat_template_kwargs",
+        "metadata",
+        "model",
+        "parallel_tool_calls",
+        "stream",
+        "user",
+    }
+)
 """Fields that mean the same in a chat completion."""
 
 INERT = frozenset(
@@ -171,7 +178,7 @@ class ResponseTranslation:
             "id": f"resp_{id}",
             "object": "response",
             "created_at": created,
-            "model": asked.get("model"),
+            "model": asked.get("model") or (INLINE if asked.get("topology") else PANEL),
             "instructions": asked.get("instructions"),
             "max_output_tokens": asked.get("max_output_tokens"),
             "metadata": asked.get("metadata") or {},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 
+from shell_router.api.live import LiveTopologies
 from shell_router.core.engine import Placement, Relay, ServedModel
 from shell_router.core.events import Event
 from shell_router.moa import Answer, MoaRequest, Programs
@@ -25,7 +26,9 @@ class ApiSettings:
     """Keys, limits and times.
 
     `keys` maps a name, which becomes the tenant, to its secret; without keys only callers on this machine are
-    served. `max_running` counts POST requests under way; lines of batches are not among them. `ping_s` is
+    served. `max_running` counts POST requests under way, `max_agents_per_tenant` the agents of those of one of
+    several tenants; lines of batches are not among them. Beyond `max_connections` the longest idle one is closed, as is
+    one that is idle for `idle_timeout_s`, or whose head or body takes `body_timeout_s`. `ping_s` is
     the silence after which a stream gets a comment line. A client that takes nothing of its stream for
     `write_timeout_s` is given up.
     """
@@ -33,6 +36,9 @@ class ApiSettings:
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     max_body_bytes: int = 8 * 2**20
     max_running: int = 1024
+    max_agents_per_tenant: int = 512
+    max_connections: int = 4096
+    idle_timeout_s: float = 620.0
     retry_after_s: int = 1
     request_timeout_s: float = 600.0
     body_timeout_s: float = 30.0
@@ -53,6 +59,9 @@ class ApiSettings:
 
 new_run_id: Callable[[], str] = functools.partial(secrets.token_hex, 16)
 
+ENGINE_CHECK = "engine "
+"""What the checks of models' engines are called, before the model's alias."""
+
 Emit = Callable[[Event], None]
 ReadinessCheck = Callable[[], Awaitable[bool]]
 
@@ -69,14 +78,14 @@ class Services:
 
     `engines` says in words what serves each model, where that is known. `checks` are named as operators should read
     them ("engine small", "cache"); those named in `optional_checks` only make requests slower or less shared when they
-    fail, so they do not make the router unready. A `recorder` gets the lines of every run.
-    `holdouts` knows what incremental prefill and drafts save.
+    fail, so they do not make the router unready. Nor does a model's engine, while another model's serves. A `recorder`
+    gets the lines of every run. `holdouts` knows what incremental prefill and drafts save.
     `clock` is the runs' clock in monotonic seconds, `wall` Unix time, `new_id` gives a fresh unguessable id.
     """
 
     executor: Runs
     programs: Programs
-    topologies: Mapping[str, Graph]
+    topologies: LiveTopologies
     models: Mapping[str, ServedModel]
     relays: Mapping[str, Relay]
     engines: Mapping[str, str] = field(default_factory=dict)
@@ -95,6 +104,8 @@ SERVICES = web.AppKey("SERVICES", Services)
 SETTINGS = web.AppKey("SETTINGS", ApiSettings)
 STARTED_AT = web.AppKey("STARTED_AT", int)
 TENANT = web.RequestKey("TENANT", str)
+AGENTS = web.RequestKey("AGENTS", int)
+"""Agents that the request has been counted for."""
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 TRACE = web.RequestKey("TRACE", Trace)
 PLACED: web.RequestKey[Callable[[], tuple[Placement, ...]]] = web.RequestKey("PLACED")

@@ -2,20 +2,22 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from shell_router.api.fields import parse_body, read_body
 from shell_router.api.models import TARGETS
 from shell_router.api.replies import common_headers, json_reply
-from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, TENANT, ReadinessCheck
+from shell_router.api.services import ENGINE_CHECK, SERVICES, SETTINGS, STARTED_AT, TENANT, ReadinessCheck
 
 log = logging.getLogger(__name__)
 
 
 async def list_models(request: web.Request) -> web.Response:
     """Topologies and models."""
-    listed = request.app[TARGETS].listed(request.app[STARTED_AT])
+    listed = request.app[TARGETS].listed(request.app[STARTED_AT], await _serving(request))
     return json_reply(request, {"object": "list", "data": listed})
 
 
@@ -24,8 +26,45 @@ async def show_model(request: web.Request) -> web.Response:
     name = request.match_info["model"]
     targets = request.app[TARGETS]
     targets.find(name)
-    listed = targets.listed(request.app[STARTED_AT])
+    listed = targets.listed(request.app[STARTED_AT], await _serving(request))
     return json_reply(request, next(one for one in listed if one["id"] == name))
+
+
+async def list_topologies(request: web.Request) -> web.Response:
+    """The topologies, and where each comes from."""
+    entries = request.app[SERVICES].topologies.readable().entries
+    listed = [
+        {
+            "name": name,
+            "source": entry.source,
+            "description": entry.graph.description,
+            "agents": len(entry.graph.agents),
+        }
+        for name, entry in sorted(entries.items())
+    ]
+    return json_reply(request, {"object": "list", "data": listed})
+
+
+async def show_topology(request: web.Request) -> web.Response:
+    """The document of one."""
+    entry = request.app[SERVICES].topologies.readable().entry(request.match_info["name"])
+    return json_reply(request, entry.document.value)
+
+
+async def put_topology(request: web.Request) -> web.Response:
+    """Serve a document under a name, in the place of what was put under it before."""
+    document, name = parse_body(await read_body(request)).as_dict(), request.match_info["name"]
+    is_new = await request.app[SERVICES].topologies.put(name, document)
+    log.info("topology %s was put by %s", name, request[TENANT])
+    return json_reply(request, {"name": name, "source": "put"}, status=201 if is_new else 200)
+
+
+async def delete_topology(request: web.Request) -> web.Response:
+    """Serve one that was put no more."""
+    name = request.match_info["name"]
+    await request.app[SERVICES].topologies.delete(name)
+    log.info("topology %s was deleted by %s", name, request[TENANT])
+    return json_reply(request, {"name": name, "deleted": True})
 
 
 async def show_trace(request: web.Request) -> web.Response:
@@ -40,15 +79,17 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Every engine can serve; 503 names those that cannot. A shared cache that is away only shows as degraded."""
-    limit_s = request.app[SETTINGS].ready_timeout_s
+    """The engines of some model can serve; 503 names those that cannot where none can.
+
+    Other models' engines, and a shared cache that is away, only show as degraded.
+    """
     services = request.app[SERVICES]
-    checks = services.checks
-    outcomes = await asyncio.gather(*(_holds(name, check, limit_s) for name, check in checks.items()))
-    holding = dict(zip(checks, outcomes, strict=True))
+    holding = await _checked(request, services.checks)
+    engines = {name for name in holding if name.startswith(ENGINE_CHECK)}
+    optional = {*services.optional_checks, *(engines if any(holding[name] for name in engines) else ())}
     away = [name for name, holds in holding.items() if not holds]
-    failing = [name for name in away if name not in services.optional_checks]
-    degraded = [name for name in away if name in services.optional_checks]
+    failing = [name for name in away if name not in optional]
+    degraded = [name for name in away if name in optional]
     body = {"ready": not failing, "not_ready": failing, "degraded": degraded, "checks": holding}
     return json_reply(request, body, status=503 if failing else 200)
 
@@ -57,6 +98,19 @@ async def metrics(request: web.Request) -> web.Response:
     """Prometheus's text format."""
     body = generate_latest(request.app[SERVICES].metrics.registry)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST, **common_headers(request)})
+
+
+async def _checked(request: web.Request, checks: Mapping[str, ReadinessCheck]) -> dict[str, bool]:
+    limit_s = request.app[SETTINGS].ready_timeout_s
+    outcomes = await asyncio.gather(*(_holds(name, check, limit_s) for name, check in checks.items()))
+    return dict(zip(checks, outcomes, strict=True))
+
+
+async def _serving(request: web.Request) -> Mapping[str, bool]:
+    """By model, whether its engines can serve now, where that can be asked."""
+    checks = request.app[SERVICES].checks
+    engines = {name: check for name, check in checks.items() if name.startswith(ENGINE_CHECK)}
+    return {name.removeprefix(ENGINE_CHECK): holds for name, holds in (await _checked(request, engines)).items()}
 
 
 async def _holds(name: str, check: ReadinessCheck, limit_s: float) -> bool:

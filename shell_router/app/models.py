@@ -17,6 +17,7 @@ from shell_router.config import Config, ModelSettings, PairSettings
 from shell_router.core.engine import ServedModel
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.engines.address import PairAddress, PairLimits
+from shell_router.engines.native_body import NativeRules
 from shell_router.engines.sglang import AdaptedModel, SglangPair
 from shell_router.errors import EngineError, EngineStalled
 from shell_router.routing.failures import BreakerSettings, RetrySettings
@@ -96,9 +97,15 @@ def adapted_models(base: ServedModel, pool: SglangPair) -> Mapping[str, tuple[Se
 
 
 class SglangPairs:
-    """The engine kind of models that name `pairs`, which run already."""
+    """The engine kind of models that name `pairs`, which run already.
+
+    With `may_lack` some models may have no engines yet, while others do: theirs are waited for in the background.
+    """
 
     settings: ClassVar[type] = PairSettings
+
+    def __init__(self, *, may_lack: bool = False) -> None:
+        self._may_lack = may_lack
 
     @asynccontextmanager
     async def running(
@@ -106,7 +113,7 @@ class SglangPairs:
     ) -> AsyncIterator[Mapping[str, StartedEngine]]:
         """See `EngineKind`."""
         addresses = {alias: [*map(address_of, config.models[alias].pairs)] for alias in files}
-        async with running_pairs(addresses, files, config, on_progress) as pools:
+        async with running_pairs(addresses, files, config, on_progress, may_lack=self._may_lack) as pools:
             yield {alias: StartedEngine(pool, await _name(pool), SGLANG_BATCH_SIZE) for alias, pool in pools.items()}
 
 
@@ -135,13 +142,18 @@ async def running_pairs(
     files: Mapping[str, ModelFiles],
     config: Config,
     on_progress: Progress,
+    *,
+    may_lack: bool = False,
 ) -> AsyncIterator[Mapping[str, SglangPair]]:
-    """Per alias the client of its prefill and decode servers, once all of them serve. Raises EngineError."""
+    """Per alias the client of its prefill and decode servers, once all of them serve. Raises EngineError.
+
+    With `may_lack`, once those of one model serve and the limit is over; the others are waited for meanwhile.
+    """
     async with AsyncExitStack() as stack:
         pools = {alias: await _pool(alias, found, files[alias], config) for alias, found in addresses.items()}
         for pool in pools.values():
             stack.push_async_callback(pool.aclose)
-        await _until_ready(pools, config.limits.engine_start_s, on_progress)
+        await stack.enter_async_context(_probed(pools, config.limits.engine_start_s, on_progress, may_lack=may_lack))
         for pool in pools.values():
             await stack.enter_async_context(pool.followed())
         yield pools
@@ -154,39 +166,60 @@ async def _pool(alias: str, addresses: Sequence[PairAddress], files: ModelFiles,
         limits=PairLimits(stall_s=limits.engine_stall_s),
         retries=RetrySettings(attempts=limits.engine_attempts),
         breaker=BreakerSettings(failures=limits.breaker_failures, open_s=limits.breaker_open_s),
-        vocabulary=files.vocabulary,
+        rules=NativeRules(files.vocabulary, files.context_length, frozenset(limits.native_fields)),
+        isolates=limits.isolate_tenants,
         scheduling=config.scheduling,
         adapters=await asyncio.to_thread(adapters_of, alias, config.models[alias]),
     )
 
 
-async def _until_ready(pools: Mapping[str, SglangPair], limit_s: float, on_progress: Progress) -> None:
-    """Return when every server is healthy and its way of prefill-only is known. Raises the first EngineError."""
+@asynccontextmanager
+async def _probed(
+    pools: Mapping[str, SglangPair], limit_s: float, on_progress: Progress, *, may_lack: bool
+) -> AsyncIterator[None]:
+    """Enter when every server is healthy and its way of prefill-only is known; see `running_pairs`."""
+    late = asyncio.Event()
+    probes = {alias: asyncio.create_task(_probe(alias, pool, on_progress, late)) for alias, pool in pools.items()}
     try:
-        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
-            for alias, pool in pools.items():
-                tasks.create_task(_probe(alias, pool, on_progress))
-    except TimeoutError as error:
-        raise EngineStalled(
-            f"The engines were not ready within {limit_s:g} s.", remedy="Raise limits.engine_start_s."
-        ) from error
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+        ended, waiting = await asyncio.wait(probes.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+        for probe in ended:
+            probe.result()
+        missing = [alias for alias, probe in probes.items() if probe in waiting]
+        if missing and not (may_lack and ended):
+            raise EngineStalled(
+                f"The engines were not ready within {limit_s:g} s.", remedy="Raise limits.engine_start_s."
+            )
+        for alias in missing:
+            log.error(
+                "model %s is missing: its engines were not ready within %g s; they are waited for", alias, limit_s
+            )
+        late.set()
+        yield
+    finally:
+        for probe in probes.values():
+            probe.cancel()
+        await asyncio.gather(*probes.values(), return_exceptions=True)
 
 
-async def _probe(alias: str, pool: SglangPair, on_progress: Callable[[str], None]) -> None:
-    """Wait for the servers, which may still be loading; the caller sets the limit."""
-    waiting = False
+async def _probe(alias: str, pool: SglangPair, on_progress: Callable[[str], None], late: asyncio.Event) -> None:
+    """Wait for the servers, which may still be loading; the caller sets the limit, or says that it is `late`.
+
+    Then nothing is raised: what cannot be probed is probed again.
+    """
+    said, healthy = "", False
     while True:
         try:
             await pool.ready()
+            healthy = True
+            ways = await pool.probe()
             break
         except EngineError as error:
-            if not waiting:
+            if healthy and not late.is_set():
+                raise
+            if said != str(error):
                 on_progress(f"model {alias}: waiting for its engines ({error})")
-            waiting = True
+            said = str(error)
             await asyncio.sleep(RETRY_S)
-    ways = await pool.probe()
     on_progress(f"model {alias} is ready; prefill-only by {' and '.join(sorted(set(ways)))}")
     if "pair" in ways:
         log.warning("model %s: no prefill-only request warms the cache; one-token requests take its place", alias)

@@ -10,7 +10,7 @@ from shell_router.config.read import KIND_KEYS
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.errors import require
 from shell_router.routing.adapter_cache import AdapterSettings
-from shell_router.topology.forms import Form, ListOf, Number, OneOf, Text
+from shell_router.topology.forms import Either, Form, ListOf, Number, OneOf, Switch, Text
 from shell_router.topology.syntax import TEMPLATE_KWARGS
 
 
@@ -164,7 +164,10 @@ class ModelSettings:
     adapters: AdaptersSection | None = None
     drafts: Annotated[
         bool | Literal["auto"],
-        "Drafts: `auto`, where topologies ask and they pay; `on`, wherever topologies ask; `off`, none.",
+        Either(
+            "Drafts: `auto`, where topologies ask and they pay; `on`, wherever topologies ask; `off`, none.",
+            (Switch(""), OneOf("", ("auto", "on", "off"))),
+        ),
     ] = "auto"
     engine: Annotated[Mapping[str, Any], KIND_KEYS] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ from shell_router.errors import require
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.holdout import HoldoutSettings
 from shell_router.routing.model_choice import ModelChoiceSettings, ModelPolicy
-from shell_router.topology import AUTO
+from shell_router.topology import AUTO, LiveSettings
 from shell_router.topology.forms import MappingOf, Number, Text
 
 
@@ -49,6 +49,14 @@ class Limits:
     """What the router refuses, and when it ends what takes too long."""
 
     max_running: Annotated[int, count("Requests that run at a time; one more is answered 429.")] = 1024
+    max_agents_per_tenant: Annotated[
+        int,
+        count("Agents that one of several tenants may have running or waiting at a time; more are answered 429."),
+    ] = 512
+    max_connections: Annotated[int, count("Open connections; for one more the longest idle one is closed.")] = 4096
+    idle_timeout_s: Annotated[
+        float, seconds("How long a connection may be idle; make it longer than your reverse proxy's.")
+    ] = 620.0
     max_body_bytes: Annotated[int, count("Largest body of a request and line of a batch.")] = 8 * 2**20
     request_timeout_s: Annotated[float, seconds("Longest time that a request may take.")] = 600.0
     body_timeout_s: Annotated[
@@ -57,10 +65,22 @@ class Limits:
     write_timeout_s: Annotated[
         float, seconds("How long a client may read nothing of its stream before its run is canceled.")
     ] = 60.0
+    native_fields: Annotated[
+        tuple[str, ...],
+        "Further fields that are forwarded to engines. Some of SGLang's load code or files, or choose servers; "
+        "`image_url` lets engines fetch images from any host.",
+    ] = ()
+    isolate_tenants: Annotated[
+        bool,
+        "Give each tenant a prefix cache of its own on the engines, so that `cached_tokens` tells of no other tenant's "
+        "prompts; prefixes that tenants share are then prefilled for each.",
+    ] = False
     engine_stall_s: Annotated[
         float, seconds("How long an engine may be silent on a request, queue included; raise it for long prefills.")
     ] = 60.0
-    engine_start_s: Annotated[float, seconds("How long engines may take to start; raise it for large models.")] = 180.0
+    engine_start_s: Annotated[
+        float, seconds("How long engines may take to start; then models with engines are served.")
+    ] = 180.0
     engine_attempts: Annotated[
         int, count("How often a request that fails before its first token is sent in all; 1 never retries.")
     ] = 3
@@ -126,6 +146,8 @@ class BatchesSettings:
     folder: Annotated[Path | None, "Keeps files, batches and their results. Without it there is no Batch API."] = None
     concurrency: Annotated[int, count("Lines that run at a time, all batches together, besides online requests.")] = 32
     max_file_bytes: Annotated[int, count("Largest file that may be uploaded.")] = 200 * 2**20
+    max_tenant_files: Annotated[int, count("Files that a tenant may keep; results count, and are always kept.")] = 1000
+    max_tenant_bytes: Annotated[int, count("Bytes of files that a tenant may keep, likewise.")] = 2 * 2**30
     pools: Annotated[Mapping[str, Path], "Files of pools, by the name that lines give as their model."] = field(
         default_factory=dict
     )
@@ -201,6 +223,7 @@ class Config:
     topologies: Annotated[
         tuple[Path, ...], "Topology files and folders of them; each file's `name` becomes a model name."
     ] = ()
+    live_topologies: LiveSettings = field(default_factory=LiveSettings)
     listen: Listen = Listen()
     api_keys: Annotated[
         Mapping[str, str | FromEnvironment],

@@ -1,6 +1,6 @@
 """The contract between the router and its engines: requests, answers, and where each request went."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
@@ -94,7 +94,7 @@ class Generation:
     its natural-log probability. `priority` is the engine's scheduling priority, where it has one. Requests of one
     `affinity` grow one prompt: where several servers prefill, they go to the one that holds its KV. `adapter` names the
     one of the model's adapters that answers; it is loaded where it has to be. `hints` are for the schedulers.
-    `on_placed` is called with the engines it goes to.
+    `on_placed` is called with the engines it goes to. Only requests of one `cache_key` share a prefix cache.
     """
 
     rid: str
@@ -106,6 +106,7 @@ class Generation:
     adapter: str | None = None
     hints: Hints = NO_HINTS
     on_placed: OnPlaced = field(default=_ignore, compare=False)
+    cache_key: str | None = None
 
 
 def asking_for_drafts(sampling: Mapping[str, Any], sources: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
@@ -192,7 +193,7 @@ class Relayed:
 
 
 class Relay(Protocol):
-    """Sends a client's native body to a pair, unknown fields intact, and its answer back.
+    """Sends a client's native body to a pair, and its answer back.
 
     `chat` is None where the servers have no OpenAI routes of their own: those take SGLang's own fields.
     """
@@ -201,12 +202,19 @@ class Relay(Protocol):
     def chat(self) -> ChatServing | None: ...
 
     def forward(
-        self, route: NativeRoute, body: bytes, *, affinity: str | None = None
+        self,
+        route: NativeRoute,
+        body: bytes,
+        *,
+        affinity: str | None = None,
+        tenant: str | None = None,
+        admit: Callable[[int], None] = lambda requests: None,
     ) -> AbstractAsyncContextManager[Relayed]:
         """Forward `body`, a JSON object in the route's shape as SGLang has it. `affinity` is as in `Generation`.
 
-        Raises InvalidRequest for a body that is not an object or that sets `bootstrap_*` itself, and EngineError.
-        Leaving the context before the answer ended aborts the request on both engines.
+        `admit` is called with the number of its requests, and may raise. Raises InvalidRequest for a body that is no
+        object or has fields or values that are not forwarded, PromptTooLong and EngineError. Leaving the context before
+        the answer ended aborts the request on both engines.
         """
         ...
 

@@ -1,11 +1,11 @@
-"""What of a request's sampling parameters may reach an engine. Pure; every route's parameters are checked here."""
+"""What of a request may reach an engine: its sampling parameters, and how long its prompt is. Pure; for every route."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
-from shell_router.errors import InvalidField
+from shell_router.errors import InvalidField, PromptTooLong
 
 MAX_SAMPLING_BYTES = 2**18
 """Of the parameters as JSON: the schema of a large tool set fits."""
@@ -23,6 +23,8 @@ MAX_INTEGER = 2**31 - 1
 """SGLang's scheduler puts most integers into tensors of 32 bits, and ends where one does not fit."""
 MAX_NUMBER = 1e30
 """For the same reason: of 32-bit floats."""
+MOST_CHARACTERS_PER_TOKEN = 16
+"""A prompt with more per token of its model's context is refused unread. English has 4; only blanks have more."""
 PRIVATE = "__sglang"
 """SGLang's OpenAI routes hand parameters of their own to its scheduler in `custom_params`, under such names."""
 
@@ -58,6 +60,16 @@ def check_depth(value: object, path: str) -> None:
     raise InvalidField(
         f"{path} nests deeper than {MAX_DEPTH} levels.", field=path, remedy="Flatten it, or leave parts of it out."
     )
+
+
+def require_possible(characters: int, context_length: int) -> None:
+    """Raise PromptTooLong for a text that is too long for any tokenizer to fit it into the context."""
+    if characters > MOST_CHARACTERS_PER_TOKEN * context_length:
+        raise PromptTooLong(
+            f"The prompt has {characters} characters; a context of {context_length} tokens takes fewer than"
+            f" {MOST_CHARACTERS_PER_TOKEN} for each.",
+            remedy="Shorten it, or choose a model with a longer context.",
+        )
 
 
 Wrong = tuple[str, str] | None

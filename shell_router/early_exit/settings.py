@@ -35,7 +35,8 @@ class EarlyExit:
     """When a cluster's unfinished agents are cut off.
 
     `stochastic` exits with probability Q (Algorithm 1, line 14); `threshold` exits when Q >= `threshold`; `in_flight`
-    reads unfinished outputs too, and exits when the leading answer's support (`InFlightGate`) reaches `threshold`.
+    reads unfinished outputs too, and exits when the leading answer's support (`InFlightGate`) reaches `threshold`;
+    `quorum` reads no output, and exits `grace_s` after `min_completed` agents have ended.
     `tau` is the preferred similarity. The gate is silent until `min_completed` outputs are there (the paper's
     is 1), or, with `in_flight`, that many state the leading answer and one of them is there. `similarity` chooses the
     correlation matrices' entries: `full` is the paper's; `off_diagonal` leaves out the diagonal of ones, which makes
@@ -54,6 +55,12 @@ class EarlyExit:
     similarity: Literal["full", "off_diagonal"] = "full"
     self_similarity: bool = True
     skip_aggregation: bool = False
+    grace_s: float = 0.0
+
+    @property
+    def judges(self) -> bool:
+        """Whether outputs are judged, by a gate."""
+        return POLICIES[self.policy].gate is not None
 
     @property
     def embeds(self) -> bool:
@@ -61,8 +68,10 @@ class EarlyExit:
         return POLICIES[self.policy].embeds
 
     def gate(self, members: Sequence[str]) -> Gate:
-        """A new gate for one cluster of one run."""
-        return POLICIES[self.policy].gate(self, members)
+        """A new gate for one cluster of one run, of a policy that judges."""
+        gate = POLICIES[self.policy].gate
+        assert gate is not None, f"{self.policy} judges nothing"
+        return gate(self, members)
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -81,6 +90,8 @@ class EarlyExit:
             raise ValueError(f"threshold must be between 0 and 1, not {self.threshold}")
         if self.min_completed < 1:
             raise ValueError(f"min_completed must be at least 1, not {self.min_completed}")
+        if self.grace_s and self.policy != "quorum":
+            raise ValueError(f"grace_s goes with policy quorum, not {self.policy!r}")
         if self.skip_aggregation and self.policy != "in_flight":
             raise ValueError(
                 f"skip_aggregation goes with policy in_flight, which reads what outputs say, not {self.policy!r}"
@@ -89,10 +100,10 @@ class EarlyExit:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a policy's gate is made, and whether outputs have to be embedded for it."""
+    """How a policy's gate is made, None where outputs are only counted; whether they have to be embedded for it."""
 
     embeds: bool
-    gate: Callable[[EarlyExit, Sequence[str]], Gate]
+    gate: Callable[[EarlyExit, Sequence[str]], Gate] | None
 
 
 def _embedding(settings: EarlyExit, members: Sequence[str]) -> Gate:
@@ -113,4 +124,5 @@ POLICIES: Mapping[str, Policy] = {
     "stochastic": Policy(embeds=True, gate=_embedding),
     "threshold": Policy(embeds=True, gate=_embedding),
     "in_flight": Policy(embeds=False, gate=_in_flight),
+    "quorum": Policy(embeds=False, gate=None),
 }

@@ -192,11 +192,11 @@ class AdapterLeases:
     def _too_late(self, adapter: str) -> EngineUnavailable:
         if self._cache.is_coming(adapter):
             return EngineUnavailable(
-                f"The adapter {adapter!r} was still being loaded on the {self._server} after {self._wait_s:g} s.",
-                remedy="Look at that server's load and log, or raise the model's adapters.wait_s.",
+                f"The adapter {adapter!r} was still being loaded after {self._wait_s:g} s.",
+                remedy="Look at the engines' load and logs, or raise the model's adapters.wait_s.",
             )
         return EngineUnavailable(
-            f"No place for the adapter {adapter!r} came free on the {self._server} within {self._wait_s:g} s.",
+            f"No place for the adapter {adapter!r} came free within {self._wait_s:g} s.",
             remedy="Ask again later, add engines, or raise max_loaded_adapters or wait_s of the model's adapters.",
         )
 

@@ -68,7 +68,7 @@ class ServerLoader:
         """
         if not (await server_info(self._server)).get("enable_lora", True):  # one that says nothing of it may
             raise EngineRejected(
-                f"The {self._server} takes no adapters.",
+                f"The {self._server.name} takes no adapters.",
                 status=501,
                 remedy="Start it with --enable-lora, or take adapters out of the model's settings.",
             )
@@ -91,7 +91,7 @@ class ServerLoader:
         try:
             return [one["id"] for one in orjson.loads(answer)["data"] if one.get("parent")]
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-            raise broken_wire(str(self._server), f"{answer[:200]!r}") from error
+            raise broken_wire(self._server.name, f"{answer[:200]!r}") from error
 
     async def _post(self, route: str, fields: Mapping[str, str]) -> None:
         try:

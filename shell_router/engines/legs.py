@@ -87,7 +87,7 @@ class Legs:
             if reader.error is not None:
                 raise reader.error
             if reader.finish is None:
-                raise EngineUnreachable(f"The {self.decode_server} closed its stream before the answer ended.")
+                raise EngineUnreachable(f"The {self.decode_server.name} closed its stream before the answer ended.")
             return self._with_cached_tokens(reader.finish, await self.settled())
         except (EngineError, PromptTooLong) as error:
             self.failed(error)

@@ -1,47 +1,80 @@
 """A client's native request body: checked once, extended as bytes, so that nothing in it is ever rewritten."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from shell_router.core.engine import value
-from shell_router.core.sampling import check_depth, check_sampling
-from shell_router.errors import InvalidRequest
+from shell_router.core.engine import NativeRoute, value
+from shell_router.core.sampling import check_depth, check_sampling, require_possible
+from shell_router.errors import InvalidRequest, PromptTooLong
 
-SHORTEST_RID = 32
-_RESERVED = "bootstrap_"
+_RESERVED = ("bootstrap_", "rid")
 _PROMPTS = {"input_ids", "messages", "prompt", "tools"}
-ADAPTER = "lora_path"
-"""SGLang's field for the name of a request's adapter."""
+ADAPTER, CACHE_KEY = "lora_path", "extra_key"
+"""SGLang's fields for the name of a request's adapter, and for the prefix cache that it has a part of."""
+
+
+def _names(listed: str) -> frozenset[str]:
+    return frozenset(listed.split())
+
+
+SAMPLING_FIELDS = _names(
+    "temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty max_tokens min_tokens"
+    " max_completion_tokens seed stop stop_token_ids ignore_eos no_stop_trim skip_special_tokens regex ebnf json_schema"
+    " response_format logit_bias n logprobs top_logprobs"
+)
+"""Of OpenAI's routes, which have no `sampling_params`."""
+GENERATE_FIELDS = _names(
+    "text input_ids sampling_params stream model return_logprob logprob_start_len top_logprobs_num token_ids_logprob"
+    " return_text_in_logprobs return_prompt_token_ids"
+)
+CHAT_FIELDS = SAMPLING_FIELDS | _names(
+    "messages model stream stream_options tools tool_choice parallel_tool_calls chat_template_kwargs reasoning_effort"
+    " separate_reasoning return_token_ids user metadata store service_tier safety_identifier prompt_cache_key"
+    " prompt_cache_retention functions function_call modalities audio best_of echo verbosity"
+)
+FIELDS: Mapping[NativeRoute, frozenset[str]] = {
+    "generate": GENERATE_FIELDS,
+    "prefill_only": GENERATE_FIELDS,
+    "v1/chat/completions": CHAT_FIELDS,
+    "v1/completions": SAMPLING_FIELDS | _names("prompt model stream stream_options user echo suffix"),
+}
+"""What may be forwarded. Others load code or files, reach hosts, or choose a server, a rank or a priority."""
+MEDIA = "image_url"
+"""A chat's part by whose URL an engine would fetch from a host; data: URLs fetch nothing."""
+MAX_BATCH = 1024
+MAX_TOP_LOGPROBS = 128
 
 
 @value
 class NativeBody:
-    """A JSON object in SGLang's native shape.
+    """A JSON object in SGLang's native shape, with a request or a `batch` of so many.
 
-    `rids` name every request in it to the engines (a batch has several), and `named` says whether the client did;
-    `opened` is the object without its closing brace, with a `rid` in it, and with the adapter that shall answer where
-    there is one. With `input_logprobs` the answer shall hold log probabilities of the prompt.
+    `opened` is the client's object without its closing brace, ready for more fields, which are `rid` and the router's
+    `own`. With `input_logprobs` the answer shall hold log probabilities of the prompt.
     """
 
-    rids: tuple[str, ...]
-    named: bool
+    rid: str
+    batch: int | None
     stream: bool
     input_logprobs: bool
     opened: bytes
+    own: Mapping[str, str]
+
+    @property
+    def rids(self) -> tuple[str, ...]:
+        """The ids the engine gives its requests (SGLang appends `_<index>` to a batch's single `rid`)."""
+        return (self.rid,) if self.batch is None else tuple(f"{self.rid}_{index}" for index in range(self.batch))
 
     def with_fields(self, fields: Mapping[str, Any]) -> bytes:
         """The body with `fields` added at its end, every other byte as the client wrote it."""
-        if not fields:
-            return self.opened + b"}"
-        return self.opened + b"," + orjson.dumps(fields)[1:]
+        return self.opened + orjson.dumps({"rid": self.rid, **self.own, **fields})[1:]
 
     def replaced(self, fields: Mapping[str, Any]) -> bytes:
         """The body with `fields` in place of the client's; numbers may be written differently afterwards."""
-        found = orjson.loads(self.opened + b"}")
+        found = orjson.loads(self.with_fields({}))
         own, given = fields.get("sampling_params", {}), found.get("sampling_params") or {}
         sampling = [{**one, **own} for one in given] if isinstance(given, list) else {**given, **own}
         return orjson.dumps({**found, **fields, "sampling_params": sampling})
@@ -51,55 +84,95 @@ class NativeBody:
 class NativeRules:
     """What a model asks of bodies.
 
-    Token ids must lie below `vocabulary`, where it is known: SGLang ends at one that does not. With `adapters` the
-    model has some, which the router loads, so that no body may name one itself.
+    Token ids must lie below `vocabulary`, where it is known: SGLang ends at one that does not. Prompts that cannot fit
+    into `context_length` are refused. `fields` are forwarded besides FIELDS, MEDIA among them if engines may fetch it.
     """
 
     vocabulary: int | None = None
-    adapters: bool = False
+    context_length: int | None = None
+    fields: frozenset[str] = frozenset()
 
 
 ANY_MODEL = NativeRules()
+NOTHING: Mapping[str, str] = {}
 
 
 def read_native(
-    body: bytes, fresh_rid: str, rules: NativeRules = ANY_MODEL, adapter: str | None = None, *, openai: bool = False
+    body: bytes,
+    rid: str,
+    rules: NativeRules = ANY_MODEL,
+    own: Mapping[str, str] = NOTHING,
+    route: NativeRoute = "generate",
 ) -> NativeBody:
-    """Check `body` by `rules`, give it `fresh_rid` unless it names itself, and `adapter`; raises InvalidRequest.
+    """Check `body` by `rules`, and give it `rid` and the router's `own` fields; raises InvalidRequest, PromptTooLong.
 
-    One of SGLang's `openai` routes has its sampling parameters among the other fields.
+    The id is never the client's: SGLang aborts every request whose id begins with an aborted one.
     """
     found = _read_object(body)
-    if reserved := sorted([name for name in found if name.startswith(_RESERVED)]):
-        raise InvalidRequest(
-            f"The body sets {', '.join(reserved)}, which the router chooses.", remedy="Leave these fields out."
-        )
-    if rules.adapters and found.get(ADAPTER) is not None:
-        raise InvalidRequest(
-            f"The body sets {ADAPTER}, which the router chooses by the model.",
-            remedy="Leave it out, and name a model such as base:adapter; /v1/models lists them.",
-        )
-    if rules.vocabulary is not None:
-        for name in ("input_ids", "prompt"):
-            _check_ids(name, found.get(name), rules.vocabulary)
-    _check_sampling(found, rules.vocabulary, openai)
+    _check_fields(found, FIELDS[route] | rules.fields, own)
+    for name in ("text", "input_ids", "prompt", "token_ids_logprob"):
+        _check_prompt(name, found.get(name), rules)
+    _check_sampling(found, rules.vocabulary, openai=route.startswith("v1/"))
+    if MEDIA not in rules.fields:
+        _refuse_media(found.get("messages"))
     for start in as_list(found.get("logprob_start_len")):
         if isinstance(start, int) and start < -1:  # SGLang's prefill server ends at one
             raise InvalidRequest(f"`logprob_start_len` is {start}.", remedy="Make it -1 (no prompt tokens) or more.")
-    opened = body.rstrip()[:-1].rstrip()
-    rid, named = found.get("rid"), "rid" in found
-    if rid is None:
-        if named:
-            raise InvalidRequest("`rid` is null.", remedy="Leave it out, or make it a string.")
-        rid = fresh_rid
-        opened += (b"," if found else b"") + b'"rid":' + orjson.dumps(rid)
-    else:
-        _check_rid(rid)
-        if body.count(b'"rid"') > 1:
-            _refuse_repeated_rid(body)
-    if adapter is not None:
-        opened += b',"%s":%s' % (ADAPTER.encode(), orjson.dumps(adapter))
-    return NativeBody(_rids(rid, found), named, found.get("stream") is True, wants_input_logprobs(found), opened)
+    if any(isinstance(top, int) and top > MAX_TOP_LOGPROBS for top in as_list(found.get("top_logprobs_num"))):
+        raise InvalidRequest(f"`top_logprobs_num` is above {MAX_TOP_LOGPROBS}.", remedy="Ask for fewer.")
+    opened = body.rstrip()[:-1].rstrip() + (b"," if found else b"")
+    return NativeBody(rid, _batch(found), found.get("stream") is True, wants_input_logprobs(found), opened, own)
+
+
+def _check_fields(found: Mapping[str, Any], forwarded: Collection[str], own: Mapping[str, str]) -> None:
+    for name, given in found.items():
+        if name.startswith(_RESERVED) or (name in own and given is not None):
+            raise InvalidRequest(
+                f"The body sets {name[:40]}, which the router chooses.",
+                remedy="Leave it out; the answer's meta_info.id is the request's id, and models name adapters.",
+            )
+        if given is not None and name not in forwarded:
+            raise InvalidRequest(
+                f"The field {name[:40]!r} is not forwarded to engines.",
+                remedy="Leave it out; an operator may list it in limits.native_fields.",
+            )
+
+
+def _check_prompt(name: str, given: object, rules: NativeRules) -> None:
+    """A text or token ids, or a list of either. What is neither is left to the engine to refuse."""
+    several = given if isinstance(given, list) and given and isinstance(given[0], list | str) else [given]
+    if len(several) > MAX_BATCH:
+        raise InvalidRequest(f"`{name}` has {len(several)} prompts.", remedy=f"Send at most {MAX_BATCH} at a time.")
+    for one in several:
+        _check_one_prompt(name, one, rules)
+
+
+def _check_one_prompt(name: str, given: object, rules: NativeRules) -> None:
+    if isinstance(given, list) and given and isinstance(given[0], list):
+        raise InvalidRequest(f"`{name}` nests lists in lists.", remedy="Send a list of token ids per prompt.")
+    if isinstance(given, str | list) and rules.context_length is not None:
+        if isinstance(given, str):
+            require_possible(len(given), rules.context_length)
+        elif len(given) > rules.context_length:
+            raise PromptTooLong(
+                f"`{name}` has {len(given)} token ids; the model takes {rules.context_length}.", remedy="Send fewer."
+            )
+    if rules.vocabulary is not None and not (isinstance(given, str) and name in ("text", "prompt")):
+        _check_ids(name, given, rules.vocabulary)
+
+
+def _refuse_media(messages: object) -> None:
+    """Refuse parts whose URL engines would fetch; what is no message is left to the engine."""
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            for name, media in part.items() if isinstance(part, dict) else ():
+                url = media.get("url") if isinstance(media, dict) else media if name.endswith("_url") else None
+                if isinstance(url, str) and not url.startswith("data:"):
+                    raise InvalidRequest(
+                        f"The {name[:40]} of a message is not a data: URL, and engines fetch no others.",
+                        remedy=f"Send the content itself; an operator may list {MEDIA} in limits.native_fields.",
+                    )
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
@@ -112,14 +185,10 @@ def _read_object(body: bytes) -> dict[str, Any]:
     return found
 
 
-def _check_ids(name: str, ids: object, vocabulary: int) -> None:
-    """Token ids of one prompt, or a list of such lists. What is neither is left to the engine to refuse."""
-    if not isinstance(ids, list) or not ids:
+def _check_ids(name: str, ids: Any, vocabulary: int) -> None:
+    if not ids or not isinstance(ids, list | str):
         return
-    if isinstance(ids[0], list):
-        for one in ids:
-            _check_ids(name, one, vocabulary)
-    elif set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary:
+    if isinstance(ids, str) or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary:
         raise InvalidRequest(
             f"`{name}` holds something else than token ids below {vocabulary}.", remedy="Tokenize for this model."
         )
@@ -138,36 +207,12 @@ def _check_sampling(found: Mapping[str, Any], vocabulary: int | None, openai: bo
         check_sampling(one, vocabulary, "sampling_params")
 
 
-def _refuse_repeated_rid(body: bytes) -> None:
-    """Two top-level `rid`s could be read differently here and on the engine, and an abort would miss."""
-
-    def names_rid_twice(pairs: list[tuple[str, Any]]) -> int:
-        return sum(name == "rid" for name, _ in pairs)
-
-    if json.loads(body, object_pairs_hook=names_rid_twice) > 1:  # the outermost object is counted last
-        raise InvalidRequest("The body names `rid` twice.", remedy="Name it once.")
-
-
-def _check_rid(rid: object) -> None:
-    """SGLang aborts every request whose id begins with the given one, so a short id would end others' requests."""
-    named = rid if isinstance(rid, list) else [rid]
-    if not named or not all(isinstance(one, str) and len(one) >= SHORTEST_RID for one in named):
-        raise InvalidRequest(
-            f"`rid` is not a string, or a list of strings, of at least {SHORTEST_RID} characters.",
-            remedy="Leave it out, or use a UUID.",
-        )
-
-
-def _rids(rid: Any, found: Mapping[str, Any]) -> tuple[str, ...]:
-    """The ids the engine gives the requests of this body (SGLang appends `_<index>` to a batch's single `rid`)."""
-    if isinstance(rid, list):
-        return tuple(rid)
+def _batch(found: Mapping[str, Any]) -> int | None:
+    """How many requests a list of prompts makes; None for a prompt alone."""
     text, ids = found.get("text"), found.get("input_ids")
     if isinstance(text, list):
-        return tuple(f"{rid}_{index}" for index in range(len(text)))
-    if isinstance(ids, list) and ids and isinstance(ids[0], list):
-        return tuple(f"{rid}_{index}" for index in range(len(ids)))
-    return (rid,)
+        return len(text)
+    return len(ids) if isinstance(ids, list) and ids and isinstance(ids[0], list) else None
 
 
 def wants_input_logprobs(found: Mapping[str, Any]) -> bool:

@@ -188,10 +188,8 @@ class Attempts:
                 failure = error
             await self._next_due(failure, adapters.failing(prefill, decode))
 
-    async def failed(
-        self, pair: Pair, error: EngineError, blamed_servers: Collection[ServerClient], *, final: bool = False
-    ) -> None:
-        """The attempt on `pair` failed: return when the next is due, or raise `error` if it was `final` or the last.
+    async def failed(self, pair: Pair, error: EngineError, blamed_servers: Collection[ServerClient]) -> None:
+        """The attempt on `pair` failed: return when the next is due, or raise `error` if it was the last.
 
         An adapter that a server of the pair lost is loaded again.
         """
@@ -199,8 +197,6 @@ class Attempts:
             for slot, lease in zip((pair.prefill, pair.decode), pair.leases or (), strict=False):
                 if slot.engine in blamed_servers:
                     await self._pairing.adapters.missing(slot.engine, lease)
-        if final:
-            raise error
         await self._next_due(error, blamed_servers)
 
     async def _next_due(self, error: EngineError, blamed_servers: Collection[ServerClient]) -> None:
@@ -212,5 +208,6 @@ class Attempts:
             raise error
         self._last = error
         self._avoid.update(blamed_servers)
-        log.warning("attempt %d failed, and another is due in %.0f ms: %s", self.made, 1e3 * wait_s, error)
+        at = " and the ".join(map(str, blamed_servers)) or "servers"
+        log.warning("attempt %d failed at the %s; another is due in %.0f ms: %s", self.made, at, 1e3 * wait_s, error)
         await asyncio.sleep(wait_s)

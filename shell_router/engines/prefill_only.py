@@ -61,7 +61,7 @@ class PrefillOnly:
             return await self._by_pair(one_token)
         body = orjson.dumps({**body_fields(one_token), **self._fields(way), "stream": False})
         async with self._post(way, body, (request.rid,)) as response:
-            return read_prefilled(str(self._server), await self._server.read_all(response))
+            return read_prefilled(self._server.name, await self._server.read_all(response))
 
     def _fields(self, way: PrefillWay) -> dict[str, Any]:
         return {**self._bootstrap.fields(), "bootstrap_host": FAKE_BOOTSTRAP_HOST} if way == "fake_host" else {}

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import orjson
@@ -10,7 +11,7 @@ from shell_router.core.engine import NativeRoute, Relayed
 from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.http_client import Exchange
 from shell_router.engines.legs import Legs
-from shell_router.engines.native_body import NativeBody, NativeRules, as_list, read_native
+from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NativeBody, NativeRules, as_list, read_native
 from shell_router.engines.pairing import Attempts, Pair, Pairing
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from shell_router.engines.adapter_leases import Lease
 
 _DONE = b"[DONE]"
-OPENAI_ROUTES = frozenset({"v1/chat/completions", "v1/completions"})
 _NO_OUTPUT = (orjson.JSONDecodeError, KeyError, TypeError, AttributeError)
 
 
@@ -112,15 +112,23 @@ class PairRelay:
         self._rules = rules
 
     def forward(
-        self, route: NativeRoute, body: bytes, affinity: str | None, adapter: str | None
+        self,
+        route: NativeRoute,
+        body: bytes,
+        affinity: str | None,
+        adapter: str | None,
+        cache_key: str | None,
+        admit: Callable[[int], None],
     ) -> AbstractAsyncContextManager[Relayed]:
         """See `SglangPair.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
-        native = read_native(body, self._rid(), self._rules, adapter, openai=route in OPENAI_ROUTES)
+        own = {name: found for name, found in ((ADAPTER, adapter), (CACHE_KEY, cache_key)) if found is not None}
+        native = read_native(body, self._rid(), self._rules, own, route)
+        admit(len(native.rids))
         tokens = max(1, len(body) // 4)  # about: it is not tokenized here
         wanted = PlacementRequest(tokens, affinity=affinity, update=route == "prefill_only", adapter=adapter)
         if route == "prefill_only" and all(only.way != "pair" for only in self._prefill_only.values()):
             return self._prefilled_alone(native, wanted)
-        return _ByPair(self, route, body, native, wanted)
+        return _ByPair(self, route, native, wanted)
 
     @asynccontextmanager
     async def _prefilled_alone(self, native: NativeBody, wanted: PlacementRequest) -> AsyncIterator[Relayed]:
@@ -144,7 +152,7 @@ class PairRelay:
             slot.close()
 
     async def begun(
-        self, route: NativeRoute, body: bytes, native: NativeBody, wanted: PlacementRequest
+        self, route: NativeRoute, native: NativeBody, wanted: PlacementRequest
     ) -> tuple[Pair, Legs, Relayed]:
         """The first attempt whose answer began, its legs running on. Raises EngineError and PromptTooLong."""
         attempts = self._attempts(wanted)
@@ -164,9 +172,8 @@ class PairRelay:
                 pair.close()
                 if not isinstance(error, EngineError):
                     raise
-                # a client's own id cannot be used again: the engines may still hold it
-                await attempts.failed(pair, error, legs.blamed_servers, final=native.named)
-            native = read_native(body, self._rid(), self._rules, wanted.adapter, openai=route in OPENAI_ROUTES)
+                await attempts.failed(pair, error, legs.blamed_servers)
+            native = replace(native, rid=self._rid())  # the engines may still hold the id before
 
     def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts) -> Legs:
         fields, limits = pair.bootstrap.fields(), self._pairing.limits
@@ -183,11 +190,9 @@ class PairRelay:
 class _ByPair(AbstractAsyncContextManager[Relayed]):
     """A native request on a pair while the context is open."""
 
-    def __init__(
-        self, relay: PairRelay, route: NativeRoute, body: bytes, native: NativeBody, wanted: PlacementRequest
-    ) -> None:
+    def __init__(self, relay: PairRelay, route: NativeRoute, native: NativeBody, wanted: PlacementRequest) -> None:
         self._relay = relay
-        self._request = (route, body, native, wanted)
+        self._request = (route, native, wanted)
         self._pair: Pair
         self._legs: Legs
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,8 @@ class ServerClient:
 
     def __init__(self, server: Server, transport: Transport) -> None:
         self.server = server
-        self.name = str(server)
+        self.name = f"{server.role} engine"
+        """For errors, which clients read; `str` has the URL too, for logs."""
         self.limits = transport.limits
         self.tasks = transport.tasks
         self.breaker = Breaker(transport.breaker)
@@ -54,7 +56,7 @@ class ServerClient:
         self._endpoints: dict[str, Endpoint] = {}  # reading a URL costs as much as a tenth of a small request
 
     def __str__(self) -> str:
-        return self.name
+        return str(self.server)
 
     def begin(
         self,
@@ -124,11 +126,11 @@ class ServerClient:
         """The router's error for an OSError or TimeoutError of the HTTP client."""
         if isinstance(error, TimeoutError):
             found: EngineError = EngineStalled(
-                f"The {self} sent nothing within its limit.", remedy="Look at its load and its log."
+                f"The {self.name} sent nothing within its limit.", remedy="Look at its load and its log."
             )
         else:
             found = EngineUnreachable(
-                f"The {self} cannot be reached: {error or type(error).__name__}.", remedy="Check that it runs."
+                f"The {self.name} cannot be reached: {_without_address(error)}.", remedy="Check that it runs."
             )
         found.__cause__ = error
         return found
@@ -141,7 +143,10 @@ class ServerClient:
         self.failures += 1
         if self.breaker.failed(self._clock()):
             logger.warning(
-                "circuit breaker of the %s is open, probing every %g s (%s)", self, self.breaker.open_s, error
+                "circuit breaker of the %s is open, probing every %g s (%s)",
+                self,
+                self.breaker.open_s,
+                error.__cause__ or error,
             )
 
     def succeeded(self) -> None:
@@ -163,3 +168,9 @@ class ServerClient:
             logger.warning("could not abort %s on the %s: %r", rid, self, error)
         finally:
             exchange.close()
+
+
+def _without_address(error: Exception) -> str:
+    """What asyncio says of a connection that cannot be made names the address."""
+    number = error.errno if isinstance(error, OSError) else None
+    return os.strerror(number) if number else str(error).partition(": ")[0] or type(error).__name__

@@ -23,7 +23,7 @@ from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits
 from shell_router.engines.dispatching import Monitor, engine_slot
 from shell_router.engines.http_client import HttpClient, TaskOwner
 from shell_router.engines.legs import Legs
-from shell_router.engines.native_body import NativeRules
+from shell_router.engines.native_body import ADAPTER, ANY_MODEL, CACHE_KEY, NativeRules
 from shell_router.engines.pairing import Attempts, Pairing
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
 from shell_router.engines.relay import PairRelay
@@ -69,8 +69,10 @@ class SglangPair:
 
     `servers` are prefill servers first, `dispatchers` theirs and those of decode.
     `room` gives fresh bootstrap rooms below 2^63, `rid` fresh request ids, none of which begins with another; `draw` is
-    uniform in [0, 1), `clock` monotonic seconds. With `vocabulary` relayed token ids are checked against it. A request
-    that names one of the `adapters` is sent once that is loaded on both its servers.
+    uniform in [0, 1), `clock` monotonic seconds. Relayed bodies are checked by `rules`, but none may
+    name one of its adapters or another's cache. A request that names one of the
+    `adapters` is sent once that is loaded on both its servers. If it `isolates`, each user has a prefix cache of its
+    own there.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class SglangPair:
         rid: Callable[[], str] = random_rid,
         draw: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.monotonic,
-        vocabulary: int | None = None,
+        rules: NativeRules = ANY_MODEL,
+        isolates: bool = False,
         scheduling: SchedulingSettings = DEFAULT_SCHEDULING,
         adapters: AdapterSettings = NO_ADAPTERS,
     ) -> None:
@@ -107,7 +110,9 @@ class SglangPair:
             server: PrefillOnly(server, bootstrap, partial(self._prefill_by_pair, server), rid, clock)
             for server, bootstrap in self._pairing.bootstraps.items()
         }
-        rules = NativeRules(vocabulary, adapters=bool(adapters.folders))
+        self._isolates = isolates
+        chosen = ({ADAPTER} if adapters.folders else set()) | ({CACHE_KEY} if isolates else set())
+        rules = replace(rules, fields=rules.fields - chosen)
         self._relay = PairRelay(self._pairing, self._prefill_only, self._attempts, rid, rules)
 
     @property
@@ -133,6 +138,7 @@ class SglangPair:
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`. Raises PromptTooLong where the engine says so."""
+        request = self._isolated(request)
         attempts, sent = self._attempts(PlacementRequest.of(request)), request
         while True:
             pair = await attempts.pick()
@@ -167,11 +173,15 @@ class SglangPair:
             # engines abort whatever begins with the id of an attempt before, so that stands last
             sent = replace(request, rid=f"{attempts.made}.{request.rid}")
 
+    def _isolated(self, request: Generation) -> Generation:
+        return replace(request, cache_key=request.hints.user) if self._isolates else request
+
     def _attempts(self, request: PlacementRequest) -> Attempts:
         return Attempts(self._pairing, request, self._retries, self._draw)
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`. It is made once, in its server's way: a failure costs no more than the overlap."""
+        request = self._isolated(request)
         slot = await engine_slot(self._pairing.prefills, PlacementRequest.of(request, update=True))
         try:
             only = self._prefill_only[slot.engine]
@@ -239,13 +249,20 @@ class SglangPair:
         return await version_of(self._pairing.decodes.engines[0])
 
     def forward(
-        self, route: NativeRoute, body: bytes, *, affinity: str | None = None, adapter: str | None = None
+        self,
+        route: NativeRoute,
+        body: bytes,
+        *,
+        affinity: str | None = None,
+        tenant: str | None = None,
+        admit: Callable[[int], None] = lambda requests: None,
+        adapter: str | None = None,
     ) -> AbstractAsyncContextManager[Relayed]:
         """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's.
 
-        With `adapter` that one answers. A body may not name one itself, where the model has adapters.
+        With `adapter` that one answers.
         """
-        return self._relay.forward(route, body, affinity, adapter)
+        return self._relay.forward(route, body, affinity, adapter, tenant if self._isolates else None, admit)
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
@@ -293,7 +310,13 @@ class AdaptedModel:
         return await self._engine.prefill(replace(request, adapter=self._adapter))
 
     def forward(
-        self, route: NativeRoute, body: bytes, *, affinity: str | None = None
+        self,
+        route: NativeRoute,
+        body: bytes,
+        *,
+        affinity: str | None = None,
+        tenant: str | None = None,
+        admit: Callable[[int], None] = lambda requests: None,
     ) -> AbstractAsyncContextManager[Relayed]:
-        """See `Relay.forward`. Raises InvalidRequest for a body that names an adapter itself."""
-        return self._engine.forward(route, body, affinity=affinity, adapter=self._adapter)
+        """See `Relay.forward`."""
+        return self._engine.forward(route, body, affinity=affinity, tenant=tenant, admit=admit, adapter=self._adapter)

@@ -35,6 +35,8 @@ def body_fields(request: Generation) -> dict[str, Any]:
         fields["return_logprob"] = True
     if request.adapter is not None:
         fields["lora_path"] = request.adapter  # SGLang's field for an adapter's name
+    if request.cache_key is not None:
+        fields["extra_key"] = request.cache_key
     if request.priority is not None:
         fields["priority"] = request.priority
     return fields

@@ -31,13 +31,13 @@ from shell_router.core.events import (
     PromptReady,
 )
 from shell_router.core.marks import ReasoningMarks, ReasoningSplit
-from shell_router.core.sampling import check_sampling
+from shell_router.core.sampling import check_sampling, require_possible
 from shell_router.early_exit import Confidence
 from shell_router.early_exit.answers import forms_in
 from shell_router.errors import AgentFailed, EngineError, EngineStalled, InvalidRequest, PromptTooLong
 from shell_router.moa.calls import CallReader, ToolCall, ToolOffer
 from shell_router.moa.choosing import LatencyEstimates
-from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded, require_possible
+from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded
 from shell_router.moa.requests import AgentUsage
 from shell_router.routing.increments import Prefilling
 from shell_router.topology import Prefill, Prompt

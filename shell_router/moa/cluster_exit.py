@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shell_router.core.events import Degraded, Event, ExitScored
 from shell_router.core.predictors import Embedder
 from shell_router.early_exit import features
-from shell_router.errors import EngineError
+from shell_router.errors import AgentFailed, EngineError
 from shell_router.moa.agent import Output
 from shell_router.topology import Cluster
 
@@ -28,6 +28,36 @@ class Verdict:
 
 
 GO_ON = Verdict()
+
+
+class QuorumExit:
+    """Cuts off a cluster's unfinished agents `grace_s` after `min_completed` of it have ended, whatever they wrote."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        assert cluster.early_exit is not None
+        self._cluster, self._settings = cluster, cluster.early_exit
+        self._completed = 0
+
+    def wrote(self, agent: str, text: str, confidence: float, unfinished: Unfinished) -> Verdict:
+        """Nothing is read."""
+        return GO_ON
+
+    def dropped(self, unfinished: Unfinished) -> Verdict:
+        """Raises AgentFailed where no agent of the cluster is left: its readers would have nothing to read."""
+        if not self._completed and not unfinished():
+            raise AgentFailed(
+                f"No agent of {self._cluster.id!r} has answered: each has failed.",
+                remedy="Ask again, or name other models.",
+            )
+        return GO_ON
+
+    async def completed(self, agent: str, output: Output, unfinished: Unfinished) -> Verdict:
+        """The agent that completes the quorum waits here for the others."""
+        self._completed += 1
+        if self._completed != self._settings.min_completed or not unfinished():
+            return GO_ON
+        await asyncio.sleep(self._settings.grace_s)
+        return Verdict(unfinished())
 
 
 class ClusterExit:

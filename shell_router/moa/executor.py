@@ -1,6 +1,7 @@
 """Runs one request through an agent graph, or to a single model."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -8,13 +9,13 @@ from typing import Literal
 
 from agent_cache import AgentPromptCache, Chunk, End, LogKey, LogWriter
 from shell_router.core.engine import ServedModel
-from shell_router.core.events import AgentErred, AgentStarted, AgentStopped, AggregationSkipped, Event
+from shell_router.core.events import AgentErred, AgentStarted, AgentStopped, AggregationSkipped, Event, ModelChosen
 from shell_router.core.predictors import Embedder
 from shell_router.early_exit import Ballot, ballot, elected
-from shell_router.errors import AgentFailed, ConfigError, DeadlineExceeded, PromptTooLong, ShellRouterError
-from shell_router.moa.agent import AgentRun, Output, Wrote, could_have_written, usage_of
+from shell_router.errors import AgentFailed, ConfigError, DeadlineExceeded, EngineError, PromptTooLong, ShellRouterError
+from shell_router.moa.agent import AgentRun, AgentTask, Output, Wrote, could_have_written, usage_of
 from shell_router.moa.choosing import Leave, ModelChooser
-from shell_router.moa.cluster_exit import ClusterExit, Verdict
+from shell_router.moa.cluster_exit import ClusterExit, QuorumExit, Verdict
 from shell_router.moa.incremental import complete_prompt
 from shell_router.moa.planning import Plan, compare_drafts, drafts_of, plan_run
 from shell_router.moa.prompt import LONG_TEXT, encoded
@@ -22,6 +23,8 @@ from shell_router.moa.requests import AgentUsage, Answer, CutOff, MoaRequest
 from shell_router.routing.holdout import Compared, Holdouts, HoldoutSettings
 from shell_router.routing.increments import Remainder
 from shell_router.topology import VOTE, Agent, Cluster, Topology
+
+log = logging.getLogger(__name__)
 
 Emit = Callable[[Event], None]
 
@@ -114,7 +117,8 @@ class _Run:
 
     def __init__(self, executor: Executor, plan: Plan, request: MoaRequest, emit: Emit, leave: Leave) -> None:
         self._topology = plan.topology
-        self._tasks = plan.tasks
+        self._tasks = dict(plan.tasks)
+        self._instead = plan.instead
         self._request = request
         self._executor = executor
         self._cache = executor.cache
@@ -131,11 +135,14 @@ class _Run:
         self._outputs: dict[str, Output] = {}
         self._gone: dict[str, CutOff | Literal["failed"]] = {}
 
-    def _cluster_exits(self) -> dict[str, ClusterExit]:
+    def _cluster_exits(self) -> dict[str, ClusterExit | QuorumExit]:
         """The judge of each cluster that has early exit, by cluster id."""
-        found = {}
+        found: dict[str, ClusterExit | QuorumExit] = {}
         for cluster in self._topology.clusters:
             if cluster.early_exit is None:
+                continue
+            if not cluster.early_exit.judges:
+                found[cluster.id] = QuorumExit(cluster)
                 continue
             embedder = self._executor.embedder if cluster.early_exit.embeds else None
             if cluster.early_exit.embeds and embedder is None:
@@ -153,10 +160,9 @@ class _Run:
         keys = (LogKey(tenant, program, agent) for agent in self._topology.agents)
         writers = await asyncio.gather(*(self._cache.create(key) for key in keys))
         self._writers.update(zip(self._topology.agents, writers, strict=True))
-        estimates, emit, clock = self._executor.estimates, self._emit, self._clock
+        estimates = self._executor.estimates
         for name, task in self._tasks.items():
-            writer, wrote = self._writers[name], self._watched(name)
-            self._runs[name] = AgentRun(task, estimates, emit, clock=clock, writer=writer, wrote=wrote)
+            self._runs[name] = self._run_of(task)
         try:
             async with asyncio.TaskGroup() as group:
                 for agent in self._topology.agents.values():
@@ -193,7 +199,26 @@ class _Run:
         else:
             await self._judge(agent.id, output)
 
+    def _run_of(self, task: AgentTask) -> AgentRun:
+        writer, wrote = self._writers[task.agent], self._watched(task.agent)
+        return AgentRun(task, self._executor.estimates, self._emit, clock=self._clock, writer=writer, wrote=wrote)
+
     async def _output(self, agent: str) -> Output:
+        """The agent's, by its model or, where that fails before it has written anything, by its fallbacks."""
+        for attempt in range(len(self._topology.agents[agent].fallbacks)):
+            try:
+                return await self._attempt(agent)
+            except EngineError as error:
+                if self._runs[agent].decoded:
+                    raise
+                failed, task = self._tasks[agent].model.alias, await self._instead(agent, attempt)
+                log.warning("agent %s: %s takes the place of %s: %s", agent, task.model.alias, failed, error)
+                now_s, why = self._clock(), f"{failed} failed"
+                self._emit(ModelChosen(now_s, now_s, (agent,), task.model.alias, "fallback", why, {}, {}, ()))
+                self._tasks[agent], self._runs[agent] = task, self._run_of(task)
+        return await self._attempt(agent)
+
+    async def _attempt(self, agent: str) -> Output:
         """Fill the prompt and decode it, unless this agent's aggregation is skipped meanwhile."""
         run = self._runs[agent]
         run.start()
@@ -278,7 +303,8 @@ class _Run:
     def _watched(self, agent: str) -> Wrote | None:
         """What is done whenever `agent` has written something: its cluster is judged, if that reads what is written."""
         cluster = self._topology.cluster_of.get(agent)
-        if cluster is None or cluster.early_exit is None or cluster.early_exit.embeds:
+        exits = cluster.early_exit if cluster is not None else None
+        if cluster is None or exits is None or exits.embeds or not exits.judges:
             return None
         unfinished = partial(self._unfinished, cluster)
 

@@ -1,7 +1,7 @@
 """What is decided, and refused, before the first agent of a request runs: models, sampling, prompts, expectations."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
@@ -11,14 +11,15 @@ from agent_cache import LogKey
 from shell_router.core.engine import NO_OPTIONS, Hints, ServedModel, Tokenizer, value
 from shell_router.core.events import Event
 from shell_router.core.predictors import Forecast, Prospect
+from shell_router.core.sampling import require_possible
 from shell_router.errors import InvalidField, InvalidRequest, UnknownModel
 from shell_router.moa.agent import FORMS, AgentTask, Source, check_known, check_parts, limited
 from shell_router.moa.choosing import LatencyEstimates, ModelChooser
-from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, agent_parts, off_loop, require_possible
+from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, agent_parts, off_loop
 from shell_router.moa.requests import AgentRequest, AgentUsage, MoaRequest, OutputOf, Segment, place_of_question
 from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event
-from shell_router.topology import AUTO, Agent, Topology
+from shell_router.topology import AUTO, INLINE, Agent, Topology
 from shell_router.topology.prompting import fill_text
 
 PLAIN_REQUEST = "plain request"
@@ -29,6 +30,7 @@ AGENT_REQUEST = "agent request"
 
 Emit = Callable[[Event], None]
 Sampling = Mapping[str, Any]
+INLINE_PREFIX = f"{INLINE}/"
 
 
 @value
@@ -43,12 +45,14 @@ class Plan:
     tasks: Mapping[str, AgentTask]
     expected: Mapping[str, tuple[str, float]]
     choices: Sequence[Event]
+    instead: Callable[[str, int], Awaitable[AgentTask]]
+    """The task of an agent with its nth fallback. Raises PromptTooLong."""
     held_out: Mapping[Compared, bool] = field(default_factory=dict)
 
     @property
     def is_single(self) -> bool:
         """Whether there is but one agent, which is not judged."""
-        return len(self.tasks) == 1 and not self.topology.clusters
+        return len(self.tasks) == 1 and not self.topology.clusters and not self.topology.root.fallbacks
 
 
 async def plan_run(
@@ -80,7 +84,8 @@ async def plan_run(
     hints = hints_of(topology, request.tenant, request.id, own, forecasts)
     require_models(topology, models)
     growing = growing_prompts(topology, request, models, sampling, own, chooser.estimates)
-    updates = Compared("incremental_prefill", topology.name, ", ".join(sorted(topology.models)))
+    of, inline = _compared_as(topology), topology.name.startswith(INLINE_PREFIX)
+    updates = Compared("incremental_prefill", of, "" if inline else ", ".join(sorted(topology.models)))
     drafting = [drafts_of(topology, one) for one in topology.agents.values() if may_draft(one, models) == "auto"]
     held_out = {key: holds_out(key) for key in dict.fromkeys([updates, *drafting] if growing else drafting)}
     growing = {} if held_out.get(updates) else growing
@@ -91,7 +96,15 @@ async def plan_run(
     for agent in topology.agents.values():
         tokens = own[agent.id]
         expected[agent.id] = agent.model, float(sampling[agent.id]["max_new_tokens"]) if tokens is None else tokens
-    return Plan(topology, tasks, expected, choices, held_out)
+
+    async def instead(agent: str, attempt: int) -> AgentTask:
+        asked = topology.with_models({agent: topology.agents[agent].fallbacks[attempt]})
+        task = _tasks(asked, request, models, sampling, hints, chooser.estimates, {}, held_out)[agent]
+        await check_known(task)
+        # engines abort whatever begins with the id of the attempt before
+        return replace(task, rid=f"{request.id}.{len(topology.agents) + attempt}.{agent}")
+
+    return Plan(topology, tasks, expected, choices, instead, held_out)
 
 
 def _sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Sampling:
@@ -148,7 +161,8 @@ def growing_prompts(
 def _stream_interval(topology: Topology, agent: Agent, growing: Mapping[str, float]) -> int:
     """How many tokens of the agent its readers, and the judge of its cluster, want at a time."""
     cluster = topology.cluster_of.get(agent.id)
-    judged = cluster is not None and cluster.early_exit is not None and not cluster.early_exit.embeds
+    exits = cluster.early_exit if cluster is not None else None
+    judged = exits is not None and exits.judges and not exits.embeds
     wanted = (growing[reader] for reader in topology.successors[agent.id] if reader in growing)
     return tokens_per_event(min(wanted, default=None), judged=judged)
 
@@ -163,7 +177,12 @@ def may_draft(agent: Agent, models: Mapping[str, ServedModel]) -> bool | Literal
 
 def drafts_of(topology: Topology, agent: Agent) -> Compared:
     """The agents whose drafts are judged with this one's."""
-    return Compared("drafts", topology.name, agent.model, role_of(topology, agent))
+    return Compared("drafts", _compared_as(topology), agent.model, role_of(topology, agent))
+
+
+def _compared_as(topology: Topology) -> str:
+    """Topologies inside of requests are compared together: few runs share one."""
+    return INLINE if topology.name.startswith(INLINE_PREFIX) else topology.name
 
 
 def role_of(topology: Topology, agent: Agent) -> str:
@@ -226,7 +245,7 @@ def _tasks(
             tools = (() if offer is None else offer.tools) if is_root else None
             shared[same] = agent_parts(agent, order, model, request.messages, options, tools)
         cluster = topology.cluster_of.get(agent.id)
-        judged = cluster is not None and cluster.early_exit is not None
+        judged = cluster is not None and cluster.early_exit is not None and cluster.early_exit.judges
         params, answers = sampling[agent.id], is_root or topology.voters.get(agent.id)
         if not is_root:
             params = {"stream_interval": _stream_interval(topology, agent, growing), **params}

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 from agent_cache import AgentPromptCache, End, LogExists, LogKey, LogWriter
 from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import AgentErred, Event
+from shell_router.core.sampling import require_possible
 from shell_router.errors import (
     AgentFailed,
     DeadlineExceeded,
@@ -26,7 +28,7 @@ from shell_router.moa.agent import AgentRun, AgentTask, Source, check_known, che
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.incremental import complete_prompt
 from shell_router.moa.planning import AGENT_REQUEST, compare_drafts, ids_are_text, known_of_request, plan_agent
-from shell_router.moa.prompt import Message, Part, Slot, render, require_possible
+from shell_router.moa.prompt import Message, Part, Slot, render
 from shell_router.moa.requests import (
     AgentRequest,
     Answer,
@@ -81,8 +83,8 @@ class Programs:
     """Runs agent requests and remembers the programs they belong to.
 
     A program whose agents have all ended is forgotten `ttl_s` after its last one was sent, as the cache forgets their
-    logs, or when there are more than `max_programs`, the oldest first. Without `holdouts` no program is held out to
-    show what drafts save.
+    logs, or when there are more than `max_programs`, first the oldest of the tenant that has most. Without
+    `holdouts` no program is held out to show what drafts save.
     """
 
     def __init__(
@@ -234,13 +236,21 @@ class Programs:
         if (request.tenant, request.program) in self._programs:
             return
         while len(self._programs) >= self._max_programs:
-            ended = next((key for key, program in self._programs.items() if not program.is_running()), None)
+            ended = self._oldest_ended()
             if ended is None:
                 raise Overloaded(
                     f"All {self._max_programs} programs are still running.",
                     remedy="Try again when some have ended.",
                 )
             await self._forget(*ended)
+
+    def _oldest_ended(self) -> tuple[str, str] | None:
+        """Of the tenant that has most programs, so that one cannot push out those of others."""
+        for tenant, _ in Counter(tenant for tenant, _ in self._programs).most_common():
+            for key, program in self._programs.items():
+                if key[0] == tenant and not program.is_running():
+                    return key
+        return None
 
     def _register(self, request: AgentRequest, task: AgentTask) -> _Record:
         key = (request.tenant, request.program)

@@ -11,7 +11,6 @@ from itertools import count
 from typing import Any, TypeVar
 
 from shell_router.core.engine import NO_OPTIONS, ServedModel, Tokenizer, value
-from shell_router.errors import PromptTooLong
 from shell_router.moa.requests import place_of_question
 from shell_router.topology import Agent
 from shell_router.topology.graph import own_name
@@ -23,9 +22,6 @@ LONG_TEXT = 4096
 CHARACTERS_PER_TOKEN = 4
 """About, where ids are not known."""
 
-
-MOST_CHARACTERS_PER_TOKEN = 16
-"""A prompt with more per token of its model's context is refused unread. English has 4; only blanks have more."""
 
 T = TypeVar("T")
 _POOL = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2), thread_name_prefix="tokenize")
@@ -40,16 +36,6 @@ async def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 async def off_loop(characters: int, work: Callable[[], T]) -> T:
     """The result of `work`, which takes time in proportion to `characters`: of many in one of a few threads."""
     return work() if characters < LONG_TEXT else await asyncio.get_running_loop().run_in_executor(_POOL, work)
-
-
-def require_possible(characters: int, context_length: int) -> None:
-    """Raise PromptTooLong for a text that is too long for any tokenizer to fit it into the context."""
-    if characters > MOST_CHARACTERS_PER_TOKEN * context_length:
-        raise PromptTooLong(
-            f"The prompt has {characters} characters; a context of {context_length} tokens takes fewer than"
-            f" {MOST_CHARACTERS_PER_TOKEN} for each.",
-            remedy="Shorten it, or choose a model with a longer context.",
-        )
 
 
 @value

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,11 +13,12 @@ from numpy.typing import NDArray
 from shell_router.core.engine import NO_OPTIONS, UNSTREAMED_INTERVAL, ServedModel
 from shell_router.core.events import Degraded, Event, StepChosen
 from shell_router.core.predictors import Embedder, Prospect, TokenStates
+from shell_router.core.sampling import require_possible
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, InvalidField
 from shell_router.moa.agent import ended_in_thinking
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.executor import Executor
-from shell_router.moa.prompt import encoded, require_possible
+from shell_router.moa.prompt import encoded
 from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import Conditional, Graph, Step, Topology
 from shell_router.topology.rules import (
@@ -35,6 +37,8 @@ from shell_router.topology.rules import (
 Vectors = NDArray[np.float32]
 READ_CHARACTERS = 2048
 """A text is classified by its beginning: the request waits while a CPU takes 0.05 to 0.2 s for 1,000."""
+KEPT_CLASSIFIERS = 256
+"""Classifiers whose embedded examples are kept; those asked longest ago are forgotten first."""
 AT_ONCE = 16
 """Examples that are embedded together. An embedder's time for an answer counts from when it is asked: the last of a
 thousand would be too late."""
@@ -45,7 +49,7 @@ class Classes:
 
     def __init__(self, embedder: Embedder | None) -> None:
         self._embedder = embedder
-        self._examples: dict[tuple[str, str], dict[str, Vectors]] = {}
+        self._examples: OrderedDict[tuple[str, str], tuple[Classifier, dict[str, Vectors]]] = OrderedDict()
         self._turn = asyncio.Lock()
 
     async def of(self, topology: str, classifier: Classifier, text: str) -> Classed:
@@ -60,7 +64,14 @@ class Classes:
                 remedy="Set `embedder` in the configuration, or remove the classifier.",
             )
         async with self._turn:  # so that examples are embedded once, however many requests come at first
-            known = self._examples.setdefault((topology, classifier.id), {})
+            key = topology, classifier.id
+            asked, known = self._examples.get(key, (classifier, {}))
+            if asked != classifier:  # the topology has changed
+                known = {}
+            self._examples[key] = classifier, known
+            self._examples.move_to_end(key)
+            if len(self._examples) > KEPT_CLASSIFIERS:
+                self._examples.popitem(last=False)
             await _learn(embedder, classifier, known)
         return nearest(direction(await embedder.embed(text[:READ_CHARACTERS])), known, classifier.min_similarity)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Generic, TypeVar
 
 from shell_router.core.engine import Placement
-from shell_router.errors import EngineUnavailable
+from shell_router.errors import EngineUnavailable, Overloaded
 from shell_router.routing.engine_selection import (
     BLIND,
     IGNORES_PREFIXES,
@@ -251,16 +251,16 @@ class Dispatcher(Generic[E]):
         if serving:
             return serving
         wait_s = min(at.breaker.wait_s(now_s) for at in self.tracked)
-        named = " and the ".join(str(engine) for engine in self.engines)
+        named = " and ".join(at.name for at in self.tracked)
         raise EngineUnavailable(
-            f"The circuit breaker of the {named} is open: no request is sent there for another {wait_s:.1f} s.",
+            f"The circuit breaker of {named} is open: no request is sent there for another {wait_s:.1f} s.",
             remedy="Look at the engine's log, and ask again later.",
         )
 
     def submit(self, request: PlacementRequest, avoid: Collection[E] = ()) -> EngineSlot[E] | QueueEntry:
         """A slot, where the request is sent at once, or its queue entry; not on one of `avoid` if another serves.
 
-        Raises EngineUnavailable while the breakers of all are open.
+        Raises EngineUnavailable while the breakers of all are open, and Overloaded where too many wait.
         """
         serving, now_s = self.serving(), self._clock()
         excluded = frozenset(at.index for at in self.tracked if at.engine in avoid) if avoid else _NONE
@@ -272,6 +272,9 @@ class Dispatcher(Generic[E]):
                 rank = priority(QueueEntry(features, now_s), self._queue_memory, self.settings.queue)
             self._memory.note(features, choice.index, now_s)
             return self._take(choice, features, now_s, rank=rank)
+        most = self.settings.queue.max_waiting
+        if self.waiting >= most and not features.update:  # nobody waits for an update's answer
+            raise Overloaded(f"{self.waiting} requests wait for an engine.", remedy=f"Try again; {most} may wait.")
         entry = QueueEntry(features, now_s, excluded=excluded)
         self._queue_memory.arrived(features, now_s)
         self._bind(entry, _not_excluded(serving, excluded))

@@ -111,6 +111,7 @@ class QueueSettings:
     ] = None
     max_prefill_tokens: Annotated[int | None, "Limit of prompt tokens to prefill per engine."] = None
     max_tokens: Annotated[int | None, "Limit of KV tokens per engine, expected outputs included."] = None
+    max_waiting: Annotated[int, "Requests that may wait; more are answered 429 and told when to try again."] = 1000
     wait_s: Annotated[float, "Longest wait in the queue, in seconds; then the request is refused."] = 60.0
     age_s: Annotated[float, "Seconds after which a waiting request goes first, so that none starves."] = 5.0
     starvation_misses: int = field(default=100, metadata={"file": False})
@@ -120,7 +121,7 @@ class QueueSettings:
     def __post_init__(self) -> None:
         require(self.order in ORDERS, f"order {self.order!r} is none of: {', '.join(ORDERS)}")
         require(self.bind in ("arrival", "place"), f"bind must be arrival or place, not {self.bind!r}")
-        for name in ("max_running", "max_prefill_tokens", "max_tokens", "starvation_misses", "quantum"):
+        for name in ("max_running", "max_prefill_tokens", "max_tokens", "max_waiting", "starvation_misses", "quantum"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
         for name in ("wait_s", "age_s"):

@@ -44,8 +44,9 @@ class PrefixCache:
         self._touch(self._grow(node, ids[start:stop]) if start < stop else node)
 
     def forget(self, owner: Hashable) -> None:
-        """Drop all of an owner's prefixes, none of which is pinned."""
-        pending = list(self._roots.pop(owner).children.values()) if owner in self._roots else []
+        """Drop all prefixes of an owner, alone or the first of a tuple, none of which is pinned."""
+        owners = [one for one in self._roots if one == owner or (isinstance(one, tuple) and one[0] == owner)]
+        pending = [child for one in owners for child in self._roots.pop(one).children.values()]
         while pending:
             node = pending.pop()
             pending.extend(node.children.values())

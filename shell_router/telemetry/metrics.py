@@ -73,6 +73,8 @@ class Metrics:
         )
         rules = "Rule `rule` of step `after` chose `step`, or `end`"
         self.steps_chosen = count("steps_chosen", rules, "target", "after", "rule", "step")
+        reloads = "Reads of changed topology files: loaded, or invalid where some kept their version before"
+        self.topology_reloads = count("topology_reloads", reloads, "outcome")
         self.recorded_lines = count("recorded_lines", "Lines of trace files: written or lost", "outcome")
         self.first_token_seconds = seconds("first_token_seconds", "Time to the answer's first token", "target")
         self.run_seconds = seconds("run_seconds", "Time of a run, by outcome", "target", "outcome")
@@ -174,7 +176,8 @@ class RunMetrics:
                 metrics.model_choices.labels(event.model, event.policy, event.why).inc()
                 metrics.model_choice_seconds.observe(event.at_s - event.started_s)
             case StepChosen():
-                metrics.steps_chosen.labels(target, event.after, str(event.rule), event.step).inc()
+                names = ("", "") if target == "inline" else (event.after, event.step)  # clients make those up
+                metrics.steps_chosen.labels(target, names[0], str(event.rule), names[1]).inc()
                 if event.text:
                     self._first_tokens(event.at_s)
             case ExitScored():

@@ -1,5 +1,6 @@
 """Agent graphs: what a topology file says, checked, and drawn."""
 
+from shell_router.topology.catalog import INLINE, Catalog, Entry, LiveSettings
 from shell_router.topology.graph import (
     AUTO,
     VOTE,
@@ -25,11 +26,15 @@ from shell_router.topology.syntax import json_schema
 
 __all__ = [
     "AUTO",
+    "INLINE",
     "VOTE",
     "Agent",
+    "Catalog",
     "Cluster",
     "Conditional",
+    "Entry",
     "Graph",
+    "LiveSettings",
     "Prefill",
     "Prompt",
     "Step",

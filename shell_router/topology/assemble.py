@@ -126,9 +126,9 @@ def agent_of(agent_id: str, own: Values, file: Values) -> Agent:
         return Agent(agent_id, VOTE, precursors, on_failure=said.get("on_failure", "fail"), votes=True)
     prompt = replace(AGGREGATOR if precursors else PROPOSER, **said.pop("prompt", {}))
     drafts = said.pop("drafts", bool(precursors)) in _ON
-    models = said.pop("model")
+    models, fallbacks = said.pop("model"), tuple(said.pop("fallbacks", ()))
     named = {"model": models} if isinstance(models, str) else {"model": AUTO, "candidates": tuple(models)}
-    return Agent(id=agent_id, precursors=precursors, prompt=prompt, drafts=drafts, **named, **said)
+    return Agent(id=agent_id, precursors=precursors, prompt=prompt, drafts=drafts, fallbacks=fallbacks, **named, **said)
 
 
 def _clusters(said: Mapping[str, Values], file: Values) -> tuple[Cluster, ...]:

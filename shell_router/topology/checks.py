@@ -120,8 +120,11 @@ def model_problems(file: Values, models: Collection[str] | None) -> Iterator[Pro
 
 
 def _choice_problems(file: Values) -> Iterator[Problem]:
-    """Lists of models to choose from that hold `auto`, which stands for a list itself, or a model twice."""
+    """Lists of models that hold `auto`, which stands for a list itself, or to choose from a model twice."""
     for at, said in _blocks(file).items():
+        for position, model in enumerate(said.get("fallbacks", ())):
+            if model == AUTO:
+                yield Problem((*at, "fallbacks", position), "'auto' cannot take a model's place.", "Name the models.")
         named = said.get("model", ())
         for position, model in enumerate(named if isinstance(named, list) else ()):
             if model == AUTO:
@@ -153,6 +156,7 @@ def _models_named(file: Values) -> Iterator[tuple[Path, str]]:
             yield (*at, "model"), named
         else:
             yield from (((*at, "model", position), model) for position, model in enumerate(named))
+        yield from (((*at, "fallbacks", position), model) for position, model in enumerate(said.get("fallbacks", ())))
     for form in ("tree", "all_to_all"):
         layered = file.get(form, {})
         for position, model in enumerate(layered.get("models", ())):
@@ -170,7 +174,7 @@ def _vote_problems(file: Values, agents: Mapping[str, Values]) -> Iterator[Probl
         if "root_model" in layered and "vote" in layered.get("root", {}):
             yield Problem((form, "root_model"), "The root votes, so that it asks no model.", "Remove one of the two.")
     for at, said in blocks.items():
-        for key in ("model", "prompt", "sampling", "timeout_s", "drafts"):
+        for key in ("model", "fallbacks", "prompt", "sampling", "timeout_s", "drafts"):
             if "vote" in said and key in said:
                 wrong = f"{spelled(at)} votes, so that it asks no model: it has no '{key}'."
                 yield Problem((*at, key), wrong, f"Remove '{key}', or 'vote'.")

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import yaml
 from yaml.constructor import SafeConstructor
 
-from shell_router.errors import ConfigError, TopologyError
+from shell_router.errors import ConfigError, InvalidField, TopologyError
 
 Path = tuple[str | int, ...]
 """Keys and positions that lead from a document's top to a value."""
@@ -18,6 +19,8 @@ Values = Mapping[str, Any]
 MAX_CHARACTERS = 1_000_000
 MAX_VALUES = 50_000
 MAX_DEPTH = 50
+MAX_REPORTED = 20
+"""Problems of a client's document that its answer names."""
 
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "null")}
 _TEXT_TAG = "tag:yaml.org,2002:str"
@@ -35,21 +38,28 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a file says, as JSON-like values, and where it says so. A key's line is its value's line."""
+    """What a file says, as JSON-like values, and where it says so. A key's line is its value's line.
+
+    One without `lines` is a client's: its problems are InvalidField, and `source` is the field that holds it, or empty.
+    """
 
     source: str
     value: Any
-    lines: Mapping[Path, int]
+    lines: Mapping[Path, int] | None
     error: type[ConfigError] = TopologyError
 
     def line_of(self, at: Path) -> int:
         """Line of the value at `at`, or of what holds it where the file does not say it."""
-        while at and at not in self.lines:
+        lines = self.lines or {}
+        while at and at not in lines:
             at = at[:-1]
-        return self.lines.get(at, 1)
+        return lines.get(at, 1)
 
     def refuse(self, problems: Iterable[Problem]) -> None:
         """Raise `error` naming every problem, one to a line, in the file's order, if there is any."""
+        if self.lines is None:
+            self._refuse_fields(problems)
+            return
         located = [(p.at if isinstance(p.at, int) else self.line_of(p.at), p.message, p.remedy) for p in problems]
         if not located:
             return
@@ -57,6 +67,37 @@ class Document:
         if len(lines) == 1:
             raise self.error(lines[0][0], remedy=lines[0][1])
         raise self.error("\n".join(f"{message} {remedy}" for message, remedy in lines))
+
+    def _refuse_fields(self, problems: Iterable[Problem]) -> None:
+        found = list(islice(problems, MAX_REPORTED))
+        if not found:
+            return
+        fields = [self._field(p.at if isinstance(p.at, tuple) else ()) for p in found]
+        said = [f"{field}: {p.message}" if field else p.message for field, p in zip(fields, found, strict=True)]
+        if len(found) == 1:
+            raise InvalidField(said[0], field=fields[0], remedy=found[0].remedy)
+        lines = [f"{message} {p.remedy}" for message, p in zip(said, found, strict=True)]
+        raise InvalidField("\n".join(lines), field=fields[0])
+
+    def _field(self, at: Path) -> str:
+        steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in at)
+        return (self.source + "".join(steps)).removeprefix(".")
+
+
+def clients_document(value: Values, source: str) -> Document:
+    """What a client sent as JSON, in its field `source`. Raises InvalidField where it is nested too deeply."""
+    document = Document(source, value, None)
+    layer: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if not layer:
+            return document
+        layer = [
+            item
+            for one in layer
+            for item in (one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ())
+        ]
+    document.refuse([Problem((), "Values are nested too deeply.", f"Nest at most {MAX_DEPTH} levels.")])
+    return document
 
 
 def read_document(text: str, *, source: str, error: type[ConfigError] = TopologyError) -> Document:

@@ -95,6 +95,8 @@ def _cluster_line(cluster: Cluster, width: int) -> str:
 def _exit_text(early_exit: EarlyExit | None) -> str:
     if early_exit is None:
         return "no early exit"
+    if early_exit.policy == "quorum":
+        return f"cut off {early_exit.grace_s:g} s after {count(early_exit.min_completed, 'output')}"
     if early_exit.policy == "in_flight":
         agreed = count(early_exit.min_completed, "equal answer")
         passed = ", aggregation skipped" if early_exit.skip_aggregation else ""

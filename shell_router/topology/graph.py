@@ -45,6 +45,7 @@ class Agent:
     those of precursors. An agent that `votes` asks no model: it forwards the output that most precursors agree with.
     With `drafts` its engine may draft what it writes from what it reads. Of a model whose thinking is separated it
     thinks at most `max_thinking_tokens`, and `readers_get` says whether its readers get the thinking too.
+    `fallbacks` are models that take its place, in order, where its model fails before it has written anything.
     """
 
     id: str
@@ -61,6 +62,7 @@ class Agent:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_thinking_tokens: int | None = None
     readers_get: Literal["answer", "all"] = "answer"
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def model_name(self) -> str:
@@ -119,7 +121,8 @@ class Topology:
     @cached_property
     def models(self) -> frozenset[str]:
         """The models that its agents name; AUTO may be among them."""
-        return frozenset(agent.model for agent in self.agents.values() if not agent.votes)
+        asked = [agent for agent in self.agents.values() if not agent.votes]
+        return frozenset(model for agent in asked for model in (agent.model, *agent.fallbacks))
 
     @cached_property
     def voters(self) -> Mapping[str, bool]:

@@ -1,20 +1,32 @@
 """Topology files to checked topologies: one file, or many whose steps may name each other's topologies."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
-from shell_router.errors import TopologyError
+from shell_router.errors import ShellRouterError, TopologyError
 from shell_router.topology.assemble import assemble, assemble_steps
 from shell_router.topology.checks import form_problems, graph_problems, model_problems, name_problems
 from shell_router.topology.document import Document, Problem, read_document
 from shell_router.topology.forms import check
-from shell_router.topology.graph import Conditional, Graph, Topology
+from shell_router.topology.graph import AUTO, Conditional, Graph, Topology
 from shell_router.topology.step_checks import step_form_problems, step_graph_problems, step_name_problems
 from shell_router.topology.syntax import TOPOLOGY
 
 Models = Collection[str] | None
 """Aliases that topologies may name; None where they are not known."""
+
+Needs = Callable[[Graph], Iterable[Problem]]
+"""What a checked graph needs and the deployment lacks."""
+
+Errors = list[tuple[Document, ShellRouterError]]
+"""What is wrong, each with the document that it is wrong with."""
+
+
+def nothing_lacks(_: Graph) -> Iterable[Problem]:
+    """Where it is not known what the deployment has."""
+    return ()
 
 
 def load_topology(path: Path, *, models: Models = None) -> Topology:
@@ -28,7 +40,7 @@ def parse_topology(text: str, *, source: str, models: Models = None) -> Topology
     With `models` every model alias must be one of them, and the topology's name none. One with steps is refused, for
     callers that run agents alone. Raises TopologyError, whose message holds one `source:line: problem` per line.
     """
-    document = _formed(text, source)
+    document = formed(read_document(text, source=source))
     if "steps" in document.value:
         remedy = "Name one of agents, such as one that a step asks."
         document.refuse([Problem(("steps",), "A topology with steps cannot be used here.", remedy)])
@@ -42,7 +54,7 @@ def parse_steps(
 
     Otherwise as `parse_topology`.
     """
-    document = _formed(text, source)
+    document = formed(read_document(text, source=source))
     if "steps" not in document.value:
         document.refuse([Problem((), "No steps are described.", "Add 'steps'.")])
     return _conditional(document, models, topologies or {}, with_steps=())
@@ -64,17 +76,22 @@ def read_text(path: Path) -> str:
         raise TopologyError(f"{path}:{line}: This is not UTF-8 text.", remedy="Save the file as UTF-8.") from error
 
 
-def _formed(text: str, source: str) -> Document:
-    """The document in `text`, its form checked."""
-    document = read_document(text, source=source)
+def read_file(path: Path) -> Document:
+    """The document in the file at `path`, its form checked. Raises TopologyError."""
+    return formed(read_document(read_text(path), source=str(path)))
+
+
+def formed(document: Document) -> Document:
+    """The document, its form checked. Raises its error."""
     document.refuse(check(TOPOLOGY, document.value, ()))
     document.refuse([*form_problems(document.value), *step_form_problems(document.value)])
-    if "name" not in document.value:
-        document.refuse(_unnamed(Path(source).stem))
+    if "name" not in document.value and document.lines is not None:
+        document.refuse(_unnamed(Path(document.source).stem))
     return document
 
 
-def _name_of(document: Document) -> str:
+def name_of(document: Document) -> str:
+    """The topology's name: the document's own, else its file's."""
     return str(document.value.get("name", Path(document.source).stem))
 
 
@@ -82,7 +99,7 @@ def _topology(document: Document, models: Models) -> Topology:
     document.refuse(name_problems(document.value, models))
     document.refuse(graph_problems(document.value))
     _refuse_a_models_name(document, models)
-    return assemble(document.value, name=_name_of(document))
+    return assemble(document.value, name=name_of(document))
 
 
 def _conditional(
@@ -90,15 +107,15 @@ def _conditional(
 ) -> Conditional:
     """The steps may name `topologies`, and none of those `with_steps`."""
     file = document.value
-    document.refuse([*model_problems(file, models), *step_name_problems(file, topologies, with_steps)])
+    document.refuse(chain(model_problems(file, models), step_name_problems(file, topologies, with_steps)))
     document.refuse(step_graph_problems(file))
     _refuse_a_models_name(document, models)
-    return assemble_steps(file, name=_name_of(document), topologies=topologies)
+    return assemble_steps(file, name=name_of(document), topologies=topologies)
 
 
 def _refuse_a_models_name(document: Document, models: Models) -> None:
-    name = _name_of(document)
-    if models is not None and name in models:
+    name = name_of(document)
+    if models is not None and (name in models or name == AUTO):
         message = f"The topology's name, '{name}', is a model's too, and requests choose by name."
         document.refuse([Problem(("name",), message, "Rename one of them.")])
 
@@ -121,30 +138,64 @@ def files_in(path: Path) -> list[Path]:
     return sorted(file for ending in ("*.yaml", "*.yml") for file in path.glob(ending))
 
 
-def load_files(files: Sequence[Path], *, models: Models = None) -> dict[str, Graph]:
+def load_files(files: Sequence[Path], *, models: Models = None, needs: Needs = nothing_lacks) -> dict[str, Graph]:
     """Read `files`, by topology name, in their order. Raises TopologyError naming every problem.
 
     What steps name is looked for in all of the files.
     """
-    errors: list[TopologyError] = []
-    documents: dict[Path, Document] = {}
+    errors: Errors = []
+    documents: list[Document] = []
     for file in files:
-        with _kept(errors):
-            documents[file] = _formed(read_text(file), str(file))
-    named = _named(documents, errors)
-    topologies: dict[str, Topology] = {}
-    for name, document in named.items():
-        with _kept(errors):
-            if "steps" not in document.value:
-                topologies[name] = _topology(document, models)
+        with kept(errors, Document(str(file), {}, {})):
+            documents.append(read_file(file))
+    named = by_name(documents, errors)
+    topologies = linked_agents(named, models, needs, errors)
     _raise_all(errors)  # before steps are checked: a topology may be missing only because its own file is wrong
-    with_steps = [name for name in named if name not in topologies]
+    graphs = linked_steps(named, models, needs, topologies, errors)
+    _raise_all(errors)
+    return graphs
+
+
+def linked_agents(named: Mapping[str, Document], models: Models, needs: Needs, errors: Errors) -> dict[str, Topology]:
+    """The topologies without steps among documents by name; those that are wrong are left out, and in `errors`."""
+    found: dict[str, Topology] = {}
+    for name, document in named.items():
+        with kept(errors, document):
+            if "steps" not in document.value:
+                topology = _topology(document, models)
+                document.refuse(needs(topology))
+                found[name] = topology
+    return found
+
+
+def linked_steps(
+    named: Mapping[str, Document],
+    models: Models,
+    needs: Needs,
+    topologies: Mapping[str, Topology],
+    errors: Errors,
+) -> dict[str, Graph]:
+    """`topologies`, and those with steps, which may name them, in the documents' order."""
+    with_steps = [name for name, document in named.items() if "steps" in document.value]
     graphs: dict[str, Graph] = dict(topologies)
     for name in with_steps:
-        with _kept(errors):
-            graphs[name] = _conditional(named[name], models, topologies, with_steps)
-    _raise_all(errors)
-    return {name: graphs[name] for name in named}
+        with kept(errors, named[name]):
+            graph = _conditional(named[name], models, topologies, with_steps)
+            named[name].refuse(needs(graph))
+            graphs[name] = graph
+    return {name: graphs[name] for name in named if name in graphs}
+
+
+def link_one(document: Document, models: Models, needs: Needs, topologies: Mapping[str, Graph]) -> Graph:
+    """The graph of one document whose form is checked; steps may name `topologies`. Raises the document's error."""
+    graph: Graph
+    if "steps" in document.value:
+        without = {name: one for name, one in topologies.items() if isinstance(one, Topology)}
+        graph = _conditional(document, models, without, topologies.keys() - without.keys())
+    else:
+        graph = _topology(document, models)
+    document.refuse(needs(graph))
+    return graph
 
 
 def load_with_others(files: Sequence[Path], *, models: Models = None) -> dict[Path, Graph]:
@@ -161,10 +212,10 @@ def _named_in_folders(files: Sequence[Path]) -> list[Path]:
     """Files in the same folders that describe what the steps of `files` name, and they do not."""
     documents = _readable(files)
     asked = {said.get("topology") for one in documents.values() for said in one.value.get("steps", {}).values()}
-    missing = asked - {_name_of(one) for one in documents.values()}
+    missing = asked - {name_of(one) for one in documents.values()}
     folders = dict.fromkeys(file.parent for file in documents)
     others = [file for folder in folders for file in files_in(folder) if file not in documents] if missing else []
-    return [file for file, document in _readable(others).items() if _name_of(document) in missing]
+    return [file for file, document in _readable(others).items() if name_of(document) in missing]
 
 
 def _readable(files: Sequence[Path]) -> dict[Path, Document]:
@@ -172,33 +223,33 @@ def _readable(files: Sequence[Path]) -> dict[Path, Document]:
     documents: dict[Path, Document] = {}
     for file in files:
         with suppress(TopologyError):
-            documents[file] = _formed(read_text(file), str(file))
+            documents[file] = read_file(file)
     return documents
 
 
-def _named(documents: Mapping[Path, Document], errors: list[TopologyError]) -> dict[str, Document]:
+def by_name(documents: Iterable[Document], errors: Errors) -> dict[str, Document]:
     """The documents by the names of their topologies, each of which may stand once."""
-    home: dict[str, Path] = {}
-    for file, document in documents.items():
-        first = home.setdefault(_name_of(document), file)
-        if first != file:
-            wrong = f"The name '{_name_of(document)}' is already that of {first}."
-            with _kept(errors):
+    home: dict[str, Document] = {}
+    for document in documents:
+        first = home.setdefault(name_of(document), document)
+        if first is not document:
+            wrong = f"The name '{name_of(document)}' is already that of {first.source or 'a topology that was put'}."
+            with kept(errors, document):
                 document.refuse([Problem(("name",), wrong, "Rename one of them.")])
-    return {name: documents[file] for name, file in home.items()}
+    return home
 
 
 @contextmanager
-def _kept(errors: list[TopologyError]) -> Iterator[None]:
-    """Adds a TopologyError that is raised inside to `errors`."""
+def kept(errors: Errors, document: Document) -> Iterator[None]:
+    """Adds what is raised inside to `errors`, as the document's."""
     try:
         yield
-    except TopologyError as error:
-        errors.append(error)
+    except ShellRouterError as error:
+        errors.append((document, error))
 
 
-def _raise_all(errors: Sequence[TopologyError]) -> None:
+def _raise_all(errors: Errors) -> None:
     if len(errors) == 1:
-        raise errors[0]
+        raise errors[0][1]
     if errors:
-        raise TopologyError("\n".join(map(str, errors)))
+        raise TopologyError("\n".join(str(error) for _, error in errors))

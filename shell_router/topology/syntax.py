@@ -141,7 +141,7 @@ def _alias(about: str) -> Text:
 
 def _models(about: str) -> Either:
     """One model, `auto`, or several to choose from."""
-    several = ListOf("Models to choose from.", _alias("Model alias."), at_least=1)
+    several = ListOf("Models to choose from.", _alias("Model alias."), at_least=1, at_most=MAX_AGENTS)
     return Either(about, (_alias("Model alias, or `auto`."), several))
 
 
@@ -194,7 +194,8 @@ _EARLY_EXIT_FIELDS = Block(
     {
         "policy": OneOf(
             "'stochastic', the paper's, exits with probability Q; 'threshold' exits at Q >= threshold; 'in_flight' "
-            "reads unfinished outputs too and exits when the leading answer's support reaches threshold.",
+            "reads unfinished outputs too and exits when the leading answer's support reaches threshold; 'quorum' "
+            "exits grace_s after min_completed agents have ended.",
             tuple(POLICIES),
         ),
         "scope": OneOf(
@@ -207,6 +208,9 @@ _EARLY_EXIT_FIELDS = Block(
             "Outputs that must be complete before the first score; with 'in_flight', that state the leading answer.",
             at_least=1,
             whole=True,
+        ),
+        "grace_s": Number(
+            "With 'quorum': seconds that the others get once min_completed have ended.", at_least=0, at_most=86_400
         ),
         "similarity": OneOf(
             "'full' is the paper's; 'off_diagonal' leaves out the correlation matrices' diagonals.",
@@ -279,6 +283,11 @@ AGENT = Block(
     "One agent.",
     {
         "model": _ONE_MODEL,
+        "fallbacks": ListOf(
+            "Models that take its place, one after the other, where its model fails before it has written anything.",
+            _alias("Model alias."),
+            at_most=16,
+        ),
         "vote": VOTE,
         "precursors": ListOf("Agents whose outputs it reads, in slot order.", name_form("Agent id.")),
         **_SHARED,

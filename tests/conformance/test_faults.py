@@ -204,7 +204,7 @@ async def test_an_abort_by_another_caller_before_the_first_token_is_one_error_an
     asked, what = request(LONG, LONG_PROMPT), "aborted by another caller before the first token"
     url = f"{at.servers.url('decode')}/abort_request"
     async with prefilling(at, asked) as task:
-        async with at.fails(what, EngineAborted, names="engine http"):
+        async with at.fails(what, EngineAborted, names="engine"):
             async with at.session.post(url, json={"rid": asked.rid}) as answer:
                 assert answer.status == 200
             await task
@@ -227,7 +227,7 @@ async def test_a_decode_that_stalls_before_the_first_token_is_freed_when_it_goes
     what = "decode stalls before the first token, limit 2 s"
     async with client_of(at.servers.address, IMPATIENT) as impatient:
         with at.servers.paused("decode"):
-            async with at.fails(what, EngineStalled, names="engine http"):
+            async with at.fails(what, EngineStalled, names="engine"):
                 await finish_of(impatient, request(LONG))
             await at.frees(what, "prefill")
     await at.serves()

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from shell_router.api import (
     listening,
     refuse_batches,
 )
+from shell_router.api.live import LiveTopologies
 from shell_router.api.services import new_run_id
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
@@ -33,7 +34,8 @@ from shell_router.errors import InvalidRequest
 from shell_router.routing.holdout import Holdouts
 from shell_router.telemetry import Metrics
 from shell_router.telemetry.recorder import Recorder
-from shell_router.topology import Agent, Prefill, Prompt, Topology
+from shell_router.topology import Agent, Catalog, Entry, Graph, LiveSettings, Prefill, Prompt, Topology
+from shell_router.topology.document import Document
 from tests.fakes.moa import ScriptedMoa
 
 LIMIT = aiohttp.ClientTimeout(total=60)
@@ -50,6 +52,16 @@ DUO = Topology(
 )
 
 
+def live(
+    models: Collection[str], *topologies: Graph, settings: LiveSettings | None = None, files: Collection[Path] = ()
+) -> LiveTopologies:
+    """The topologies of `files`, and some whose documents are not known; clients may put others."""
+    settings = settings or LiveSettings(api=True)
+    entries = {one.name: Entry(one, Document(f"{one.name}.yaml", {}, {}), "file") for one in topologies}
+    catalog = Catalog(models, settings=settings, entries=entries)
+    return LiveTopologies(catalog.with_files(files)[0] if files else catalog)
+
+
 @dataclass
 class ScriptedRelay:
     """Answers native requests with `chunks`, waiting at `gate` before all but the first; keeps what it was sent."""
@@ -63,12 +75,22 @@ class ScriptedRelay:
     affinities: list[str | None] = field(default_factory=list)
     left_early: int = 0
     placed: tuple[Placement, ...] = ()
+    batch: int = 1
     chat: ChatServing | None = None
 
     @contextlib.asynccontextmanager
-    async def forward(self, route: NativeRoute, body: bytes, *, affinity: str | None = None) -> AsyncIterator[Relayed]:
+    async def forward(
+        self,
+        route: NativeRoute,
+        body: bytes,
+        *,
+        affinity: str | None = None,
+        tenant: str | None = None,
+        admit: Callable[[int], None] = lambda requests: None,
+    ) -> AsyncIterator[Relayed]:
         if not body.startswith(b"{"):
             raise InvalidRequest("The body is not a JSON object.")
+        admit(self.batch)
         self.forwarded.append((route, body))
         self.affinities.append(affinity)
         self._ended = False
@@ -122,7 +144,8 @@ async def api(
     relays: Mapping[str, Relay] | None = None,
     checks: Mapping[str, Callable[[], Awaitable[bool]]] | None = None,
     optional_checks: tuple[str, ...] = (),
-    topologies: tuple[Topology, ...] = (DUO,),
+    topologies: tuple[Graph, ...] = (DUO,),
+    live_settings: LiveSettings | None = None,
     extend: Callable[[web.Application], None] = refuse_batches,
     wall: Callable[[], float] = time.time,
     new_id: Callable[[], str] = new_run_id,
@@ -135,7 +158,7 @@ async def api(
     services = Services(
         executor=executor or moa.executor,
         programs=moa.programs,
-        topologies={topology.name: topology for topology in topologies},
+        topologies=live(moa.models, *topologies, settings=live_settings),
         models=moa.models,
         relays=relays or {},
         engines=dict.fromkeys(moa.models, "scripted engine"),

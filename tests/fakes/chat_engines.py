@@ -12,6 +12,7 @@ import orjson
 from benchmarks.scripted.http import Exchange
 from benchmarks.scripted.server import BadRequest, BootstrapRooms, ScriptedServer, ScriptedSettings
 from shell_router.engines.address import PairAddress
+from shell_router.engines.native_body import NativeRules
 from shell_router.engines.sglang import SglangPair
 from tests.fakes.scripted_pair import LIMITS, NEVER_OPEN, ONCE, until
 
@@ -154,7 +155,7 @@ async def chat_pair(script: ChatScript | None = None) -> AsyncIterator[ChatPair]
     async with prefill, ChatServer(ScriptedSettings(role="decode"), script, rooms) as decode:
         at = ChatPair(script, prefill, decode)
         address = PairAddress(prefill.url, decode.url, "127.0.0.1", 8998)
-        at.pair = SglangPair(address, limits=LIMITS, retries=ONCE, breaker=NEVER_OPEN, vocabulary=1000)
+        at.pair = SglangPair(address, limits=LIMITS, retries=ONCE, breaker=NEVER_OPEN, rules=NativeRules(1000))
         await at.pair.probe()
         yield at
         await at.pair.aclose()

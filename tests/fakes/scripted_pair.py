@@ -15,7 +15,7 @@ from benchmarks.scripted.server import (
 )
 from shell_router.core.engine import Finish, Generation, Tokens
 from shell_router.engines.address import PairAddress, PairLimits
-from shell_router.engines.sglang import NO_ADAPTERS, SglangPair
+from shell_router.engines.sglang import NO_ADAPTERS, SglangPair, random_rid
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.failures import BreakerSettings, RetrySettings
 
@@ -55,12 +55,15 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    settings: ScriptedSettings = DEFAULT_SETTINGS, limits: PairLimits = LIMITS, retries: RetrySettings = ONCE
+    settings: ScriptedSettings = DEFAULT_SETTINGS,
+    limits: PairLimits = LIMITS,
+    retries: RetrySettings = ONCE,
+    rid: Callable[[], str] = random_rid,
 ) -> AsyncIterator[Served]:
     """A running scripted pair and its client, which makes each request once unless `retries` say otherwise."""
     async with ScriptedPair(settings) as servers:
         address = PairAddress(servers.prefill.url, servers.decode.url, "127.0.0.1", 8998)
-        pair = SglangPair(address, limits=limits, retries=retries, breaker=NEVER_OPEN)
+        pair = SglangPair(address, limits=limits, retries=retries, breaker=NEVER_OPEN, rid=rid)
         yield Served(pair, servers)
         await pair.aclose()
 

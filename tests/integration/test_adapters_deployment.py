@@ -13,7 +13,7 @@ import pytest
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from shell_router.app import running_server
 from shell_router.app.model_files import adapters_of, model_names
-from shell_router.app.services import load_topologies
+from shell_router.app.topologies import load_topologies
 from shell_router.config import AdaptersSection, Config, EmbedderSettings, Listen, ModelSettings, PairSettings
 from shell_router.errors import ConfigError
 from tests.fakes.components import write_adapters

@@ -71,7 +71,7 @@ async def deaf_client(served: Api) -> socket.socket:
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, (host, int(port)))
     body = json.dumps(chat(stream=True)).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     await loop.sock_sendall(client, head + body)
     await until(lambda: len(served.services.traces) == 1)
     return client

@@ -14,8 +14,10 @@ from shell_router.api.plain import PlainConnection
 from tests.fakes.api_server import Api, ScriptedRelay, api
 
 BODY = b'{"text":"hi"}'
-HEAD = b"POST /generate HTTP/1.1\r\nHost: here\r\nContent-Length: 13\r\n"
-CHUNKED = b"POST /generate HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\nd\r\n" + BODY + b"\r\n0\r\n\r\n"
+HEAD = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 13\r\n"
+CHUNKED = (
+    b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nd\r\n" + BODY + b"\r\n0\r\n\r\n"
+)
 
 
 class Client:
@@ -98,7 +100,7 @@ async def test_a_body_may_come_in_pieces_and_requests_one_behind_the_other() -> 
         (HEAD + b"no colon\r\n\r\n" + BODY, 400),
         (HEAD + b"x-broken: a\x00b\r\n\r\n" + BODY, 400),
         (HEAD.replace(b"POST /generate", b"GET /generate") + b"\r\n" + BODY, 405),
-        (b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n", 200),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
     ],
 )
 async def test_what_is_not_plain_is_answered_too_also_behind_a_plain_request(request_bytes: bytes, status: int) -> None:

@@ -247,6 +247,16 @@ async def test_each_prompt_finds_what_earlier_ones_computed(qwen3: Client) -> No
     assert answer["meta_info"]["cached_tokens"] == 450
 
 
+async def test_a_prefix_is_found_only_under_its_own_extra_key(qwen3: Client) -> None:
+    found = []
+    for key in ("alice", "bob", "alice"):
+        answer = await qwen3.generate(
+            input_ids=prompt(31, 200), sampling_params={**GREEDY, "max_new_tokens": 1}, extra_key=key
+        )
+        found.append(answer["meta_info"]["cached_tokens"])
+    assert found == [0, 0, 199]
+
+
 async def test_a_cached_prefix_does_not_change_the_output(qwen3: Client, references: dict[str, Reference]) -> None:
     input_ids = prompt(4, 300)
     for count in (37, 160, 163, 299):

@@ -26,20 +26,20 @@ async def nothing_is_left(at: Served, rid: str) -> None:
 
 async def test_before_the_prefill_has_ended() -> None:
     async with served(ScriptedSettings(prefill_s=60)) as at:
-        task = asyncio.create_task(collect(at.pair, generation("99999999999999999999999999999999")))
+        task = asyncio.create_task(collect(at.pair, generation("under-way")))
         await until(lambda: at.servers.prefill.running == at.servers.decode.running == 1)
         await cancelled(task)
-        await nothing_is_left(at, "99999999999999999999999999999999")
+        await nothing_is_left(at, "under-way")
 
 
 async def test_before_decodes_first_token() -> None:
     async with served() as at:
         at.break_leg("decode", Fault("stall"))
-        task = asyncio.create_task(collect(at.pair, generation("99999999999999999999999999999999")))
+        task = asyncio.create_task(collect(at.pair, generation("under-way")))
         await until(lambda: at.servers.prefill.requests == 1 and at.servers.prefill.running == 0)
         await until(lambda: at.servers.decode.running == 1)
         await cancelled(task)
-        await nothing_is_left(at, "99999999999999999999999999999999")
+        await nothing_is_left(at, "under-way")
 
 
 async def test_in_mid_stream() -> None:
@@ -48,30 +48,30 @@ async def test_in_mid_stream() -> None:
         seen: list[int] = []
 
         async def consume() -> None:
-            async for event in at.pair.generate(generation("99999999999999999999999999999999")):
+            async for event in at.pair.generate(generation("under-way")):
                 assert isinstance(event, Tokens)
                 seen.extend(event.ids)
 
         task = asyncio.create_task(consume())
         await until(lambda: len(seen) == 3)
         await cancelled(task)
-        await nothing_is_left(at, "99999999999999999999999999999999")
+        await nothing_is_left(at, "under-way")
 
 
 async def test_closing_the_generator_in_mid_stream() -> None:
     async with served() as at:
         at.break_leg("decode", Fault("stall", after_tokens=3))
-        stream = at.pair.generate(generation("99999999999999999999999999999999"))
+        stream = at.pair.generate(generation("under-way"))
         await anext(stream)
         await stream.aclose()
-        await nothing_is_left(at, "99999999999999999999999999999999")
+        await nothing_is_left(at, "under-way")
 
 
 @pytest.mark.parametrize("turns", range(0, 60, 3))
 async def test_after_any_number_of_loop_turns(turns: int) -> None:
     """Cancelled wherever it happens to be, an unfinished request is aborted on both servers."""
     async with served(ScriptedSettings(token_s=60, cut_bytes=16)) as at:
-        task = asyncio.create_task(collect(at.pair, generation("99999999999999999999999999999999")))
+        task = asyncio.create_task(collect(at.pair, generation("under-way")))
         for _ in range(turns):
             await asyncio.sleep(0)
         await cancelled(task)
@@ -82,11 +82,11 @@ async def test_after_any_number_of_loop_turns(turns: int) -> None:
 
 async def test_a_prefill_only_request_is_aborted() -> None:
     async with served(ScriptedSettings(prefill_s=60)) as at:
-        task = asyncio.create_task(at.pair.prefill(generation("99999999999999999999999999999999")))
+        task = asyncio.create_task(at.pair.prefill(generation("under-way")))
         await until(lambda: at.servers.prefill.running == 1)
         await cancelled(task)
         await at.pair.aclose()
-        assert at.servers.prefill.aborted == ["99999999999999999999999999999999"]
+        assert at.servers.prefill.aborted == ["under-way"]
         assert at.servers.decode.requests == 0
         await at.idle()
         await at.quiet()
@@ -94,8 +94,8 @@ async def test_a_prefill_only_request_is_aborted() -> None:
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
 async def test_leaving_a_relayed_answer_before_its_head(stream: bytes) -> None:
-    async with served(ScriptedSettings(prefill_s=60)) as at:
-        body = b'{"input_ids": [1, 2], "rid": "99999999999999999999999999999999", "stream": %s}' % stream
+    async with served(ScriptedSettings(prefill_s=60), rid=lambda: "under-way") as at:
+        body = b'{"input_ids": [1, 2], "stream": %s}' % stream
 
         async def relay() -> None:
             async with at.pair.forward("generate", body):
@@ -104,16 +104,15 @@ async def test_leaving_a_relayed_answer_before_its_head(stream: bytes) -> None:
         task = asyncio.create_task(relay())
         await until(lambda: at.servers.prefill.running == at.servers.decode.running == 1)
         await cancelled(task)
-        await nothing_is_left(at, "99999999999999999999999999999999")
+        await nothing_is_left(at, "under-way")
 
 
 async def test_leaving_a_relayed_stream_before_its_end() -> None:
-    async with served(ScriptedSettings(token_s=0.001)) as at:
-        body = b'{"input_ids": [1, 2], "rid": "%s", "stream": true, "sampling_params": {"max_new_tokens": 20000}}'
-        body %= b"9" * 32
+    async with served(ScriptedSettings(token_s=0.001), rid=lambda: "under-way") as at:
+        body = b'{"input_ids": [1, 2], "stream": true, "sampling_params": {"max_new_tokens": 20000}}'
         async with at.pair.forward("generate", body) as answer:
             await anext(aiter(answer.chunks))
-        await nothing_is_left(at, "99999999999999999999999999999999")
+        await nothing_is_left(at, "under-way")
 
 
 async def test_connections_to_servers_that_never_answer_are_closed() -> None:
@@ -133,7 +132,7 @@ async def test_connections_to_servers_that_never_answer_are_closed() -> None:
     limits = PairLimits(abort_s=0.05)
     async with server:
         pair = SglangPair(PairAddress(url, url, "127.0.0.1", 1), limits=limits)
-        task = asyncio.create_task(collect(pair, generation("99999999999999999999999999999999")))
+        task = asyncio.create_task(collect(pair, generation("under-way")))
         await until(lambda: opened == 2)
         await cancelled(task)
         await until(lambda: opened == closed == 4)  # the two legs and the two aborts
@@ -141,8 +140,8 @@ async def test_connections_to_servers_that_never_answer_are_closed() -> None:
 
 
 async def test_leaving_a_relayed_batch_aborts_every_request_of_it() -> None:
-    async with served(ScriptedSettings(prefill_s=60)) as at:
-        body = b'{"text": ["a", "b"], "rid": "88888888888888888888888888888888", "stream": true}'
+    async with served(ScriptedSettings(prefill_s=60), rid=lambda: "under-way") as at:
+        body = b'{"text": ["a", "b"], "stream": true}'
 
         async def relay() -> None:
             async with at.pair.forward("generate", body):
@@ -152,7 +151,7 @@ async def test_leaving_a_relayed_batch_aborts_every_request_of_it() -> None:
         await until(lambda: at.servers.decode.running == 1)
         await cancelled(task)
         await at.pair.aclose()
-        assert sorted(at.servers.decode.aborted) == [f"{'8' * 32}_0", f"{'8' * 32}_1"]
+        assert sorted(at.servers.decode.aborted) == ["under-way_0", "under-way_1"]
         await at.idle()
 
 

@@ -48,7 +48,7 @@ async def test_a_leg_that_fails_at_the_start(leg: str, fault: Fault, error: type
         with pytest.raises(error) as failed:
             await collect(at.pair, generation("77777777777777777777777777777777"))
         if fault.kind != "stall":  # a stalled prefill stalls its decode as well, and either may be noticed first
-            assert f"{leg} engine http" in str(failed.value)
+            assert f"{leg} engine" in str(failed.value)
         await at.pair.aclose()
         assert "77777777777777777777777777777777" in at.servers.prefill.aborted
         assert "77777777777777777777777777777777" in at.servers.decode.aborted
@@ -63,7 +63,7 @@ async def test_decode_that_fails_in_mid_stream(fault: Fault, error: type[EngineE
     async with served(limits=limits_for(fault)) as at:
         at.break_leg("decode", fault)
         seen: list[Tokens] = []
-        with pytest.raises(error, match="decode engine http"):
+        with pytest.raises(error, match="decode engine"):
             async for event in at.pair.generate(generation("77777777777777777777777777777777")):
                 assert isinstance(event, Tokens)
                 seen.append(event)
@@ -120,7 +120,7 @@ async def test_a_faulty_prefill_only_request_names_the_prefill_server() -> None:
     async with served(limits=IMPATIENT) as at:
         for fault, error in AT_THE_START:
             at.break_leg("prefill", fault)
-            with pytest.raises(error, match="prefill engine http"):
+            with pytest.raises(error, match="prefill engine"):
                 await at.pair.prefill(generation("77777777777777777777777777777777"))
             await at.pair.aclose()
         at.break_leg("prefill", None)
@@ -138,7 +138,7 @@ async def test_a_relayed_request_whose_leg_fails(
     """Decode's own errors are relayed as they are; everything else raises."""
     async with served(limits=limits_for(fault)) as at:
         at.break_leg(leg, fault)
-        body = b'{"input_ids": [1, 2, 3], "rid": "%s", "stream": %s}' % (b"7" * 32, b"true" if stream else b"false")
+        body = b'{"input_ids": [1, 2, 3], "stream": %s}' % (b"true" if stream else b"false")
         relayed = b""
         with suppress(EngineError):
             async with at.pair.forward("generate", body) as answer:

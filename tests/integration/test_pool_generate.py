@@ -2,19 +2,20 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import aiohttp
 import orjson
 import pytest
 
 from benchmarks.scripted.server import ScriptedSettings
-from shell_router.core.engine import Finish, Generation, Tokens
+from shell_router.core.engine import Finish, Generation, Hints, Tokens
 from shell_router.engines.address import PairLimits
 from shell_router.engines.server_state import state_of
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import EngineRejected, InvalidRequest, PromptTooLong
 from shell_router.routing.engine_selection import EngineReport
-from tests.fakes.scripted_pair import apart, collect, generation, joined, served, until
+from tests.fakes.scripted_pair import LIMITS, apart, collect, generation, joined, served, until
 
 
 async def test_tokens_then_one_finish() -> None:
@@ -163,10 +164,8 @@ async def test_many_requests_at_once_leave_nothing() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_relayed_answer_is_decodes_own_bytes(stream: bool) -> None:
-    async with served(ScriptedSettings(log_bodies=1)) as at:
-        body = b'{"input_ids": [1,2,3], "rid": "%s", "sampling_params": {"temperature": 1.50}, "later": null' % (
-            b"5" * 32
-        )
+    async with served(ScriptedSettings(log_bodies=1), rid=lambda: "relayed") as at:
+        body = b'{"input_ids": [1,2,3], "sampling_params": {"temperature": 1.50}, "later": null'
         body += b', "stream": true}' if stream else b"}"
         for _ in range(2):  # the second time the prompt is cached, and stays so
             async with at.pair.forward("generate", body) as answer:
@@ -184,7 +183,7 @@ async def test_a_relayed_answer_is_decodes_own_bytes(stream: bool) -> None:
 
 async def test_a_relayed_error_status_comes_through_and_frees_both_legs() -> None:
     async with served() as at:
-        async with at.pair.forward("generate", b'{"rid": "44444444444444444444444444444444"}') as answer:
+        async with at.pair.forward("generate", b"{}") as answer:
             body = b"".join([chunk async for chunk in answer.chunks])
         assert answer.status == 400
         assert b"input_ids" in body
@@ -226,3 +225,19 @@ async def test_a_prefill_by_a_real_pair_merges_log_probabilities_though_its_clie
         async with at.pair.forward("prefill_only", body) as answer:
             found = orjson.loads(b"".join([chunk async for chunk in answer.chunks]))
         assert [token for _, token, _ in found["meta_info"]["input_token_logprobs"]] == [1, 2, 3]
+
+
+async def test_with_isolation_each_tenants_requests_carry_a_cache_key_of_its_own() -> None:
+    async with served(ScriptedSettings(log_bodies=8)) as at:
+        pair = SglangPair(*at.pair.addresses, limits=LIMITS, isolates=True)
+        await collect(pair, replace(generation(), hints=Hints(user="alice")))
+        await pair.prefill(replace(generation(), hints=Hints(user="alice")))
+        async with pair.forward("generate", b'{"input_ids": [1]}', tenant="bob") as answer:
+            assert b"".join([chunk async for chunk in answer.chunks])
+        with pytest.raises(InvalidRequest, match="extra_key"):
+            pair.forward("generate", b'{"input_ids": [1], "extra_key": "alice"}', tenant="bob")
+        keys = [orjson.loads(body).get("extra_key") for body in at.servers.prefill.bodies]
+        assert keys == ["alice", "alice", "bob"]
+        await pair.aclose()
+        await collect(at.pair, replace(generation(), hints=Hints(user="alice")))
+        assert b"extra_key" not in at.servers.prefill.bodies[-1]

@@ -12,7 +12,7 @@ from benchmarks.scripted.server import Fault, ScriptedServer, ScriptedSettings
 from shell_router.core.engine import Finish, Generation, Placement
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import SglangPair, random_rid
-from shell_router.errors import EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable
+from shell_router.errors import EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable, Overloaded
 from shell_router.routing.dispatcher import InFlight, SchedulingSettings
 from shell_router.routing.failures import BreakerSettings
 from shell_router.routing.queue import QueueSettings
@@ -111,7 +111,7 @@ async def test_an_open_breaker_refuses_at_once_then_tries_and_closes(caplog: pyt
         await fails(at, EngineUnreachable, times=BREAKER.failures)
         assert "circuit breaker of the" in caplog.text
         sent = at.decodes[0].requests
-        with pytest.raises(EngineUnavailable, match=r"decode engine .* another 5.0 s"):
+        with pytest.raises(EngineUnavailable, match=r"decode-0 is open.* another 5.0 s"):
             await collect(at.pool, generation())
         at.now_s += BREAKER.open_s
         await fails(at, EngineUnreachable)  # the trial
@@ -311,6 +311,18 @@ async def test_requests_wait_in_the_router_while_a_server_runs_as_many_as_it_may
         assert most == 2
         assert pool.dispatchers[1].waited == 6
         assert in_flight(pool) == [InFlight()] * 2
+
+
+async def test_no_more_requests_wait_than_may() -> None:
+    async with queueing(QueueSettings(max_running=1, max_waiting=1)) as (at, pool):
+        async with aclosing(pool.generate(generation("holds"))) as stream:
+            await anext(stream)
+            waits = asyncio.create_task(collect(pool, generation("waits")))
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded, match="1 requests wait"):
+                await collect(pool, generation("refused"))
+        await waits
+        assert at.decodes[0].requests == 2
 
 
 async def test_a_request_that_is_given_up_while_it_waits_never_reaches_a_server() -> None:

@@ -11,7 +11,6 @@ from tests.fakes.scripted_pair import ScriptedPool, collect, generation, scripte
 
 PASSING = [Fault("refuse"), Fault("status", status=503), Fault("close"), Fault("error_event"), Fault("abort")]
 BODY = b'{"input_ids": [1, 2, 3], "stream": %s}'
-NAMED = b'{"input_ids": [1, 2, 3], "rid": "%s"}' % (b"7" * 32)
 
 
 def once(fault: Fault, at: ScriptedPool, leg: str) -> None:
@@ -76,7 +75,7 @@ async def test_a_lasting_failure_is_reported_after_the_last_attempt(leg: str) ->
 async def test_attempts_end_with_the_failure_that_opened_the_breaker() -> None:
     async with scripted_pool(breaker=BreakerSettings(failures=2)) as at:
         at.strike(Fault("refuse"), at.decodes[0])
-        with pytest.raises(EngineUnreachable, match=r"decode engine .* cannot be reached"):
+        with pytest.raises(EngineUnreachable, match="decode engine cannot be reached"):
             await collect(at.pool, generation())
         assert (at.pool.retried, at.decodes[0].requests) == (1, 2)
 
@@ -101,12 +100,3 @@ async def test_a_relayed_request_is_sent_again_under_a_fresh_id(leg: str, stream
         assert first["rid"] != second["rid"] and first["bootstrap_room"] != second["bootstrap_room"]
         assert at.pool.retried == 1
         await at.idle()
-
-
-async def test_a_relayed_request_that_names_itself_is_sent_once() -> None:
-    async with scripted_pool() as at:
-        once(Fault("refuse"), at, "prefill")
-        with pytest.raises(EngineUnreachable):
-            await relayed(at, NAMED)
-        assert at.pool.retried == 0
-        assert b"output_ids" in await relayed(at, NAMED)

@@ -145,6 +145,11 @@ def test_an_open_address_with_keys_is_accepted(tmp_path: Path) -> None:
     assert not _load(tmp_path, MODELS + "listen: {host: 0.0.0.0}\napi_keys: {alice: k}\n").listen.loopback
 
 
+@pytest.mark.parametrize(("text", "drafts"), [("off", False), ("'off'", False), ("on", True), ("auto", "auto")])
+def test_drafts_of_a_model_are_a_switch_with_a_middle(tmp_path: Path, text: str, drafts: object) -> None:
+    assert _load(tmp_path, f"models: {{small: {{random: {{}}, drafts: {text}}}}}\n").models["small"].drafts == drafts
+
+
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
@@ -172,6 +177,7 @@ def test_an_open_address_with_keys_is_accepted(tmp_path: Path) -> None:
         ("models:\n  a: {context_length: 4}\n", 2, "needs path or random"),
         ("models:\n  a: {path: x, random: {}}\n", 2, "needs path or random"),
         ("models:\n  a: {random: {hidden: 50}}\n", 2, "multiple of 32"),
+        ("models:\n  a: {random: {}, drafts: maybe}\n", 2, "drafts must be 'auto' or 'on' or 'off', not 'maybe'"),
         ("models:\n  a: {path: x, pairs: [{prefill: a, decode: b}]}\n", 2, "http(s) URL"),
         ("models:\n  a: {path: x, pairs: [{prefill: 'http://a'}]}\n", 2, "models.a.pairs[0] lacks 'decode'"),
         (f"models:\n  a: {{path: x, embedded: {{}}, {PAIR}}}\n", 2, "not by both pairs and embedded"),

@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import re
+import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aiohttp import BodyPartReader, MultipartReader, web
+from aiohttp import BodyPartReader, ClientConnectionResetError, MultipartReader, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_exceptions import BadHttpMessage
 
-from shell_router.api.admission import DRAIN
+from shell_router.api.admission import CONNECTIONS, DRAIN
 from shell_router.api.chat import CHATS
 from shell_router.api.fields import Fields, parse_body, read_body
 from shell_router.api.replies import common_headers, json_reply, note_ignored
@@ -28,12 +31,22 @@ from shell_router.batch.api.storage import (
     opened_folder,
 )
 from shell_router.config import BatchesSettings, Config
-from shell_router.errors import FileTooLarge, InvalidField, InvalidRequest, StorageFailed
+from shell_router.errors import (
+    FileTooLarge,
+    InvalidField,
+    InvalidRequest,
+    Overloaded,
+    QuotaExceeded,
+    StorageFailed,
+)
 
 T = TypeVar("T")
 
 CHUNK_BYTES = 2**18
 MOST_TEXT_BYTES = 1024
+MOST_FIELDS = 16
+UNREADABLE = (ValueError, LookupError, RuntimeError, AssertionError, BadHttpMessage, zlib.error)
+"""What aiohttp raises for parts with odd headers, encodings and ends."""
 FORM_REMEDY = "Send multipart/form-data with the fields purpose and file, as OpenAI's clients do."
 
 
@@ -62,7 +75,7 @@ async def receive(request: web.Request, path: Path, max_bytes: int) -> Upload:
     upload = Upload(path)
     try:
         await _read_form(request, await request.multipart(), upload, max_bytes)
-    except ValueError as error:
+    except UNREADABLE as error:
         raise InvalidRequest(f"The form cannot be read: {error}.", remedy=FORM_REMEDY) from None
     if "purpose" not in upload.texts:
         raise InvalidField("purpose is missing.", field="purpose", remedy="Set it to batch.")
@@ -76,6 +89,8 @@ async def _read_form(request: web.Request, form: MultipartReader, upload: Upload
     while (part := await _in_time(form.next(), limit_s)) is not None:
         if not isinstance(part, BodyPartReader) or part.name is None:
             raise InvalidRequest("The form has a part without a name.", remedy=FORM_REMEDY)
+        if len(upload.texts) == MOST_FIELDS or len(part.name) > MOST_TEXT_BYTES:
+            raise InvalidRequest(f"The form has more than {MOST_FIELDS} fields, or a long one.", remedy=FORM_REMEDY)
         if part.name == "file":
             await _store(part, upload, max_bytes, limit_s)
         else:
@@ -88,7 +103,8 @@ async def _read_form(request: web.Request, form: MultipartReader, upload: Upload
 async def _store(part: BodyPartReader, upload: Upload, max_bytes: int, limit_s: float) -> None:
     if upload.filename is not None:
         raise InvalidField("file is twice in the form.", field="file", remedy="Send one file at a time.")
-    upload.filename = (part.filename or "upload.jsonl")[:255]
+    # as JSON can hold it: aiohttp keeps bytes that are no UTF-8 in a form that cannot be encoded
+    upload.filename = (part.filename or "upload.jsonl")[:255].encode("utf-8", "replace").decode()
     await on_disk(upload.path.touch)
     while chunk := await _in_time(part.read_chunk(CHUNK_BYTES), limit_s):
         upload.bytes += len(chunk)
@@ -121,6 +137,9 @@ async def _in_time(coming: Awaitable[T], limit_s: float) -> T:
 ENDPOINT = "/v1/chat/completions"
 WINDOW = re.compile(r"([1-9][0-9]{0,3})h", re.ASCII)
 MAX_LISTED_FILES = 10_000
+MOST_UNFINISHED = 100
+"""Batches of one tenant."""
+SLOWEST_BYTES_PER_S = 2**14
 
 BATCH_RUNS = web.AppKey("BATCH_RUNS", BatchRuns)
 BATCHES = web.AppKey("BATCHES", BatchesSettings)
@@ -168,12 +187,12 @@ def add_batches(
 
 async def upload_file(request: web.Request) -> web.Response:
     """POST: keep a file."""
-    folder = _folder(request)
+    folder, most_bytes = _folder(request), _bytes_left(request)
     id = f"file-{request.app[SERVICES].new_id()}"
     draft = folder.draft(id)
     try:
         async with request.app[DRAIN].deadline():
-            upload = await receive(request, draft, request.app[BATCHES].max_file_bytes)
+            upload = await receive(request, draft, min(most_bytes, request.app[BATCHES].max_file_bytes))
         await on_disk(keep_as, draft, folder.content(id))
     finally:
         await on_disk(draft.unlink, missing_ok=True)
@@ -187,6 +206,19 @@ async def upload_file(request: web.Request) -> web.Response:
         raise
     note_ignored(request, upload.ignored)
     return json_reply(request, record.as_json())
+
+
+def _bytes_left(request: web.Request) -> int:
+    """What the tenant may still keep; raises QuotaExceeded."""
+    settings, kept = request.app[BATCHES], _folder(request).files.of(request[TENANT])
+    size = sum(file.bytes for file in kept)
+    if len(kept) >= settings.max_tenant_files or size >= settings.max_tenant_bytes:
+        raise QuotaExceeded(
+            f"You keep {len(kept)} files of {size} bytes; at most {settings.max_tenant_files} files and"
+            f" {settings.max_tenant_bytes} bytes are kept.",
+            remedy="Delete some, also results that you have read: DELETE /v1/files/{id}.",
+        )
+    return settings.max_tenant_bytes - size
 
 
 async def list_files(request: web.Request) -> web.Response:
@@ -207,8 +239,32 @@ async def show_file(request: web.Request) -> web.Response:
 
 async def file_content(request: web.Request) -> web.StreamResponse:
     """GET: what it holds."""
-    headers = {**common_headers(request), "Content-Type": "application/jsonl"}
-    return web.FileResponse(_folder(request).content(_file(request).id), headers=headers)
+    file, headers = _file(request), {**common_headers(request), "Content-Type": "application/jsonl"}
+    limit_s = request.app[SETTINGS].write_timeout_s + file.bytes / SLOWEST_BYTES_PER_S
+    return _Download(_folder(request).content(file.id), limit_s, headers)
+
+
+class _Download(web.FileResponse):
+    """A file's content; a client that has not taken it within `limit_s` is given up."""
+
+    def __init__(self, path: Path, limit_s: float, headers: Mapping[str, str]) -> None:
+        super().__init__(path, headers=headers)
+        self._limit_s = limit_s
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """Send all of it."""
+        assert isinstance(request, web.Request)
+        connections, transport = request.app[CONNECTIONS], request.transport
+        connections.busy(transport)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await super().prepare(request)
+        except TimeoutError:
+            if transport is not None:
+                transport.abort()
+            raise ClientConnectionResetError(f"not taken within {self._limit_s:g} s") from None
+        finally:
+            connections.idle(transport)
 
 
 async def delete_file(request: web.Request) -> web.Response:
@@ -231,6 +287,9 @@ async def create_batch(request: web.Request) -> web.Response:
         raise body.refuse("input_file_id", f"names a file whose purpose is not {INPUT_PURPOSE}")
     body.check_spelling()
     note_ignored(request, body.unread)
+    unfinished = sum(not one.ended for one in _folder(request).batches.of(record.tenant))
+    if unfinished >= MOST_UNFINISHED:
+        raise Overloaded(f"{unfinished} of your batches have not ended.", remedy="Send larger ones, or wait for them.")
     await request.app[BATCH_RUNS].add(record)
     return json_reply(request, record.as_json())
 

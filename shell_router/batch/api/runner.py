@@ -18,7 +18,7 @@ from shell_router.api import Services
 from shell_router.api.chat import Chats
 from shell_router.api.fields import Fields
 from shell_router.api.replies import INTERNAL, is_retryable, problem_body, problem_of
-from shell_router.app.services import load_topologies
+from shell_router.app.topologies import load_topologies
 from shell_router.batch.api.lines import BatchLine, Keep, LineResult
 from shell_router.batch.planner import Plan, Workload
 from shell_router.batch.pool import Pool, load_pool
@@ -96,7 +96,7 @@ class ChatLines:
         async with self._slots:
             with self._metrics.running_batch_lines.track_inprogress():
                 try:
-                    run = self._chats.begin(Fields(line.body), tenant)
+                    run = await self._chats.begin(Fields(line.body), tenant)
                     body = run.reply(await run.answer())
                 except Exception as error:
                     return refused(line, request_id, error), is_retryable(error)

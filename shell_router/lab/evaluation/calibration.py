@@ -17,7 +17,7 @@ import yaml
 
 from shell_router.core.statistics import Interval
 from shell_router.early_exit import EarlyExit
-from shell_router.errors import ConfigError, ShellRouterError
+from shell_router.errors import ConfigError, ShellRouterError, require
 from shell_router.lab.evaluation.report import Row
 from shell_router.lab.evaluation.run import evaluate
 from shell_router.lab.evaluation.settings import EvaluationOptions
@@ -46,7 +46,8 @@ class Tried:
                 raise ConfigError(f"--{option} must name at least one value, and each once.")
         try:
             for policy, scope, tau, threshold in product(self.policies, self.scopes, self.taus, self.thresholds):
-                EarlyExit(policy, scope=scope, tau=tau, threshold=threshold)  # type: ignore[arg-type]
+                tried = EarlyExit(policy, scope=scope, tau=tau, threshold=threshold)  # type: ignore[arg-type]
+                require(tried.judges, f"policy {policy} judges no output", "Leave it out.")
         except ValueError as error:
             raise ConfigError(f"This early exit cannot be tried: {error}.", remedy="Leave it out.") from error
 

@@ -102,6 +102,11 @@ class PrefillJob:
         return self.inflight.request.input_ids
 
     @property
+    def owner(self) -> tuple[Adapter | None, str | None]:
+        """Whose prefixes it may use."""
+        return self.inflight.adapter, self.inflight.request.extra_key
+
+    @property
     def reusable_ids(self) -> tuple[int, ...]:
         """How much of the prompt may come from the cache: logits are computed anew, and always the last."""
         last, scored_from = len(self.ids) - 1, self.inflight.request.scored_from
@@ -185,7 +190,7 @@ class PrefillWorker:
         return ((job, KvTransferError(message)),)
 
     def _begin(self, job: PrefillJob) -> _Running:
-        match = self.cache.find(job.reusable_ids, job.inflight.adapter)
+        match = self.cache.find(job.reusable_ids, job.owner)
         prompt = PromptKv(self.lm.kv_shape.empty(len(job.ids)))
         match.copy_into(prompt.kv)
         ids = torch.tensor(job.ids, device=self.lm.kv_shape.device)
@@ -203,7 +208,7 @@ class PrefillWorker:
         first = stop if scored_from is None else max(start, scored_from)
         kept = max(1, stop - first)
         logits = self.lm.prefill(running.prompt, running.ids[start:stop], start, kept, job.inflight.adapter)
-        self.cache.keep(job.ids[:stop], running.prompt.kv, job.inflight.adapter)
+        self.cache.keep(job.ids[:stop], running.prompt.kv, job.owner)
         if first < stop:
             scored = running.ids[first + 1 : stop + 1]
             running.input_logprobs += token_logprobs(logits[: len(scored)], scored)

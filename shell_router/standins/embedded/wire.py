@@ -86,8 +86,8 @@ class SamplingParams:
 class GenerateRequest:
     """One request, checked; `input_ids` are given or tokenized from `text`.
 
-    `scored_from` is the first prompt token whose log probability is asked for. `lora_path` is an adapter's name, as
-    in SGLang.
+    `scored_from` is the first prompt token whose log probability is asked for. `lora_path` is an adapter's name, and
+    only requests of one `extra_key` share a prefix cache, as in SGLang.
     """
 
     rid: str
@@ -102,6 +102,7 @@ class GenerateRequest:
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
     lora_path: str | None = None
+    extra_key: str | None = None
 
     @property
     def prefill_only(self) -> bool:
@@ -152,12 +153,13 @@ _FIELDS = {
     "logprob_start_len": _INTEGER,
     "priority": _INTEGER,
     "lora_path": _TEXT,
+    "extra_key": _TEXT,
     "bootstrap_host": _TEXT,
     "bootstrap_port": _INTEGER,
     "bootstrap_room": _ROOM,
 }
 # SGLang takes lists of these, with a request for each entry.
-_BATCHED = ("rid", "text", "input_ids", "sampling_params", "logprob_start_len", "lora_path")
+_BATCHED = ("rid", "text", "input_ids", "sampling_params", "logprob_start_len", "lora_path", "extra_key")
 _SAMPLING_FIELDS = {
     **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed", "stream_interval"), _INTEGER),
     **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
@@ -213,6 +215,7 @@ def read_request(body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestL
         bootstrap_port=body.get("bootstrap_port"),
         bootstrap_room=body.get("bootstrap_room"),
         lora_path=body.get("lora_path") or None,
+        extra_key=body.get("extra_key") or None,
     )
 
 

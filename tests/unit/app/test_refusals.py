@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from shell_router.app.model_files import read_files
-from shell_router.app.services import load_topologies
 from shell_router.app.serving import taken_address
+from shell_router.app.topologies import load_topologies
 from shell_router.batch.pool import Pool, PoolModel, PoolWorker, RaySettings
 from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairSettings, RandomWeights
 from shell_router.errors import ConfigError

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.engines.native_body import NativeRules, read_native
-from shell_router.errors import InvalidRequest
+from shell_router.core.engine import NativeRoute
+from shell_router.engines.native_body import MEDIA, NativeRules, read_native
+from shell_router.errors import InvalidRequest, PromptTooLong
 
 PD = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2}
 JSON = st.recursive(
@@ -18,34 +19,79 @@ JSON = st.recursive(
 
 def test_unknown_fields_and_number_formats_keep_their_bytes() -> None:
     body = b'{ "input_ids":[1, 2],\t"temperature": 1.50e0, "new_field": {"a" : 1.0} }\n\n'
-    sent = read_native(body, "fresh").with_fields(PD)
+    sent = read_native(body, "fresh", NativeRules(fields=frozenset(["new_field", "temperature"]))).with_fields(PD)
     assert sent.startswith(b'{ "input_ids":[1, 2],\t"temperature": 1.50e0, "new_field": {"a" : 1.0}')
     assert orjson.loads(sent) == {**orjson.loads(body), "rid": "fresh", **PD}
 
 
 @given(
-    st.dictionaries(st.text(max_size=6).filter(lambda key: key != "rid"), JSON, max_size=5),
+    st.dictionaries(st.text(max_size=6).filter(lambda key: not key.startswith("rid")), JSON, max_size=5),
     st.sampled_from(["", " \r\n"]),
 )
 def test_every_object_gains_exactly_the_new_fields(found: dict[str, object], tail: str) -> None:
-    sent = read_native(orjson.dumps(found) + tail.encode(), "fresh").with_fields(PD)
-    assert orjson.loads(sent) == {**found, "rid": "fresh", **PD}
+    rules = NativeRules(fields=frozenset(found))
+    sent = read_native(orjson.dumps(found) + tail.encode(), "fresh", rules, {"extra_key": "alice"}).with_fields(PD)
+    assert orjson.loads(sent) == {**found, "rid": "fresh", "extra_key": "alice", **PD}
 
 
 def test_without_fields_only_the_rid_is_added() -> None:
     assert read_native(b"{}", "fresh").with_fields({}) == b'{"rid":"fresh"}'
-    own = b'{"rid":"55555555555555555555555555555555"}'
-    assert read_native(own + b" ", "fresh").with_fields({}) == own
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "image_data",
+        "custom_logit_processor",
+        "session_params",
+        "lora_path",
+        "priority",
+        "data_parallel_rank",
+        "extra_key",
+        "return_hidden_states",
+        "of_a_later_sglang",
+    ],
+)
+@pytest.mark.parametrize("route", ["generate", "prefill_only", "v1/chat/completions", "v1/completions"])
+def test_what_loads_code_or_chooses_servers_is_forwarded_only_where_an_operator_says_so(
+    field: str, route: NativeRoute
+) -> None:
+    body = orjson.dumps({field: "x"})
+    with pytest.raises(InvalidRequest, match="native_fields"):
+        read_native(body, "fresh", route=route)
+    read_native(orjson.dumps({field: None}), "fresh", route=route)
+    assert field.encode() in read_native(body, "fresh", NativeRules(fields=frozenset([field])), route=route).opened
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.1/x.png", "file:///etc/passwd", "/etc/passwd"])
+@pytest.mark.parametrize("part", [{"image_url": {"url": "%s"}}, {"audio_url": "%s"}, {"video_url": {"url": "%s"}}])
+def test_engines_fetch_no_media_unless_an_operator_says_so(url: str, part: dict[str, object]) -> None:
+    content = orjson.loads(orjson.dumps([part]).replace(b"%s", url.encode()))
+    body = orjson.dumps({"messages": [{"role": "user", "content": content}]})
+    with pytest.raises(InvalidRequest, match="data: URL"):
+        read_native(body, "fresh", route="v1/chat/completions")
+    read_native(body, "fresh", NativeRules(fields=frozenset([MEDIA])), route="v1/chat/completions")
+    read_native(body.replace(url.encode(), b"data:,"), "fresh", route="v1/chat/completions")
+
+
+@pytest.mark.parametrize("field", [{"stop_token_ids": [100]}, {"logit_bias": {"100": 1}}, {"stop": ["x"] * 33}])
+def test_a_chats_sampling_fields_are_checked_as_all_others(field: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest):
+        read_native(orjson.dumps(field), "fresh", NativeRules(100), route="v1/chat/completions")
+
+
+@pytest.mark.parametrize("body", [{"text": "x" * 1601}, {"text": ["x", "x" * 1601]}, {"input_ids": [1] * 101}])
+def test_a_prompt_that_cannot_fit_is_refused_before_an_engine_tokenizes_it(body: dict[str, object]) -> None:
+    with pytest.raises(PromptTooLong):
+        read_native(orjson.dumps(body), "fresh", NativeRules(1000, 100))
 
 
 @pytest.mark.parametrize(
     ("body", "rids"),
     [
-        (b'{"rid": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "text": "x"}', ("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",)),
         (b'{"text": "x"}', ("fresh",)),
         (b'{"text": ["x", "y"]}', ("fresh_0", "fresh_1")),
-        (b'{"input_ids": [[1], [2]], "rid": "%s"}' % (b"b" * 32), (f"{'b' * 32}_0", f"{'b' * 32}_1")),
-        (b'{"input_ids": [[1], [2]], "rid": ["%s", "%s"]}' % (b"c" * 32, b"d" * 32), ("c" * 32, "d" * 32)),
+        (b'{"input_ids": [[1], [2]]}', ("fresh_0", "fresh_1")),
     ],
 )
 def test_every_request_of_a_body_can_be_aborted_by_its_rid(body: bytes, rids: tuple[str, ...]) -> None:
@@ -69,7 +115,9 @@ def test_every_request_of_a_body_can_be_aborted_by_its_rid(body: bytes, rids: tu
         b'{"rid": ""}',
         b'{"rid": null}',
         b'{"rid": []}',
-        b'{"rid": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "rid": "bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"}',
+        b'{"rid": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}',
+        b'{"token_ids_logprob": [-1], "top_logprobs_num": 1000}',
+        b'{"text": [%s]}' % b",".join([b'""'] * 1025),
         b'{"sampling_params": [1]}',
     ],
 )
@@ -96,16 +144,11 @@ def test_a_batch_may_have_sampling_parameters_for_each_of_its_requests() -> None
     assert found["sampling_params"] == [{"top_k": 1, "max_new_tokens": 1}, {"max_new_tokens": 1}]
 
 
-def test_the_word_rid_elsewhere_in_the_body_is_no_repetition() -> None:
-    body = b'{"rid": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "text": "say \\"rid\\"", "meta": {"rid": 1}}'
-    assert read_native(body, "fresh").rids == ("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",)
-
-
 def test_replacing_sampling_parameters_keeps_the_clients_others() -> None:
-    native = read_native(b'{"sampling_params": {"temperature": 0, "max_new_tokens": 9}, "x": 1}', "fresh")
+    native = read_native(b'{"sampling_params": {"temperature": 0, "max_new_tokens": 9}, "text": "x"}', "fresh")
     found = orjson.loads(native.replaced({"sampling_params": {"max_new_tokens": 1}, "stream": False}))
     assert found["sampling_params"] == {"temperature": 0, "max_new_tokens": 1}
-    assert (found["x"], found["stream"]) == (1, False)
+    assert (found["text"], found["stream"]) == ("x", False)
 
 
 @pytest.mark.parametrize("several", [b'{"n": 2}', b'[{"n": 1}, {"n": 3}]', b'{"n": 0}'])

@@ -70,3 +70,9 @@ async def test_an_example_that_fails_leaves_no_other_at_work() -> None:
     with pytest.raises(EngineUnreachable):
         await Classes(embedder).of("t", MANY, "a7")
     assert embedder.at_work == 0
+
+
+async def test_a_classifier_that_has_changed_under_its_name_is_asked_anew() -> None:
+    classes = Classes(HashEmbedder())
+    for name in ("before", "after", "before"):
+        assert (await classes.of("t", Classifier("c", {name: ("x",)}), "x")).name == name

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -224,3 +225,15 @@ async def test_the_oldest_ended_program_makes_room_and_running_ones_do_not() -> 
         await programs.run(send("first", "Hi", program="newest"), print)
     hold.release()
     await running
+
+
+async def test_a_tenant_with_many_programs_pushes_out_its_own() -> None:
+    moa = ProgramMoa()
+    programs = Programs(moa.models, moa.cache, clock=asyncio.get_running_loop().time, max_programs=4)
+    await programs.run(replace(send("a", "Hi", program="only"), tenant="bob"), print)
+    for number in range(10):
+        await programs.run(send("a", "Hi", program=f"p{number}"), print)
+    assert programs.state("bob", "only").agents == {"a": "finished"}
+    assert programs.state("tenant", "p7")
+    with pytest.raises(UnknownProgram):
+        programs.state("tenant", "p6")

@@ -63,3 +63,8 @@ def test_mermaid_shows_agents_clusters_and_links() -> None:
 def test_mermaid_labels_cannot_be_broken_out_of() -> None:
     drawn = draw_mermaid(parse_topology("""agents: {a: {model: "x\\"]\\n<b>#1&"}}""", source="f"))
     assert drawn == 'flowchart LR\n    a0["a<br/>x#quot;] #lt;b#gt;#35;1#38;"]\n'
+
+
+def test_a_quorum_is_drawn_with_its_grace_time() -> None:
+    text = "tree: {shape: [3, 1], models: [m]}\nearly_exit: {policy: quorum, grace_s: 1.5}\n"
+    assert "  cluster-1  cut off 1.5 s after 2 outputs; proposer-1" in draw_terminal(parse_topology(text, source="f"))

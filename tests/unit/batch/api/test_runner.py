@@ -18,7 +18,7 @@ from shell_router.batch.pool import Pool, load_pool
 from shell_router.errors import AgentFailed, EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable
 from shell_router.moa import Answer, MoaRequest
 from shell_router.topology import Topology
-from tests.fakes.api_server import line
+from tests.fakes.api_server import line, live
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.pools import write_pool
 from tests.fakes.scripted_engine import Gates
@@ -69,7 +69,7 @@ def runner(
     folder: Path = Path("pools"),
 ) -> ChatLines:
     moa = moa or ScriptedMoa()
-    services = Services(Failing(moa, *errors), moa.programs, {}, moa.models, {})
+    services = Services(Failing(moa, *errors), moa.programs, live(moa.models), moa.models, {})
     chats = Chats(services, ApiSettings(), Targets(services), Drain())
     pools = {} if pool is None else {"panel": PoolLines("panel", pool, folder, services)}
     return ChatLines(chats, concurrency, pools, pauses_s=(1, 2), sleep=sleep or Pauses())

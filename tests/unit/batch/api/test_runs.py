@@ -13,7 +13,7 @@ from shell_router.batch.api.run import BatchRuns
 from shell_router.batch.api.runner import Keep
 from shell_router.batch.api.storage import BatchFolder, BatchRecord, FileRecord, Status, opened_folder
 from shell_router.errors import BatchEnded, StorageFailed
-from tests.fakes.api_server import ENDPOINT, jsonl, line
+from tests.fakes.api_server import ENDPOINT, jsonl, line, live
 from tests.fakes.moa import ScriptedMoa
 
 NOW = 1000
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Iterator[BatchFolder]:
 
 def runs(folder: BatchFolder, runner: Answering, now: float = NOW) -> BatchRuns:
     moa = ScriptedMoa()
-    services = Services(moa.executor, moa.programs, {}, moa.models, {}, wall=lambda: now)
+    services = Services(moa.executor, moa.programs, live(moa.models), moa.models, {}, wall=lambda: now)
     return BatchRuns(folder, runner, services, max_line_bytes=2**20)
 
 

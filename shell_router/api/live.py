@@ -1,0 +1,121 @@
+"""Topologies that change while requests run: the catalog, and what requests bring themselves, compiled and kept."""
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from shell_router.errors import InvalidField, ShellRouterError, TopologiesOff
+from shell_router.topology import INLINE, Catalog, Graph
+
+KEPT_INLINE = 256
+KEPT_INLINE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """A topology inside of a request: its document, and what metrics and traces call it."""
+
+    document: Mapping[str, Any]
+    target: str = INLINE
+
+
+class LiveTopologies(Mapping[str, Graph]):
+    """The topologies by name, as they are now. Requests keep the graph that they began with.
+
+    Changes are compiled on a worker thread, one after the other.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._turn = asyncio.Lock()
+        self._take(catalog)
+
+    def _take(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self._graphs = catalog.graphs_without("")
+        self._inline: OrderedDict[str, tuple[Graph, int]] = OrderedDict()  # steps in them name other topologies
+
+    def __getitem__(self, name: str) -> Graph:
+        return self._graphs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._graphs)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    async def reload(self, files: Callable[[], Iterable[Path]]) -> Sequence[ShellRouterError]:
+        """Read the files again, and give what is wrong with them: of those the version before stays."""
+        async with self._turn:
+            catalog, errors = await asyncio.to_thread(lambda: self.catalog.with_files(files()))
+            self._take(catalog)
+        return [error for _, error in errors]
+
+    async def put(self, name: str, document: Mapping[str, Any]) -> bool:
+        """Serve the document under `name`; whether the name is new. Raises what `Catalog.with_put` does."""
+        self._require(self.catalog.settings.api, "api")
+        self._size(document, "")
+        async with self._turn:
+            is_new = name not in self
+            self._take(await asyncio.to_thread(self.catalog.with_put, name, document))
+        return is_new
+
+    async def delete(self, name: str) -> None:
+        """Serve it no more. Raises what `Catalog.without` does."""
+        self._require(self.catalog.settings.api, "api")
+        async with self._turn:
+            self._take(await asyncio.to_thread(self.catalog.without, name))
+
+    def readable(self) -> Catalog:
+        """The catalog, for a client to read. Raises TopologiesOff."""
+        self._require(self.catalog.settings.api, "api")
+        return self.catalog
+
+    async def inline(self, brought: Brought) -> Graph:
+        """The graph of a request's own document; one that was compiled lately is not compiled again.
+
+        Raises InvalidField and TopologiesOff.
+        """
+        self._require(self.catalog.settings.inline, "inline")
+        text = self._size(brought.document, "topology")
+        key = hashlib.sha256(text).hexdigest()
+        kept = self._inline
+        found = kept.get(key)
+        if found is None:
+            graph = await asyncio.to_thread(self.catalog.inline, brought.document, f"{INLINE}/{key[:16]}")
+            found = kept[key] = graph, len(text)
+            size = sum(one for _, one in kept.values())
+            while len(kept) > KEPT_INLINE or size > KEPT_INLINE_BYTES:
+                _, (_, freed) = kept.popitem(last=False)
+                size -= freed
+        else:
+            kept.move_to_end(key)
+        return found[0]
+
+    def _size(self, document: Mapping[str, Any], where: str) -> bytes:
+        """The document as text, within the limit."""
+        limit = self.catalog.settings.max_bytes
+        try:
+            text = orjson.dumps(document)
+        except orjson.JSONEncodeError:
+            raise InvalidField("The topology is nested too deeply.", field=where) from None
+        if len(text) > limit:
+            raise InvalidField(
+                f"The topology has {len(text)} bytes.",
+                field=where,
+                remedy=f"Send at most {limit}, or raise live_topologies.max_bytes.",
+            )
+        return text
+
+    @staticmethod
+    def _require(allowed: bool, setting: str) -> None:
+        if not allowed:
+            raise TopologiesOff(
+                "This router does not let clients do that to topologies.",
+                remedy=f"Set live_topologies.{setting} to true in its configuration.",
+            )

@@ -1,0 +1,297 @@
+"""Topologies inside of requests, topologies that are put and deleted while requests run, and panels of models."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from shell_router.errors import EngineUnreachable
+from shell_router.topology import LiveSettings, parse_topology
+from tests.fakes.api_server import DUO, Api, api, chat, until
+from tests.fakes.moa import ScriptedMoa
+from tests.fakes.scripted_engine import Gates, Script
+
+PAIR = {"agents": {"a": {"model": "small"}, "root": {"model": "large", "precursors": ["a"]}}}
+LIMITED = LiveSettings(api=True, max_agents=4, max_bytes=2000)
+Put = Callable[[str, object], Awaitable[tuple[int, dict[str, Any]]]]
+DEEP: Any = "x"
+for _ in range(60):
+    DEEP = [DEEP]
+
+
+def brought(topology: object, **fields: object) -> dict[str, object]:
+    body = chat(topology=topology, **fields)
+    if "model" not in fields:
+        del body["model"]
+    return body
+
+
+def sender(served: Api, method: str) -> Put:
+    async def send(name: str, body: object = None) -> tuple[int, dict[str, Any]]:
+        url = f"{served.url}/v1/topologies/{name}"
+        async with served.client.request(method, url, json=body) as response:
+            return response.status, await response.json()
+
+    return send
+
+
+async def test_a_topology_inside_of_a_request_runs_and_the_reply_names_what_the_client_named() -> None:
+    async with api(ScriptedMoa({"root": "it is 4"})) as served:
+        for named, shown in (({}, "inline"), ({"model": "mine"}, "mine")):
+            status, body = await served.post("/v1/chat/completions", brought(PAIR, include_agents=True, **named))
+            assert (status, body["model"]) == (200, shown), body
+            assert body["choices"][0]["message"]["content"] == "it is 4"
+            assert list(body["agents"]) == ["a", "root"]
+        status, body = await served.post("/v1/responses", {"input": "How much?", "topology": PAIR})
+        assert (status, body["model"], body["output"][0]["content"][0]["text"]) == (200, "inline", "it is 4"), body
+        steps = {"start": "s", "steps": {"s": {"topology": "duo"}}}
+        status, body = await served.post("/v1/chat/completions", brought(steps, include_agents=True))
+        assert list(body["agents"]) == ["s/left", "s/right", "s/root"]
+        count = served.services.metrics.registry.get_sample_value
+        ended = {"target": "inline", "outcome": "finished"}
+        assert count("shell_router_run_seconds_count", ended) == 4  # clients make up no series
+        assert len(served.services.topologies._inline) == 2
+
+
+MALFORMED: dict[str, tuple[object, str]] = {
+    "not an object": ([], "topology"),
+    "no graph": ({}, "topology"),
+    "an unknown key": ({**PAIR, "agnets": {}}, "topology.agnets"),
+    "a wrong kind": ({"agents": {"a": {"model": 3}}}, "topology.agents.a.model"),
+    "an unknown model": ({"agents": {"a": {"model": "absent"}}}, "topology.agents.a.model"),
+    "an unknown fallback": (
+        {"agents": {"a": {"model": "small", "fallbacks": ["no"]}}},
+        "topology.agents.a.fallbacks[0]",
+    ),
+    "auto as a fallback": (
+        {"agents": {"a": {"model": "small", "fallbacks": ["auto"]}}},
+        "topology.agents.a.fallbacks[0]",
+    ),
+    "too many agents in steps": (
+        {"start": "s", "steps": {"s": {"topology": "duo", "then": "t"}, "t": {"topology": "duo"}}},
+        "topology",
+    ),
+    "an unknown precursor": (
+        {"agents": {"a": {"model": "small", "precursors": ["b"]}}},
+        "topology.agents.a.precursors[0]",
+    ),
+    "a circle": (
+        {"agents": {n: {"model": "small", "precursors": [m]} for n, m in (("a", "b"), ("b", "a"))}},
+        "topology.agents.b.precursors",
+    ),
+    "too many agents": ({"tree": {"shape": [4, 1], "models": ["small"]}}, "topology"),
+    "too many agents to build": ({"all_to_all": {"shape": [500, 500, 1], "models": ["small"]}}, "topology"),
+    "too many bytes": ({**PAIR, "description": "x" * 2000}, "topology"),
+    "too deep": ({**PAIR, "defaults": {"sampling": {"x": DEEP}}}, "topology"),
+    "a bad pattern": (
+        {"start": [{"when": {"matches": "("}, "go": "s"}, {"go": "s"}], "steps": {"s": {"model": "small"}}},
+        "topology.start[0].when.matches",
+    ),
+    "an unknown topology of a step": (
+        {"start": "s", "steps": {"s": {"topology": "absent"}}},
+        "topology.steps.s.topology",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+async def test_a_malformed_document_is_refused_by_path_and_nothing_is_asked_or_served(case: str) -> None:
+    document, path = MALFORMED[case]
+    async with api(live_settings=LIMITED) as served:
+        status, body = await served.post("/v1/chat/completions", brought(document))
+        assert (status, body["error"]["code"], body["error"]["param"]) == (400, "invalid_field", path), body
+        put_status, put = await sender(served, "PUT")("mine", document)
+        assert put_status == 400, put
+        assert (put["error"]["param"] or "") == path.removeprefix("topology").removeprefix(".")
+        assert "mine" not in served.services.topologies
+        assert not any(engine.generated for engine in served.moa.engines.values())
+
+
+async def test_topologies_are_put_listed_read_replaced_and_deleted() -> None:
+    async with api() as served:
+        put, delete = sender(served, "PUT"), sender(served, "DELETE")
+        assert await put("mine", PAIR) == (201, {"name": "mine", "source": "put"})
+        assert (await put("mine", {**PAIR, "description": "changed"}))[0] == 200
+        _, listed = await served.get("/v1/topologies")
+        assert [(one["name"], one["source"]) for one in listed["data"]] == [("duo", "file"), ("mine", "put")]
+        _, document = await served.get("/v1/topologies/mine")
+        assert document == {**PAIR, "name": "mine", "description": "changed"}
+        _, model = await served.get("/v1/models/mine")
+        assert (model["kind"], model["source"], model["description"]) == ("topology", "put", "changed")
+        assert (await put("steps", {"start": "s", "steps": {"s": {"topology": "mine"}}}))[0] == 201
+        for status, answer in (
+            await put("small", PAIR),  # a model's name
+            await put("auto", PAIR),
+            await put("duo", PAIR),  # a file's
+            await delete("duo"),
+            await delete("mine"),  # `steps` names it
+            await put("mine", {"start": "s", "steps": {"s": {"model": "small"}}}),
+        ):
+            assert (status, answer["error"]["code"]) == (409, "topology_conflict"), answer
+        assert (await served.post("/v1/chat/completions", chat(model="steps")))[0] == 200
+        for name in ("steps", "mine"):
+            assert (await delete(name))[0] == 200
+        assert (await delete("mine"))[0] == 404
+        assert (await served.post("/v1/chat/completions", chat(model="mine")))[0] == 404
+
+
+async def test_clients_change_nothing_unless_the_deployment_lets_them() -> None:
+    async with api(live_settings=LiveSettings(inline=False)) as served:
+        refused = [
+            await sender(served, "PUT")("mine", PAIR),
+            await sender(served, "DELETE")("duo"),
+            await served.get("/v1/topologies"),
+            await served.get("/v1/topologies/duo"),
+            await served.post("/v1/chat/completions", brought(PAIR)),
+            await served.post("/v1/chat/completions", chat(judge="small")),
+        ]
+        assert {(status, body["error"]["code"]) for status, body in refused} == {(403, "topologies_off")}
+
+
+async def test_streams_keep_the_graph_that_they_began_with_while_it_is_replaced_and_deleted() -> None:
+    gates = Gates("root")
+    async with api(ScriptedMoa({"root": "it is 4"}, pace=gates.pace)) as served:
+        put, delete = sender(served, "PUT"), sender(served, "DELETE")
+        await put("mine", PAIR)
+
+        async def stream() -> str:
+            async with served.stream(chat(model="mine", stream=True, include_agents=True)) as response:
+                return (await response.read()).decode()
+
+        streams = [asyncio.create_task(stream()) for _ in range(32)]
+        await gates.until_waiting(32)
+        for number in range(20):
+            three = {"tree": {"shape": [2, 1], "models": ["small", "medium"]}, "description": str(number)}
+            assert (await put("mine", three if number % 2 else PAIR))[0] == 200
+        assert (await delete("mine"))[0] == 200
+        assert (await served.post("/v1/chat/completions", chat(model="mine")))[0] == 404
+        gates.open("root")
+        for text in await asyncio.gather(*streams):
+            assert '"it is 4"' in text and "proposer" not in text and text.endswith("data: [DONE]\n\n")
+        await until(lambda: not served.moa.running)
+
+
+PANELS: dict[str, tuple[dict[str, object], list[str], str]] = {
+    "ours": ({"models": ["small", "medium"], "judge": "large"}, ["small", "medium"], "large"),
+    "a list of judges": ({"models": ["small", "small"], "judge": ["large", "medium"]}, ["small", "small"], "large"),
+    "LiteLLM's": (
+        {"model": "litellm/fusion-1", "fusion": {"models": ["small"], "judge": {"model": "large", "criteria": "{x}"}}},
+        ["small"],
+        "large",
+    ),
+    "Merge's": (
+        {"model": "fusion", "fusion": {"analysis_models": ["small"], "synthesis_model": "medium"}},
+        ["small"],
+        "medium",
+    ),
+    "OpenRouter's plugin": (
+        {"model": "large", "plugins": [{"id": "fusion", "analysis_models": ["small", "medium"]}]},
+        ["small", "medium"],
+        "large",
+    ),
+    "OpenRouter's alias": ({"model": "openrouter/fusion"}, ["other", "small", "medium", "large"], "other"),
+}
+
+
+@pytest.mark.parametrize("shape", PANELS)
+async def test_a_panel_answers_side_by_side_and_the_judge_reads_all(shape: str) -> None:
+    fields, members, judge = PANELS[shape]
+    async with api(ScriptedMoa({"judge": "it is 4"})) as served:
+        body = {"messages": chat()["messages"], "include_agents": True, **fields}
+        status, answer = await served.post("/v1/chat/completions", body)
+        assert status == 200, answer
+        assert answer["choices"][0]["message"]["content"] == "it is 4"
+        assert answer["model"] == fields.get("model", "fusion")
+        used = [one["model"] for one in answer["agents"].values()]
+        assert used == [*members, judge]
+        assert all(f"panel-{n} speaks" in served.moa.prompt_of("judge") for n in range(1, len(members) + 1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"models": ["small", "absent"], "judge": "large"}, "models[1]"),
+        ({"models": "small", "judge": "absent"}, "judge[0]"),
+        ({"fusion": {"models": ["small"], "preset": "x"}}, "fusion.preset"),
+        ({"fusion": {"models": ["small"], "quorum": 2}}, "fusion.quorum"),
+        ({"fusion": {"models": [3]}}, "fusion.models"),
+        ({"fusion": {"models": ["small"]}, "judge": "large"}, "judge"),
+        ({"plugins": [{"id": "web"}]}, "plugins[0].id"),
+        ({"topology": PAIR, "judge": "large"}, "topology"),
+    ],
+)
+async def test_a_panel_that_cannot_be_is_refused_by_path(fields: dict[str, object], path: str) -> None:
+    async with api() as served:
+        status, body = await served.post("/v1/chat/completions", chat(**fields))
+        assert (status, body["error"]["param"]) == (400, path), body
+
+
+async def test_the_judge_begins_without_those_that_the_quorum_does_not_wait_for() -> None:
+    gates = Gates("panel-3")
+    async with api(ScriptedMoa(pace=gates.pace)) as served:
+        panel = {"models": ["small", "medium", "large"], "quorum": 2, "grace_s": 0.01}
+        _, body = await served.post("/v1/chat/completions", chat(fusion=panel, include_agents=True))
+        states = {name: one["state"] for name, one in body["agents"].items()}
+        assert states == {"panel-1": "finished", "panel-2": "finished", "panel-3": "early_exit", "judge": "finished"}
+        assert not served.moa.running and served.moa.aborted == {"panel-3"}
+
+
+async def test_a_judge_that_fails_is_replaced_by_the_next_model_and_the_reply_says_so() -> None:
+    moa = ScriptedMoa()
+    dead = Script("", error=EngineUnreachable("no engine"))
+    for alias in ("large", "medium"):
+        others = moa.engines[alias].answer
+        moa.engines[alias].answer = lambda asked, others=others: dead if asked.rid.endswith("judge") else others(asked)
+    async with api(moa) as served:
+        body = chat(models=["medium", "small"], judge="large", include_agents=True)
+        async with served.client.post(served.url + "/v1/chat/completions", json=body) as response:
+            answer = await response.json()
+            assert response.headers["x-model-choice"] == (
+                "judge=medium, fallback: large failed; judge=small, fallback: medium failed"
+            )
+        assert answer["agents"]["judge"]["model"] == "small"
+        labels = {"model": "small", "policy": "fallback", "why": "medium failed"}
+        assert served.services.metrics.registry.get_sample_value("shell_router_model_choices_total", labels) == 1
+
+
+async def test_a_panel_of_which_all_fail_is_an_error_and_a_judge_that_has_begun_is_not_replaced() -> None:
+    dead = EngineUnreachable("no engine")
+    scripts = {"panel-1": Script("", error=dead), "panel-2": Script("", error=dead)}
+    async with api(ScriptedMoa(scripts)) as served:
+        status, body = await served.post("/v1/chat/completions", chat(fusion={"models": ["small", "medium"]}))
+        assert (status, body["error"]["code"]) == (502, "agent_failed")
+        assert "No agent of 'panel' has answered" in body["error"]["message"]
+    broken = Script("it is four and more", piece_words=2, error=dead, error_after=1)
+    moa = ScriptedMoa()
+    others = moa.engines["small"].answer
+    moa.engines["small"].answer = lambda asked: broken if asked.rid.endswith("judge") else others(asked)
+    async with api(moa) as served:
+        status, body = await served.post("/v1/chat/completions", chat(fusion={"models": ["small", "medium"]}))
+        assert (status, body["error"]["code"]) == (502, "engine_error")
+
+
+async def test_a_panel_answers_a_response() -> None:
+    async with api(ScriptedMoa({"judge": "it is 4"})) as served:
+        panel = {"models": ["small", "medium"], "judge": "large", "quorum": 1}
+        _, body = await served.post("/v1/responses", {"input": "How much?", **panel})
+        assert (body["model"], body["output"][0]["content"][0]["text"]) == ("fusion", "it is 4"), body
+
+
+async def test_the_judges_tokens_are_streamed_as_they_come() -> None:
+    gates = Gates("judge")
+    async with api(ScriptedMoa({"judge": "it is 4"}, pace=gates.pace)) as served:
+        body = chat(model="openrouter/fusion", stream=True, include_agents=True)
+        async with served.stream(body) as response:
+            text = await response.content.readuntil(b"event: agent.finished\n")
+            assert b"agent.tokens" in text
+            gates.open("judge")
+            assert b'"content":"it is 4"' in await response.read()
+
+
+def test_a_quorum_in_a_file_is_the_same_policy() -> None:
+    text = "tree: {shape: [3, 1], models: [small]}\nearly_exit: {policy: quorum, min_completed: 2, grace_s: 1.5}\n"
+    (cluster,) = parse_topology(text, source="f.yaml").clusters
+    assert cluster.early_exit is not None
+    assert (cluster.early_exit.min_completed, cluster.early_exit.grace_s) == (2, 1.5)
+    assert DUO.clusters == ()

@@ -1,0 +1,344 @@
+"""What a hostile tenant sends: it gets an error of its own, no other tenant notices, and nothing is left running."""
+
+import asyncio
+import io
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from benchmarks.scripted.server import Fault
+from shell_router.api import ApiSettings
+from shell_router.batch.api.routes import add_batches
+from shell_router.batch.api.storage import opened_folder
+from shell_router.config import BatchesSettings
+from shell_router.engines.native_body import NativeRules
+from shell_router.engines.sglang import SglangPair
+from shell_router.routing.failures import BreakerSettings
+from tests.fakes.api_server import Api, api, chat, jsonl, line
+from tests.fakes.moa import ScriptedMoa
+from tests.fakes.scripted_pair import LIMITS, SOON, Served, served
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+VOCABULARY, CONTEXT = 1000, 4096
+ALICE, BOB = {"Authorization": "Bearer sk-a"}, {"Authorization": "Bearer sk-b"}
+SETTINGS = ApiSettings(
+    keys={"alice": "sk-a", "bob": "sk-b"},
+    max_body_bytes=2**21,
+    max_agents_per_tenant=8,
+    max_connections=40,
+    retry_after_s=3,
+)
+MARKS = "".join(f"\ue000{number}\ue001" for number in range(50_000))
+FAR = 2**31 - 1
+
+
+def nested(levels: int) -> object:
+    found: object = "x"
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+def agent(sampling: object = None, **fields: object) -> dict[str, object]:
+    given = {} if sampling is None else {"sampling_params": sampling}
+    return {"program": "p", "agent": "a", "model": "small", "prompt": "Hi", **given, **fields}
+
+
+def form(*parts: bytes) -> tuple[bytes, dict[str, str]]:
+    body = b"".join(b"--B\r\n%s\r\n" % part for part in parts) + b"--B--\r\n"
+    return body, {"Content-Type": "multipart/form-data; boundary=B"}
+
+
+def part(name: bytes, content: bytes, headers: bytes = b"", more: bytes = b"") -> bytes:
+    return b'Content-Disposition: form-data; name="%s"%s\r\n%s\r\n%s' % (name, more, headers, content)
+
+
+PURPOSE, FILE = part(b"purpose", b"batch"), part(b"file", b"{}", more=b'; filename="x"')
+CHAT, AGENT, GENERATE, FILES = "/v1/chat/completions", "/v1/agent/requests", "/generate", "/v1/files"
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": nested(200)}}}
+
+BODIES: dict[str, tuple[str, object]] = {
+    "stop ids beyond the vocabulary": (CHAT, chat(stop_token_ids=[FAR], min_tokens=2)),
+    "stop ids of a model": (CHAT, chat(model="small", stop_token_ids=[VOCABULARY])),
+    "endless stops": (CHAT, chat(stop=[f"stop {number}" for number in range(100_000)])),
+    "a long stop": (CHAT, chat(stop="x" * 10_000)),
+    "a deep schema": (CHAT, chat(json_schema=nested(200), response_format=None)),
+    "a deep response format": (CHAT, chat(response_format=SCHEMA)),
+    "a long text": (CHAT, chat("word " * 200_000)),
+    "a long text to choose a model for": (CHAT, chat("word " * 200_000, model="auto")),
+    "a megabyte for a role": (CHAT, {"model": "small", "messages": [{"role": "x" * 10**6, "content": "Hi"}]}),
+    "a megabyte for a model": (CHAT, chat(model="x" * 10**6)),
+    "a megabyte for a label": (CHAT, chat(metadata={"x" * 10**6: 1})),
+    "a body over the limit": (CHAT, chat("x" * 2**21)),
+    "several samples": (AGENT, agent({"n": 2})),
+    "deep parameters": (AGENT, agent({"custom": nested(300)})),
+    "stop ids of an agent": (AGENT, agent({"stop_token_ids": [FAR], "min_new_tokens": 2})),
+    "biases beyond the vocabulary": (AGENT, agent({"logit_bias": {str(VOCABULARY): 1}})),
+    "biases beyond a float": (AGENT, agent({"logit_bias": {"1": 1e300}})),
+    "a text for a number": (AGENT, agent({"stream_interval": "x"})),
+    "SGLang's own parameters": (AGENT, agent({"custom_params": {"__sglang_reasoning_in_grammar": True}})),
+    "a text of marks": (AGENT, agent(prompt=None, messages=[{"role": "user", "content": MARKS}])),
+    "a text of an agent": (AGENT, agent(prompt="word " * 200_000)),
+    **{
+        f"{field} on {route}": (route, {"text": "x", field: "http://10.0.0.1"})
+        for field in ("image_data", "custom_logit_processor", "session_params", "lora_path", "priority", "rid")
+        for route in (GENERATE, "/prefill_only")
+    },
+    "a data-parallel rank": (GENERATE, {"text": "x", "data_parallel_rank": 7}),
+    "another's cache": (GENERATE, {"text": "x", "extra_key": "bob"}),
+    "ids beyond the vocabulary": (GENERATE, {"input_ids": [VOCABULARY]}),
+    "log probabilities beyond it": (GENERATE, {"input_ids": [1], "token_ids_logprob": [-1]}),
+    "native samples": (GENERATE, {"input_ids": [1], "sampling_params": {"n": 2}}),
+    "a native text": (GENERATE, {"text": "word " * 200_000}),
+    "a native batch": (GENERATE, {"input_ids": [[1]] * 2000}),
+    "a native batch over the tenant's limit": (GENERATE, {"input_ids": [[1]] * 9}),
+    "a batch of no file": ("/v1/batches", {"input_file_id": "x" * 10**6, "endpoint": CHAT, "completion_window": "24h"}),
+}
+RAW: dict[str, tuple[str, str, Any, dict[str, str]]] = {
+    "deep JSON": ("POST", CHAT, b'{"a":' * 5000 + b"1" + b"}" * 5000, {}),
+    "deep JSON of the native route": ("POST", GENERATE, b'{"text":"x","text":' + b"[" * 900 + b"]" * 900 + b"}", {}),
+    "no JSON": ("POST", CHAT, b"\xff\xfe{", {}),
+    "a chat that is a number": ("POST", CHAT, b"1e999", {}),
+    "many fields": ("POST", FILES, *form(*(part(b"f%d" % number, b"x") for number in range(2000)))),
+    "a field without an end": ("POST", FILES, *form(part(b"purpose", b"x" * 10**6))),
+    "a field's endless name": ("POST", FILES, *form(part(b"x" * 5000, b"x"), PURPOSE, FILE)),
+    "a part of an unknown coding": ("POST", FILES, *form(part(b"file", b"x", b"Content-Encoding: odd\r\n"))),
+    "a part of an unknown transfer": (
+        "POST",
+        FILES,
+        *form(part(b"file", b"x", b"Content-Transfer-Encoding: odd\r\n", b'; filename="x"')),
+    ),
+    "a part that is no base64": (
+        "POST",
+        FILES,
+        *form(part(b"file", b"\xff=", b"Content-Transfer-Encoding: base64\r\n", b'; filename="x"')),
+    ),
+    "a part that is no gzip": (
+        "POST",
+        FILES,
+        *form(part(b"file", b"nonsense", b"Content-Encoding: gzip\r\n", b'; filename="x"')),
+    ),
+    "a part without headers": ("POST", FILES, *form(b"\r\nx")),
+    "parts in parts": ("POST", FILES, *form(b"Content-Type: multipart/mixed; boundary=C\r\n\r\n--C\r\n\r\nx\r\n--C--")),
+    "a length that is none": ("POST", FILES, *form(part(b"file", b"x", b"Content-Length: -5\r\n"))),
+    "a form without an end": ("POST", FILES, form(PURPOSE, FILE)[0][:-10], form()[1]),
+    "a form without a boundary": ("POST", FILES, b"x", {"Content-Type": "multipart/form-data"}),
+    "odd bytes in a path": ("GET", "/v1/files/%ff%fe", None, {}),
+    "an end of text in a path": ("GET", "/v1/agent/requests/%00", None, {}),
+    "odd bytes in a query": ("GET", "/v1/files?limit=%ff&after=%ff", None, {}),
+    "a path out of the folder": ("GET", "/v1/files/..%2f..%2fetc%2fpasswd/content", None, {}),
+    "no batch to cancel": ("POST", "/v1/batches/%ff/cancel", b"", {}),
+}
+HEADERS = {
+    "a key of odd bytes": (b"Authorization: Bearer \xff\xfe", 401),
+    "a name of odd bytes": (b"Authorization: Bearer sk-a\r\nx-model: \xff", 404),
+    "an id of odd bytes": (b"Authorization: Bearer sk-a\r\nx-request-id: \xff\r\nx-routing-key: \xff", 400),
+}
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """A router with two tenants, before scripted models and a scripted pair."""
+
+    api: Api
+    pair: Served
+
+    async def send(
+        self, method: str, path: str, headers: dict[str, str], body: bytes | None = None
+    ) -> tuple[int, dict[str, str], Any]:
+        url, sent = self.api.url + path, None if body is None else io.BytesIO(body)
+        async with self.api.client.request(method, url, data=sent, headers={**ALICE, **headers}) as answer:
+            raw = await answer.read()
+            assert answer.status < 500, raw
+            assert len(raw) < 20_000, "an error repeats what was sent"
+            return answer.status, dict(answer.headers), json.loads(raw) if raw else None
+
+    async def still_serves(self) -> None:
+        """Bob is answered at once, by models and engines, and nothing of Alice's is left running."""
+        assert (await self.api.post(CHAT, chat(), **BOB))[0] == 200
+        body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
+        assert (await self.api.post(GENERATE, body, **BOB))[0] == 200
+        assert (await self.api.get("/ready"))[0] == 200
+        assert (await self.api.get(FILES, **BOB))[0] == 200
+        await self.pair.idle()
+        assert not any(engine.running for engine in self.api.moa.engines.values())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def attacked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Attacked]:
+    moa = ScriptedMoa(context_length=CONTEXT)
+    for name, model in moa.models.items():
+        moa.models[name] = replace(model, vocabulary=VOCABULARY)
+    async with AsyncExitStack() as stack:
+        pair = await stack.enter_async_context(served())
+        rules = NativeRules(VOCABULARY, CONTEXT)
+        breaker = BreakerSettings(failures=3)
+        relay = SglangPair(*pair.pair.addresses, limits=LIMITS, retries=SOON, rules=rules, breaker=breaker)
+        stack.push_async_callback(relay.aclose)
+        folder = stack.enter_context(opened_folder(tmp_path_factory.mktemp("batches")))
+        kept = BatchesSettings(max_tenant_files=6)
+        running = api(
+            moa,
+            SETTINGS,
+            relays={"small": relay},  # type: ignore[dict-item]
+            extend=lambda app: add_batches(app, folder, kept, {}),
+        )
+        yield Attacked(await stack.enter_async_context(running), pair)
+
+
+@pytest.mark.parametrize("what", BODIES)
+async def test_a_hostile_body_is_refused_and_no_other_tenant_notices(attacked: Attacked, what: str) -> None:
+    path, body = BODIES[what]
+    for _ in range(4):  # as often as would open a circuit breaker
+        status, _, answer = await attacked.send("POST", path, {}, json.dumps(body).encode())
+        assert 400 <= status < 500 and answer["error"]["message"]
+    await attacked.still_serves()
+
+
+@pytest.mark.parametrize("what", RAW)
+async def test_hostile_bytes_are_refused_and_no_other_tenant_notices(attacked: Attacked, what: str) -> None:
+    method, path, body, headers = RAW[what]
+    status, _, _ = await attacked.send(method, path, headers, body)
+    assert 400 <= status < 500
+    await attacked.still_serves()
+
+
+@pytest.mark.parametrize("what", HEADERS)
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "aiohttp"])
+async def test_odd_bytes_in_headers_are_the_clients_fault(attacked: Attacked, what: str, plain: bool) -> None:
+    headers, expected = HEADERS[what]
+    at = urlsplit(attacked.api.url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    framing = b"Content-Length: 2\r\n\r\n{}" if plain else b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\n%s\r\n%s" % (headers, framing))
+    async with asyncio.timeout(30):
+        assert (await reader.readline()).split()[1] == str(expected).encode()
+    writer.close()
+    await attacked.still_serves()
+
+
+async def test_a_name_of_odd_bytes_breaks_no_list(attacked: Attacked) -> None:
+    odd = part(b"file", b"{}", more=b'; filename="\xff\xfe.jsonl"')
+    status, _, file = await attacked.send("POST", FILES, form()[1], form(PURPOSE, odd)[0])
+    assert status == 200 and file["filename"].endswith(".jsonl")
+    assert (await attacked.send("GET", FILES, {}))[2]["data"][0]["id"] == file["id"]
+    await attacked.send("DELETE", f"{FILES}/{file['id']}", {})
+
+
+async def test_a_tenants_waiting_agents_take_only_its_own_places(attacked: Attacked) -> None:
+    waiting = [
+        asyncio.create_task(
+            attacked.api.post(AGENT, agent(program=f"p{number}", prompt=[{"output_of": "never"}], wait_s=600), **ALICE)
+        )
+        for number in range(SETTINGS.max_agents_per_tenant)
+    ]
+    for number in range(len(waiting)):
+        while (await attacked.api.get(f"{AGENT}/p{number}", **ALICE))[0] != 200:
+            pass
+    for body in (agent(program="more"), chat()):
+        path = AGENT if "program" in body else CHAT
+        status, headers, _ = await attacked.send("POST", path, {}, json.dumps(body).encode())
+        assert (status, headers["Retry-After"]) == (429, "3")
+    assert (await attacked.send("POST", "/v1/batches/mine/cancel", {}, b""))[0] == 404, "what cancels is not refused"
+    await attacked.still_serves()
+    for number in range(len(waiting)):
+        assert (await attacked.send("DELETE", f"{AGENT}/p{number}", {}))[0] == 200
+    assert {status for status, _ in await asyncio.gather(*waiting)} == {502}
+    await attacked.still_serves()
+    assert (await attacked.send("POST", CHAT, {}, json.dumps(chat()).encode()))[0] == 200
+
+
+async def test_a_tree_counts_its_agents(attacked: Attacked) -> None:
+    tree = {"model": "duo", "messages": [{"role": "user", "content": "Hi"}]}
+    answers = await asyncio.gather(*(attacked.api.post(CHAT, tree, **ALICE) for _ in range(8)))
+    assert {status for status, _ in answers} == {200, 429}
+
+
+async def test_a_tenants_files_take_only_its_own_share(attacked: Attacked) -> None:
+    body, headers = form(PURPOSE, FILE)
+    kept = []
+    while (found := await attacked.send("POST", FILES, headers, body))[0] == 200:
+        kept.append(found[2]["id"])
+    assert found[0] == 403 and found[2]["error"]["code"] == "quota_exceeded" and len(kept) == 6
+    async with attacked.api.client.post(attacked.api.url + FILES, data=body, headers={**BOB, **headers}) as answer:
+        assert answer.status == 200
+    for id in kept:
+        await attacked.send("DELETE", f"{FILES}/{id}", {})
+    assert (await attacked.send("POST", FILES, headers, body))[0] == 200
+
+
+async def test_the_lines_of_a_batch_are_checked_as_requests_are(attacked: Attacked) -> None:
+    lines = jsonl(line("far", stop_token_ids=[FAR]), line("deep", json_schema=nested(200)), line("long", "x" * 10**6))
+    _, _, file = await attacked.send("POST", FILES, form()[1], form(PURPOSE, part(b"file", lines))[0])
+    wanted = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "1h"}
+    _, _, batch = await attacked.send("POST", "/v1/batches", {}, json.dumps(wanted).encode())
+    async with asyncio.timeout(30):
+        while batch["status"] not in ("completed", "failed"):
+            _, _, batch = await attacked.send("GET", f"/v1/batches/{batch['id']}", {})
+    assert batch["request_counts"] == {"total": 3, "completed": 0, "failed": 3}
+    async with attacked.api.client.get(
+        f"{attacked.api.url}{FILES}/{batch['error_file_id']}/content", headers=ALICE
+    ) as answer:
+        statuses = [json.loads(one)["response"]["status_code"] for one in (await answer.text()).splitlines()]
+    assert statuses == [400, 400, 400]
+    await attacked.still_serves()
+
+
+async def test_idle_connections_keep_nobody_out(attacked: Attacked) -> None:
+    at = urlsplit(attacked.api.url)
+    idle = [await asyncio.open_connection(at.hostname, at.port) for _ in range(2 * SETTINGS.max_connections)]
+    for _, writer in idle[1::2]:
+        writer.write(b"POST /generate HTTP/1.1\r\nHo")
+    async with aiohttp.ClientSession() as fresh:
+        async with fresh.post(attacked.api.url + CHAT, json=chat(), headers=BOB) as answer:
+            assert answer.status == 200
+        async with asyncio.timeout(30):
+            ended = [await reader.read() for reader, _ in idle[: SETTINGS.max_connections]]
+    assert set(ended) == {b""}, "the longest idle ones are closed"
+    for _, writer in idle:
+        writer.close()
+    await attacked.still_serves()
+
+
+async def test_a_head_that_drips_is_given_up() -> None:
+    async with api(settings=ApiSettings(body_timeout_s=0.2)) as quick:
+        at = urlsplit(quick.url)
+        reader, writer = await asyncio.open_connection(at.hostname, at.port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nx: ")
+        async with asyncio.timeout(30):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_errors_name_no_engines_address(attacked: Attacked) -> None:
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
+    ports = {urlsplit(server.url).port for server in (attacked.pair.servers.prefill, attacked.pair.servers.decode)}
+    for kind in ("refuse", "close", "error_event"):
+        attacked.pair.break_leg("decode", Fault(kind, times=6))  # type: ignore[arg-type]
+        for _ in range(2):  # at last the breaker is open
+            status, answer = await attacked.api.post(GENERATE, body, **ALICE)
+            assert status >= 500
+            assert not re.search("|".join(map(str, ports)), answer["error"]["message"]), answer
+    attacked.pair.break_leg("decode", None)
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}])
+async def test_without_keys_no_page_of_another_site_is_served(headers: dict[str, str]) -> None:
+    form_type = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl -d sends
+    async with api() as local:
+        body = json.dumps(chat()).encode()
+        async with local.client.post(local.url + CHAT, data=body, headers={**form_type, **headers}) as answer:
+            assert answer.status == 403
+        for host in ("localhost", "127.0.0.1:8000", "[::1]:8000"):
+            own = {"Host": host, "Origin": f"http://{host}", **form_type}
+            async with local.client.post(local.url + CHAT, data=body, headers=own) as answer:
+                assert answer.status == 200

@@ -1,0 +1,73 @@
+"""A router with one model whose engines are not there: it serves the others, says so, and takes the model in later."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
+from launch.sglang_cpu.pair import free_ports
+from shell_router.app import running_server
+from shell_router.config import Config, EmbedderSettings, Limits, Listen, ModelSettings, PairSettings
+from shell_router.errors import EngineStalled
+from tests.fakes.api_server import Api, chat, until
+from tests.fakes.moa import ScriptedMoa
+
+MODEL = Path(__file__).parents[2] / "models" / "small"
+SERVERS = ScriptedSettings(vocabulary=30)
+
+
+def deployment(**pairs: tuple[str, str]) -> Config:
+    models = {alias: ModelSettings(MODEL, pairs=(PairSettings(*urls),)) for alias, urls in pairs.items()}
+    limits = Limits(engine_start_s=0.5, engine_attempts=1)
+    return Config(models, embedder=EmbedderSettings("none"), listen=Listen(port=0), limits=limits)
+
+
+async def test_the_other_models_are_served_until_the_missing_engines_are_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ports = free_ports(2)
+    prefill, decode = (f"http://127.0.0.1:{port}" for port in ports)
+    late = ScriptedPair(SERVERS)
+    async with ScriptedPair(SERVERS) as there, aiohttp.ClientSession() as client:
+        config = deployment(small=(there.prefill.url, there.decode.url), large=(prefill, decode))
+        lines: list[str] = []
+        async with running_server(config, on_progress=lines.append) as url:
+            assert "model large is missing" in caplog.text
+            at = Api(url, ScriptedMoa(), None, client)  # type: ignore[arg-type] # only its client is used
+            status, body = await at.get("/ready")
+            assert (status, body["ready"], body["degraded"]) == (200, True, ["engine large"])
+            _, listed = await at.get("/v1/models")
+            ready = {one["id"]: one["ready"] for one in listed["data"] if one["kind"] == "model"}
+            assert ready == {"small": True, "large": False}
+            asked = {"max_tokens": 4, "include_agents": True}
+            assert (await at.post("/v1/chat/completions", chat(model="small", **asked)))[0] == 200
+            assert (await at.post("/v1/chat/completions", chat(model="large", **asked)))[0] in (502, 503)
+            panel = {"models": ["small", "large"], "judge": "large", "quorum": 1}
+            status, body = await at.post("/v1/chat/completions", chat(fusion=panel, **asked))
+            assert status == 200
+            assert {name: (one["model"], one["state"]) for name, one in body["agents"].items()} == {
+                "panel-1": ("small", "finished"),
+                "panel-2": ("large", "failed"),
+                "judge": ("small", "finished"),
+            }
+            await late.prefill.start(ports[0])
+            await late.decode.start(ports[1])
+            try:
+                await until(lambda: any(line.startswith("model large is ready") for line in lines))
+                assert (await at.get("/ready"))[1]["degraded"] == []
+                assert (await at.post("/v1/chat/completions", chat(model="large", **asked)))[0] == 200
+            finally:
+                await late.prefill.stop()
+                await late.decode.stop()
+            await there.prefill.stop()
+            assert (await at.get("/ready"))[0] == 503
+
+
+async def test_a_router_none_of_whose_models_has_engines_does_not_start() -> None:
+    config = deployment(small=("http://127.0.0.1:1", "http://127.0.0.1:2"))
+    config = replace(config, limits=replace(config.limits, engine_start_s=0.1))
+    with pytest.raises(EngineStalled, match=r"not ready within 0\.1 s"):
+        async with running_server(config):
+            pass
