@@ -307,7 +307,8 @@ def _source(
     reader: ServedModel,
 ) -> Source:
     writer = topology.agents[precursor]
-    shares_ids = not writer.votes and ids_are_text(models[writer.model], sampling[precursor], reader)
+    writers = () if writer.votes else (writer.model, *writer.fallbacks)
+    shares_ids = bool(writers) and all(ids_are_text(models[one], sampling[precursor], reader) for one in writers)
     return Source(LogKey(request.tenant, request.id, precursor), lambda: shares_ids)
 
 
