@@ -14,6 +14,7 @@ from launch.sglang_cpu.pair import CpuPair, cpu_pair
 from shell_router.engines.address import PairAddress
 from tests.fakes.pairs_under_test import SGLANG_VARIABLES, PairUnderTest, of_model
 from tests.fakes.shared_engines import SharedEngines, shared_engines
+from tests.fakes.thinking_model import with_template
 
 RUN_COMMAND = f"{BUILD_COMMAND} && python -m pytest -m sglang"
 UNTIMED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -35,7 +36,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]
 @pytest.fixture(scope="session")
 def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny model that the pair serves; its context has room for outputs that outlast a test."""
-    return make_checkpoint(tmp_path_factory.mktemp("sglang-model"), seed=1, context_length=32768)
+    return with_template(make_checkpoint(tmp_path_factory.mktemp("sglang-model"), seed=1, context_length=32768))
 
 
 @pytest.fixture(scope="session")

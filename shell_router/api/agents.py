@@ -9,7 +9,16 @@ from typing import Any
 from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, DRAIN
-from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, read_sampling, shown
+from shell_router.api.fields import (
+    SAMPLING,
+    Fields,
+    as_object,
+    parse_body,
+    read_body,
+    read_sampling,
+    read_template_kwargs,
+    shown,
+)
 from shell_router.api.frames import AgentFrames, agent_answer, program_reply
 from shell_router.api.observed import Observed
 from shell_router.api.plain import Reply, Request
@@ -35,6 +44,9 @@ def read_agent_body(body: Fields, tenant: str, max_timeout_s: float) -> tuple[Ag
     prompt, messages = _prompt(body), _messages(body)
     if bool(prompt) == bool(messages):
         raise body.refuse("prompt", "or messages must be set, and not both", "Send exactly one of them.")
+    template_kwargs = read_template_kwargs(body)
+    if prompt and template_kwargs:
+        raise body.refuse("chat_template_kwargs", "has no effect on a raw prompt", "Send messages, or leave it out.")
     models = body.names("model")
     request = AgentRequest(
         tenant=tenant,
@@ -48,6 +60,7 @@ def read_agent_body(body: Fields, tenant: str, max_timeout_s: float) -> tuple[Ag
         prefill=read_prefill(body.object("prefill")),
         wait_s=min(DEFAULT_WAIT_S, timeout_s) if wait_s is None else wait_s,
         timeout_s=timeout_s,
+        chat_template_kwargs=template_kwargs,
     )
     stream = body.flag("stream")
     body.check_spelling(SAMPLING)

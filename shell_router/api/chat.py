@@ -10,7 +10,17 @@ from aiohttp import web
 from shell_router.api.admission import ADMISSION, Drain
 from shell_router.api.agents import AgentRequestRun, marker_of
 from shell_router.api.engine_chat import ENGINE_FIELDS, asks_engine, read_engine_chat
-from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, read_sampling, shown
+from shell_router.api.fields import (
+    MAX_TOKENS,
+    SAMPLING,
+    Fields,
+    as_object,
+    parse_body,
+    read_body,
+    read_sampling,
+    read_template_kwargs,
+    shown,
+)
 from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
 from shell_router.api.lazy import agent_of, filled, has_markers, program_read, read_wish, split
 from shell_router.api.models import Targets
@@ -21,12 +31,14 @@ from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings, Emit, Services
 from shell_router.api.streaming import LiveRun, TranslatedFrames, Translation, open_stream, stream_run
+from shell_router.api.tools import ToolUse, call_id, calls_schema, check_answers, read_calls, read_tools
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
 from shell_router.core.events import AgentTokens
-from shell_router.moa import Answer, MoaRequest
+from shell_router.core.sampling import check_depth
+from shell_router.moa import Answer, MoaRequest, ToolOffer
 from shell_router.topology import AUTO, Graph
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 INERT = frozenset(
     {
@@ -43,8 +55,7 @@ INERT = frozenset(
 """OpenAI fields that never change an answer: billing, storage, speed."""
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **ENGINE_FIELDS,
-    "tool_choice": ("none", "auto"),
+    **{name: nothing for name, nothing in ENGINE_FIELDS.items() if name != "tools"},
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -82,6 +93,13 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default:
             raise body.refuse(name, "is not served as asked", remedy + ".")
     options, metadata = body.object("stream_options"), body.object("metadata")
     stream, sampling, seed = body.flag("stream"), read_sampling(body), body.raw("seed")
+    tools = read_tools(body)
+    check_depth(list(tools.tools), "tools")
+    if constraint := next((name for name in ("json_schema", "regex", "ebnf") if name in sampling), ""):
+        if tools.mode != "none":
+            raise body.refuse("tools", f"cannot go with response_format or {constraint}", "Send only one of them.")
+    elif schema := calls_schema(tools):
+        sampling["json_schema"] = schema
     chat = ChatRequest(
         id=run_id,
         tenant=tenant,
@@ -95,9 +113,20 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default:
         include_usage=options.flag("include_usage") if options else False,
         include_agents=body.flag("include_agents"),
         prediction=_prediction(body),
+        chat_template_kwargs=read_template_kwargs(body),
+        max_thinking_tokens=body.integer("max_thinking_tokens", 1, MAX_TOKENS),
+        offer=_offer(tools),
     )
     body.check_spelling(KNOWN)
     return chat
+
+
+def _offer(use: ToolUse) -> ToolOffer | None:
+    """Of a function that must be called the others are no part of the prompt, as in SGLang."""
+    if use.mode == "none":
+        return None
+    tools = tuple([tool for tool in use.tools if use.name in ("", tool["function"]["name"])])
+    return ToolOffer(tools, use.mode != "auto", use.parallel)
 
 
 def ignored_fields(body: Fields) -> tuple[str, ...]:
@@ -119,29 +148,44 @@ def _prediction(body: Fields) -> str:
     return _content(found)
 
 
-def _messages(body: Fields) -> tuple[Mapping[str, str], ...]:
+def _messages(body: Fields) -> tuple[Mapping[str, Any], ...]:
     listed = body.listed("messages")
     if not listed:
         raise body.refuse("messages", "is missing or empty", "Send at least one user message.")
-    messages: list[Mapping[str, str]] = []
+    messages: list[Mapping[str, Any]] = []
+    has_tools = False
     for at, one in enumerate(listed):
         role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
-        if isinstance(content, str) and isinstance(role, str) and role in ROLES:
-            messages.append({"role": ROLES[role], "content": content})
+        is_plain = role in ("user", "system")
+        if is_plain and isinstance(content, str):
+            messages.append({"role": role, "content": content})
         else:
             messages.append(_message(as_object(one, f"messages[{at}]")))
-    if messages[-1]["role"] != "user":
-        raise body.refuse(
-            f"messages[{len(messages) - 1}].role", "must be user", "Put the question in the last message."
+            has_tools |= bool({"tool_calls", "tool_call_id"} & messages[-1].keys())
+    if messages[-1]["role"] not in ("user", "tool"):
+        where, remedy = (
+            f"messages[{len(messages) - 1}].role",
+            "Put the question, or a call's result, in the last message.",
         )
+        raise body.refuse(where, "must be user or tool", remedy)
+    if has_tools:
+        check_answers(messages)
+        if not any(message["role"] == "user" for message in messages):
+            raise body.refuse("messages", "hold no user message", "Send the question before the calls.")
     return tuple(messages)
 
 
-def _message(message: Fields) -> Mapping[str, str]:
+def _message(message: Fields) -> Mapping[str, Any]:
     role = message.text("role")
     if role not in ROLES:
         raise message.refuse("role", f"must be one of {', '.join(ROLES)}, not {role!r}")
-    return {"role": ROLES[role], "content": _content(message)}
+    if role == "tool":
+        return {"role": role, "content": _content(message), "tool_call_id": call_id(message, "tool_call_id")}
+    if role != "assistant":
+        return {"role": ROLES[role], "content": _content(message)}
+    calls, thinking = read_calls(message), message.text("reasoning_content")
+    found = {"role": role, "content": "" if calls and message.raw("content") is None else _content(message)}
+    return found | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thinking} if thinking else {})
 
 
 def _content(message: Fields) -> str:

@@ -28,7 +28,6 @@ ENGINE_FIELDS: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "logit_bias": ({},),
-    "chat_template_kwargs": ({},),
     "separate_reasoning": (True,),
     "reasoning_effort": (),
 }

@@ -213,6 +213,15 @@ def read_sampling(body: Fields) -> dict[str, Any]:
     return params
 
 
+def read_template_kwargs(body: Fields) -> Mapping[str, Any]:
+    """The body's `chat_template_kwargs`; raises InvalidField."""
+    if body.object("chat_template_kwargs") is None:
+        return {}
+    found: Mapping[str, Any] = body.raw("chat_template_kwargs")
+    check_depth(found, "chat_template_kwargs")
+    return found
+
+
 def _number(body: Fields, name: str) -> tuple[str, Any]:
     native, low, high = NUMBERS[name]
     return native, body.number(name, low, high)

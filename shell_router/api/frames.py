@@ -1,7 +1,7 @@
 """Answers in their clients' formats: OpenAI's completions and chunks, agent answers and their typed events."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import orjson
@@ -13,6 +13,7 @@ from shell_router.core.events import (
     AgentPlaced,
     AgentStarted,
     AgentStopped,
+    AgentThought,
     AgentTokens,
     AggregationSkipped,
     Degraded,
@@ -23,7 +24,7 @@ from shell_router.core.events import (
     PromptReady,
     StepChosen,
 )
-from shell_router.moa import AgentRequest, Answer, ProgramState
+from shell_router.moa import AgentRequest, Answer, ProgramState, ToolCall
 from shell_router.telemetry import Trace
 
 KINDS: dict[type, str] = {
@@ -34,6 +35,7 @@ KINDS: dict[type, str] = {
     PromptReady: "ready",
     AgentPlaced: "placed",
     AgentTokens: "tokens",
+    AgentThought: "thinking",
     AgentFinished: "finished",
     AggregationSkipped: "skipped",
     ExitScored: "exit",
@@ -56,47 +58,46 @@ def facts(event: Event, origin_s: float) -> dict[str, Any]:
 
 def coalesced(events: Iterable[Event]) -> Iterator[Event]:
     """The same events with an agent's neighbouring tokens joined; tokens never pass another kind of event."""
-    waiting: dict[str, list[AgentTokens]] = {}
+    waiting: dict[tuple[str, type], list[AgentTokens | AgentThought]] = {}
     for event in events:
-        if isinstance(event, AgentTokens):
-            waiting.setdefault(event.agent, []).append(event)
+        if isinstance(event, AgentTokens | AgentThought):
+            waiting.setdefault((event.agent, type(event)), []).append(event)
         else:
-            yield from _joined(waiting)
+            yield from _joined(waiting.values())
             waiting.clear()
             yield event
-    yield from _joined(waiting)
+    yield from _joined(waiting.values())
 
 
-def _joined(waiting: dict[str, list[AgentTokens]]) -> Iterator[AgentTokens]:
-    for agent, pieces in waiting.items():
+def _joined(waiting: Iterable[list[AgentTokens | AgentThought]]) -> Iterator[AgentTokens | AgentThought]:
+    for pieces in waiting:
         if len(pieces) == 1:
             yield pieces[0]
         else:
             ids = tuple(token for piece in pieces for token in piece.ids)
-            yield AgentTokens(pieces[-1].at_s, agent, ids, "".join(piece.text for piece in pieces))
+            yield replace(pieces[-1], ids=ids, text="".join(piece.text for piece in pieces))
 
 
 def usage(answer: Answer) -> dict[str, Any]:
     """OpenAI's usage, summed over the agents."""
-    prompt = written = cached = drafted = accepted = 0
+    prompt = written = cached = drafted = accepted = thought = 0
     for spent in answer.agents.values():
         prompt += spent.prompt_tokens
         written += spent.completion_tokens
         cached += spent.cached_tokens
         drafted += spent.drafted_tokens
         accepted += spent.accepted_tokens
+        thought += spent.reasoning_tokens
     found = {
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    details = {"reasoning_tokens": thought} if thought else {}
     if drafted:
-        found["completion_tokens_details"] = {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
-        }
-    return found
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+    return {**found, "completion_tokens_details": details} if details else found
 
 
 def agents(answer: Answer, trace: Trace) -> dict[str, Any]:
@@ -109,15 +110,27 @@ def agents(answer: Answer, trace: Trace) -> dict[str, Any]:
 
 def completion(run_id: str, created: int, model: str, answer: Answer) -> dict[str, Any]:
     """A whole chat completion."""
-    message = {"role": "assistant", "content": answer.text}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.calls:
+        message |= {"content": answer.text or None, "tool_calls": [_tool_call(call) for call in answer.calls]}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
     return {
         "id": f"chatcmpl-{run_id}",
         "object": "chat.completion",
         "created": created,
         "model": model,
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": answer.reason}],
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(answer)}],
         "usage": usage(answer),
     }
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _finish_reason(answer: Answer) -> str:
+    return "tool_calls" if answer.calls else answer.reason
 
 
 class ChatFrames:
@@ -148,21 +161,31 @@ class ChatFrames:
 
     def wants(self, event: Event) -> bool:
         """Whether the event would be written."""
-        return self._include_agents or bool(self._answer_in(event))
+        return self._include_agents or bool(self._answer_in(event) or self._thinking_in(event))
 
     def events(self, events: Sequence[Event]) -> bytes:
         """The chunks that `events` call for."""
-        if not self._include_agents:  # all of them are parts of the answer
-            return self._text("".join([self._answer_in(event) for event in events])) if events else b""
-        return b"".join([self._frame(event) for event in coalesced(events)])
+        if self._include_agents:
+            return b"".join([self._frame(event) for event in coalesced(events)])
+        # all of them are parts of the answer
+        thinking = [event.text for event in events if isinstance(event, AgentThought)]
+        answer = [self._answer_in(event) for event in events] if len(thinking) < len(events) else []
+        written = self._text("".join(thinking), b"reasoning_content") if thinking else b""
+        return written + self._text("".join(answer)) if answer else written
 
     def answer(self, answer: Answer) -> bytes:
-        """The finish reason, the usage where asked for, and the end mark."""
-        choice = {"index": 0, "delta": {}, "finish_reason": answer.reason}
+        """The calls of tools, the finish reason, the usage where asked for, and the end mark."""
+        calls = b""
+        for index, call in enumerate(answer.calls):
+            role: dict[str, Any] = {"role": "assistant"} if self._role else {}
+            delta = role | {"tool_calls": [{"index": index, **_tool_call(call)}]}
+            calls += data_frame({**self._base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+            self._role = b""
+        choice = {"index": 0, "delta": {}, "finish_reason": _finish_reason(answer)}
         finish: dict[str, Any] = {**self._base, "choices": [choice]}
         if self._include_agents:
             finish["agents"] = agents(answer, self._trace)
-        frames = data_frame(finish)
+        frames = calls + data_frame(finish)
         if self._include_usage:
             frames += data_frame({**self._base, "choices": [], "usage": usage(answer)})
         return frames + DONE
@@ -177,19 +200,25 @@ class ChatFrames:
             return event.text if event.agent in self._answering else ""
         return event.text if isinstance(event, StepChosen) else ""
 
+    def _thinking_in(self, event: Event) -> str:
+        return event.text if isinstance(event, AgentThought) and event.agent in self._answering else ""
+
     def _frame(self, event: Event) -> bytes:
+        if thinking := self._thinking_in(event):
+            return self._text(thinking, b"reasoning_content")
         text = self._answer_in(event)
         written = self._text(text) if text else b""
-        if isinstance(event, AgentTokens) and event.agent in self._answering:
+        if isinstance(event, AgentTokens | AgentThought) and event.agent in self._answering:
             return written
         return written + self._agent_event(event)
 
-    def _text(self, text: str) -> bytes:
+    def _text(self, text: str, field: bytes = b"content") -> bytes:
         """Put together from bytes, as this is the one frame there are many of."""
         role, self._role = self._role, b""
-        return b'data: %s,"choices":[{"index":0,"delta":{%s"content":%s},"finish_reason":null}]}\n\n' % (
+        return b'data: %s,"choices":[{"index":0,"delta":{%s"%s":%s},"finish_reason":null}]}\n\n' % (
             self._open,
             role,
+            field,
             orjson.dumps(text),
         )
 
@@ -212,6 +241,7 @@ def chunk_base(run_id: str, created: int, model: str) -> dict[str, Any]:
 def agent_answer(run_id: str, created: int, request: AgentRequest, answer: Answer) -> dict[str, Any]:
     """A whole answer."""
     return {
+        **({"reasoning_content": answer.reasoning} if answer.reasoning else {}),
         "id": run_id,
         "object": "agent.answer",
         "created": created,

@@ -8,6 +8,7 @@ import orjson
 
 from shell_router.api.fields import Fields, as_object, shown
 from shell_router.core.engine import value
+from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField
 
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -65,7 +66,8 @@ def _tool(tool: Fields) -> Mapping[str, Any]:
         described["parameters"] = function.raw("parameters")
     if function.flag("strict"):
         described["strict"] = True
-    return {"type": "function", "function": described}
+    given = tool.raw("function")  # its order is kept: templates write it as it is
+    return {"type": "function", "function": {name: described[name] for name in given if name in described}}
 
 
 def function_name(function: Fields) -> str:
@@ -117,6 +119,7 @@ def _call(call: Fields) -> Mapping[str, Any]:
             raise function.refuse("arguments", "is not JSON", "Send the model's own arguments.") from None
     if not isinstance(arguments, dict):
         raise function.refuse("arguments", "must be a JSON object, as text")
+    check_depth(arguments, function.path("arguments"))
     called = {"name": function_name(function), "arguments": arguments}
     return {"id": call_id(call, "id"), "type": "function", "function": called}
 
@@ -140,3 +143,31 @@ def check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
                 remedy = "Send the assistant message with that call before its one result."
                 raise InvalidField(f"{path} answers no earlier call.", field=path, remedy=remedy)
             open_calls.remove(message["tool_call_id"])
+
+
+def calls_schema(use: ToolUse) -> str:
+    """The JSON schema of the calls that must be made, an array, as SGLang has it; empty where none must be.
+
+    Raises InvalidField where two tools define a type of one name differently.
+    """
+    if use.mode not in ("required", "named"):
+        return ""
+    kinds: dict[str, Any] = {}
+    items = []
+    for at, tool in enumerate(use.tools):
+        function = tool["function"]
+        if use.mode == "named" and function["name"] != use.name:
+            continue
+        parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
+        for name, kind in parameters.pop("$defs", {}).items():
+            if kinds.setdefault(name, kind) != kind:
+                path = f"tools[{at}].function.parameters.$defs.{name}"
+                raise InvalidField(
+                    f"{path} differs from that of another tool.", field=path, remedy="Rename one of them."
+                )
+        called = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters}
+        items.append({"type": "object", "properties": called, "required": [*called], "additionalProperties": False})
+    schema = {"type": "array", "minItems": 1, "items": items[0] if len(items) == 1 else {"anyOf": items}}
+    if not use.parallel:
+        schema["maxItems"] = 1
+    return orjson.dumps({**schema, "$defs": kinds} if kinds else schema).decode()

@@ -89,7 +89,8 @@ def _read(alias: str, settings: ModelSettings) -> ModelFiles:
     config = _config(folder, alias)
     length = settings.context_length or _count(config, "max_position_embeddings", folder, alias)
     vocabulary = _count(config, "vocab_size", folder, alias)
-    return ModelFiles(folder, HfTokenizer.from_folder(folder), length, vocabulary)
+    tokenizer = HfTokenizer.from_folder(folder, settings.chat_template_kwargs)
+    return ModelFiles(folder, tokenizer, length, vocabulary)
 
 
 def _config(folder: Path, alias: str) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from shell_router.app.model_files import ModelFiles, adapters_of, named, read_fi
 from shell_router.app.wings import EngineKind, Progress, StartedEngine, engine_kind, kind_of
 from shell_router.config import Config, ModelSettings, PairSettings
 from shell_router.core.engine import ServedModel
+from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.native_body import NativeRules
 from shell_router.engines.sglang import AdaptedModel, SglangPair
@@ -68,7 +69,15 @@ async def running_models(
 
 def _served(alias: str, settings: ModelSettings, engine: StartedEngine, files: ModelFiles) -> ServedModel:
     facts = files.tokenizer, files.context_length
-    model = ServedModel(alias, engine.engine, *facts, vocabulary=files.vocabulary, drafts=settings.drafts)
+    model = ServedModel(
+        alias,
+        engine.engine,
+        *facts,
+        vocabulary=files.vocabulary,
+        drafts=settings.drafts,
+        reasoning=REASONING_PARSERS.get(settings.reasoning_parser or ""),
+        call_mark=CALL_MARKS.get(settings.tool_call_parser or ""),
+    )
     if isinstance(pool := engine.engine, SglangPair):
         prefills, _ = pool.dispatchers
         model = replace(model, prefill_cost=pool.prefill_cost, prefill_servers=len(prefills.engines))

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shell_router.config.read import KIND_KEYS
+from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.errors import require
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.topology.forms import Either, Form, ListOf, Number, OneOf, Switch, Text
+from shell_router.topology.syntax import TEMPLATE_KWARGS
 
 
 def count(about: str) -> Number:
@@ -131,6 +133,18 @@ class ModelSettings:
     ] = ()
     context_length: Annotated[
         int | None, count("Prompt and output tokens together; by default the model's `max_position_embeddings`.")
+    ] = None
+    chat_template_kwargs: Annotated[Mapping[str, Any], TEMPLATE_KWARGS] = field(default_factory=dict)
+    reasoning_parser: Annotated[
+        str | None,
+        OneOf(
+            "Separates the model's thinking from its answers, as SGLang's parser of this name does.",
+            tuple(REASONING_PARSERS),
+        ),
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        OneOf("How the model writes calls of tools, as SGLang's parser of this name reads them.", tuple(CALL_MARKS)),
     ] = None
     adapters: AdaptersSection | None = None
     drafts: Annotated[

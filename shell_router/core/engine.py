@@ -7,6 +7,8 @@ from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
 
 import orjson
 
+from shell_router.core.marks import ReasoningMarks
+
 T = TypeVar("T")
 
 
@@ -168,6 +170,8 @@ class Engine(Protocol):
         ...
 
 
+NO_OPTIONS: Mapping[str, Any] = {}
+
 NativeRoute = Literal["generate", "prefill_only", "v1/chat/completions", "v1/completions"]
 
 
@@ -231,8 +235,11 @@ class Tokenizer(Protocol):
         """The leading ids of `encode(text)` that no continuation of `text` is expected to change."""
         ...
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The chat template's text for `messages` (role, content), ending where the assistant speaks."""
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), options: Mapping[str, Any] = NO_OPTIONS
+    ) -> str:
+        """The chat template's text for `messages` (role, content, and what belongs to tools), ending where the
+        assistant speaks. `tools` are offered to the model; `options` are further variables of the template."""
         ...
 
 
@@ -264,7 +271,9 @@ class ServedModel:
 
     An adapter is a model too; `base` is then the alias of the model that it adapts. `prefill_cost` is what was measured
     of one of its `prefill_servers` while it was idle. Token ids lie below `vocabulary`, where known. `drafts` is
-    whether its requests may ask for drafts; with `auto` they do where it pays.
+    whether its requests may ask for drafts; with `auto` they do where it pays. `reasoning` are the marks around its
+    thinking, if that is to be separated from its answers; `call_mark` is what begins a call of a tool in its outputs,
+    if that is known.
     """
 
     alias: str
@@ -276,6 +285,8 @@ class ServedModel:
     prefill_servers: int = 1
     vocabulary: int | None = None
     drafts: bool | Literal["auto"] = "auto"
+    reasoning: ReasoningMarks | None = None
+    call_mark: str | None = None
 
 
 def error_message(body: bytes) -> str:

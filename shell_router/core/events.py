@@ -99,6 +99,16 @@ class AgentTokens:
 
 
 @value
+class AgentThought:
+    """The agent decoded these tokens of its thinking, which those that read its answer do not get."""
+
+    at_s: float
+    agent: str
+    ids: tuple[int, ...]
+    text: str
+
+
+@value
 class AgentFinished:
     """The agent's output is complete. `confidence` is the geometric mean token probability, where measured."""
 
@@ -181,6 +191,7 @@ Event = (
     | PromptReady
     | AgentPlaced
     | AgentTokens
+    | AgentThought
     | AgentFinished
     | AggregationSkipped
     | ExitScored

@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from shell_router.core.engine import NO_OPTIONS
 from shell_router.engines.stable_prefix import StablePrefix
 from shell_router.errors import ConfigError, InvalidRequest
 
@@ -63,6 +64,7 @@ def _size(text: str, ids: "array[int]") -> int:
     return sys.getsizeof(text) + ids.itemsize * len(ids)
 
 
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -73,20 +75,24 @@ class ChatTemplate:
         self._template = _environment(now).from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], options: Mapping[str, Any]) -> str:
         """The prompt text of `messages`, up to where the assistant speaks; raises InvalidRequest."""
+        if reserved := sorted(RESERVED & options.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs sets {reserved[0]!r}.", remedy="Leave it out: the router sets it."
+            )
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=True,
-                **self._special_tokens,
+                **{**self._special_tokens, **options},
             )
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {error}.",
-                remedy="Check their roles and their order.",
+                remedy="Check their roles and their order, and chat_template_kwargs.",
             ) from error
 
 
@@ -156,9 +162,16 @@ class HfTokenizer:
     """Implements `core.model.Tokenizer` for a Hugging Face model folder with a `tokenizer.json`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, fingerprint: str, stable: StablePrefix, template: ChatTemplate | None, name: str
+        self,
+        tokenizer: Tokenizer,
+        fingerprint: str,
+        stable: StablePrefix,
+        template: ChatTemplate | None,
+        name: str,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> None:
         self._tokenizer = tokenizer
+        self._options = options
         self._fingerprint = fingerprint
         self._stable = stable
         self._template = template
@@ -167,10 +180,13 @@ class HfTokenizer:
         self._cached_stable = _Kept(self._stable_ids)
 
     @classmethod
-    def from_folder(cls, path: str | Path, *, now: Callable[[], datetime] = datetime.now) -> Self:
+    def from_folder(
+        cls, path: str | Path, options: Mapping[str, Any] = NO_OPTIONS, *, now: Callable[[], datetime] = datetime.now
+    ) -> Self:
         """Read `tokenizer.json`, `tokenizer_config.json` and the chat template; raises ConfigError.
 
-        `now` is the clock of templates that write the date.
+        `options` are variables of the template wherever a request does not set them; `now` is the clock of templates
+        that write the date.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of its own would not survive a fork
         folder = Path(path)
@@ -183,9 +199,8 @@ class HfTokenizer:
             logger.warning(
                 "%s: this tokenizer merges across words, so prompts in text mode grow only as precursors finish", folder
             )
-        return cls(
-            tokenizer, id_fingerprint(definition), stable, read_chat_template(folder, settings, now), str(folder)
-        )
+        template = read_chat_template(folder, settings, now)
+        return cls(tokenizer, id_fingerprint(definition), stable, template, str(folder), options)
 
     @property
     def fingerprint(self) -> str:
@@ -215,14 +230,16 @@ class HfTokenizer:
         """See `Tokenizer.encode_stable`."""
         return self._cached_stable(text)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), options: Mapping[str, Any] = NO_OPTIONS
+    ) -> str:
         """See `Tokenizer.render_chat`. Raises ConfigError without a template, InvalidRequest where it refuses."""
         if self._template is None:
             raise ConfigError(
                 f"{self._name} has no chat template.",
                 remedy="Add a chat_template.jinja to the model's folder, or send raw prompts.",
             )
-        return self._template.render(messages)
+        return self._template.render(messages, tools, {**self._options, **options})
 
 
 def id_fingerprint(definition: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """The online path: walks the agent graph, grows prompts while precursors decode, and exits early."""
 
+from shell_router.moa.calls import ToolCall, ToolOffer
 from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.moa.executor import Executor
 from shell_router.moa.planning import (
@@ -40,6 +41,8 @@ __all__ = [
     "Scores",
     "Segment",
     "StepExecutor",
+    "ToolCall",
+    "ToolOffer",
     "known_of_agent",
     "known_of_request",
     "stages_of",

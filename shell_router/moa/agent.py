@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import field
+from contextlib import aclosing, suppress
+from dataclasses import field, replace
 from typing import Any
 
 from agent_cache import Chunk, LogKey, LogWriter
@@ -24,22 +24,26 @@ from shell_router.core.events import (
     AgentFinished,
     AgentPlaced,
     AgentStarted,
+    AgentThought,
     AgentTokens,
     AggregationSkipped,
     Event,
     PromptReady,
 )
+from shell_router.core.marks import ReasoningMarks, ReasoningSplit
 from shell_router.core.sampling import check_sampling, require_possible
 from shell_router.early_exit import Confidence
 from shell_router.early_exit.answers import forms_in
-from shell_router.errors import EngineError, EngineStalled, InvalidRequest, PromptTooLong
+from shell_router.errors import AgentFailed, EngineError, EngineStalled, InvalidRequest, PromptTooLong
+from shell_router.moa.calls import CallReader, ToolCall, ToolOffer
 from shell_router.moa.choosing import LatencyEstimates
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded
 from shell_router.moa.requests import AgentUsage
 from shell_router.routing.increments import Prefilling
 from shell_router.topology import Prefill, Prompt
 
-FORMS = ("json_schema", "regex", "ebnf", "structural_tag", "stop", "stop_token_ids", "stop_regex", "min_new_tokens")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+FORMS = (*GRAMMARS, "stop", "stop_token_ids", "stop_regex", "min_new_tokens")
 """Sampling parameters that constrain what an output looks like."""
 
 
@@ -59,7 +63,8 @@ class AgentTask:
     precursor was aborted or failed is left out with the text around it, or, with `all_needed`, fails the agent.
     `begin_s` limits the wait for a precursor's first sign, `silence_s` any later one, which may be noticed up to twice
     as late. `hints` go with every request. With `drafts` the engine may draft the output from the prompt, and from
-    `prediction`, a text that it is expected to repeat.
+    `prediction`, a text that it is expected to repeat. With `marks` its thinking, of at most `max_thinking_tokens`, is
+    no part of its output; where it `is_read`, it must come to its answer. It may call the tools of `offer`.
     """
 
     agent: str
@@ -77,6 +82,10 @@ class AgentTask:
     silence_s: float = 600.0
     drafts: bool = False
     prediction: str = ""
+    marks: ReasoningMarks | None = None
+    max_thinking_tokens: int | None = None
+    is_read: bool = True
+    offer: ToolOffer | None = None
 
 
 @value
@@ -84,12 +93,23 @@ class Output:
     """What an agent wrote, what the engine said at its end, and the geometric mean token probability if measured.
 
     `token_s` are seconds per token after the first ones, None where no more came.
+    `reasoning` is the thinking before it, of `reasoning_tokens`, `calls` those of tools that it ends with.
     """
 
     text: str
     finish: Finish
     confidence: float | None
     token_s: float | None = None
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    calls: tuple[ToolCall, ...] = ()
+
+
+NOTHING = Tokens((), "")
+
+
+class _Enough(Exception):
+    """What a request was to decode has come before its end."""
 
 
 Wrote = Callable[[str, float], bool]
@@ -119,6 +139,17 @@ class AgentRun:
         self._writer = writer
         self._wrote = wrote
         self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._thought_tokens = 0
+        self._calls: tuple[ToolCall, ...] = ()
+        self._reader: CallReader | None = None
+        if (offer := task.offer) is not None:
+            self._reader = CallReader(offer, "" if offer.must_call else task.model.call_mark or "")
+        self._undecided = NOTHING
+        self._split: ReasoningSplit | None = None
+        if task.marks is not None:
+            last = task.parts[-1] if task.parts else ""
+            self._split = ReasoningSplit(task.marks, last if isinstance(last, str) else "")
         self._first: tuple[float, int] | None = None  # when the first tokens came, and how many
         self._load = estimates.prefill(task.model)
         self._prefilling: Prefilling | None = None
@@ -162,19 +193,13 @@ class AgentRun:
         request = Generation(
             task.rid, ids, sampling, task.logprobs, affinity=task.rid, hints=task.hints, on_placed=self._placed
         )
-        finish = None
         self._prefilling = self._load.begin(ready_s, len(ids) - sent, update=False)
         try:
-            async with asyncio.timeout(task.timeout_s), aclosing(task.model.engine.generate(request)) as stream:
-                async for item in stream:
-                    if isinstance(item, Finish):
-                        finish = item
-                        break
-                    self._take(item, confidence)
-                    if self._wrote is not None and self._wrote(
-                        item.text, confidence.value or 0.0 if confidence else 0.0
-                    ):
-                        await asyncio.sleep(0)  # the cancellation that has just been asked for arrives here
+            async with asyncio.timeout(task.timeout_s):
+                if self._split is None or self._split.stage == "answer":
+                    finish = await self._generated(request, confidence)
+                else:
+                    finish = await self._think_and_answer(request, self._split, confidence)
         except TimeoutError as error:
             raise EngineStalled(
                 f"Agent {task.agent!r} did not end within {task.timeout_s:g} s on {task.model.alias!r}.",
@@ -182,9 +207,134 @@ class AgentRun:
             ) from error
         finally:
             self._prefilled()
-        if finish is None:
-            raise EngineError(f"The stream of agent {task.agent!r} ended without its last event.")
+        if self._split is not None:
+            self._end_split(self._split, confidence)
+        if self._reader is not None:
+            reader, self._reader = self._reader, None
+            text, self._calls = reader.finish()
+            if text:
+                self._take(Tokens((), text), None)
         return self._finished(finish, confidence.value if confidence else None, ready_s)
+
+    async def _generated(
+        self,
+        request: Generation,
+        confidence: Confidence | None,
+        decoded: list[int] | None = None,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> Finish:
+        """Take what is decoded, to its end, and its ids into `decoded`.
+
+        Raises _Enough as soon as it is; the engine's request is then aborted.
+        """
+        async with aclosing(self.task.model.engine.generate(request)) as stream:
+            async for item in stream:
+                if isinstance(item, Finish):
+                    return item
+                if decoded is not None:
+                    decoded += item.ids
+                if self._split is not None and not self._split.passes:
+                    item = self._separated(item, self._split)  # noqa: PLW2901 - what is left of it
+                    if enough():
+                        raise _Enough
+                    if not item.ids and not item.text:
+                        continue
+                self._take(item, confidence)
+                if self._wrote is not None and self._wrote(item.text, confidence.value or 0.0 if confidence else 0.0):
+                    await asyncio.sleep(0)  # the cancellation that has just been asked for arrives here
+        raise EngineError(f"The stream of agent {self.task.agent!r} ended without its last event.")
+
+    # --- thinking
+
+    async def _think_and_answer(
+        self, request: Generation, split: ReasoningSplit, confidence: Confidence | None
+    ) -> Finish:
+        """Generate both by one request, or by two where the thinking has a limit or the answer is constrained.
+
+        The first may decode no more tokens than the limit, and no constraint, which would hold for the thinking too.
+        The second one's prompt ends with what was decoded, and with the end mark where that is missing.
+        """
+        task, sampling, most = self.task, request.sampling, int(request.sampling["max_new_tokens"])
+        assert task.marks is not None
+        free = {name: given for name, given in sampling.items() if name not in GRAMMARS}
+        is_constrained, limit = len(free) < len(sampling), min(task.max_thinking_tokens or most, most)
+        free["max_new_tokens"] = limit
+        finish, decoded = None, list[int]()
+        with suppress(_Enough):
+            finish = await self._generated(
+                replace(request, sampling=free), confidence, decoded, lambda: is_constrained and split.stage == "answer"
+            )
+            if finish.reason != "length" or limit == most:
+                return finish
+        used = self._thought_tokens if finish is None else finish.completion_tokens
+        ids = [*request.input_ids, *decoded]
+        if finish is None or split.stage != "answer":
+            self._think((), split.finish()[0])
+            end = f"{split.thought.rstrip()}\n{task.marks.end}\n\n" if split.thought else ""
+            ids = [*request.input_ids, *await encoded(task.model.tokenizer, end)]
+            self._split = ReasoningSplit(task.marks, task.marks.end)
+        left = min(most - used, task.model.context_length - len(ids))
+        if left < 1:
+            return Finish("length", self.prompt_tokens, used, finish.cached_tokens if finish else 0)
+        rest = await self._generated(
+            replace(
+                request,
+                rid=f"answer.{request.rid}",  # engines abort whatever begins with the id of the request before
+                input_ids=ids,
+                sampling={**sampling, "max_new_tokens": left},
+            ),
+            confidence,
+        )
+        return replace(
+            rest,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=used + rest.completion_tokens,
+            cached_tokens=finish.cached_tokens if finish else 0,  # an aborted request does not say
+        )
+
+    def _separated(self, tokens: Tokens, split: ReasoningSplit) -> Tokens:
+        """Take the thinking out of what was decoded; the answer's part."""
+        before, held = split.stage, self._undecided
+        ids, logprobs = held.ids + tokens.ids, held.logprobs + tokens.logprobs
+        thinking, answer = split.feed(tokens.text)
+        if split.stage == "start":
+            self._undecided = Tokens(ids, "", logprobs)
+            return NOTHING
+        self._undecided = NOTHING
+        if split.stage == "thinking":
+            count = len(ids)
+        else:
+            count = 0 if before == "answer" or not split.thought else self._tokens_to_end(ids, answer)
+        self._think(ids[:count], thinking)
+        return Tokens(ids[count:], answer, logprobs[count:])
+
+    def _tokens_to_end(self, ids: tuple[int, ...], answer: str) -> int:
+        """How many of `ids` come before the text `answer`; about, where the end mark is not one token of its own."""
+        assert self.task.marks is not None
+        encode = self.task.model.tokenizer.encode
+        mark = encode(self.task.marks.end)
+        if len(mark) == 1 and mark[0] in ids:
+            return ids.index(mark[0]) + 1
+        return max(0, len(ids) - len(encode(answer)))
+
+    def _think(self, ids: tuple[int, ...], text: str) -> None:
+        if not ids and not text:
+            return
+        self._count(len(ids))
+        self._thought_tokens += len(ids)
+        self._thoughts.append(text)
+        self._emit(AgentThought(self._clock(), self.task.agent, ids, text))
+
+    def _end_split(self, split: ReasoningSplit, confidence: Confidence | None) -> None:
+        """Take what was held back. Raises AgentFailed where others wait for an answer and it has not begun."""
+        thinking, answer = split.finish()
+        held = self._undecided
+        if split.stage == "thinking":
+            self._think(held.ids, thinking)
+            if self.task.is_read:
+                raise ended_in_thinking(self.task.agent, self._thought_tokens)
+        elif answer or held.ids:
+            self._take(replace(held, text=answer), confidence)
 
     async def _sampling(self) -> Mapping[str, Any]:
         """With what it asks for in drafts. Of a prediction no more is encoded and sent than engines use."""
@@ -211,17 +361,24 @@ class AgentRun:
         self._emit(AgentPlaced(self._clock(), self.task.agent, placed))
 
     def _take(self, tokens: Tokens, confidence: Confidence | None) -> None:
-        now_s, count = self._clock(), len(tokens.ids)
+        now_s = self._count(len(tokens.ids))
+        if self._reader is not None:
+            tokens = replace(tokens, text=self._reader.feed(tokens.text))
         if confidence is not None:
             confidence.add(tokens.logprobs)
         if self._writer is not None:
             self._writer.append(Chunk(tokens.text, tokens.ids))
         self._texts.append(tokens.text)
-        self.decoded += count
-        if self._first is None:
-            self._first = now_s, count
-            self._prefilled()
         self._emit(AgentTokens(now_s, self.task.agent, tokens.ids, tokens.text))
+
+    def _count(self, tokens: int) -> float:
+        """Note that so many were decoded, now."""
+        now_s = self._clock()
+        self.decoded += tokens
+        if self._first is None:
+            self._first = now_s, tokens
+            self._prefilled()
+        return now_s
 
     def _prefilled(self) -> None:
         if self._prefilling is not None:
@@ -250,7 +407,17 @@ class AgentRun:
                 finish.accepted_tokens,
             )
         )
-        return Output(self.text, finish, confidence, token_s)
+        return Output(
+            self.text, finish, confidence, token_s, "".join(self._thoughts), self._thought_tokens, self._calls
+        )
+
+
+def ended_in_thinking(agent: str, tokens: int) -> AgentFailed:
+    """The error for an output without an answer that others were to read."""
+    return AgentFailed(
+        f"Agent {agent!r} ended inside its thinking, after {tokens} tokens of it, and has no answer to be read.",
+        remedy="Raise its max_new_tokens, set max_thinking_tokens, or turn its thinking off by chat_template_kwargs.",
+    )
 
 
 def limited(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -275,6 +442,7 @@ def usage_of(task: AgentTask, output: Output) -> AgentUsage:
         finish.drafted_tokens,
         finish.accepted_tokens,
         output.token_s,
+        output.reasoning_tokens,
     )
 
 

@@ -109,7 +109,7 @@ class Executor:
             emit(AgentErred(self.clock(), task.agent, str(error), dropped=False))
             raise
         usage = {task.agent: usage_of(task, output)}
-        return Answer(output.text, output.finish.reason, usage, output.confidence)
+        return Answer(output.text, output.finish.reason, usage, output.confidence, output.reasoning, output.calls)
 
 
 class _Run:
@@ -172,7 +172,7 @@ class _Run:
             for name, used in usage.items():
                 decoded, read = used.state == "finished", used.state in ("finished", "skipped")
                 estimates.observe_fate(self._topology.name, name, decoded=decoded, read=read)
-            return Answer(root.text, root.finish.reason, usage, root.confidence)
+            return Answer(root.text, root.finish.reason, usage, root.confidence, root.reasoning, root.calls)
         except ExceptionGroup as failed:
             first = failed.exceptions[0]
             raise first from first.__cause__
@@ -327,7 +327,7 @@ class _Run:
 
     def _apply(self, verdict: Verdict, cluster: Cluster) -> None:
         for reader in self._topology.readers_of(cluster) if verdict.sources else ():
-            if reader in self._tasks and self._is_running(reader):
+            if reader in self._tasks and self._is_running(reader) and self._tasks[reader].offer is None:
                 task, prompt = self._tasks[reader], self._topology.agents[reader].prompt
                 outputs = {one: self._outputs[one] for one in verdict.sources}
                 fit = (one for one, output in outputs.items() if could_have_written(output, task.sampling, prompt))

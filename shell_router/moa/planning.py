@@ -8,15 +8,15 @@ from statistics import fmean
 from typing import Any, Literal
 
 from agent_cache import LogKey
-from shell_router.core.engine import Hints, ServedModel, Tokenizer, value
+from shell_router.core.engine import NO_OPTIONS, Hints, ServedModel, Tokenizer, value
 from shell_router.core.events import Event
 from shell_router.core.predictors import Forecast, Prospect
 from shell_router.core.sampling import require_possible
-from shell_router.errors import UnknownModel
+from shell_router.errors import InvalidField, InvalidRequest, UnknownModel
 from shell_router.moa.agent import FORMS, AgentTask, Source, check_known, check_parts, limited
 from shell_router.moa.choosing import LatencyEstimates, ModelChooser
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, agent_parts, off_loop
-from shell_router.moa.requests import AgentRequest, AgentUsage, MoaRequest, OutputOf, Segment
+from shell_router.moa.requests import AgentRequest, AgentUsage, MoaRequest, OutputOf, Segment, place_of_question
 from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event
 from shell_router.topology import AUTO, INLINE, Agent, Topology
@@ -229,6 +229,7 @@ def _tasks(
     """
     prefill, limit_s = topology.prefill, request.timeout_s
     finish_s = estimates.expected_finish_s(topology) if prefill.slot_order == "expected_finish" else {}
+    _check_offer(topology, request, models)
     shared: dict[tuple[object, ...], tuple[Part, ...]] = {}  # prompts of agents that differ in their names alone
     tasks = {}
     for number, agent in enumerate(topology.agents.values()):
@@ -236,13 +237,17 @@ def _tasks(
             continue
         model = models[agent.model]
         order = order_slots(agent.precursors, prefill.slot_order, finish_s) if agent.precursors else ()
-        same = model.alias, agent.prompt, agent.given, order
+        is_root = agent.id == topology.root.id
+        options = {**agent.chat_template_kwargs, **(request.chat_template_kwargs if is_root else NO_OPTIONS)}
+        offer = request.offer if is_root else None
+        same = model.alias, agent.prompt, agent.given, order, is_root, repr(options)
         if same not in shared:
-            shared[same] = agent_parts(agent, order, model, request.messages)
+            tools = (() if offer is None else offer.tools) if is_root else None
+            shared[same] = agent_parts(agent, order, model, request.messages, options, tools)
         cluster = topology.cluster_of.get(agent.id)
         judged = cluster is not None and cluster.early_exit is not None and cluster.early_exit.judges
-        params, answers = sampling[agent.id], agent.id == topology.root.id or topology.voters.get(agent.id)
-        if agent.id != topology.root.id:
+        params, answers = sampling[agent.id], is_root or topology.voters.get(agent.id)
+        if not is_root:
             params = {"stream_interval": _stream_interval(topology, agent, growing), **params}
         task = AgentTask(
             agent.id,
@@ -250,7 +255,7 @@ def _tasks(
             model,
             shared[same],
             params,
-            logprobs=judged or agent.id in topology.voters or (request.confidence and agent.id == topology.root.id),
+            logprobs=judged or agent.id in topology.voters or (request.confidence and is_root),
             timeout_s=agent.timeout_s,
             hints=hints[agent.id],
             sources={name: _source(topology, request, models, sampling, name, model) for name in agent.precursors},
@@ -259,9 +264,38 @@ def _tasks(
             silence_s=limit_s,
             drafts=bool(may_draft(agent, models)) and not held_out.get(drafts_of(topology, agent)),
             prediction=request.prediction if answers and model.drafts else "",
+            marks=model.reasoning if agent.readers_get == "answer" else None,
+            max_thinking_tokens=_thinking_limit(agent, request.max_thinking_tokens if is_root else None, model),
+            is_read=not is_root,
+            offer=offer,
         )
         tasks[agent.id] = check_parts(task)
     return tasks
+
+
+def _check_offer(topology: Topology, request: MoaRequest, models: Mapping[str, ServedModel]) -> None:
+    """Raise InvalidField where tools are offered to an agent that cannot call them."""
+    root, offer = topology.root, request.offer
+    if offer is None:
+        return
+    if root.votes:
+        remedy = "Ask a topology whose root is a model."
+        raise InvalidField(f"The root of {topology.name!r} votes and calls no tools.", field="tools", remedy=remedy)
+    if not offer.must_call and models[root.model].call_mark is None:
+        remedy = (
+            f"Set models.{root.model}.tool_call_parser in the configuration, or tool_choice to required or a function."
+        )
+        raise InvalidField(f"How {root.model!r} writes calls of tools is not known.", field="tools", remedy=remedy)
+
+
+def _thinking_limit(agent: Agent, asked: int | None, model: ServedModel) -> int | None:
+    limit = agent.max_thinking_tokens if asked is None else asked
+    if limit is not None and model.reasoning is None:
+        raise InvalidRequest(
+            f"Agent {agent.id!r} has max_thinking_tokens, and the model {model.alias!r} has no reasoning_parser.",
+            remedy=f"Set models.{model.alias}.reasoning_parser in the configuration, or leave max_thinking_tokens out.",
+        )
+    return limit
 
 
 def _source(
@@ -273,16 +307,19 @@ def _source(
     reader: ServedModel,
 ) -> Source:
     writer = topology.agents[precursor]
-    shares_ids = not writer.votes and ids_are_text(models[writer.model], sampling[precursor], reader)
+    writers = () if writer.votes else (writer.model, *writer.fallbacks)
+    shares_ids = bool(writers) and all(ids_are_text(models[one], sampling[precursor], reader) for one in writers)
     return Source(LogKey(request.tenant, request.id, precursor), lambda: shares_ids)
 
 
 def ids_are_text(writer: ServedModel, sampling: Sampling, reader: ServedModel) -> bool:
     """Whether `reader` may take a writer's ids for its text.
 
-    They must share a tokenizer; and where a stop string ended the output, it is in the ids but not in the text.
+    They must share a tokenizer; and where a stop string ended the output, it is in the ids but not in the text, as may
+    be a part of the mark that ends thinking.
     """
-    return writer.tokenizer.fingerprint == reader.tokenizer.fingerprint and not sampling.get("stop")
+    same = writer.tokenizer.fingerprint == reader.tokenizer.fingerprint
+    return same and writer.reasoning is None and not sampling.get("stop")
 
 
 # --- expectations
@@ -504,10 +541,11 @@ class PromptTokens:
 
 def known_of_agent(agent: Agent, chat: Sequence[Mapping[str, str]]) -> KnownPrompt:
     """A topology's agent that is asked the last message of `chat`."""
-    question = chat[-1]["content"]
+    place = place_of_question(chat)
+    question, others = chat[place]["content"], [*chat[:place], *chat[place + 1 :]]
     system = [fill_text(agent.prompt.system, question)] if agent.prompt.system else []
-    system += [turn["content"] for turn in chat[:-1] if turn["role"] == "system"]
-    rest = [turn["content"] for turn in chat[:-1] if turn["role"] != "system"]
+    system += [turn["content"] for turn in others if turn["role"] == "system"]
+    rest = [turn["content"] for turn in others if turn["role"] != "system"]
     rest += [fill_text(agent.prompt.prefix, ""), fill_text(agent.prompt.suffix, "")]
     return KnownPrompt("\n\n".join(system), question, "\n".join(filter(None, rest)))
 

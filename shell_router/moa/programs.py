@@ -285,6 +285,7 @@ class Programs:
             begin_s=request.wait_s,
             silence_s=request.timeout_s,
             drafts=bool(request.reads and model.drafts) and not self._without_drafts(request),
+            marks=model.reasoning,
         )
         return check_parts(task)
 
@@ -436,7 +437,7 @@ class Programs:
         usage = usage_of(task, output)
         if request.reads and task.model.drafts == "auto":
             compare_drafts(self._holdouts, _drafts_of(request), [usage], held_out=not task.drafts, now_s=clock())
-        return Answer(output.text, output.finish.reason, {request.agent: usage})
+        return Answer(output.text, output.finish.reason, {request.agent: usage}, reasoning=output.reasoning)
 
     async def _exact(self, request: AgentRequest, task: AgentTask, prompt: Prompt) -> Prompt:
         """The prompt with texts where slots were: a template may change the ends of a text, and of a slot it cannot."""
@@ -486,7 +487,8 @@ def _parts(request: AgentRequest, model: ServedModel) -> tuple[Part, ...]:
         raise InvalidRequest("Exactly one of prompt and messages is needed.", remedy="Send one of the two.")
     if request.prompt:
         return _with_slots(request.prompt)
-    return render(model.tokenizer, [Message(role, _with_slots(segments)) for role, segments in request.messages])
+    messages = [Message(role, _with_slots(segments)) for role, segments in request.messages]
+    return render(model.tokenizer, messages, request.chat_template_kwargs)
 
 
 def _with_slots(segments: Iterable[Segment]) -> tuple[Part, ...]:

@@ -1,15 +1,17 @@
 """Prompts with slots: rendered once, filled while other agents write, tokenized piece by piece."""
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from shell_router.core.engine import ServedModel, Tokenizer, value
+from shell_router.core.engine import NO_OPTIONS, ServedModel, Tokenizer, value
+from shell_router.moa.requests import place_of_question
 from shell_router.topology import Agent
 from shell_router.topology.graph import own_name
 from shell_router.topology.prompting import fill_text, slot_parts
@@ -47,6 +49,9 @@ class Slot:
 
 Part = str | Slot
 
+Turn = Mapping[str, Any]
+"""A chat message as it is."""
+
 Mark = tuple[int, str]
 """A place in a growing prompt: how many ids were decided, and the text after them."""
 
@@ -59,17 +64,26 @@ class Message:
     parts: tuple[Part, ...]
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Part, ...]:
-    """Put messages through the chat template and find the slots again.
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message | Turn],
+    options: Mapping[str, Any] = NO_OPTIONS,
+    tools: Sequence[Turn] = (),
+) -> tuple[Part, ...]:
+    """Put messages through the chat template, with these `options` and `tools`, and find the slots again.
 
     Each slot goes through the template as a mark that occurs in no message, so the template may move content about
     but the text around a slot is what the template made of it.
     """
-    slots = [part for message in messages for part in message.parts if isinstance(part, Slot)]
-    mark = _unused_mark([part for message in messages for part in message.parts if isinstance(part, str)])
+    parts = [part for message in messages if isinstance(message, Message) for part in message.parts]
+    slots = [part for part in parts if isinstance(part, Slot)]
+    others = [json.dumps(one, ensure_ascii=False) for one in (*messages, *tools) if not isinstance(one, Message)]
+    mark = _unused_mark([*others, *(part for part in parts if isinstance(part, str))])
     numbers = iter(range(len(slots)))
     chat = [
-        {
+        message
+        if not isinstance(message, Message)
+        else {
             "role": message.role,
             "content": "".join(
                 part if isinstance(part, str) else f"{mark}{next(numbers)}{mark}" for part in message.parts
@@ -77,9 +91,9 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Part, ...
         }
         for message in messages
     ]
-    pieces = tokenizer.render_chat(chat).split(mark)
-    parts: list[Part] = [slots[int(piece)] if i % 2 else piece for i, piece in enumerate(pieces)]
-    return tuple(part for part in parts if part != "")
+    pieces = tokenizer.render_chat(chat, tools, options).split(mark)
+    found: list[Part] = [slots[int(piece)] if i % 2 else piece for i, piece in enumerate(pieces)]
+    return tuple(part for part in found if part != "")
 
 
 def _unused_mark(texts: Sequence[str]) -> str:
@@ -143,17 +157,26 @@ class GrowingPrompt:
 
 
 def agent_parts(
-    agent: Agent, order: Sequence[str], model: ServedModel, chat: Sequence[Mapping[str, str]]
+    agent: Agent,
+    order: Sequence[str],
+    model: ServedModel,
+    chat: Sequence[Turn],
+    options: Mapping[str, Any] = NO_OPTIONS,
+    tools: Sequence[Turn] | None = None,
 ) -> tuple[Part, ...]:
-    """S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1) as the last user message of the client's chat.
+    """S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1) in place of the last user message of the client's chat.
 
     `order` is the agent's precursors as they shall stand in the prompt, behind the outputs that it is given. System
-    messages of the agent and of the client become one, the agent's first; earlier turns stay as they are.
+    messages of the agent and of the client become one, the agent's first; earlier turns stay as they are. `options` and
+    `tools` go to the chat template; without tools, even none, their calls and results are text.
     """
-    prompt, question = agent.prompt, chat[-1]["content"]
+    place = place_of_question(chat)
+    prompt, question, before_it, later = agent.prompt, chat[place]["content"], chat[:place], chat[place + 1 :]
+    if tools is None:
+        before_it, later = without_tools(before_it), without_tools(later)
     system = [fill_text(prompt.system, question)] if prompt.system else []
     earlier = []
-    for turn in chat[:-1]:
+    for turn in before_it:
         if turn["role"] == "system":
             system.append(turn["content"])
         else:
@@ -164,11 +187,38 @@ def agent_parts(
     else:
         before, behind = fill_text(prompt.prefix, question), fill_text(prompt.suffix, question)
     if not order and not agent.given:
-        text = model.tokenizer.render_chat([*first, *earlier, {"role": "user", "content": before + behind}])
+        turns = [*first, *earlier, {"role": "user", "content": before + behind}, *later]
+        text = model.tokenizer.render_chat(turns, tools or (), options)
         return (text,) if text else ()
     names = [*(writer for writer, _ in agent.given), *order]
     slots = [Slot(name, *slot_parts(prompt.slot, own_name(name), i)) for i, name in enumerate(names, 1)]
     given = [f"{slot.before}{output}{slot.after}" for slot, (_, output) in zip(slots, agent.given, strict=False)]
     user = Message("user", (before, *given, *slots[len(agent.given) :], behind))
-    turns = [Message(turn["role"], (turn["content"],)) for turn in (*first, *earlier)]
-    return render(model.tokenizer, [*turns, user])
+    return render(model.tokenizer, [*first, *earlier, user, *later], options, tools or ())
+
+
+def without_tools(chat: Sequence[Turn]) -> Sequence[Turn]:
+    """The chat for agents that have no tools, and whose templates may know none: calls and results as text.
+
+    Results that follow each other become one user message, so that user and assistant still take turns.
+    """
+    if not any(turn["role"] == "tool" or turn.get("tool_calls") for turn in chat):
+        return chat
+    turns: list[Turn] = []
+    names: dict[str, str] = {}
+    for turn in chat:
+        if turn["role"] == "tool":
+            text = f"{names.get(turn['tool_call_id'], 'The tool')} returned: {turn['content']}"
+            if turns and turns[-1].get("results"):
+                turns[-1] = {**turns[-1], "content": f"{turns[-1]['content']}\n{text}"}
+            else:
+                turns.append({"role": "user", "content": text, "results": True})
+        elif calls := turn.get("tool_calls"):
+            names |= {call["id"]: call["function"]["name"] for call in calls}
+            called = [
+                f"I call {call['function']['name']} with {json.dumps(call['function']['arguments'])}" for call in calls
+            ]
+            turns.append({"role": turn["role"], "content": "\n".join(filter(None, [turn["content"], *called]))})
+        else:
+            turns.append(turn)
+    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]

@@ -1,10 +1,11 @@
 """What the online path is asked and what it answers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shell_router.core.engine import FinishReason, value
+from shell_router.moa.calls import ToolCall, ToolOffer
 from shell_router.topology import Prefill
 
 
@@ -12,27 +13,38 @@ from shell_router.topology import Prefill
 class MoaRequest:
     """One question for a topology.
 
-    `messages` are chat messages (role, content), the last one the user's. `sampling` overrides the root's sampling
+    `messages` are chat messages (role, content, and what belongs to tools), one of them at least the user's, behind
+    whose last there are at most calls of tools and their results. `sampling` overrides the root's sampling
     parameters; a `sampling_seed` in it seeds the other agents too, each in its own way. `seed` fixes the early-exit
     gate's draws. `id` is unique; it names the run in the cache and in traces. `labels` are the client's own, which
     rules between steps may read. With `confidence` the root's is measured. `prediction` is a text that the answer is
-    expected to repeat.
+    expected to repeat. `chat_template_kwargs`, `max_thinking_tokens`, its thinking's limit,
+    and the tools of `offer` are the root's alone.
     """
 
     id: str
     tenant: str
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, Any], ...]
     sampling: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     timeout_s: float = 600.0
     labels: Mapping[str, str] = field(default_factory=dict)
     confidence: bool = False
     prediction: str = ""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_thinking_tokens: int | None = None
+    offer: ToolOffer | None = None
 
     @property
     def question(self) -> str:
         """The text of the last user message."""
-        return self.messages[-1]["content"]
+        text: str = self.messages[place_of_question(self.messages)]["content"]
+        return text
+
+
+def place_of_question(chat: Sequence[Mapping[str, Any]]) -> int:
+    """Where the last user message is."""
+    return max(at for at, message in enumerate(chat) if message["role"] == "user")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,7 @@ class AgentRequest:
     timeout_s: float = 600.0
     candidates: tuple[str, ...] = ()
     chat: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -95,19 +108,23 @@ class AgentUsage:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     token_s: float | None = None
+    reasoning_tokens: int = 0
 
 
 @value
 class Answer:
     """The root's output, and what every agent cost, in topological order.
 
-    `confidence` is the geometric mean of the output's token probabilities, None where it was not measured.
+    `confidence` is the geometric mean of the output's token probabilities, None where it was not measured. `reasoning`
+    is the thinking before it, where the model's is separated; `calls` are those of tools that it ends with.
     """
 
     text: str
     reason: FinishReason
     agents: Mapping[str, AgentUsage]
     confidence: float | None = None
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
 
 
 ProgramAgentState = Literal["waiting", "running", "finished", "failed", "cancelled"]

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shell_router.core.engine import UNSTREAMED_INTERVAL, ServedModel
+from shell_router.core.engine import NO_OPTIONS, UNSTREAMED_INTERVAL, ServedModel
 from shell_router.core.events import Degraded, Event, StepChosen
 from shell_router.core.predictors import Embedder, Prospect, TokenStates
 from shell_router.core.sampling import require_possible
-from shell_router.errors import ConfigError, DeadlineExceeded, EngineError
+from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, InvalidField
+from shell_router.moa.agent import ended_in_thinking
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.executor import Executor
 from shell_router.moa.prompt import encoded
@@ -237,6 +238,12 @@ class StepExecutor:
         """
         if isinstance(topology, Topology):
             return self.agents.run(topology, request, emit)
+        if request.offer is not None and any(step.may_be_last and not step.is_last for step in topology.steps.values()):
+            raise InvalidField(
+                f"{topology.name!r} has steps that another may follow, which call no tools.",
+                field="tools",
+                remedy="Ask a topology whose answering steps are always the last.",
+            )
         return self._run_steps(topology, request, emit)
 
     async def _run_steps(self, topology: Conditional, request: MoaRequest, emit: Emit) -> Answer:
@@ -299,6 +306,8 @@ class _Walk:
             if following is None:
                 usage = {agent: spent for one in self._answers.values() for agent, spent in one.agents.items()}
                 return replace(answer, agents=usage)
+            if answer.reasoning and not answer.text:
+                raise ended_in_thinking(step.root, answer.agents[step.root].reasoning_tokens)
             step = following
 
     async def _next(self, after: str, rules: Sequence[Rule]) -> Step | None:
@@ -333,6 +342,9 @@ class _Walk:
             sampling=_sampling(step, asked.sampling),
             confidence=step.reads_confidence,
             prediction=asked.prediction if step.may_be_last else "",
+            chat_template_kwargs=asked.chat_template_kwargs if step.may_be_last else NO_OPTIONS,
+            max_thinking_tokens=asked.max_thinking_tokens if step.may_be_last else None,
+            offer=asked.offer if step.is_last else None,
         )
 
 

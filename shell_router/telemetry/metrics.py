@@ -10,6 +10,7 @@ from shell_router.core.events import (
     AgentFinished,
     AgentStarted,
     AgentStopped,
+    AgentThought,
     AgentTokens,
     AggregationSkipped,
     Degraded,
@@ -148,7 +149,7 @@ class RunMetrics:
         """Count `event`. Events that are not named here count nothing; dispatchers count their choices themselves."""
         metrics, target = self._metrics, self._target
         match event:
-            case AgentTokens():
+            case AgentTokens() | AgentThought():
                 self._written(event)
             case AgentStarted():
                 metrics.agents_started.labels(event.model).inc()
@@ -196,7 +197,7 @@ class RunMetrics:
         found = self._trace.agents.get(agent)
         return "unknown" if found is None else found.model
 
-    def _written(self, event: AgentTokens | AggregationSkipped) -> None:
+    def _written(self, event: AgentTokens | AgentThought | AggregationSkipped) -> None:
         if not self._answered and event.agent in self._answering:
             self._first_tokens(event.at_s)
 

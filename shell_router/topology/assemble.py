@@ -14,8 +14,9 @@ from shell_router.topology.step_checks import predecessors, subject_of
 
 
 def merged(base: Values, own: Values) -> dict[str, Any]:
-    """`own` over `base`; prompts and sampling parameters are merged key by key."""
-    blocks = {key: {**base[key], **own[key]} for key in ("prompt", "sampling") if key in base and key in own}
+    """`own` over `base`; blocks of an agent are merged key by key."""
+    merging = ("prompt", "sampling", "chat_template_kwargs")
+    blocks = {key: {**base[key], **own[key]} for key in merging if key in base and key in own}
     return {**base, **own, **blocks}
 
 

@@ -43,8 +43,9 @@ class Agent:
     Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
     `given` are outputs that are there before it is asked, each with the name of who wrote it; they fill slots before
     those of precursors. An agent that `votes` asks no model: it forwards the output that most precursors agree with.
-    With `drafts` its engine may draft what it writes from what it reads. `fallbacks` are models that take its place, in
-    order, where its model fails before it has written anything.
+    With `drafts` its engine may draft what it writes from what it reads. Of a model whose thinking is separated it
+    thinks at most `max_thinking_tokens`, and `readers_get` says whether its readers get the thinking too.
+    `fallbacks` are models that take its place, in order, where its model fails before it has written anything.
     """
 
     id: str
@@ -58,6 +59,9 @@ class Agent:
     given: tuple[tuple[str, str], ...] = ()
     votes: bool = False
     drafts: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_thinking_tokens: int | None = None
+    readers_get: Literal["answer", "all"] = "answer"
     fallbacks: tuple[str, ...] = ()
 
     @property

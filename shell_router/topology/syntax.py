@@ -182,6 +182,13 @@ SAMPLING = Block(
     name="sampling",
 )
 
+TEMPLATE_KWARGS = MappingOf(
+    "Variables of the model's chat template, such as `enable_thinking: false`.",
+    Text("Variable."),
+    Json("Its value."),
+    at_least=0,
+)
+
 _EARLY_EXIT_FIELDS = Block(
     "When a cluster's unfinished agents are cut off.",
     {
@@ -246,6 +253,16 @@ _ASKED: dict[str, Form] = {
     "prompt": PROMPT,
     "sampling": SAMPLING,
     "timeout_s": Number("Seconds the agent may take from its start to its end.", above=0, at_most=86_400),
+    "chat_template_kwargs": TEMPLATE_KWARGS,
+    "max_thinking_tokens": Number(
+        "Tokens after which its thinking is ended and it has to answer; needs the model's `reasoning_parser`.",
+        at_least=1,
+        whole=True,
+    ),
+    "readers_get": OneOf(
+        "What of its output other agents read, and early exit compares: 'answer', or 'all', with its thinking.",
+        ("answer", "all"),
+    ),
     "drafts": Switch("Draft its output from its prompt, where its engine can; on for agents that read others."),
 }
 _SHARED: dict[str, Form] = {**_ASKED, "on_failure": ON_FAILURE}

@@ -5,11 +5,12 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agent_cache.memory import MemoryAgentPromptCache
-from shell_router.core.engine import Generation, ServedModel
+from shell_router.core.engine import NO_OPTIONS, Generation, ServedModel
 from shell_router.core.events import Event
+from shell_router.core.marks import ReasoningMarks
 from shell_router.core.predictors import Forecast, Forecasts, Prediction, Predictor, Prospect
 from shell_router.engines.embedding import HashEmbedder
 from shell_router.moa import (
@@ -48,9 +49,14 @@ class WordTokenizer:
         words = {number: word for word, number in self._ids.items()}
         return "".join(words[number] for number in ids)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """`<role>content` for each message, then `<assistant>`."""
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), options: Mapping[str, Any] = NO_OPTIONS
+    ) -> str:
+        """`<role>content` for each message, the options before and the tools' names, then `<assistant>`."""
+        offered = "".join(f"<tool {tool['function']['name']}>" for tool in tools)
+        given = "".join(f"<{name}={value}>" for name, value in options.items())
+        said = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return f"{given}{offered}{said}<assistant>"
 
     def _id(self, word: str) -> int:
         return self._ids.setdefault(word, self._offset + len(self._ids))
@@ -133,6 +139,8 @@ class ScriptedMoa:
         kept_requests: int = 10_000,
         cached_tokens: int = 1_000_000,
         predictor: Predictor | None = None,
+        reasoning: ReasoningMarks | None = None,
+        call_mark: str | None = None,
     ) -> None:
         self.tokenizers = {"other": WordTokenizer("other")} | dict.fromkeys(
             ("small", "medium", "large"), WordTokenizer()
@@ -144,7 +152,9 @@ class ScriptedMoa:
             for alias, tokenizer in self.tokenizers.items()
         }
         self.models = {
-            alias: ServedModel(alias, engine, self.tokenizers[alias], context_length)
+            alias: ServedModel(
+                alias, engine, self.tokenizers[alias], context_length, reasoning=reasoning, call_mark=call_mark
+            )
             for alias, engine in self.engines.items()
         }
         self.cache = MemoryAgentPromptCache(clock=monotonic)

@@ -77,6 +77,7 @@ async def test_agents_are_reported_when_asked_for() -> None:
             "cached_tokens": 0,
             "drafted_tokens": 0,
             "accepted_tokens": 0,
+            "reasoning_tokens": 0,
             "confidence": None,
         }
         _, body = await served.post("/v1/chat/completions", chat())

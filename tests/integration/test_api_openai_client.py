@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from shell_router.api import ApiSettings
+from shell_router.core.marks import ReasoningMarks
 from shell_router.errors import EngineStalled
 from tests.fakes.api_server import Api, api, chat
 from tests.fakes.moa import ScriptedMoa
@@ -84,3 +85,39 @@ async def test_it_raises_its_own_errors() -> None:
                 await ai.chat.completions.create(**chat(model="missing"))
             with pytest.raises(openai.BadRequestError, match="Leave n out"):
                 await ai.chat.completions.create(n=2, **chat())
+
+
+async def test_it_gets_thinking_apart_from_the_answer() -> None:
+    moa = ScriptedMoa(
+        {"root": Script("<think>\nmaybe so</think>\n\nIt is.", piece_words=1)}, reasoning=ReasoningMarks()
+    )
+    async with api(moa) as served, client(served) as ai:
+        whole = await ai.chat.completions.create(**chat())
+        message = whole.choices[0].message
+        assert (message.content, message.model_extra) == ("It is.", {"reasoning_content": "maybe so"})
+        details = whole.usage and whole.usage.completion_tokens_details
+        assert details is not None and details.reasoning_tokens
+        for include_agents in (False, True):
+            body = chat() | {"extra_body": {"include_agents": include_agents}}
+            stream = await ai.chat.completions.create(stream=True, **body)
+            deltas = [choice.delta async for chunk in stream for choice in chunk.choices]
+            assert "".join(delta.content or "" for delta in deltas) == "It is."
+            assert "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas) == "maybe so"
+
+
+async def test_it_gets_calls_of_tools_behind_the_text_before_them() -> None:
+    said = 'I look. <tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    async with api(ScriptedMoa({"root": said}, call_mark="<tool_call>")) as served, client(served) as ai:
+        for model in ("duo", "small"):
+            if model == "small":
+                served.moa.engines["small"].answer = lambda _request: Script(said, piece_words=1)
+            whole = (await ai.chat.completions.create(tools=tools, **chat(model=model))).choices[0]  # type: ignore[call-overload]
+            async with ai.chat.completions.stream(tools=tools, **chat(model=model)) as stream:  # type: ignore[arg-type]
+                async for _ in stream:
+                    pass
+                streamed = (await stream.get_final_completion()).choices[0]
+            for choice in (whole, streamed):
+                (call,) = choice.message.tool_calls or []
+                assert (call.function.name, call.function.arguments) == ("look", '{"at":"it"}')
+                assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look. ")

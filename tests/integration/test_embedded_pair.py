@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -507,3 +508,53 @@ async def test_both_servers_say_what_they_are(qwen3: Client) -> None:
             assert info["max_total_num_tokens"] == 65536
         async with qwen3.http.get(f"{url}/metrics") as response:
             assert f'engine_type="{mode}"' in await response.text()
+
+
+SCHEMA: Json = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "deep blue"]}, "count": {"type": "integer", "minimum": 10, "maximum": 99}},
+    "required": ["color", "count"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "json_schema": (json.dumps(SCHEMA), r'\{"color": "(red|deep blue)", "count": [1-9][0-9]\}'),
+    "regex": ("[ab]{3}c", "[ab]{3}c"),
+    "ebnf": ('root ::= "yes" | "no"', "yes|no"),
+}
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+async def test_an_output_follows_its_grammar_and_ends_with_it(kind: str, qwen3: Client) -> None:
+    text, expected = GRAMMARS[kind]
+    answers = await asyncio.gather(
+        *(
+            qwen3.generate(
+                input_ids=prompt(seed, 20 + seed),
+                sampling_params={kind: text, "temperature": 1.5, "ignore_eos": True, "max_new_tokens": 60, **drafts},
+            )
+            for seed, drafts in enumerate(({}, {"custom_params": {"drafts": []}}))
+        ),
+        qwen3.generate(input_ids=prompt(9, 30), sampling_params={**GREEDY, "max_new_tokens": 30}),
+    )
+    for answer in answers[:2]:
+        assert re.fullmatch(expected, answer["text"]), answer["text"]
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+    assert answers[2]["meta_info"]["completion_tokens"] == 30, "others of the batch are free"
+    await qwen3.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "problem"),
+    [
+        ("json_schema", '{"type": "strin"}', "Invalid type: strin"),
+        ("json_schema", "[", "json_schema cannot be used"),
+        ("json_schema", '{"not": {}}', "not"),
+        ("regex", "(", "unclosed group"),
+        ("ebnf", "root ::= nope", "ebnf cannot be used"),
+        ("regex", "a" * 300_000, "characters"),
+    ],
+)
+async def test_a_grammar_that_cannot_be_compiled_is_refused(kind: str, text: str, problem: str, qwen3: Client) -> None:
+    status, refusal = await qwen3.decode(qwen3.body(input_ids=[5, 6], sampling_params={kind: text}))
+    assert (status, problem in refusal["error"]["message"]) == (400, True), refusal
+    await qwen3.until_idle()

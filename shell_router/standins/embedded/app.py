@@ -1,8 +1,8 @@
 """The HTTP routes of an embedded server, the same on both sides, and what the server says about itself."""
 
 import time
-from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler
 from shell_router.errors import InvalidRequest
 from shell_router.standins.embedded.adapter_files import AdapterRefused
 from shell_router.standins.embedded.adapters import LoadedAdapters
+from shell_router.standins.embedded.grammar import Grammars
 from shell_router.standins.embedded.model import CausalLm
 from shell_router.standins.embedded.output import Answer
 from shell_router.standins.embedded.service import Inflight, Loads, Service, output_of
@@ -180,6 +181,7 @@ class EngineApp:
     lm: CausalLm
     service: Service[Any, Any]
     adapters: LoadedAdapters
+    grammars: Grammars
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=[answer_refusals])
@@ -211,19 +213,20 @@ class EngineApp:
         """A `/generate` whose output is nothing: the prompt's KV stays in the prefix cache, none is transferred."""
         return await self._whole({**parse_body(await request.read()), **PREFILL_ONLY})
 
-    @contextmanager
-    def _in_work(self, body: Mapping[str, Any]) -> Iterator[Inflight]:
+    @asynccontextmanager
+    async def _in_work(self, body: Mapping[str, Any]) -> AsyncIterator[Inflight]:
         """The request among those in work, its adapter kept, for the length of the block. Raises `InvalidRequest`."""
         pair = self.settings.pair
         limits = RequestLimits(self.lm.context_length, pair.max_total_tokens, self.lm.vocab_size)
         request = read_request(body, self.lm.tokenizer, limits)
         with self.adapters.used(request.lora_path) as adapter:
+            grammar = await self.grammars.of(request.sampling.grammar)
             self.service.check(request)
-            with self.service.inflight.add(request, adapter) as inflight:
+            with self.service.inflight.add(request, adapter, grammar) as inflight:
                 yield inflight
 
     async def _whole(self, body: Mapping[str, Any]) -> web.Response:
-        with self._in_work(body) as inflight:
+        async with self._in_work(body) as inflight:
             answer, began = self._answer(inflight.request), time.perf_counter()
             async with aclosing(output_of(self.service, inflight)) as output:
                 async for pieces in output:
@@ -239,7 +242,7 @@ class EngineApp:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         with suppress(ClientConnectionResetError):  # the client has left, and what it asked for has ended
             try:
-                with self._in_work(body) as inflight:
+                async with self._in_work(body) as inflight:
                     await response.prepare(request)
                     await self._write_events(response, inflight)
             except InvalidRequest as error:

@@ -114,7 +114,8 @@ class DecodeWorker:
         request, row = job.inflight.request, len(self._active)
         self.slots.ensure(row + 1, len(request.input_ids) + request.max_new_tokens)
         self.slots.fill(row, kv)
-        if request.sampling.drafts is not None:
+        # a grammar reads what has been written, not what might have been
+        if request.sampling.drafts is not None and request.sampling.grammar is None:
             job.drafter = Drafter(request.input_ids, request.sampling.drafts)
             job.drafter.extend(job.output.draw.output_ids)
         self._active.append(job)
@@ -255,7 +256,8 @@ class DecodeService(Service[DecodeJob, Piece]):
         try:
             async with self._capacity.hold(len(request.input_ids) + request.max_new_tokens):
                 inflight.transferring = True
-                job = DecodeJob(inflight, Output.of(request, self._lm), await self._kv.fetch(*room))
+                output = Output.of(request, self._lm, inflight.grammar)
+                job = DecodeJob(inflight, output, await self._kv.fetch(*room))
                 inflight.transferring = False
                 job.check()
                 taken = True

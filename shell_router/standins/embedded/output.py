@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
+from shell_router.standins.embedded.grammar import Grammar
 from shell_router.standins.embedded.model import CausalLm
 from shell_router.standins.embedded.sampling import Draw
 from shell_router.standins.embedded.wire import GenerateRequest
@@ -85,16 +86,19 @@ class Output:
         self._held = ""
 
     @classmethod
-    def of(cls, request: GenerateRequest, lm: CausalLm) -> Self:
-        """The request's output before its first token."""
+    def of(cls, request: GenerateRequest, lm: CausalLm, grammar: Grammar | None = None) -> Self:
+        """The request's output before its first token. One that follows a grammar ends where that does."""
         params = request.sampling
-        stop_ids = frozenset() if params.ignore_eos else params.stop_token_ids | lm.eos_ids
-        return cls(Draw(params, request.input_ids, stop_ids), lm.tokenizer, max_new_tokens=request.max_new_tokens)
+        stop_ids = frozenset() if params.ignore_eos and grammar is None else params.stop_token_ids | lm.eos_ids
+        draw = Draw(params, request.input_ids, stop_ids, grammar=grammar)
+        return cls(draw, lm.tokenizer, max_new_tokens=request.max_new_tokens)
 
     def accept(self, token_id: int, logprob: float | None) -> Piece:
         """Take the next token and say what it adds."""
         if self._max_new_tokens == 0:
             return Piece(finish_reason={"type": "length", "length": 0})
+        if self.draw.grammar is not None and self.draw.grammar.error:
+            return Piece(finish_reason=abort_reason(f"The grammar cannot be followed: {self.draw.grammar.error}", 400))
         self.draw.output_ids.append(token_id)
         is_stop = token_id in self.draw.stop_ids
         text = self._held

@@ -294,7 +294,7 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
     async def _compute(self, inflight: Inflight, room: BootstrapRoom | None) -> Piece:
         """Compute the prompt and, given a room, wait until its KV was taken. Raises `KvTransferError`."""
         async with self._capacity.hold(len(inflight.request.input_ids)):
-            output = Output.of(inflight.request, self._lm)
+            output = Output.of(inflight.request, self._lm, inflight.grammar)
             job = PrefillJob(inflight, output, asyncio.get_running_loop().create_future())
             prefilled = await self._run(job, room)
             inflight.cached_tokens = prefilled.cached_tokens

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from shell_router.standins.embedded.grammar import Grammar
 from shell_router.standins.embedded.wire import WHOLE_VOCABULARY, SamplingParams
 
 
@@ -19,6 +20,7 @@ class Draw:
     prompt_ids: Sequence[int]
     stop_ids: frozenset[int]
     output_ids: list[int] = field(default_factory=list)
+    grammar: Grammar | None = None
 
     @property
     def position(self) -> int:
@@ -85,7 +87,7 @@ class BatchSampler:
 
 
 def shape_logits(logits: Tensor, draw: Draw) -> None:
-    """Apply bias and penalties to one request's `logits` `[vocab]` in place.
+    """Apply bias, penalties and the grammar to one request's `logits` `[vocab]` in place.
 
     Frequency and presence count output tokens; repetition counts prompt and output, as in SGLang.
     """
@@ -102,6 +104,8 @@ def shape_logits(logits: Tensor, draw: Draw) -> None:
         logits[token] += bias
     if draw.position < params.min_new_tokens and draw.stop_ids:
         logits[sorted(draw.stop_ids)] = -torch.inf
+    if draw.grammar is not None:
+        draw.grammar.mask(logits, draw.output_ids)
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from shell_router.errors import InvalidRequest
 from shell_router.standins.embedded.adapters import Adapter
+from shell_router.standins.embedded.grammar import Grammar
 from shell_router.standins.embedded.output import Piece, abort_reason
 from shell_router.standins.embedded.wire import GenerateRequest
 
@@ -29,9 +30,12 @@ class Inflight:
     `cached_tokens` is set before the first piece, `transferring` while its KV is on its way.
     """
 
-    def __init__(self, request: GenerateRequest, adapter: Adapter | None = None) -> None:
+    def __init__(
+        self, request: GenerateRequest, adapter: Adapter | None = None, grammar: Grammar | None = None
+    ) -> None:
         self.request = request
         self.adapter = adapter
+        self.grammar = grammar
         self.cached_tokens = 0
         self.transferring = False
         self._pieces: list[Piece] = []
@@ -74,13 +78,15 @@ class InflightRequests:
         return len(self._by_rid)
 
     @contextmanager
-    def add(self, request: GenerateRequest, adapter: Adapter | None = None) -> Iterator[Inflight]:
-        """Register a request for the length of the block, with its adapter. Raises `InvalidRequest` on an id in use."""
+    def add(
+        self, request: GenerateRequest, adapter: Adapter | None = None, grammar: Grammar | None = None
+    ) -> Iterator[Inflight]:
+        """Register a request for the length of the block. Raises `InvalidRequest` on an id in use."""
         if request.rid in self._by_rid:
             raise InvalidRequest(
                 f"Duplicate request ID detected: {request.rid}", remedy="Use a new id for every attempt."
             )
-        inflight = Inflight(request, adapter)
+        inflight = Inflight(request, adapter, grammar)
         self._by_rid[request.rid] = inflight
         try:
             yield inflight

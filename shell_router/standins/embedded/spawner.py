@@ -40,6 +40,7 @@ from shell_router.errors import ConfigError
 from shell_router.standins.embedded.adapters import AdapterReader, LoadedAdapters
 from shell_router.standins.embedded.app import EngineApp
 from shell_router.standins.embedded.decode import DecodeService
+from shell_router.standins.embedded.grammar import Grammars
 from shell_router.standins.embedded.kv_transfer import BootstrapRooms, KvClient
 from shell_router.standins.embedded.model import CausalLm, load_causal_lm
 from shell_router.standins.embedded.prefill import PrefillService
@@ -104,7 +105,7 @@ async def _serve(settings: ServerSettings, lm: CausalLm, on_listening: Callable[
         stack.push_async_callback(adapters.stop)
         listener = stack.enter_context(socket.create_server((pair.host, settings.port), backlog=512))
         taken = replace(settings, port=listener.getsockname()[1], bootstrap_port=bootstrap_port)
-        async with _site(EngineApp(taken, lm, service, adapters).application(), listener):
+        async with _site(EngineApp(taken, lm, service, adapters, Grammars(lm)).application(), listener):
             on_listening(taken)
             await stopped.wait()
             service.inflight.abort_all()

@@ -30,16 +30,8 @@ UNSUPPORTED = (
     "session_params",
     "custom_logit_processor",
 )
-UNSUPPORTED_SAMPLING = (
-    "stop_regex",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "beam_width",
-    "watermark",
-    "choice",
-)
+UNSUPPORTED_SAMPLING = ("stop_regex", "structural_tag", "beam_width", "watermark", "choice")
+GRAMMARS = ("json_schema", "regex", "ebnf")
 IGNORED_SAMPLING = ("spaces_between_special_tokens", "custom_params")  # of the latter `drafts` is read
 
 
@@ -55,7 +47,8 @@ class ContractViolation(InvalidRequest):
 class SamplingParams:
     """One request's sampling. `max_new_tokens` None means: up to the context length.
 
-    `drafts` are texts that its output may repeat, besides its prompt; None asks for no drafts.
+    `drafts` are texts that its output may repeat, besides its prompt; None asks for no drafts. `grammar` is what its
+    output must follow: the kind, and the text.
     """
 
     max_new_tokens: int | None = 128
@@ -76,6 +69,7 @@ class SamplingParams:
     sampling_seed: int | None = None
     stream_interval: int = 1
     drafts: tuple[tuple[int, ...], ...] | None = None
+    grammar: tuple[str, str] | None = None
 
     @property
     def greedy(self) -> bool:
@@ -85,7 +79,7 @@ class SamplingParams:
     def shapes_logits(self) -> bool:
         """Whether the logits must be changed before temperature and truncation."""
         penalised = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
-        return bool(penalised or self.logit_bias or self.min_new_tokens)
+        return bool(penalised or self.logit_bias or self.min_new_tokens or self.grammar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +165,7 @@ _SAMPLING_FIELDS = {
     **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _NUMBER),
     **dict.fromkeys(("ignore_eos", "skip_special_tokens", "no_stop_trim"), _FLAG),
+    **dict.fromkeys(GRAMMARS, _TEXT),
     "stop": _TEXTS,
     "stop_token_ids": _INTEGERS,
     "logit_bias": _BIAS,
@@ -305,7 +300,12 @@ def parse_sampling_params(raw: Mapping[str, Any], vocab_size: int) -> SamplingPa
 
 def _normal(given: dict[str, Any]) -> dict[str, Any]:
     stop = given.get("stop", ())
+    grammars = [(kind, given.pop(kind)) for kind in GRAMMARS if kind in given]
+    if len(grammars) > 1 or (grammars and given.get("min_new_tokens")):
+        others = [kind for kind, _ in grammars[1:]] or ["min_new_tokens"]
+        raise InvalidRequest(f"{grammars[0][0]} cannot go with {others[0]} here.", remedy="Send only one of them.")
     normal = {
+        "grammar": grammars[0] if grammars else None,
         "stop": tuple(each for each in ([stop] if isinstance(stop, str) else stop) if each),
         "stop_token_ids": frozenset(given.get("stop_token_ids", ())),
         "logit_bias": {int(token): float(bias) for token, bias in given.get("logit_bias", {}).items()},

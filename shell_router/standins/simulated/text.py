@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from shell_router.core.engine import NO_OPTIONS
 from shell_router.core.predictors import TokenStates
 from shell_router.errors import ConfigError
 from shell_router.standins.simulated.processor import Processor
@@ -74,7 +75,9 @@ class SimulatedTokenizer:
             pieces.pop()
         return list(map(_IDS.__getitem__, pieces))
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), options: Mapping[str, Any] = NO_OPTIONS
+    ) -> str:
         """The layout of ChatML."""
         turns = (f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
         return "".join(turns) + "<|im_start|>assistant\n"

@@ -33,6 +33,15 @@ def test_text_parts_are_joined_and_developer_counts_as_system() -> None:
     )
 
 
+TOOL, CLASHING = (
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "$defs": {"city": {"type": kind}}}},
+    }
+    for name, kind in (("look", "string"), ("walk", "integer"))
+)
+
+
 @pytest.mark.parametrize(
     ("fields", "at"),
     [
@@ -44,7 +53,9 @@ def test_text_parts_are_joined_and_developer_counts_as_system() -> None:
         ({"messages": "Hello"}, "messages"),
         ({"messages": ["Hello"]}, "messages[0]"),
         ({"messages": [{"content": "Hello"}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "Hello"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "Hello"}]}, "messages[0].tool_call_id"),
+        ({"messages": [USER, {"role": "tool", "content": "Hello", "tool_call_id": "c"}]}, "messages[1].tool_call_id"),
+        ({"messages": [{"role": "function", "content": "Hello"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [USER, {"role": "assistant", "content": "Hi"}]}, "messages[1].role"),
@@ -56,7 +67,11 @@ def test_text_parts_are_joined_and_developer_counts_as_system() -> None:
         ({"stream_options": True}, "stream_options"),
         ({"stream_options": {"include_usage": "x"}}, "stream_options.include_usage"),
         ({"n": 2}, "n"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [TOOL], "regex": "a"}, "tools"),
+        ({"tools": [CLASHING, TOOL], "tool_choice": "required"}, "tools[1].function.parameters.$defs.city"),
+        ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
+        ({"max_thinking_tokens": 0}, "max_thinking_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"logprobs": True}, "logprobs"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from shell_router.standins.embedded.adapters import Adapter, LoadedAdapters
 from shell_router.standins.embedded.app import EngineApp
+from shell_router.standins.embedded.grammar import Grammars
 from shell_router.standins.embedded.output import Piece
 from shell_router.standins.embedded.service import Inflight, InflightRequests, Loads
 from shell_router.standins.embedded.settings import EmbeddedSettings, ServerSettings
@@ -58,7 +59,7 @@ async def test_a_client_that_leaves_its_stream_ends_the_work_and_is_no_error(
     lm = SimpleNamespace(context_length=1000, vocab_size=300, tokenizer=TOKENIZER)
     settings = ServerSettings(EmbeddedSettings("unused"), "decode")
     adapters = LoadedAdapters(0, no_adapters, service.forget)
-    app = EngineApp(settings, lm, service, adapters).application()  # type: ignore[arg-type]
+    app = EngineApp(settings, lm, service, adapters, Grammars(lm)).application()  # type: ignore[arg-type]
     runner = web.AppRunner(app, handler_cancellation=cancels)
     await runner.setup()
     try:

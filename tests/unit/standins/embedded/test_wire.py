@@ -75,7 +75,10 @@ def test_a_single_stop_string_is_a_list_of_one() -> None:
         {"custom_params": {"drafts": [[49, 50]]}},
         {"custom_params": {"drafts": [[]] * 17}},
         {"custom_params": {"drafts": [[1] * 8193]}},
-        {"json_schema": "{}"},
+        {"json_schema": {}},
+        {"json_schema": "{}", "regex": "a"},
+        {"json_schema": "{}", "min_new_tokens": 1},
+        {"structural_tag": "{}"},
         {"no_such_field": 1},
     ],
 )

@@ -1,0 +1,113 @@
+"""Marks in models' outputs: around their thinking, which is separated from their answers, and before calls of tools."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """The texts around a model's thinking. With `always` a model thinks first even where it writes no `start`."""
+
+    start: str = "<think>"
+    end: str = "</think>"
+    always: bool = False
+
+
+_OPTIONAL, _ALWAYS = ReasoningMarks(), ReasoningMarks(always=True)
+REASONING_PARSERS: Mapping[str, ReasoningMarks] = {
+    "deepseek-r1": _ALWAYS,
+    "deepseek-v3": _OPTIONAL,
+    "glm45": _OPTIONAL,
+    "interns1": _OPTIONAL,
+    "kimi": ReasoningMarks("◁think▷", "◁/think▷"),
+    "kimi_k2": _OPTIONAL,
+    "mimo": _OPTIONAL,
+    "minimax": _ALWAYS,
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+    "nemotron_3": _OPTIONAL,
+    "qwen3": _OPTIONAL,
+    "qwen3-thinking": _ALWAYS,
+    "step3": _ALWAYS,
+}
+"""By SGLang's names of `--reasoning-parser`, those whose thinking stands between two texts."""
+
+
+CALL_MARKS: Mapping[str, str] = {"hermes": "<tool_call>", "qwen": "<tool_call>", "qwen25": "<tool_call>"}
+"""What begins a call, by SGLang's names of `--tool-call-parser`: those whose calls are JSON between two such marks."""
+
+
+class ReasoningSplit:
+    """Separates one output's thinking from its answer; the same however the output is cut into pieces.
+
+    `prompt_end` is the end of the prompt's text: templates may write a mark there themselves. White space at the
+    beginning of either is dropped, as are the marks. `thought` is all that was written up to the end mark.
+    """
+
+    def __init__(self, marks: ReasoningMarks, prompt_end: str) -> None:
+        self._marks = marks
+        self._held = ""
+        self._pieces: list[str] = []
+        self._begun = False  # something other than white space has come since the stage began
+        before = prompt_end.rstrip()
+        self.stage: Literal["start", "thinking", "answer"] = "start"
+        if before.endswith(marks.start):
+            self.stage = "thinking"
+        elif before.endswith(marks.end):
+            self.stage = "answer"
+
+    @property
+    def thought(self) -> str:
+        """The thinking as it was written, a start mark included and the end mark not."""
+        return "".join(self._pieces)
+
+    @property
+    def passes(self) -> bool:
+        """Whether all that comes from now on is answer, as it comes."""
+        return self.stage == "answer" and self._begun
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """What became certain with `text`: thinking, then answer."""
+        text, self._held = self._held + text, ""
+        if self.stage == "start":
+            text = self._start(text)
+        if self.stage != "thinking":
+            return "", self._stripped(text)
+        at = text.find(self._marks.end)
+        if at >= 0:
+            thinking, self.stage = self._thinking(text[:at]), "answer"
+            self._begun = False
+            return thinking, self._stripped(text[at + len(self._marks.end) :])
+        kept = next(n for n in range(len(self._marks.end) - 1, -1, -1) if text.endswith(self._marks.end[:n]))
+        self._held = text[len(text) - kept :]
+        return self._thinking(text[: len(text) - kept]), ""
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back when the output ends: thinking, then answer."""
+        held, self._held = self._held, ""
+        if self.stage == "start":
+            self.stage = "thinking" if self._marks.always else "answer"
+        return (self._thinking(held), "") if self.stage == "thinking" else ("", self._stripped(held))
+
+    def _start(self, text: str) -> str:
+        """Decide whether thinking comes first; the text behind a start mark."""
+        begun, start = text.lstrip(), self._marks.start
+        if begun.startswith(start):
+            self.stage = "thinking"
+            self._pieces.append(start)
+            return begun[len(start) :]
+        if start.startswith(begun):
+            self._held = text
+            return ""
+        self.stage = "thinking" if self._marks.always else "answer"
+        return text
+
+    def _thinking(self, text: str) -> str:
+        self._pieces.append(text)
+        return self._stripped(text)
+
+    def _stripped(self, text: str) -> str:
+        if not self._begun:
+            text = text.lstrip()
+            self._begun = bool(text)
+        return text

@@ -1,0 +1,87 @@
+"""Tool calls in an agent's output: held back while it is written, read when it has ended."""
+
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from shell_router.core.engine import value
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@value
+class ToolOffer:
+    """The function `tools` that the agent which answers may call, as chat templates take them.
+
+    With `must_call` its sampling constrains the output to a JSON array of calls. Unless `parallel`, one call is taken.
+    """
+
+    tools: tuple[Mapping[str, Any], ...]
+    must_call: bool = False
+    parallel: bool = True
+
+
+@value
+class ToolCall:
+    """A call of a function; `arguments` are a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class CallReader:
+    """Gives an answer's text up to its first call. Without a `mark` all of it may be calls."""
+
+    def __init__(self, offer: ToolOffer, mark: str) -> None:
+        self._offer = offer
+        self._mark = mark
+        self._held = ""
+        self._calling = not mark
+
+    def feed(self, text: str) -> str:
+        """What is certainly no call of all that has come."""
+        self._held += text
+        if self._calling:
+            return ""
+        at = self._held.find(self._mark)
+        if at < 0:
+            sizes = range(len(self._mark) - 1, -1, -1)
+            at = len(self._held) - next(size for size in sizes if self._held.endswith(self._mark[:size]))
+        else:
+            self._calling = True
+        shown, self._held = self._held[:at], self._held[at:]
+        return shown
+
+    def finish(self) -> tuple[str, tuple[ToolCall, ...]]:
+        """The calls of the ended output, or else the text that was held back."""
+        found = _listed(self._held) if self._offer.must_call else [_loaded(one) for one in _CALL.findall(self._held)]
+        known = {tool["function"]["name"] for tool in self._offer.tools}
+        calls = [call for one in found if (call := _call(one)) is not None and call.name in known]
+        if not calls:
+            return self._held, ()
+        return "", tuple(calls if self._offer.parallel else calls[:1])
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _listed(text: str) -> list[Any]:
+    found = _loaded(text)
+    return found if isinstance(found, list) else []
+
+
+def _call(found: Any) -> ToolCall | None:
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return None
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", found["name"], orjson.dumps(arguments).decode())

@@ -1,0 +1,103 @@
+"""Tools of a graph's root: what prompts hold, and which part of an output is a call."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shell_router.core.events import AgentTokens
+from shell_router.early_exit import EarlyExit
+from shell_router.errors import InvalidField
+from shell_router.moa import Answer, MoaRequest, ToolOffer
+from shell_router.moa.calls import CallReader
+from shell_router.topology import Agent, Cluster, Prompt, Topology
+from tests.fakes.moa import Recorder, ScriptedMoa
+from tests.fakes.scripted_engine import Script
+
+TOOLS = tuple({"type": "function", "function": {"name": name}} for name in ("weather", "time"))
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+OTHER = '<tool_call>{"name": "time", "arguments": {}}'
+TREE = Topology(
+    "tree",
+    {
+        "left": Agent("left", "small"),
+        "right": Agent("right", "medium"),
+        "root": Agent("root", "large", ("left", "right"), Prompt(suffix=" Sum up.")),
+    },
+)
+TALK: tuple[dict[str, Any], ...] = (
+    {"role": "user", "content": "How is it?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}],
+    },
+    {"role": "tool", "content": "rain", "tool_call_id": "c"},
+    {"role": "tool", "content": "wind", "tool_call_id": "c"},
+)
+
+
+def read(text: str, step: int, *, must_call: bool = False, parallel: bool = True) -> tuple[str, list[tuple[str, str]]]:
+    reader = CallReader(ToolOffer(TOOLS, must_call, parallel), "" if must_call else "<tool_call>")
+    shown = "".join(reader.feed(text[at : at + step]) for at in range(0, len(text), step))
+    rest, calls = reader.finish()
+    return shown + rest, [(call.name, call.arguments) for call in calls]
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_calls_are_read_however_the_output_is_cut(step: int) -> None:
+    weather, time = ("weather", '{"city":"Bonn"}'), ("time", "{}")
+    assert read(f"Let me <tool look.\n{CALL}\n{OTHER}", step) == ("Let me <tool look.\n", [weather, time])
+    assert read(f"{CALL}{OTHER}", step, parallel=False) == ("", [weather])
+    assert read("a <tool_cal", step) == ("a <tool_cal", [])
+    for broken in ('<tool_call>{"name": "weather", "arg', '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'):
+        assert read(f"So {broken}", step) == (f"So {broken}", [])
+    listed = '[{"name": "weather", "parameters": {"city": "Bonn"}}, {"name": "time", "parameters": {}}]'
+    assert read(listed, step, must_call=True) == ("", [weather, time])
+    assert read(listed[:-5], step, must_call=True) == (listed[:-5], [])
+
+
+async def ask(moa: ScriptedMoa, topology: Topology = TREE, events: Recorder | None = None, **request: Any) -> Answer:
+    asked = {"messages": TALK[:1], "offer": ToolOffer(TOOLS), **request}
+    return await moa.executor.run(topology, MoaRequest("r", "t", **asked), (events or Recorder()).emit)
+
+
+async def test_the_root_alone_is_offered_tools_and_its_call_is_no_text() -> None:
+    moa, events = ScriptedMoa({"root": Script(f"I look. {CALL}", piece_words=1)}, call_mark="<tool_call>"), Recorder()
+    answer = await ask(moa, events=events)
+    assert moa.prompt_of("left") == "<user>How is it?<assistant>"
+    assert moa.prompt_of("root").startswith("<tool weather><tool time><user>How is it?")
+    assert (answer.text, [call.name for call in answer.calls]) == ("I look. ", ["weather"])
+    streamed = "".join(event.text for event in events.of(AgentTokens) if event.agent == "root")
+    assert streamed == answer.text
+
+
+async def test_the_conversation_goes_on_with_the_results() -> None:
+    """The root gets them as they are; the others, whose templates may know no tools, as text."""
+    moa = ScriptedMoa({"left": "L", "right": "R"}, call_mark="<tool_call>")
+    await ask(moa, messages=TALK)
+    called = '<assistant>I call weather with {"city": "Bonn"}'
+    returned = "<user>weather returned: rain\nweather returned: wind<assistant>"
+    assert moa.prompt_of("left") == f"<user>How is it?{called}{returned}"
+    assert moa.prompt_of("root").endswith("<user>How is it?LR Sum up.<assistant><tool>rain<tool>wind<assistant>")
+
+
+async def test_agreement_is_not_forwarded_past_an_agent_with_tools() -> None:
+    early = EarlyExit(policy="in_flight", skip_aggregation=True)
+    topology = replace(TREE, clusters=(Cluster("leaves", ("left", "right"), early),))
+    moa = ScriptedMoa({"left": "The answer is 7.", "right": "The answer is 7.", "root": CALL}, call_mark="<tool_call>")
+    answer = await ask(moa, topology)
+    assert answer.calls and answer.agents["root"].state == "finished"
+    without = await ask(moa, topology, offer=None)
+    assert without.agents["root"].state == "skipped", "the leaves agree"
+
+
+async def test_what_cannot_call_tools_is_refused() -> None:
+    with pytest.raises(InvalidField, match=r"models\.large\.tool_call_parser"):
+        await ask(ScriptedMoa())
+    vote = replace(TREE.root, votes=True, model="vote")
+    with pytest.raises(InvalidField, match="votes"):
+        await ask(ScriptedMoa(call_mark="<tool_call>"), replace(TREE, agents={**TREE.agents, "root": vote}))
+    moa = ScriptedMoa({"root": '[{"name": "time", "parameters": {}}]'})
+    answer = await ask(moa, offer=ToolOffer(TOOLS, must_call=True))
+    assert [call.name for call in answer.calls] == ["time"], "a constrained output needs no parser"
