@@ -11,7 +11,6 @@ from aiohttp import web
 from shell_router.api.admission import DRAIN
 from shell_router.api.agents import (
     MARKER,
-    holds_marker,
     identifier,
     marker_of,
     read_prefill,
@@ -48,11 +47,6 @@ def read_wish(body: Fields, headers: Mapping[str, str]) -> tuple[str | None, boo
     if is_lazy and program is None:
         raise body.refuse("program", "is missing", "A lazy answer needs one: name it with an id of your own per run.")
     return program, is_lazy
-
-
-def has_markers(messages: Sequence[Mapping[str, str]]) -> bool:
-    """Whether there is a marker in them, whole or altered."""
-    return any(holds_marker(turn["content"]) for turn in messages)
 
 
 @value
