@@ -67,10 +67,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would make the answer another one and that are not served, with the values that ask for nothing."""
 
-KNOWN = frozenset({*INERT, *REFUSED, *SAMPLING, "lazy", "prefill", "program"})
-
 PROMPTING = TOOL_FIELDS | {"chat_template_kwargs", "max_thinking_tokens", "prediction"}
 """Fields with which a request changes the prompt, or what of the output is the answer."""
+
+KNOWN = frozenset({*INERT, *REFUSED, *SAMPLING, *PROMPTING, *BRINGING, "lazy", "prefill", "program"})
 
 
 @value
