@@ -69,17 +69,18 @@ async def _watch(config: Config, topologies: LiveTopologies, seen: Contents, met
             await _reload(config, topologies, metrics)
 
     while True:
-        places = _places(config)
-        changes = awatch(
-            *places,
-            watch_filter=None,
-            debounce=200,
-            rust_timeout=int(look_s * 1000),
-            yield_on_timeout=True,
-            recursive=False,
-        )
         try:
+            places = _places(config)
+            changes = awatch(
+                *places,
+                watch_filter=None,
+                debounce=200,
+                rust_timeout=int(look_s * 1000),
+                yield_on_timeout=True,
+                recursive=False,
+            )
             async with aclosing(changes):
+                await look()
                 async for _ in changes:
                     await look()
                     if places != _places(config):
@@ -87,7 +88,6 @@ async def _watch(config: Config, topologies: LiveTopologies, seen: Contents, met
         except (OSError, RuntimeError) as error:
             log.warning("topology files cannot be watched, and are read again in %g s: %s", look_s, error)
             await asyncio.sleep(look_s)
-            await look()
 
 
 def _places(config: Config) -> set[Path]:

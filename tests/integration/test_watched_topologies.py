@@ -1,5 +1,6 @@
 """Topology files that change while the router runs."""
 
+import errno
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -117,3 +118,36 @@ async def test_nothing_is_watched_where_the_deployment_says_so(tmp_path: Path) -
         write(tmp_path, "two")
         assert await running.topologies.reload(lambda: sorted(tmp_path.glob("*.yaml"))) == []
         assert set(running.topologies) == {"one", "two"}
+
+
+class UnsteadyFolder(type(Path())):  # type: ignore[misc]
+    """A folder on a share that is not there for a while."""
+
+    is_away = False
+
+    def is_dir(self) -> bool:
+        self._require_there()
+        return bool(super().is_dir())
+
+    def exists(self) -> bool:
+        self._require_there()
+        return bool(super().exists())
+
+    def _require_there(self) -> None:
+        if UnsteadyFolder.is_away:
+            raise OSError(errno.EIO, "Input/output error")
+
+
+async def test_a_folder_that_cannot_be_read_for_a_while_is_watched_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "one")
+    async with watching(UnsteadyFolder(tmp_path)) as running:
+        UnsteadyFolder.is_away = True
+        try:
+            await until(lambda: caplog.text.count("cannot be watched") >= 2)
+        finally:
+            UnsteadyFolder.is_away = False
+        assert set(running.topologies) == {"one"}
+        write(tmp_path, "two")
+        await until(lambda: "two" in running.topologies)
