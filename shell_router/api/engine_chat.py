@@ -5,7 +5,7 @@ client sent it, and the answer comes back as it is.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
@@ -51,6 +51,9 @@ NOT_FORWARDED: dict[str, tuple[Any, ...]] = {
     "prediction": (),
 }
 
+READ_HERE = frozenset({"lazy", "prefill", "program", "prompt_cache_options"})
+"""Fields that a chat may have wherever it is answered, and that mean nothing to engines."""
+
 
 def asks_engine(body: Fields) -> bool:
     """Whether the body asks for something that only an engine's own chats do."""
@@ -81,7 +84,7 @@ def read_engine_chat(body: Fields, model: str, chat: ChatServing) -> list[bytes]
     _check_messages(body)
     read_sampling(body)
     _check_values(body)
-    bodies = _each_choice(body, model)
+    bodies = _each_choice(body, model, {}, {*NOT_FORWARDED, *READ_HERE})
     body.check_spelling({*ENGINE_FIELDS, *NOT_FORWARDED, *SAMPLING})
     return bodies
 
@@ -128,7 +131,7 @@ def _checked(message: Fields) -> dict[str, Any]:
 
 def read_completion(body: Fields, model: str) -> list[bytes]:
     """The bodies of /v1/completions to send, one for each of the `n` choices. Raises InvalidField."""
-    prompt = body.raw("prompt")
+    prompt = _one_prompt(body.raw("prompt"))
     ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
     if not ids and not (isinstance(prompt, str) and prompt):
         raise body.refuse("prompt", "must be a string or an array of token ids", "Send a request for each prompt.")
@@ -140,9 +143,14 @@ def read_completion(body: Fields, model: str) -> list[bytes]:
     body.flag("stream")
     for name in ("logit_bias", "stream_options"):
         body.object(name)
-    bodies = _each_choice(body, model)
-    body.check_spelling(SAMPLING)
+    bodies = _each_choice(body, model, {"prompt": prompt}, NOT_COMPLETED)
+    body.check_spelling({*SAMPLING, *NOT_COMPLETED})
     return bodies
+
+
+def _one_prompt(given: Any) -> Any:
+    """The prompt of a list that holds one, as LangChain and lm-eval send it."""
+    return given[0] if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list) else given
 
 
 NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
@@ -154,10 +162,14 @@ NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _each_choice(body: Fields, model: str) -> list[bytes]:
-    """A body for each choice: a pair answers a request once. Seeds follow each other, or all would be the same."""
+def _each_choice(body: Fields, model: str, own: Mapping[str, Any], left_out: Collection[str]) -> list[bytes]:
+    """A body for each choice: a pair answers a request once. Seeds follow each other, or all would be the same.
+
+    `own` fields are put in; those that are `left_out` ask for nothing.
+    """
     choices, rid = body.integer("n", 1, MAX_CHOICES) or 1, body.text("rid")
-    whole = body.as_dict() | {"model": model}
+    whole = {name: said for name, said in body.as_dict().items() if said is not None and name not in left_out}
+    whole |= {**own, "model": model}
     if choices == 1:
         return [orjson.dumps(whole)]
     if rid is not None:

@@ -64,6 +64,17 @@ async def test_a_stream_of_calls_passes_and_unknown_fields_go_on_to_the_engine()
         assert at.decode.sent[0][1]["return_token_ids"] is True
 
 
+async def test_fields_that_ask_for_nothing_or_are_the_routers_are_not_refused_and_not_sent() -> None:
+    nothing = {
+        **{"include_agents": False, "best_of": 1, "echo": False, "function_call": "auto", "modalities": ["text"]},
+        **{"lazy": False, "program": "p", "prefill": {}, "prompt_cache_options": {}, "rid": None, "stop": None},
+    }
+    async with served_chats() as (_, at, served):
+        status, body = await served.post("/v1/chat/completions", asked(tools=[WEATHER]) | nothing)
+        assert status == 200, body
+        assert not nothing.keys() - {"rid"} & at.decode.sent[0][1].keys()
+
+
 async def test_a_chat_without_such_fields_is_the_routers_own() -> None:
     async with served_chats() as (ai, at, served):
         answer = await ai.chat.completions.create(**asked(tools=[], n=1))
@@ -154,6 +165,11 @@ async def test_a_prompt_is_completed_as_it_is() -> None:
             ("/v1/completions", "Once"),
             ("/v1/completions", [1, 2, 3]),
         ]
+        for listed in (["Once"], [[1, 2, 3]]):  # as LangChain and lm-eval send one
+            status, _ = await served.post(
+                "/v1/completions", {"model": "small", "prompt": listed, "best_of": 1, "echo": False}
+            )
+            assert (status, at.decode.sent[-1][1]["prompt"]) == (200, listed[0])
         sent = len(at.decode.sent)
         for fields, param in (
             ({"prompt": ""}, "prompt"),
