@@ -21,6 +21,11 @@ VARIABLE = "SHELL_ROUTER_CPU_ATTENTION"
 DRAFTS = "SHELL_ROUTER_DRAFTS"
 LAYERS = "sglang.srt.layers"
 BACKEND = f"{LAYERS}.attention.torch_native_backend.TorchNativeAttnBackend"
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+LOADERS = (
+    *("update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"),
+    *("receive_weights_from_distributed", "load_weights_from_distributed"),
+)
 FEW_ROWS = 4
 """Weights reordered for so many rows are the fastest ones from 1 row to 16, and no slower with hundreds."""
 
@@ -34,6 +39,7 @@ def register() -> None:
         f"{LAYERS}.quantization.unquant.UnquantizedEmbeddingMethod.apply": multiply,
         f"{LAYERS}.logits_processor.should_apply_lm_head_quant_method": multiply_logits,
         f"{BACKEND}._run_sdpa_forward_decode": decode,
+        **{f"{UPDATER}.{loader}": load_anew for loader in LOADERS},
     }
     drafts = os.environ.get(DRAFTS, "0") not in ("", "0")
     if drafts or os.environ.get(VARIABLE) == "new-tokens":
@@ -51,11 +57,23 @@ def multiply(linear: Callable[..., Any], method: Any, layer: Any, rows: Any, bia
     weight = layer.weight
     if not weight.dtype == rows.dtype == torch.float32 or not rows.numel():
         return linear(method, layer, rows, bias)
-    state = (weight.data_ptr(), weight._version)  # another one once weights are loaded anew
+    state = (weight.data_ptr(), weight._version, _loads[0])
     if getattr(layer, "reordered_state", None) != state:
         layer.reordered = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEW_ROWS)
         layer.reordered_state = state
     return torch.ops.mkldnn._linear_pointwise(rows, layer.reordered, bias, "none", [], "")
+
+
+def load_anew(load: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Around what loads weights into a model that runs: through `.data`, which counts no version of the weights."""
+    try:
+        return load(*given, **named)
+    finally:
+        _loads[0] += 1
+
+
+_loads = [0]
+"""How often that was."""
 
 
 def multiply_logits(applies: Callable[..., bool], lm_head: Any, quant_method: Any) -> bool:

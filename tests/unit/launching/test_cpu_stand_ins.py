@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from launch.sglang_cpu.stand_in import sgl_kernel
-from launch.sglang_cpu.stand_in.cpu_kernels import attend_from_new_tokens, decode, multiply, verify
+from launch.sglang_cpu.stand_in.cpu_kernels import attend_from_new_tokens, decode, load_anew, multiply, verify
 from launch.sglang_cpu.stand_in.sgl_kernel.speculative import reconstruct_indices_from_tree_mask
 
 ROWS, BEGINS, ENDS = torch.tensor([2, 0]), torch.tensor([1, 3]), torch.tensor([3, 6])
@@ -129,7 +129,7 @@ def test_reordered_weights_give_the_same_products_also_after_they_are_loaded_ane
     for _ in range(2):
         products = multiply(no_other_kernel, None, layer, rows, layer.bias)
         assert torch.allclose(products, layer(rows), atol=1e-5)
-        layer.weight.copy_(torch.randn(40, 24))
+        load_anew(layer.weight.data.copy_, torch.randn(40, 24))  # as SGLang's loaders
 
 
 def no_other_kernel(*_: Any) -> Any:
