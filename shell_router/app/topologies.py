@@ -74,7 +74,8 @@ async def _watch(config: Config, topologies: LiveTopologies, seen: Contents, met
             changes = awatch(
                 *places,
                 watch_filter=None,
-                debounce=200,
+                debounce=int(look_s * 40),
+                step=int(look_s * 10),
                 rust_timeout=int(look_s * 1000),
                 yield_on_timeout=True,
                 recursive=False,

@@ -19,9 +19,9 @@ MODELS = {"small": ModelSettings(Path("small"))}
 
 
 def write(folder: Path, name: str, model: str = "small", description: str = "") -> Path:
-    file = folder / f"{name}.yaml"
-    file.write_text(f"description: '{description}'\nagents: {{a: {{model: {model}}}}}\n", encoding="utf-8")
-    return file
+    file, new = folder / f"{name}.yaml", folder / f"{name}.new"
+    new.write_text(f"description: '{description}'\nagents: {{a: {{model: {model}}}}}\n", encoding="utf-8")
+    return new.replace(file)  # or half of it might be read
 
 
 class Watched:
