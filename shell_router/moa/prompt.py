@@ -77,7 +77,8 @@ def render(
     """
     parts = [part for message in messages if isinstance(message, Message) for part in message.parts]
     slots = [part for part in parts if isinstance(part, Slot)]
-    others = [json.dumps(one, ensure_ascii=False) for one in (*messages, *tools) if not isinstance(one, Message)]
+    whole = [*(one for one in messages if not isinstance(one, Message)), *tools, *([options] if options else [])]
+    others = [json.dumps(one, ensure_ascii=False) for one in whole]
     mark = _unused_mark([*others, *(part for part in parts if isinstance(part, str))])
     numbers = iter(range(len(slots)))
     chat = [

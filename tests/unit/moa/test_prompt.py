@@ -84,6 +84,12 @@ def test_text_that_looks_like_a_hole_stays_text() -> None:
     assert render(WordTokenizer(), [Message("user", (sly, slot))]) == (f"<user>{sly}", slot, "<assistant>")
 
 
+def test_a_template_option_that_looks_like_a_hole_stays_text() -> None:
+    sly, slot = "\ue0000\ue001", Slot("a")
+    found = render(WordTokenizer(), [Message("user", (slot,))], {"note": sly})
+    assert found == (f"<note={sly}><user>", slot, "<assistant>")
+
+
 def test_a_mark_is_found_in_one_look_however_many_texts_hold_one() -> None:
     sly, slot = "".join(f"\ue000{number}\ue001" for number in range(50_000)), Slot("a")
     assert render(WordTokenizer(), [Message("user", (sly, slot))]) == (f"<user>{sly}", slot, "<assistant>")
