@@ -22,7 +22,7 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
-from shell_router.api.lazy import agent_of, filled, has_markers, program_read, read_wish, split
+from shell_router.api.lazy import agent_of, filled, has_markers, program_read, read_wish, refuse_tools, split
 from shell_router.api.models import Targets
 from shell_router.api.native import engine_of, forwarded
 from shell_router.api.observed import Observed
@@ -297,6 +297,7 @@ async def answer_chat(request: Request, body: Fields, translation: Translation |
     chats = request.app[CHATS]
     chat, graph, target, model = await chats.read(body, request[TENANT])
     if lazy or has_markers(chat.messages):
+        refuse_tools(body, chat, lazy=lazy)
         parts = split(chat.messages)
         program = program_read(chats.services.programs, chat.tenant, parts.reads, program)
         if graph.name in (*chats.services.models, AUTO) and not body.given(BRINGING):

@@ -5,7 +5,9 @@ framework that knows nothing of the router overlaps its agents as a topology doe
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import orjson
 from aiohttp import web
 
 from shell_router.api.admission import DRAIN
@@ -50,9 +52,23 @@ def read_wish(body: Fields, headers: Mapping[str, str]) -> tuple[str | None, boo
     return program, is_lazy
 
 
-def has_markers(messages: Sequence[Mapping[str, str]]) -> bool:
+def has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there is a marker in them, whole or altered."""
-    return any(holds_marker(turn["content"]) for turn in messages)
+    return any(holds_marker(turn["content"]) or _marked_elsewhere(turn) for turn in messages)
+
+
+def _marked_elsewhere(turn: Mapping[str, Any]) -> bool:
+    """Whether a marker is in the message's calls of tools, or in its thinking."""
+    return len(turn) > len(("role", "content")) and holds_marker(orjson.dumps(turn).decode())
+
+
+def refuse_tools(body: Fields, chat: MoaRequest, *, lazy: bool) -> None:
+    """Raise InvalidField where a lazy chat, or one with markers, has tools: code reads calls and their results."""
+    if chat.offer is not None or any("tool_calls" in turn or "tool_call_id" in turn for turn in chat.messages):
+        if lazy:
+            raise body.refuse("lazy", "cannot go with tools, nor with their calls and results", "Ask without it.")
+        remedy = "First get the text from GET /v1/agent/outputs/{marker}."
+        raise body.refuse("messages", "hold a lazy answer's marker, which cannot go with tools", remedy)
 
 
 @value
@@ -63,8 +79,13 @@ class SplitChat:
     reads: tuple[str, ...]
 
 
-def split(messages: Sequence[Mapping[str, str]]) -> SplitChat:
-    """Raises InvalidField for altered markers."""
+def split(messages: Sequence[Mapping[str, Any]]) -> SplitChat:
+    """Raises InvalidField for altered markers, and for those outside of contents."""
+    for at, turn in enumerate(messages):
+        if not holds_marker(turn["content"]) and _marked_elsewhere(turn):
+            where = f"messages[{at}]"
+            remedy = "Send the text that it stands for."
+            raise InvalidField(f"{where} holds a marker outside of its content.", field=where, remedy=remedy)
     said = tuple(
         (turn["role"], split_text(turn["content"], f"messages[{at}].content")) for at, turn in enumerate(messages)
     )

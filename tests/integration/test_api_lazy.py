@@ -1,6 +1,7 @@
 """Lazy answers over a socket: markers stand for outputs, and never reach a model."""
 
 import asyncio
+import json
 import zlib
 from typing import Any
 
@@ -112,6 +113,44 @@ async def test_a_topology_reads_lazy_answers_and_is_none() -> None:
         assert await content(served, "duo", ("user", marker)) == await content(served, "duo", ("user", first))
         status, body = await served.post(CHAT, chat(program="p", lazy=True))
         assert (status, body["error"]["param"]) == (400, "lazy")
+
+
+TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
+
+
+async def test_tools_and_markers_never_go_together() -> None:
+    def called(arguments: str, question: str = "Why?") -> list[dict[str, object]]:
+        call = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+        result = {"role": "tool", "tool_call_id": "c", "content": "Rain."}
+        return [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            result,
+        ]
+
+    moa = ScriptedMoa(call_mark="<tool_call>")
+    async with api(moa) as served:
+        marker = await content(served, "small", ("user", "Why?"), program="p", lazy=True)
+        await served.get(OUTPUTS + marker)
+        thought = [
+            {"role": "assistant", "content": "", "reasoning_content": marker},
+            {"role": "user", "content": "So?"},
+        ]
+        for engine in moa.engines.values():
+            engine.generated.clear()
+        for model in ("large", "duo"):
+            for body, param in (
+                (chat("Why?", lazy=True, program="p", tools=TOOLS), "lazy"),
+                ({"messages": called("{}"), "lazy": True, "program": "p"}, "lazy"),
+                (chat(f"So {marker}", tools=TOOLS), "messages"),
+                (chat(f"So {marker}", tools=TOOLS, tool_choice="required", stream=True), "messages"),
+                ({"messages": called("{}", f"So {marker}")}, "messages"),
+                ({"messages": called(json.dumps({"text": marker}))}, "messages"),
+                ({"messages": thought}, "messages[0]"),
+            ):
+                status, answer = await served.post(CHAT, {**body, "model": model})
+                assert (status, answer["error"]["param"]) == (400, param), answer
+        assert not any(engine.generated for engine in moa.engines.values())
 
 
 GOOD = "0123456789abcdef0123456789abcdef"
