@@ -137,6 +137,9 @@ def agent_of(
         wait_s=chat.timeout_s,
         timeout_s=chat.timeout_s,
         chat=True,
+        chat_template_kwargs=chat.chat_template_kwargs,
+        max_thinking_tokens=chat.max_thinking_tokens,
+        is_read=lazy,
     )
 
 

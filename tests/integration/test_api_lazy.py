@@ -10,6 +10,7 @@ import pytest
 
 from shell_router.api import ApiSettings
 from shell_router.core.engine import Generation
+from shell_router.core.marks import REASONING_PARSERS
 from shell_router.errors import EngineUnreachable
 from shell_router.moa import Programs
 from tests.fakes.api_server import Api, api, chat, client, until
@@ -104,6 +105,30 @@ async def test_a_reader_streams_its_own_answer_with_its_agents() -> None:
             chunks = [chunk async for chunk in stream]
             assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
             assert any(not chunk.choices for chunk in chunks) is usage  # Together's clients index every chunk's choices
+
+
+async def test_what_a_request_says_of_thinking_holds_for_lazy_answers_and_their_readers_too() -> None:
+    moa = ScriptedMoa(reasoning=REASONING_PARSERS["qwen3"])
+    for engine in moa.engines.values():
+        engine.answer = lambda _: Script("<think>hm</think> Seven.", piece_words=1)
+    options: dict[str, object] = {"chat_template_kwargs": {"style": "x"}, "max_thinking_tokens": 3, "max_tokens": 9}
+    async with api(moa) as served:
+        marker = await content(served, "small", ("user", "Why?"), program="p", lazy=True, **options)
+        assert (await served.get(OUTPUTS + marker))[1]["text"] == "Seven."
+        await content(served, "large", ("user", f"So {marker}"), **options)
+        assert moa.prompts("small")[0] == "<style=x><user>Why?<assistant>"
+        assert moa.prompts("large")[0] == "<style=x><user>So Seven.<assistant>"
+        assert [moa.engines[alias].generated[0].sampling["max_new_tokens"] for alias in ("small", "large")] == [3, 3]
+        moa.engines["large"].answer = lambda _: Script("<think>on and on", reason="length")
+        for asked in ("So Seven.", f"So {marker}"):
+            status, body = await served.post(CHAT, chat(asked, model="large"))
+            message = {"role": "assistant", "content": "", "reasoning_content": "on and on"}
+            assert status == 200 and body["choices"][0]["message"] == message
+            assert body["choices"][0]["finish_reason"] == "length"
+    async with api() as served:
+        lazy = chat(model="small", program="p", lazy=True, max_thinking_tokens=3)
+        status, body = await served.post(CHAT, lazy)
+        assert status == 400 and "reasoning_parser" in body["error"]["message"]
 
 
 async def test_a_topology_reads_lazy_answers_and_is_none() -> None:
