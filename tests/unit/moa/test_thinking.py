@@ -7,9 +7,10 @@ import pytest
 
 from shell_router.core.events import AgentErred, AgentThought
 from shell_router.core.marks import REASONING_PARSERS
+from shell_router.early_exit import EarlyExit
 from shell_router.errors import AgentFailed, InvalidRequest
 from shell_router.moa import Answer, MoaRequest
-from shell_router.topology import Agent, Prefill, Prompt, Topology
+from shell_router.topology import VOTE, Agent, Cluster, Prefill, Prompt, Topology
 from tests.fakes.moa import Recorder, ScriptedMoa
 from tests.fakes.scripted_engine import Script
 
@@ -61,6 +62,19 @@ async def test_an_agent_can_give_its_readers_all_it_wrote() -> None:
     left = replace(topology.agents["left"], readers_get="all")
     await ask(moa, replace(topology, agents={**topology.agents, "left": left}))
     assert SAID in moa.prompt_of("root")
+
+
+@pytest.mark.parametrize("votes", ["majority", None])
+async def test_an_output_that_is_forwarded_leaves_its_thinking_behind(votes: Any) -> None:
+    said, topology = "<think>hm</think>It is \\boxed{7}.", tree()
+    root = replace(topology.root, votes=votes, model=VOTE if votes else "large")
+    gate = EarlyExit("in_flight", threshold=0.6, min_completed=2, skip_aggregation=True)
+    clusters = () if votes else (Cluster("leaves", ("left", "right"), gate),)
+    topology = replace(topology, agents={**topology.agents, "root": root}, clusters=clusters)
+    answer = await ask(thinking({"left": said, "right": said}), topology)
+    assert answer.agents["root"].state == "skipped"
+    assert (answer.text, answer.reasoning) == ("It is \\boxed{7}.", "")
+    assert answer.agents["left"].reasoning_tokens > 0
 
 
 async def test_an_output_that_ends_inside_its_thinking_is_never_read() -> None:
