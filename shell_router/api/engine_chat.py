@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from shell_router.api.fields import MAX_SEED, SAMPLING, Fields, as_object, read_sampling, shown
+from shell_router.api.fields import MAX_SEED, SAMPLING, Fields, as_object, read_sampling, read_template_kwargs, shown
 from shell_router.api.tools import call_id, check_answers, read_calls, read_tools
 from shell_router.core.engine import ChatServing, Relayed
 from shell_router.engines.wire import EventSplitter
@@ -91,8 +91,9 @@ def _check_values(body: Fields) -> None:
         body.flag(flag)
     if body.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) and not body.flag("logprobs"):
         raise body.refuse("top_logprobs", "needs logprobs", "Set logprobs to true.")
-    for name in ("logit_bias", "chat_template_kwargs", "stream_options", "metadata"):
+    for name in ("logit_bias", "stream_options", "metadata"):
         body.object(name)
+    read_template_kwargs(body)
     body.raw("user")
 
 
