@@ -34,7 +34,6 @@ from shell_router.api.streaming import LiveRun, TranslatedFrames, Translation, o
 from shell_router.api.tools import ToolUse, call_id, calls_schema, check_answers, read_calls, read_tools
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
 from shell_router.core.events import AgentTokens
-from shell_router.core.sampling import check_depth
 from shell_router.moa import Answer, MoaRequest, ToolOffer
 from shell_router.topology import AUTO, Graph
 
@@ -94,7 +93,6 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default:
     options, metadata = body.object("stream_options"), body.object("metadata")
     stream, sampling, seed = body.flag("stream"), read_sampling(body), body.raw("seed")
     tools = read_tools(body)
-    check_depth(list(tools.tools), "tools")
     if constraint := next((name for name in ("json_schema", "regex", "ebnf") if name in sampling), ""):
         if tools.mode != "none":
             raise body.refuse("tools", f"cannot go with response_format or {constraint}", "Send only one of them.")

@@ -177,7 +177,7 @@ def deep(levels: int) -> dict[str, Any]:
 
 
 CALLED = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-MALFORMED: list[tuple[dict[str, Any], str]] = [
+MALFORMED: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": "weather"}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
     ({"tools": [WEATHER], "tool_choice": "weather"}, "tool_choice"),
@@ -196,6 +196,8 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "stop_token_ids": [1000]}, "stop_token_ids"),
     ({"logprobs": True, "custom_params": {"__sglang": 1}}, "custom_params"),
     ({"chat_template_kwargs": deep(70)}, "chat_template_kwargs"),
+    ({"logprobs": True, "extra": deep(300)}, None),
+    ({"n": 2, "extra": deep(300)}, None),
     ({"n": 17}, "n"),
     ({"n": 0}, "n"),
     ({"n": 2, "temperature": 3}, "temperature"),
