@@ -98,8 +98,13 @@ async def plan_run(
         expected[agent.id] = agent.model, float(sampling[agent.id]["max_new_tokens"]) if tokens is None else tokens
 
     async def instead(agent: str, attempt: int) -> AgentTask:
-        asked = topology.with_models({agent: topology.agents[agent].fallbacks[attempt]})
-        task = _tasks(asked, request, models, sampling, hints, chooser.estimates, {}, held_out)[agent]
+        model = topology.agents[agent].fallbacks[attempt]
+        asked, limit = topology.with_models({agent: model}), request.max_thinking_tokens
+        if models[model].reasoning is None:  # the limit was the failed model's
+            unlimited = replace(asked.agents[agent], max_thinking_tokens=None)
+            asked, limit = replace(asked, agents={**asked.agents, agent: unlimited}), None
+        wanted = replace(request, max_thinking_tokens=limit)
+        task = _tasks(asked, wanted, models, sampling, hints, chooser.estimates, {}, held_out)[agent]
         await check_known(task)
         # engines abort whatever begins with the id of the attempt before
         return replace(task, rid=f"{request.id}.{len(topology.agents) + attempt}.{agent}")
