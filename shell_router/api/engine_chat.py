@@ -42,6 +42,7 @@ CHOSEN_HERE: dict[str, tuple[Any, ...]] = dict.fromkeys(
 NOT_FORWARDED: dict[str, tuple[Any, ...]] = {
     **CHOSEN_HERE,
     "include_agents": (False,),
+    "max_thinking_tokens": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

@@ -204,6 +204,7 @@ MALFORMED: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 2, "max_tokens": 0}, "max_tokens"),
     ({"n": 2, "functions": [{}]}, "functions"),
     ({"n": 2, "include_agents": True}, "include_agents"),
+    ({"n": 2, "max_thinking_tokens": 100}, "max_thinking_tokens"),
     ({"n": 2, "top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": "yes"}, "logprobs"),
