@@ -146,7 +146,7 @@ TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 async def test_tools_and_markers_never_go_together() -> None:
     def called(arguments: str, question: str = "Why?") -> list[dict[str, object]]:
         call = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
-        result = {"role": "tool", "tool_call_id": "c", "content": "Rain."}
+        result: dict[str, object] = {"role": "tool", "tool_call_id": "c", "content": "Rain."}
         return [
             {"role": "user", "content": question},
             {"role": "assistant", "content": None, "tool_calls": [call]},
