@@ -31,6 +31,7 @@ from shell_router.moa import AGENT_REQUEST, AgentRequest, AgentUsage, Answer, Ou
 from shell_router.topology import AUTO, Prefill
 
 WORD = "lazyanswer"
+WORDS = (WORD, "LAZYANSWER", "Lazyanswer")
 """Stands in every marker of a lazy answer, and in no other prompt: where it is, a marker is, whole or altered."""
 MARKER = re.compile(rf"\[\[{WORD}:([\w-]{{1,64}})\]\]", re.ASCII)
 IDENTIFIER = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
@@ -97,7 +98,7 @@ def split_text(text: str, path: str) -> tuple[Segment, ...]:
 
 def holds_marker(text: str) -> bool:
     """Whether there is a marker in `text`, whole or altered."""
-    return WORD in text or "LAZYANSWER" in text or "Lazyanswer" in text
+    return any(word in text for word in WORDS)
 
 
 def _prompt(body: Fields) -> tuple[Segment, ...]:

@@ -1,14 +1,14 @@
 """POST /v1/chat/completions: a topology, or a single model, answers."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, Drain
-from shell_router.api.agents import AgentRequestRun, marker_of
+from shell_router.api.agents import WORDS, AgentRequestRun, marker_of
 from shell_router.api.engine_chat import ENGINE_FIELDS, asks_engine, read_engine_chat
 from shell_router.api.fields import (
     MAX_TOKENS,
@@ -22,20 +22,30 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
-from shell_router.api.lazy import agent_of, filled, has_markers, program_read, read_wish, refuse_tools, split
+from shell_router.api.lazy import (
+    LAZY_HEADER,
+    PROGRAM_HEADER,
+    agent_of,
+    filled,
+    marked_elsewhere,
+    program_read,
+    read_wish,
+    refuse_tools,
+    split,
+)
 from shell_router.api.models import Targets
-from shell_router.api.native import engine_of, forwarded
+from shell_router.api.native import forwarded
 from shell_router.api.observed import Observed
-from shell_router.api.panels import BRINGING, brought_by
+from shell_router.api.panels import BRINGING, FUSIONS, brought_by
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings, Emit, Services
 from shell_router.api.streaming import LiveRun, TranslatedFrames, Translation, open_stream, stream_run
-from shell_router.api.tools import ToolUse, call_id, calls_schema, check_answers, read_calls, read_tools
+from shell_router.api.tools import TOOL_FIELDS, ToolUse, call_id, calls_schema, check_answers, read_calls, read_tools
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
 from shell_router.core.events import AgentTokens
 from shell_router.moa import Answer, MoaRequest, ToolOffer
-from shell_router.topology import AUTO, Graph
+from shell_router.topology import AUTO, Conditional, Graph
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -66,7 +76,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would make the answer another one and that are not served, with the values that ask for nothing."""
 
-KNOWN = frozenset({*INERT, *REFUSED, *SAMPLING, "lazy", "prefill", "program"})
+PROMPTING = TOOL_FIELDS | {"chat_template_kwargs", "max_thinking_tokens", "prediction"}
+"""Fields with which a request changes the prompt, or what of the output is the answer."""
+
+KNOWN = frozenset({*INERT, *REFUSED, *SAMPLING, *PROMPTING, *BRINGING, "lazy", "prefill", "program"})
 
 
 @value
@@ -92,12 +105,7 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default:
             raise body.refuse(name, "is not served as asked", remedy + ".")
     options, metadata = body.object("stream_options"), body.object("metadata")
     stream, sampling, seed = body.flag("stream"), read_sampling(body), body.raw("seed")
-    tools = read_tools(body)
-    if constraint := next((name for name in ("json_schema", "regex", "ebnf") if name in sampling), ""):
-        if tools.mode != "none":
-            raise body.refuse("tools", f"cannot go with response_format or {constraint}", "Send only one of them.")
-    elif schema := calls_schema(tools):
-        sampling["json_schema"] = schema
+    prompting = _prompting(body, sampling) if body.given(PROMPTING) else {}
     chat = ChatRequest(
         id=run_id,
         tenant=tenant,
@@ -110,13 +118,26 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default:
         stream=stream,
         include_usage=options.flag("include_usage") if options else False,
         include_agents=body.flag("include_agents"),
-        prediction=_prediction(body),
-        chat_template_kwargs=read_template_kwargs(body),
-        max_thinking_tokens=body.integer("max_thinking_tokens", 1, MAX_TOKENS),
-        offer=_offer(tools),
+        **prompting,
     )
     body.check_spelling(KNOWN)
     return chat
+
+
+def _prompting(body: Fields, sampling: dict[str, Any]) -> dict[str, Any]:
+    """What PROMPTING asks for. Calls that must come are a constraint in `sampling`."""
+    tools = read_tools(body)
+    if constraint := next((name for name in ("json_schema", "regex", "ebnf") if name in sampling), ""):
+        if tools.mode != "none":
+            raise body.refuse("tools", f"cannot go with response_format or {constraint}", "Send only one of them.")
+    elif schema := calls_schema(tools):
+        sampling["json_schema"] = schema
+    return {
+        "prediction": _prediction(body),
+        "chat_template_kwargs": read_template_kwargs(body),
+        "max_thinking_tokens": body.integer("max_thinking_tokens", 1, MAX_TOKENS),
+        "offer": _offer(tools),
+    }
 
 
 def _offer(use: ToolUse) -> ToolOffer | None:
@@ -217,10 +238,12 @@ class Chats:
     async def read(self, body: Fields, tenant: str) -> tuple[ChatRequest, Graph, str, str]:
         """What is asked, of which graph, and the names of target and model. Raises InvalidRequest."""
         services, limit_s = self.services, self.settings.request_timeout_s
-        brought = brought_by(body, services.models, self.targets)
+        brings = body.given(BRINGING) or body.raw("model") in [*FUSIONS]
+        brought = brought_by(body, services.models, self.targets) if brings else None
         if brought is None:
             chat = read_chat(body, services.new_id(), tenant, limit_s)
-            graph = self.targets.choice(chat.models)
+            alone = self.targets.alone.get(chat.models[0]) if len(chat.models) == 1 else None
+            graph = alone or self.targets.choice(chat.models)
             return chat, graph, graph.name, graph.name
         chat = read_chat(body, services.new_id(), tenant, limit_s, brought.target)
         return chat, await services.topologies.inline(brought), brought.target, chat.models[0]
@@ -228,7 +251,7 @@ class Chats:
     async def begin(self, body: Fields, tenant: str) -> "ChatRun":
         """Check everything that can be checked before anything runs. Raises InvalidRequest."""
         chat, graph, target, model = await self.read(body, tenant)
-        if has_markers(chat.messages):
+        if _has_markers(chat.messages):
             raise body.refuse("messages", "hold a lazy answer's marker", "Send the text that it stands for.")
         return ChatRun(self, chat, graph, target, model)
 
@@ -248,7 +271,8 @@ class ChatRun:
         self._seen = Observed(chats.services, asked.id, asked.tenant, target, answering, graph)
         self.trace = self._seen.trace
         self._seen.record(asked, topology)
-        self.agents = max(len(part.agents) for part in topology.parts)
+        parts = topology.parts if isinstance(topology, Conditional) else (topology,)
+        self.agents = max([len(part.agents) for part in parts])
         """That run at a time: of a topology with steps those of the largest."""
 
     async def answer(self, also: Emit | None = None) -> Answer:
@@ -285,8 +309,10 @@ async def chat_completions(request: Request) -> Reply:
 
 async def answer_chat(request: Request, body: Fields, translation: Translation | None = None) -> Reply:
     """The answer to a chat completion's body, in the form that `translation` gives it."""
-    model, relay = engine_of(request.app[SERVICES].relays, body)
-    program, lazy = read_wish(body, request.headers)
+    model, headers, program, lazy = body.one_of("model"), request.headers, None, False
+    relay = request.app[SERVICES].relays.get(model)
+    if body.given(("program", "lazy")) or PROGRAM_HEADER in headers or LAZY_HEADER in headers:
+        program, lazy = read_wish(body, headers)
     if relay is not None and relay.chat is not None and asks_engine(body) and not body.given(BRINGING):
         if lazy:
             raise body.refuse("lazy", "cannot go with tools, nor with what else the engine does itself")
@@ -294,7 +320,7 @@ async def answer_chat(request: Request, body: Fields, translation: Translation |
         return await forwarded(request, relay, "v1/chat/completions", bodies, translation)
     chats = request.app[CHATS]
     chat, graph, target, model = await chats.read(body, request[TENANT])
-    if lazy or has_markers(chat.messages):
+    if lazy or _has_markers(chat.messages):
         refuse_tools(body, chat, lazy=lazy)
         parts = split(chat.messages)
         program = program_read(chats.services.programs, chat.tenant, parts.reads, program)
@@ -313,6 +339,13 @@ async def answer_chat(request: Request, body: Fields, translation: Translation |
         return await whole.stream(request, translation)
     reply = whole.reply(await whole.answer()) | warnings
     return json_reply(request, reply if translation is None else translation.whole(reply))
+
+
+def _has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there is a lazy answer's marker in them, whole or altered."""
+    texts = "\n".join([message["content"] for message in messages])
+    found = WORDS[0] in texts or WORDS[1] in texts or WORDS[2] in texts
+    return found or any(marked_elsewhere(message) for message in messages)
 
 
 async def _agent_of_program(

@@ -86,6 +86,12 @@ class Fields:
             raise self.refuse(name, "must be a string or an array of different strings", "Name each once.")
         return tuple(value)
 
+    def one_of(self, name: str) -> str:
+        """The string, or the only one of an array; empty where it is anything else, which `names` may refuse."""
+        value = self.raw(name)
+        only = value[0] if isinstance(value, list) and len(value) == 1 else value
+        return only if isinstance(only, str) else ""
+
     def flag(self, name: str) -> bool:
         """A boolean; False where absent."""
         self._asked.add(name)

@@ -52,12 +52,7 @@ def read_wish(body: Fields, headers: Mapping[str, str]) -> tuple[str | None, boo
     return program, is_lazy
 
 
-def has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether there is a marker in them, whole or altered."""
-    return any(holds_marker(turn["content"]) or _marked_elsewhere(turn) for turn in messages)
-
-
-def _marked_elsewhere(turn: Mapping[str, Any]) -> bool:
+def marked_elsewhere(turn: Mapping[str, Any]) -> bool:
     """Whether a marker is in the message's calls of tools, or in its thinking."""
     return len(turn) > len(("role", "content")) and holds_marker(orjson.dumps(turn).decode())
 
@@ -82,7 +77,7 @@ class SplitChat:
 def split(messages: Sequence[Mapping[str, Any]]) -> SplitChat:
     """Raises InvalidField for altered markers, and for those outside of contents."""
     for at, turn in enumerate(messages):
-        if not holds_marker(turn["content"]) and _marked_elsewhere(turn):
+        if not holds_marker(turn["content"]) and marked_elsewhere(turn):
             where = f"messages[{at}]"
             remedy = "Send the text that it stands for."
             raise InvalidField(f"{where} holds a marker outside of its content.", field=where, remedy=remedy)

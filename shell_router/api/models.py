@@ -23,19 +23,20 @@ class Targets:
                 remedy="Requests choose by name: rename one of them.",
             )
         self._services = services
-        self._alone = {alias: straight_through(alias) for alias in (*services.models, AUTO)}
+        self.alone = {alias: straight_through(alias) for alias in (*services.models, AUTO)}
+        """Models, each as a topology of one agent."""
 
     def __contains__(self, name: object) -> bool:
-        return name in self._alone or name in self._services.topologies
+        return name in self.alone or name in self._services.topologies
 
     @property
     def names(self) -> list[str]:
         """All that requests may name now, sorted."""
-        return sorted({*self._alone, *self._services.topologies})
+        return sorted({*self.alone, *self._services.topologies})
 
     def find(self, name: str) -> Graph:
         """What is served under the name now. Raises UnknownModel."""
-        topology = self._alone.get(name) or self._services.topologies.get(name)
+        topology = self.alone.get(name) or self._services.topologies.get(name)
         if topology is None:
             known = ", ".join(self.names) or "none"
             raise UnknownModel(f"No topology or model is named {name!r}.", remedy=f"Known: {known}.")

@@ -10,7 +10,7 @@ from aiohttp import ClientConnectionResetError, web
 from shell_router.api.admission import ADMISSION, DRAIN
 from shell_router.api.agents import WORD
 from shell_router.api.engine_chat import choices_as_one, read_completion
-from shell_router.api.fields import Fields, parse_body, read_body
+from shell_router.api.fields import parse_body, read_body
 from shell_router.api.models import TARGETS
 from shell_router.api.plain import PlainStream, Reply, Request
 from shell_router.api.replies import common_headers, json_reply, problem_body, stream_error
@@ -50,17 +50,11 @@ def _known(relays: Mapping[str, Relay]) -> str:
     return f"Known: {', '.join(sorted(relays)) or 'none'}."
 
 
-def engine_of(relays: Mapping[str, Relay], body: Fields) -> tuple[str, Relay | None]:
-    """The model that the body names, if it names one, and what forwards to its engines, where they can be reached."""
-    named = body.raw("model")
-    model = named[0] if isinstance(named, list) and len(named) == 1 else named
-    return (model, relays.get(model)) if isinstance(model, str) else ("", None)
-
-
 async def completions(request: Request) -> Reply:
     """POST /v1/completions: a prompt as it is, without a chat template."""
     body = parse_body(await read_body(request))
-    model, relay = engine_of(request.app[SERVICES].relays, body)
+    model = body.one_of("model")
+    relay = request.app[SERVICES].relays.get(model)
     if relay is None or relay.chat is None:
         request.app[TARGETS].choice(body.names("model"))
         remedy = "Name a plain model on SGLang, or ask /v1/chat/completions."

@@ -36,6 +36,9 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
+TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+
+
 def read_tools(body: Fields) -> ToolUse:
     """The body's `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidField."""
     listed = body.listed("tools") or []

@@ -171,7 +171,7 @@ def agent_parts(
     messages of the agent and of the client become one, the agent's first; earlier turns stay as they are. `options` and
     `tools` go to the chat template; without tools, even none, their calls and results are text.
     """
-    place = place_of_question(chat)
+    place = len(chat) - 1 if chat[-1]["role"] == "user" else place_of_question(chat)
     prompt, question, before_it, later = agent.prompt, chat[place]["content"], chat[:place], chat[place + 1 :]
     if tools is None:
         before_it, later = without_tools(before_it), without_tools(later)

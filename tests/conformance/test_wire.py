@@ -386,7 +386,7 @@ async def test_requests_together_answer_as_alone(wire: Wire, client: SglangPair)
 async def test_a_relayed_request_gets_decodes_answer(wire: Wire, client: SglangPair) -> None:
     ids = prompt()
     _, whole = await wire.pair(wire.body(ids))
-    sent = {"input_ids": ids, "sampling_params": wire.body(ids)["sampling_params"], "unknown": 1.50}
+    sent = {"input_ids": ids, "sampling_params": wire.body(ids)["sampling_params"]}
     async with client.forward("generate", orjson.dumps(sent)) as answer:
         relayed = orjson.loads(b"".join([chunk async for chunk in answer.chunks]))
     assert (answer.status, relayed["output_ids"]) == (200, whole["output_ids"])
@@ -475,7 +475,8 @@ async def test_a_relayed_answer_holds_its_prompts_log_probabilities(
     wire: Wire, client: SglangPair, stream: bool
 ) -> None:
     ids = prompt()
-    sent = {**wire.body(ids, return_logprob=True, logprob_start_len=0, stream=stream), "rid": "5" * 32}
+    sent = wire.body(ids, return_logprob=True, logprob_start_len=0, stream=stream)
+    del sent["rid"]
     body = {name: value for name, value in sent.items() if not name.startswith("bootstrap_")}
     async with client.forward("generate", orjson.dumps(body)) as answer:
         relayed = b"".join([chunk async for chunk in answer.chunks])

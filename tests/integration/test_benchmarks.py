@@ -39,7 +39,7 @@ NEEDS_SGLANG = {"faults"}
 
 def test_every_benchmark_that_needs_no_sglang_is_run_here() -> None:
     found = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
-    assert found == SHORT.keys() | NEEDS_SGLANG | {"report"}
+    assert found == SHORT.keys() | NEEDS_SGLANG | {"random_checkpoint", "report"}
 
 
 async def test_a_fault_that_does_not_exist_is_refused_with_those_that_do() -> None:
