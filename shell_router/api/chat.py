@@ -22,7 +22,17 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
-from shell_router.api.lazy import LAZY_HEADER, PROGRAM_HEADER, agent_of, filled, program_read, read_wish, split
+from shell_router.api.lazy import (
+    LAZY_HEADER,
+    PROGRAM_HEADER,
+    agent_of,
+    filled,
+    marked_elsewhere,
+    program_read,
+    read_wish,
+    refuse_tools,
+    split,
+)
 from shell_router.api.models import Targets
 from shell_router.api.native import forwarded
 from shell_router.api.observed import Observed
@@ -34,7 +44,6 @@ from shell_router.api.streaming import LiveRun, TranslatedFrames, Translation, o
 from shell_router.api.tools import TOOL_FIELDS, ToolUse, call_id, calls_schema, check_answers, read_calls, read_tools
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
 from shell_router.core.events import AgentTokens
-from shell_router.core.sampling import check_depth
 from shell_router.moa import Answer, MoaRequest, ToolOffer
 from shell_router.topology import AUTO, Conditional, Graph
 
@@ -118,7 +127,6 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default:
 def _prompting(body: Fields, sampling: dict[str, Any]) -> dict[str, Any]:
     """What PROMPTING asks for. Calls that must come are a constraint in `sampling`."""
     tools = read_tools(body)
-    check_depth(list(tools.tools), "tools")
     if constraint := next((name for name in ("json_schema", "regex", "ebnf") if name in sampling), ""):
         if tools.mode != "none":
             raise body.refuse("tools", f"cannot go with response_format or {constraint}", "Send only one of them.")
@@ -313,6 +321,7 @@ async def answer_chat(request: Request, body: Fields, translation: Translation |
     chats = request.app[CHATS]
     chat, graph, target, model = await chats.read(body, request[TENANT])
     if lazy or _has_markers(chat.messages):
+        refuse_tools(body, chat, lazy=lazy)
         parts = split(chat.messages)
         program = program_read(chats.services.programs, chat.tenant, parts.reads, program)
         if graph.name in (*chats.services.models, AUTO) and not body.given(BRINGING):
@@ -335,7 +344,8 @@ async def answer_chat(request: Request, body: Fields, translation: Translation |
 def _has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there is a lazy answer's marker in them, whole or altered."""
     texts = "\n".join([message["content"] for message in messages])
-    return WORDS[0] in texts or WORDS[1] in texts or WORDS[2] in texts
+    found = WORDS[0] in texts or WORDS[1] in texts or WORDS[2] in texts
+    return found or any(marked_elsewhere(message) for message in messages)
 
 
 async def _agent_of_program(

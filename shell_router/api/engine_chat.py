@@ -11,10 +11,11 @@ from typing import Any
 
 import orjson
 
-from shell_router.api.fields import MAX_SEED, SAMPLING, Fields, as_object, read_sampling, shown
+from shell_router.api.fields import MAX_SEED, SAMPLING, Fields, as_object, read_sampling, read_template_kwargs, shown
 from shell_router.api.tools import call_id, check_answers, read_calls, read_tools
 from shell_router.core.engine import ChatServing, Relayed
 from shell_router.engines.wire import EventSplitter
+from shell_router.errors import InvalidRequest
 
 MAX_CHOICES = 16
 MAX_CHOICES_BYTES = 2**25
@@ -41,6 +42,7 @@ CHOSEN_HERE: dict[str, tuple[Any, ...]] = dict.fromkeys(
 NOT_FORWARDED: dict[str, tuple[Any, ...]] = {
     **CHOSEN_HERE,
     "include_agents": (False,),
+    "max_thinking_tokens": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -94,8 +96,9 @@ def _check_values(body: Fields) -> None:
         body.flag(flag)
     if body.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) and not body.flag("logprobs"):
         raise body.refuse("top_logprobs", "needs logprobs", "Set logprobs to true.")
-    for name in ("logit_bias", "chat_template_kwargs", "stream_options", "metadata"):
+    for name in ("logit_bias", "stream_options", "metadata"):
         body.object(name)
+    read_template_kwargs(body)
     body.raw("user")
 
 
@@ -171,15 +174,22 @@ def _each_choice(body: Fields, model: str, own: Mapping[str, Any], left_out: Col
     whole = {name: said for name, said in body.as_dict().items() if said is not None and name not in left_out}
     whole |= {**own, "model": model}
     if choices == 1:
-        return [orjson.dumps(whole)]
+        return [_written(whole)]
     if rid is not None:
         raise body.refuse("rid", "cannot name several requests", "Leave rid out, or set n to 1.")
     seed = body.raw("seed")
     seeds = [{} if seed is None else {"seed": min(seed + place, MAX_SEED)} for place in range(choices)]
-    bodies = [orjson.dumps(whole | own | {"n": 1}) for own in seeds[:1]]
+    bodies = [_written(whole | own | {"n": 1}) for own in seeds[:1]]
     if len(bodies[0]) * choices > MAX_CHOICES_BYTES:
         raise body.refuse("n", f"times the body's size is over {MAX_CHOICES_BYTES} bytes", "Send fewer at a time.")
     return bodies + [orjson.dumps(whole | own | {"n": 1}) for own in seeds[1:]]
+
+
+def _written(body: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except orjson.JSONEncodeError as error:  # what is read may nest deeper than what can be written
+        raise InvalidRequest(f"The body cannot be sent on: {error}.", remedy="Flatten it.") from None
 
 
 Forward = Callable[[bytes], AbstractAsyncContextManager[Relayed]]

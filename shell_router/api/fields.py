@@ -219,12 +219,18 @@ def read_sampling(body: Fields) -> dict[str, Any]:
     return params
 
 
+MAX_TEMPLATE_BYTES = 2**14
+"""Of the variables of a chat template as JSON: it may write one for every message."""
+
+
 def read_template_kwargs(body: Fields) -> Mapping[str, Any]:
     """The body's `chat_template_kwargs`; raises InvalidField."""
     if body.object("chat_template_kwargs") is None:
         return {}
     found: Mapping[str, Any] = body.raw("chat_template_kwargs")
     check_depth(found, "chat_template_kwargs")
+    if found and len(orjson.dumps(found)) > MAX_TEMPLATE_BYTES:
+        raise body.refuse("chat_template_kwargs", f"takes more than {MAX_TEMPLATE_BYTES} bytes", "Send fewer.")
     return found
 
 

@@ -168,10 +168,10 @@ class ChatFrames:
         if self._include_agents:
             return b"".join([self._frame(event) for event in coalesced(events)])
         # all of them are parts of the answer
-        thinking = [event.text for event in events if isinstance(event, AgentThought)]
-        answer = [self._answer_in(event) for event in events] if len(thinking) < len(events) else []
-        written = self._text("".join(thinking), b"reasoning_content") if thinking else b""
-        return written + self._text("".join(answer)) if answer else written
+        thinking = "".join([self._thinking_in(event) for event in events])
+        answer = "".join([self._answer_in(event) for event in events])
+        written = self._text(thinking, b"reasoning_content") if thinking else b""
+        return written + self._text(answer) if answer else written
 
     def answer(self, answer: Answer) -> bytes:
         """The calls of tools, the finish reason, the usage where asked for, and the end mark."""
@@ -201,13 +201,15 @@ class ChatFrames:
         return event.text if isinstance(event, StepChosen) else ""
 
     def _thinking_in(self, event: Event) -> str:
-        return event.text if isinstance(event, AgentThought) and event.agent in self._answering else ""
+        """The part of the thinking before the answer that comes with the event."""
+        if isinstance(event, AgentThought):
+            return event.text if event.agent in self._answering else ""
+        return event.reasoning if isinstance(event, StepChosen) else ""
 
     def _frame(self, event: Event) -> bytes:
-        if thinking := self._thinking_in(event):
-            return self._text(thinking, b"reasoning_content")
-        text = self._answer_in(event)
-        written = self._text(text) if text else b""
+        thinking, text = self._thinking_in(event), self._answer_in(event)
+        written = self._text(thinking, b"reasoning_content") if thinking else b""
+        written += self._text(text) if text else b""
         if isinstance(event, AgentTokens | AgentThought) and event.agent in self._answering:
             return written
         return written + self._agent_event(event)
@@ -229,6 +231,7 @@ class ChatFrames:
             sent["tokens"] = len(sent.pop("ids"))
         if isinstance(event, StepChosen | AggregationSkipped):
             del sent["text"]  # the client has it: it is in the answer, or was written by `source`
+            sent.pop("reasoning", None)
         chunk = data_frame({**self._base, "choices": [], "agent_event": sent})
         return b"event: %s\n%s" % (name.encode(), chunk)
 

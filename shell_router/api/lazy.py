@@ -5,12 +5,15 @@ framework that knows nothing of the router overlaps its agents as a topology doe
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import orjson
 from aiohttp import web
 
 from shell_router.api.admission import DRAIN
 from shell_router.api.agents import (
     MARKER,
+    holds_marker,
     identifier,
     marker_of,
     read_prefill,
@@ -49,6 +52,20 @@ def read_wish(body: Fields, headers: Mapping[str, str]) -> tuple[str | None, boo
     return program, is_lazy
 
 
+def marked_elsewhere(turn: Mapping[str, Any]) -> bool:
+    """Whether a marker is in the message's calls of tools, or in its thinking."""
+    return len(turn) > len(("role", "content")) and holds_marker(orjson.dumps(turn).decode())
+
+
+def refuse_tools(body: Fields, chat: MoaRequest, *, lazy: bool) -> None:
+    """Raise InvalidField where a lazy chat, or one with markers, has tools: code reads calls and their results."""
+    if chat.offer is not None or any("tool_calls" in turn or "tool_call_id" in turn for turn in chat.messages):
+        if lazy:
+            raise body.refuse("lazy", "cannot go with tools, nor with their calls and results", "Ask without it.")
+        remedy = "First get the text from GET /v1/agent/outputs/{marker}."
+        raise body.refuse("messages", "hold a lazy answer's marker, which cannot go with tools", remedy)
+
+
 @value
 class SplitChat:
     """A chat's messages split at their markers. `reads` are the agents that those stand for, each once."""
@@ -57,8 +74,13 @@ class SplitChat:
     reads: tuple[str, ...]
 
 
-def split(messages: Sequence[Mapping[str, str]]) -> SplitChat:
-    """Raises InvalidField for altered markers."""
+def split(messages: Sequence[Mapping[str, Any]]) -> SplitChat:
+    """Raises InvalidField for altered markers, and for those outside of contents."""
+    for at, turn in enumerate(messages):
+        if not holds_marker(turn["content"]) and marked_elsewhere(turn):
+            where = f"messages[{at}]"
+            remedy = "Send the text that it stands for."
+            raise InvalidField(f"{where} holds a marker outside of its content.", field=where, remedy=remedy)
     said = tuple(
         (turn["role"], split_text(turn["content"], f"messages[{at}].content")) for at, turn in enumerate(messages)
     )
@@ -110,6 +132,9 @@ def agent_of(
         wait_s=chat.timeout_s,
         timeout_s=chat.timeout_s,
         chat=True,
+        chat_template_kwargs=chat.chat_template_kwargs,
+        max_thinking_tokens=chat.max_thinking_tokens,
+        is_read=lazy,
     )
 
 

@@ -13,6 +13,7 @@ from shell_router.api.replies import note_ignored
 from shell_router.api.services import SERVICES
 from shell_router.api.tools import function_name
 from shell_router.core.engine import error_message
+from shell_router.core.sampling import check_depth
 from shell_router.engines.wire import EventSplitter
 from shell_router.topology import INLINE
 
@@ -44,6 +45,9 @@ INERT = frozenset(
     }
 )
 """Fields that never change an answer, or ask for parts of it that there are none of."""
+
+REPEATED = ("metadata", "model", "reasoning", "text", "tool_choice", "tools", "user")
+"""Objects that the answer repeats."""
 
 STATEFUL = {
     "previous_response_id": "Nothing is stored: send all earlier items in input.",
@@ -344,6 +348,8 @@ async def create_response(request: Request) -> Reply:
     """Translate, answer as a chat completion, and translate back."""
     body = parse_body(await read_body(request))
     chat = as_chat(body)
+    for name in body.given(REPEATED):
+        check_depth(body.raw(name), name)
     body.check_spelling(INERT)
     ignored = ["store"] * body.flag("store") + [name for name in body.unread if name not in INERT]
     services, warnings = request.app[SERVICES], note_ignored(request, ignored)

@@ -45,6 +45,7 @@ def read_tools(body: Fields) -> ToolUse:
     parallel = body.raw("parallel_tool_calls") is None or body.flag("parallel_tool_calls")
     if len(listed) > MAX_TOOLS:
         raise body.refuse("tools", f"holds {len(listed)} tools", f"Send at most {MAX_TOOLS}.")
+    check_depth(listed, "tools")
     tools = tuple([_tool(as_object(one, f"tools[{at}]")) for at, one in enumerate(listed)])
     names = [tool["function"]["name"] for tool in tools]
     for at, name in enumerate(names):
@@ -65,7 +66,8 @@ def _tool(tool: Fields) -> Mapping[str, Any]:
     described: dict[str, Any] = {"name": function_name(function)}
     if (description := function.text("description")) is not None:
         described["description"] = description
-    if function.object("parameters") is not None:
+    if (parameters := function.object("parameters")) is not None:
+        parameters.object("$defs")
         described["parameters"] = function.raw("parameters")
     if function.flag("strict"):
         described["strict"] = True
@@ -162,7 +164,7 @@ def calls_schema(use: ToolUse) -> str:
         if use.mode == "named" and function["name"] != use.name:
             continue
         parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
-        for name, kind in parameters.pop("$defs", {}).items():
+        for name, kind in (parameters.pop("$defs", None) or {}).items():
             if kinds.setdefault(name, kind) != kind:
                 path = f"tools[{at}].function.parameters.$defs.{name}"
                 raise InvalidField(

@@ -34,7 +34,7 @@ class StepChosen:
 
     `root` is the agent whose output is the step's; at the end the one that has answered. `rule` counts from 1 among the
     rules of `after`, and `why` says what made it hold. `text` is, at the end, the answer where it was held back, since
-    another step could have followed.
+    another step could have followed, and `reasoning` the thinking before it.
     """
 
     at_s: float
@@ -45,6 +45,7 @@ class StepChosen:
     rule: int
     why: str
     text: str = ""
+    reasoning: str = ""
 
 
 @value

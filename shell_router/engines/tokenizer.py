@@ -64,8 +64,9 @@ def _size(text: str, ids: "array[int]") -> int:
     return sys.getsizeof(text) + ids.itemsize * len(ids)
 
 
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *_SPECIAL_TOKENS})
+"""Templates write some of them after every message: a long one would make a prompt that no memory holds."""
 
 
 class ChatTemplate:
@@ -87,7 +88,8 @@ class ChatTemplate:
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=True,
-                **{**self._special_tokens, **options},
+                **self._special_tokens,
+                **options,
             )
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise InvalidRequest(

@@ -104,6 +104,11 @@ class Output:
     reasoning_tokens: int = 0
     calls: tuple[ToolCall, ...] = ()
 
+    @property
+    def forwarded(self) -> "Output":
+        """The same as another agent's output: the thinking before it is not that agent's."""
+        return replace(self, reasoning="", reasoning_tokens=0)
+
 
 NOTHING = Tokens((), "")
 
@@ -355,7 +360,7 @@ class AgentRun:
         if self._wrote is not None and self._wrote(text, output.confidence or 0.0):
             await asyncio.sleep(0)  # the cancellation that has just been asked for arrives here
         self._emit(AggregationSkipped(self._clock(), self.task.agent, source, text, output.confidence))
-        return output
+        return output.forwarded
 
     def _placed(self, *placed: Placement) -> None:
         self._emit(AgentPlaced(self._clock(), self.task.agent, placed))

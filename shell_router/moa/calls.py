@@ -84,4 +84,8 @@ def _call(found: Any) -> ToolCall | None:
     arguments = found.get("arguments", found.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", found["name"], orjson.dumps(arguments).decode())
+    try:
+        written = orjson.dumps(arguments).decode()
+    except orjson.JSONEncodeError:  # what is read may nest deeper than what can be written
+        return None
+    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", found["name"], written)

@@ -246,7 +246,7 @@ class _Run:
         if (wrote := self._watched(agent.id)) and wrote(output.text, output.confidence or 0.0):
             await asyncio.sleep(0)  # the cancellation that has just been asked for arrives here
         self._emit(AggregationSkipped(self._clock(), agent.id, source, output.text, output.confidence))
-        return output
+        return output.forwarded
 
     async def _elected(self, agent: Agent) -> str:
         ballots: dict[str, Ballot] = {}

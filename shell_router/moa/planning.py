@@ -98,8 +98,13 @@ async def plan_run(
         expected[agent.id] = agent.model, float(sampling[agent.id]["max_new_tokens"]) if tokens is None else tokens
 
     async def instead(agent: str, attempt: int) -> AgentTask:
-        asked = topology.with_models({agent: topology.agents[agent].fallbacks[attempt]})
-        task = _tasks(asked, request, models, sampling, hints, chooser.estimates, {}, held_out)[agent]
+        model = topology.agents[agent].fallbacks[attempt]
+        asked, limit = topology.with_models({agent: model}), request.max_thinking_tokens
+        if models[model].reasoning is None:  # the limit was the failed model's
+            unlimited = replace(asked.agents[agent], max_thinking_tokens=None)
+            asked, limit = replace(asked, agents={**asked.agents, agent: unlimited}), None
+        wanted = replace(request, max_thinking_tokens=limit)
+        task = _tasks(asked, wanted, models, sampling, hints, chooser.estimates, {}, held_out)[agent]
         await check_known(task)
         # engines abort whatever begins with the id of the attempt before
         return replace(task, rid=f"{request.id}.{len(topology.agents) + attempt}.{agent}")
@@ -240,6 +245,7 @@ def _tasks(
         is_root = agent.id == topology.root.id
         options = {**agent.chat_template_kwargs, **(request.chat_template_kwargs if is_root else NO_OPTIONS)}
         offer = request.offer if is_root else None
+        asked = request.max_thinking_tokens if is_root else None
         same = model.alias, agent.prompt, agent.given, order, is_root, repr(options)
         if same not in shared:
             tools = (() if offer is None else offer.tools) if is_root else None
@@ -265,7 +271,7 @@ def _tasks(
             drafts=bool(may_draft(agent, models)) and not held_out.get(drafts_of(topology, agent)),
             prediction=request.prediction if answers and model.drafts else "",
             marks=model.reasoning if agent.readers_get == "answer" else None,
-            max_thinking_tokens=_thinking_limit(agent, request.max_thinking_tokens if is_root else None, model),
+            max_thinking_tokens=thinking_limit(agent.id, agent.max_thinking_tokens if asked is None else asked, model),
             is_read=not is_root,
             offer=offer,
         )
@@ -288,11 +294,11 @@ def _check_offer(topology: Topology, request: MoaRequest, models: Mapping[str, S
         raise InvalidField(f"How {root.model!r} writes calls of tools is not known.", field="tools", remedy=remedy)
 
 
-def _thinking_limit(agent: Agent, asked: int | None, model: ServedModel) -> int | None:
-    limit = agent.max_thinking_tokens if asked is None else asked
+def thinking_limit(agent: str, limit: int | None, model: ServedModel) -> int | None:
+    """The `limit` of an agent's thinking. Raises InvalidRequest where the model's thinking is not known."""
     if limit is not None and model.reasoning is None:
         raise InvalidRequest(
-            f"Agent {agent.id!r} has max_thinking_tokens, and the model {model.alias!r} has no reasoning_parser.",
+            f"Agent {agent!r} has max_thinking_tokens, and the model {model.alias!r} has no reasoning_parser.",
             remedy=f"Set models.{model.alias}.reasoning_parser in the configuration, or leave max_thinking_tokens out.",
         )
     return limit

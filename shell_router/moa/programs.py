@@ -27,7 +27,14 @@ from shell_router.errors import (
 from shell_router.moa.agent import AgentRun, AgentTask, Source, check_known, check_parts, limited, usage_of
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.incremental import Prompt, common_prefix, complete_prompt
-from shell_router.moa.planning import AGENT_REQUEST, compare_drafts, ids_are_text, known_of_request, plan_agent
+from shell_router.moa.planning import (
+    AGENT_REQUEST,
+    compare_drafts,
+    ids_are_text,
+    known_of_request,
+    plan_agent,
+    thinking_limit,
+)
 from shell_router.moa.prompt import Message, Part, Slot, encoded, render
 from shell_router.moa.requests import (
     AgentRequest,
@@ -286,6 +293,8 @@ class Programs:
             silence_s=request.timeout_s,
             drafts=bool(request.reads and model.drafts) and not self._without_drafts(request),
             marks=model.reasoning,
+            max_thinking_tokens=thinking_limit(request.agent, request.max_thinking_tokens, model),
+            is_read=request.is_read,
         )
         return check_parts(task)
 
@@ -447,7 +456,8 @@ class Programs:
             Message(role, tuple(part if isinstance(part, str) else texts[part.agent] for part in segments))
             for role, segments in request.messages
         ]
-        ids = await encoded(task.model.tokenizer, "".join(map(str, render(task.model.tokenizer, said))))
+        text = "".join(map(str, render(task.model.tokenizer, said, request.chat_template_kwargs)))
+        ids = await encoded(task.model.tokenizer, text)
         return Prompt(ids, min(prompt.sent, common_prefix(prompt.ids, ids)))
 
     def _remainder(self, request: AgentRequest, read: Collection[str]) -> Remainder:

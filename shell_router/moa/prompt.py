@@ -75,11 +75,11 @@ def render(
     Each slot goes through the template as a mark that occurs in no message, so the template may move content about
     but the text around a slot is what the template made of it.
     """
-    parts = [part for message in messages if isinstance(message, Message) for part in message.parts]
-    slots = [part for part in parts if isinstance(part, Slot)]
-    whole = [*(one for one in messages if not isinstance(one, Message)), *tools, *([options] if options else [])]
-    others = [json.dumps(one, ensure_ascii=False) for one in whole]
-    mark = _unused_mark([*others, *(part for part in parts if isinstance(part, str))])
+    written = [message for message in messages if isinstance(message, Message)]
+    slots = [part for message in written for part in message.parts if isinstance(part, Slot)]
+    texts = ["".join(part if isinstance(part, str) else " " for part in message.parts) for message in written]
+    others = [one for one in (*messages, *tools, options) if one and not isinstance(one, Message)]
+    mark = _unused_mark([*texts, *(json.dumps(one, ensure_ascii=False, default=str) for one in others)])
     numbers = iter(range(len(slots)))
     chat = [
         message

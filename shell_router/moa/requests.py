@@ -65,7 +65,7 @@ class AgentRequest:
     is given. A precursor may be running, finished, or not yet sent; the first sign of it is waited for `wait_s`.
     Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
     A `chat` completion has an unguessable agent id, by which its output can be found, and the prompt that a client
-    gets who waits for the outputs and sends their texts.
+    gets who waits for the outputs and sends their texts. Unless it `is_read` by others, it may end inside its thinking.
     """
 
     tenant: str
@@ -81,6 +81,8 @@ class AgentRequest:
     candidates: tuple[str, ...] = ()
     chat: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_thinking_tokens: int | None = None
+    is_read: bool = True
 
     @property
     def reads(self) -> tuple[str, ...]:

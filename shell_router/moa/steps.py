@@ -315,11 +315,12 @@ class _Walk:
         choice = await self._deciding.choice(rules)
         step = None if choice.go == END else self._topology.steps[choice.go]
         if step is not None:
-            root, text = step.root, ""
+            root, held = step.root, None
         else:  # the last step's agent has answered; its answer was held back if another step could have followed
             last = self._topology.steps[after]
-            root, text = last.root, "" if last.is_last else self._answers[after].text
-        self._events.hold(StepChosen(self._clock(), started_s, after, choice.go, root, choice.rule, choice.why, text))
+            root, held = last.root, None if last.is_last else self._answers[after]
+        said = (held.text, held.reasoning) if held is not None else ("", "")
+        self._events.hold(StepChosen(self._clock(), started_s, after, choice.go, root, choice.rule, choice.why, *said))
         return step
 
     async def _asked(self, step: Step) -> Answer:

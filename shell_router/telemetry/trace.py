@@ -270,7 +270,8 @@ class Trace:
 
     def _timed_json(self, event: ModelChosen | StepChosen | ExitScored) -> dict[str, Any]:
         facts = asdict(event)
-        facts.pop("text", None)  # traces hold no texts
+        for text in ("text", "reasoning"):  # traces hold no texts
+            facts.pop(text, None)
         times = {"start_s": facts.pop("started_s"), "end_s": facts.pop("at_s")}
         return {name: since(at, self.started_s) for name, at in times.items()} | facts
 

@@ -193,7 +193,7 @@ def deep(levels: int) -> dict[str, Any]:
 
 
 CALLED = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-MALFORMED: list[tuple[dict[str, Any], str]] = [
+MALFORMED: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": "weather"}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
     ({"tools": [WEATHER], "tool_choice": "weather"}, "tool_choice"),
@@ -212,12 +212,15 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "stop_token_ids": [1000]}, "stop_token_ids"),
     ({"logprobs": True, "custom_params": {"__sglang": 1}}, "custom_params"),
     ({"chat_template_kwargs": deep(70)}, "chat_template_kwargs"),
+    ({"logprobs": True, "extra": deep(300)}, None),
+    ({"n": 2, "extra": deep(300)}, None),
     ({"n": 17}, "n"),
     ({"n": 0}, "n"),
     ({"n": 2, "temperature": 3}, "temperature"),
     ({"n": 2, "max_tokens": 0}, "max_tokens"),
     ({"n": 2, "functions": [{}]}, "functions"),
     ({"n": 2, "include_agents": True}, "include_agents"),
+    ({"n": 2, "max_thinking_tokens": 100}, "max_thinking_tokens"),
     ({"n": 2, "top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": "yes"}, "logprobs"),

@@ -1,6 +1,7 @@
 """Lazy answers over a socket: markers stand for outputs, and never reach a model."""
 
 import asyncio
+import json
 import zlib
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from shell_router.api import ApiSettings
 from shell_router.core.engine import Generation
+from shell_router.core.marks import REASONING_PARSERS
 from shell_router.errors import EngineUnreachable
 from shell_router.moa import Programs
 from tests.fakes.api_server import Api, api, chat, client, until
@@ -105,6 +107,30 @@ async def test_a_reader_streams_its_own_answer_with_its_agents() -> None:
             assert any(not chunk.choices for chunk in chunks) is usage  # Together's clients index every chunk's choices
 
 
+async def test_what_a_request_says_of_thinking_holds_for_lazy_answers_and_their_readers_too() -> None:
+    moa = ScriptedMoa(reasoning=REASONING_PARSERS["qwen3"])
+    for engine in moa.engines.values():
+        engine.answer = lambda _: Script("<think>hm</think> Seven.", piece_words=1)
+    options: dict[str, object] = {"chat_template_kwargs": {"style": "x"}, "max_thinking_tokens": 3, "max_tokens": 9}
+    async with api(moa) as served:
+        marker = await content(served, "small", ("user", "Why?"), program="p", lazy=True, **options)
+        assert (await served.get(OUTPUTS + marker))[1]["text"] == "Seven."
+        await content(served, "large", ("user", f"So {marker}"), **options)
+        assert moa.prompts("small")[0] == "<style=x><user>Why?<assistant>"
+        assert moa.prompts("large")[0] == "<style=x><user>So Seven.<assistant>"
+        assert [moa.engines[alias].generated[0].sampling["max_new_tokens"] for alias in ("small", "large")] == [3, 3]
+        moa.engines["large"].answer = lambda _: Script("<think>on and on", reason="length")
+        for asked in ("So Seven.", f"So {marker}"):
+            status, body = await served.post(CHAT, chat(asked, model="large"))
+            message = {"role": "assistant", "content": "", "reasoning_content": "on and on"}
+            assert status == 200 and body["choices"][0]["message"] == message
+            assert body["choices"][0]["finish_reason"] == "length"
+    async with api() as served:
+        lazy = chat(model="small", program="p", lazy=True, max_thinking_tokens=3)
+        status, body = await served.post(CHAT, lazy)
+        assert status == 400 and "reasoning_parser" in body["error"]["message"]
+
+
 async def test_a_topology_reads_lazy_answers_and_is_none() -> None:
     async with api(moa_that_echoes()) as served:
         first = await content(served, "small", ("user", "Why?"))
@@ -112,6 +138,44 @@ async def test_a_topology_reads_lazy_answers_and_is_none() -> None:
         assert await content(served, "duo", ("user", marker)) == await content(served, "duo", ("user", first))
         status, body = await served.post(CHAT, chat(program="p", lazy=True))
         assert (status, body["error"]["param"]) == (400, "lazy")
+
+
+TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
+
+
+async def test_tools_and_markers_never_go_together() -> None:
+    def called(arguments: str, question: str = "Why?") -> list[dict[str, object]]:
+        call = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+        result: dict[str, object] = {"role": "tool", "tool_call_id": "c", "content": "Rain."}
+        return [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            result,
+        ]
+
+    moa = ScriptedMoa(call_mark="<tool_call>")
+    async with api(moa) as served:
+        marker = await content(served, "small", ("user", "Why?"), program="p", lazy=True)
+        await served.get(OUTPUTS + marker)
+        thought = [
+            {"role": "assistant", "content": "", "reasoning_content": marker},
+            {"role": "user", "content": "So?"},
+        ]
+        for engine in moa.engines.values():
+            engine.generated.clear()
+        for model in ("large", "duo"):
+            for body, param in (
+                (chat("Why?", lazy=True, program="p", tools=TOOLS), "lazy"),
+                ({"messages": called("{}"), "lazy": True, "program": "p"}, "lazy"),
+                (chat(f"So {marker}", tools=TOOLS), "messages"),
+                (chat(f"So {marker}", tools=TOOLS, tool_choice="required", stream=True), "messages"),
+                ({"messages": called("{}", f"So {marker}")}, "messages"),
+                ({"messages": called(json.dumps({"text": marker}))}, "messages"),
+                ({"messages": thought}, "messages[0]"),
+            ):
+                status, answer = await served.post(CHAT, {**body, "model": model})
+                assert (status, answer["error"]["param"]) == (400, param), answer
+        assert not any(engine.generated for engine in moa.engines.values())
 
 
 GOOD = "0123456789abcdef0123456789abcdef"

@@ -88,6 +88,10 @@ async def test_reasoning_is_an_item_of_its_own_and_formats_are_passed_on() -> No
         assert (body["reasoning_effort"], body["response_format"]["type"], body["top_p"]) == ("low", "json_schema", 0.5)
 
 
+def deep(levels: int) -> dict[str, Any]:
+    return {"of": deep(levels - 1)} if levels else {}
+
+
 @pytest.mark.parametrize(
     ("fields", "at"),
     [
@@ -113,6 +117,7 @@ async def test_reasoning_is_an_item_of_its_own_and_formats_are_passed_on() -> No
         ({"temperature": 2.1}, "temperature"),
         ({"text": {"format": {"type": "xml"}}}, "type"),
         ({"stream": "yes"}, "stream"),
+        *[({name: deep(300)}, name) for name in ("text", "reasoning", "user", "metadata")],
     ],
 )
 async def test_malformed_requests_are_refused_by_field(fields: dict[str, Any], at: str) -> None:

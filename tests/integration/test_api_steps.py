@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import openai
 
+from shell_router.core.marks import REASONING_PARSERS
 from shell_router.errors import EngineStalled
 from shell_router.topology import parse_steps, parse_topology
 from tests.fakes.api_server import Api, api, chat, until
@@ -103,6 +104,27 @@ async def test_an_answer_that_could_have_been_followed_comes_when_it_is_decided(
             ("start", "quick", 2),
             ("quick", "end", 2),
         ]
+
+
+async def test_the_thinking_of_an_answer_that_could_have_been_followed_comes_with_it() -> None:
+    moa = ScriptedMoa({"quick": "<think>hm</think>it is 2"}, reasoning=REASONING_PARSERS["qwen3"])
+    async with api(moa, topologies=(TRIAGE,)) as running, client(running) as ai:  # type: ignore[arg-type]
+        whole = await ai.chat.completions.create(**question())
+        said = whole.choices[0].message
+        assert (said.content, (said.model_extra or {})["reasoning_content"]) == ("it is 2", "hm")
+        for agents in (False, True):
+            stream = await ai.chat.completions.create(stream=True, **question(), extra_body={"include_agents": agents})
+            chunks = [chunk async for chunk in stream]
+            deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+            thinking = [(one.model_extra or {}).get("reasoning_content") for one in deltas]
+            assert ([one.content for one in deltas if one.content], [one for one in thinking if one]) == (
+                ["it is 2"],
+                ["hm"],
+            )
+            last = [event for chunk in chunks if (event := (chunk.model_extra or {}).get("agent_event"))][-1:]
+            assert all("reasoning" not in event for event in last)
+        request_id = chunks[0].id.removeprefix("chatcmpl-")
+        assert "hm" not in str((await running.get(f"/v1/traces/{request_id}"))[1])
 
 
 async def test_the_trace_tells_which_rule_chose_what_and_why() -> None:

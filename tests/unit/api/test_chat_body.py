@@ -71,6 +71,7 @@ TOOL, CLASHING = (
         ({"tools": [TOOL], "regex": "a"}, "tools"),
         ({"tools": [CLASHING, TOOL], "tool_choice": "required"}, "tools[1].function.parameters.$defs.city"),
         ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"style": "x" * 2**14}}, "chat_template_kwargs"),
         ({"max_thinking_tokens": 0}, "max_thinking_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"logprobs": True}, "logprobs"),

@@ -31,6 +31,10 @@ def function(**fields: object) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "weather", **fields}}
 
 
+def deep(levels: int) -> dict[str, Any]:
+    return {"of": deep(levels - 1)} if levels else {}
+
+
 @pytest.mark.parametrize(
     ("fields", "at"),
     [
@@ -40,6 +44,8 @@ def function(**fields: object) -> dict[str, Any]:
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [function(name="a b")]}, "tools[0].function.name"),
         ({"tools": [function(parameters="{}")]}, "tools[0].function.parameters"),
+        ({"tools": [function(parameters={"$defs": [1]})]}, "tools[0].function.parameters.$defs"),
+        ({"tools": [function(parameters=deep(300))]}, "tools"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
         ({"tools": [function(name=f"f{at}") for at in range(129)]}, "tools"),
         ({"tools": [function(description="x" * 2**18)]}, "tools"),

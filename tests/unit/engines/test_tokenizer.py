@@ -135,6 +135,12 @@ def test_a_template_that_refuses_the_messages_is_the_clients_error(tmp_path: Pat
         HfTokenizer.from_folder(tmp_path).render_chat(MESSAGES)
 
 
+def test_a_request_cannot_replace_what_a_template_writes_after_every_message(tmp_path: Path) -> None:
+    tokenizer = HfTokenizer.from_folder(write_folder(tmp_path, "qwen", chat_template=CHATML))
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs sets 'eos_token'"):
+        tokenizer.render_chat(MESSAGES, options={"eos_token": "x" * 2**20})
+
+
 def test_a_template_cannot_reach_into_the_process(tmp_path: Path) -> None:
     write_folder(tmp_path, "qwen", chat_template="{{ messages.__class__.__mro__ }}")
     with pytest.raises(InvalidRequest):

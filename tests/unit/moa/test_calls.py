@@ -62,6 +62,12 @@ async def ask(moa: ScriptedMoa, topology: Topology = TREE, events: Recorder | No
     return await moa.executor.run(topology, MoaRequest("r", "t", **asked), (events or Recorder()).emit)
 
 
+def test_a_call_that_could_not_be_written_stays_text() -> None:
+    deep = '{"of": ' * 300 + "1" + "}" * 300
+    written = f'<tool_call>{{"name": "time", "arguments": {deep}}}</tool_call>'
+    assert read(written, 100) == (written, [])
+
+
 async def test_the_root_alone_is_offered_tools_and_its_call_is_no_text() -> None:
     moa, events = ScriptedMoa({"root": Script(f"I look. {CALL}", piece_words=1)}, call_mark="<tool_call>"), Recorder()
     answer = await ask(moa, events=events)

@@ -84,10 +84,12 @@ def test_text_that_looks_like_a_hole_stays_text() -> None:
     assert render(WordTokenizer(), [Message("user", (sly, slot))]) == (f"<user>{sly}", slot, "<assistant>")
 
 
-def test_a_template_option_that_looks_like_a_hole_stays_text() -> None:
-    sly, slot = "\ue0000\ue001", Slot("a")
-    found = render(WordTokenizer(), [Message("user", (slot,))], {"note": sly})
-    assert found == (f"<note={sly}><user>", slot, "<assistant>")
+def test_neither_the_templates_options_nor_pieces_put_together_make_a_hole() -> None:
+    slot, sly = Slot("one"), "\ue0000\ue001"
+    for options, pieces in (({"style": sly}, ("a",)), ({}, (sly[:1], sly[1:]))):
+        begin = "".join(f"<{name}={value}>" for name, value in options.items())
+        parts = render(WordTokenizer(), [Message("user", (*pieces, slot))], options)
+        assert parts == (f"{begin}<user>{''.join(pieces)}", slot, "<assistant>")
 
 
 def test_a_mark_is_found_in_one_look_however_many_texts_hold_one() -> None:

@@ -7,9 +7,10 @@ import pytest
 
 from shell_router.core.events import AgentErred, AgentThought
 from shell_router.core.marks import REASONING_PARSERS
-from shell_router.errors import AgentFailed, InvalidRequest
+from shell_router.early_exit import EarlyExit
+from shell_router.errors import AgentFailed, EngineUnreachable, InvalidRequest
 from shell_router.moa import Answer, MoaRequest
-from shell_router.topology import Agent, Prefill, Prompt, Topology
+from shell_router.topology import VOTE, Agent, Cluster, Prefill, Prompt, Topology
 from tests.fakes.moa import Recorder, ScriptedMoa
 from tests.fakes.scripted_engine import Script
 
@@ -63,6 +64,19 @@ async def test_an_agent_can_give_its_readers_all_it_wrote() -> None:
     assert SAID in moa.prompt_of("root")
 
 
+@pytest.mark.parametrize("votes", ["majority", None])
+async def test_an_output_that_is_forwarded_leaves_its_thinking_behind(votes: Any) -> None:
+    said, topology = "<think>hm</think>It is \\boxed{7}.", tree()
+    root = replace(topology.root, votes=votes, model=VOTE if votes else "large")
+    gate = EarlyExit("in_flight", threshold=0.6, min_completed=2, skip_aggregation=True)
+    clusters = () if votes else (Cluster("leaves", ("left", "right"), gate),)
+    topology = replace(topology, agents={**topology.agents, "root": root}, clusters=clusters)
+    answer = await ask(thinking({"left": said, "right": said}), topology)
+    assert answer.agents["root"].state == "skipped"
+    assert (answer.text, answer.reasoning) == ("It is \\boxed{7}.", "")
+    assert answer.agents["left"].reasoning_tokens > 0
+
+
 async def test_an_output_that_ends_inside_its_thinking_is_never_read() -> None:
     moa, events = thinking({"right": Script("<think>on and on", reason="length")}), Recorder()
     await ask(moa, tree(), events)
@@ -113,6 +127,17 @@ async def test_a_constraint_holds_for_the_answer_and_not_for_the_thinking() -> N
     first, second = moa.engines["large"].generated
     assert ("json_schema" in first.sampling, second.sampling["json_schema"]) == (False, SCHEMA)
     assert (answer.text, answer.reasoning) == ('{"n": 7}', "maybe so, maybe not")
+
+
+@pytest.mark.parametrize("of_request", [True, False])
+async def test_a_fallback_whose_thinking_is_not_known_has_no_limit_of_it(of_request: bool) -> None:
+    moa, limit = thinking({}), {"max_thinking_tokens": 5}
+    moa.models["medium"] = replace(moa.models["medium"], reasoning=None)
+    moa.engines["large"].answer = lambda _: Script("", error=EngineUnreachable("It is gone."))
+    moa.engines["medium"].answer = lambda _: Script("Seven.")
+    topology = tree(fallbacks=("medium",), **({} if of_request else limit))
+    answer = await ask(moa, topology, **(limit if of_request else {}))
+    assert (answer.text, answer.agents["root"].model) == ("Seven.", "medium")
 
 
 async def test_options_of_the_template_come_from_the_agent_and_for_the_root_from_the_request() -> None:
