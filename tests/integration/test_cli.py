@@ -238,9 +238,9 @@ async def test_a_batch_goes_on_when_serve_was_killed_outright_and_started_again(
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize(("moment", "number"), [("importing torch", signal.SIGINT), ("Serving on", signal.SIGTERM)])
+@pytest.mark.parametrize(("moment", "number"), [("importing torch", signal.SIGINT), ("Asking 3", signal.SIGTERM)])
 async def test_a_stopped_demo_leaves_nothing(moment: str, number: signal.Signals) -> None:
-    async with running_command("demo", "--json") as command:
+    async with running_command("demo") as command:
         await command.line_with(moment, limit_s=120)
         started = command.started()
         assert started, "at the first moment the process that imports torch, at the second all engines, too"
@@ -253,7 +253,7 @@ async def test_a_stopped_demo_leaves_nothing(moment: str, number: signal.Signals
 @linux
 @pytest.mark.slow
 async def test_a_demo_killed_outright_takes_its_redis_and_engines_along() -> None:
-    async with running_command("demo", "--json") as command:
+    async with running_command("demo") as command:
         await command.line_with("is ready", limit_s=120)
         started = command.started()
         assert len(started) >= 2, "Redis and an engine"
