@@ -31,7 +31,7 @@ async def answer(url: str) -> str:
 
 def whole(events: str) -> bool:
     """Whether all 13 agents came to an end and so did the stream."""
-    ended = sum(events.count(f"event: agent.{end}\n") for end in ("finished", "stopped"))
+    ended = sum(events.count(f"event: agent.{end}\n") for end in ("finished", "skipped", "stopped"))
     return ended == 13 and events.rstrip().endswith("data: [DONE]")
 
 
