@@ -1,6 +1,6 @@
 """Where experts live: Gimbal's algorithms and ours, compared with SGLang's own EPLB, on the same records.
 
-    python benchmarks/expert_placement.py [--layers N] [--tokens N] [--gpus 2,4,8] [--limit-s SECONDS] [--json]
+    python benchmarks/expert_placement.py [--layers N] [--tokens N] [--gpus 2,4,8] [--json]
 
 Four models. `tiny qwen3-moe` was recorded on real SGLang on a CPU: 4 layers of 16 experts with random weights, top-4.
 The others are drawn (`drawn.py`), 48 layers of 128 experts, top-8, like Qwen3-30B-A3B: `sparse pairs`, where

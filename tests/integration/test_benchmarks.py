@@ -23,7 +23,7 @@ SHORT = {
     "coserve": ("--images", "200", "--seeds", "1"),
     "drafts": ("--questions", "2", "--clients", "2"),
     "early_exit_cost": ("--rounds", "1"),
-    "expert_placement": ("--layers", "3", "--tokens", "400", "--gpus", "4", "--limit-s", "0.2"),
+    "expert_placement": ("--layers", "3", "--tokens", "400", "--gpus", "4"),
     "faster_moa": ("--requests", "1", "--programs", "2", "--seeds", "1", "--outputs", "16"),
     "frameworks": ("--questions", "1", "--context", "0", "--new-tokens", "16"),
     "gimbal": ("--requests", "30", "--seeds", "1", "--decisions", "50"),
