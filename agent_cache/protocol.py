@@ -4,6 +4,7 @@ Per agent run there is one append-only log of chunks with an end mark. Many may 
 a late reader sees all. A log's positions count tokens, or characters for chunks that carry no token ids.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -35,6 +36,10 @@ class LogTimeout(CacheError):
 
 class CacheUnavailable(LogTimeout):
     """Nothing came within the limit, and at its end the shared store could not be asked."""
+
+
+class JournalDiffers(CacheError):
+    """A journal of that key was begun with another head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +109,43 @@ class AgentPromptCache(Protocol):
         ...
 
 
+class Journals(Protocol):
+    """Append-only lists of records that outlive their writer, who holds the journal's lease.
+
+    A journal is named by tenant and key, and expires a while after its last write. A lease ends `lease_s` after its
+    owner's last write, so that another may go on. Every call raises CacheUnavailable where the store is away.
+    """
+
+    @property
+    def lease_s(self) -> float: ...
+
+    async def claim(self, tenant: str, key: str, owner: str, head: str) -> Sequence[bytes] | None:
+        """Take the lease, and begin the journal with `head` if there is none; its records. None while another owns it.
+
+        Raises JournalDiffers where it was begun with another head.
+        """
+        ...
+
+    async def append(self, tenant: str, key: str, owner: str, position: int, records: Sequence[bytes]) -> bool:
+        """Add `records` behind the first `position` and renew the lease. What is there of them already is not repeated.
+
+        False where the journal is lost, or another owns it.
+        """
+        ...
+
+    async def release(self, tenant: str, key: str, owner: str) -> None:
+        """End the lease now, if it is the owner's."""
+        ...
+
+
 @dataclass(slots=True)
 class CacheStats:
     """Counters since the cache was made; read them at any time, they only grow (`degraded` aside).
 
     `published` and `lost_writes` count stream entries: begin marks, batches of chunks, end marks. An entry that the
     store did not take is lost once per attempt, and sent again when the store is back. `withdrawn` logs are served to
-    this process only, as the store dropped them or another process had begun them.
+    this process only, as the store dropped them, another process had begun them, or what lies under their name is no
+    log. `skipped` entries of other processes' logs made no sense.
     """
 
     degraded: bool = False
@@ -119,3 +154,4 @@ class CacheStats:
     reconnects: int = 0
     failed_reads: int = 0
     withdrawn: int = 0
+    skipped: int = 0

@@ -1,6 +1,6 @@
 """What a framework's program gains from lazy answers: LangGraph plain, LangGraph lazy and the same graph as a topology.
 
-    python benchmarks/frameworks.py [--questions N] [--context WORDS,WORDS] [--new-tokens N] [--json]
+    python benchmarks/frameworks.py [--questions N] [--context WORDS,WORDS] [--new-tokens N] [--dtype DTYPE] [--json]
 
 A 9-3-1 tree answers every question in three ways, in all orders by turns, with the same prompts at temperature 0:
 
@@ -11,8 +11,9 @@ A 9-3-1 tree answers every question in three ways, in all orders by turns, with 
 The program runs in a process of its own. A number stands before each question, another for each way, so that no prompt
 is found cached, and --context words, so that prompts are long enough for updates to pay. Medians of the seconds from
 the first request to the answer; `vs_plain` is the median of the ratios to plain on the same question, with its 95 %
-interval. Afterwards plain is asked each prompt of the other ways: `same` counts the equal answers. Engines compute in
-float32, where batches of another size may round otherwise. `updates` are prefill updates of the root, the mean.
+interval. Afterwards plain is asked each prompt of the other ways: `equal` counts the same answers. In float32 a batch
+of another size may round otherwise; with --dtype float64 answers depend on the prompts alone. `updates` are prefill
+updates of the root, the mean.
 """
 # ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
 
@@ -57,6 +58,7 @@ def main() -> int:
     found.add_argument("--questions", type=int, default=32, help="of each row (default 32)")
     found.add_argument("--context", default="0,1500", help="words before each question (default 0,1500)")
     found.add_argument("--new-tokens", type=int, default=96, help="at most, of each agent (default 96)")
+    found.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="that the engines compute in")
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     options = found.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -76,9 +78,13 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     from shell_router.app import load_config
     from shell_router.cli.options import whole_numbers
     from shell_router.lab.evaluation.dataset import read_items
+    from shell_router.standins.embedded.settings import EmbeddedSection
 
     items = read_items(ROOT / "models" / "data" / "test.jsonl", offset=OFFSET, limit=options.questions)
     config = load_config(ROOT / "configs" / "evaluation.yaml", os.environ)
+    engine = {"embedded": EmbeddedSection(dtype=options.dtype)}
+    models = {alias: replace(model, engine=engine) for alias, model in config.models.items()}
+    config = replace(config, models=models)
     tree, rows = asked_tree(options.new_tokens), list["Row"]()
     async with running_deployment(config) as services:
         app = create_app(replace(services, topologies={tree.name: tree}), ApiSettings())
@@ -94,7 +100,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
                         runs.append(run)
                         equal.append({mode: run[mode].answer == reply.answer for mode, reply in again.items()})
                     rows += rows_of(words, runs[1:], equal[1:])
-        return await engine_words(config), rows
+        return (await engine_words(config)).replace("float32", options.dtype), rows
 
 
 def asked_tree(new_tokens: int) -> "Topology":
@@ -130,8 +136,7 @@ def rows_of(words: int, runs: "Sequence[Mapping[str, Asked]]", equal: Sequence[M
                 "median_s": statistics.median(run[mode].seconds for run in runs),
                 "vs_plain": statistics.median(ratios),
                 "95 %": interval(ratios),
-                "same": sum(one.get(mode, True) for one in equal),
-                "questions": len(runs),
+                "equal": f"{sum(one.get(mode, True) for one in equal)} of {len(runs)}",
                 "updates": statistics.mean(run[mode].updates for run in runs),
             }
         )

@@ -100,6 +100,10 @@ class QuotaExceeded(InvalidRequest):
     """The tenant keeps as many files, or bytes of them, as it may."""
 
 
+class KeyReused(InvalidRequest):
+    """The Idempotency-Key was sent before, with another body."""
+
+
 class Unauthorized(ShellRouterError):
     """The API key is missing or wrong."""
 
@@ -108,8 +112,16 @@ class RemoteRefused(Unauthorized):
     """No API keys are set, so that only callers on this machine are served, and this one is not."""
 
 
+class Forbidden(ShellRouterError):
+    """The API key is good, and not for this."""
+
+
 class Overloaded(ShellRouterError):
-    """A limit on running requests is reached; trying again later may succeed."""
+    """A limit on running requests is reached; trying again later, after `retry_s` where it is known, may succeed."""
+
+    def __init__(self, message: str, *, remedy: str = "", retry_s: float | None = None) -> None:
+        super().__init__(message, remedy=remedy)
+        self.retry_s = retry_s
 
 
 class RouterStopping(ShellRouterError):

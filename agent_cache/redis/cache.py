@@ -1,9 +1,10 @@
 """The Agent Prompt Cache over Redis: logs live in memory; Redis shows them to other processes."""
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from uuid import uuid4
 
 from agent_cache.memory import MemoryAgentPromptCache, Writer, forgotten, joined
@@ -17,7 +18,8 @@ from agent_cache.protocol import (
     LogTimeout,
     LogWriter,
 )
-from agent_cache.redis.connection import AWAY, Connection, RedisClient, connect
+from agent_cache.redis.connection import AWAY, Connection, RedisClient, concerns_key, connect
+from agent_cache.redis.journals import RedisJournals
 from agent_cache.redis.layout import Layout, read_entries, stream_entries
 from agent_cache.redis.publisher import Publisher
 
@@ -25,6 +27,8 @@ LONGEST_BLOCK_S = 3.0
 """A blocked XREAD is asked anew this often, to notice a dead connection and a log deleted in between."""
 
 RETRY_S = 0.1
+
+log = logging.getLogger("agent_cache")
 
 
 class RemoteReader:
@@ -43,18 +47,20 @@ class RemoteReader:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_s
         reads: list[LogRead] = []
-        reached = position
+        reached, after = position, f"{position}-1".encode()
         while True:
             left_s = max(0.0, deadline_s - loop.time())
             away: BaseException | None = None
             try:
-                found = await self._look(key, reached, block_s=min(left_s, LONGEST_BLOCK_S))
+                found, after = await self._look(key, reached, after, block_s=min(left_s, LONGEST_BLOCK_S))
                 if found is not None:
                     reads.append(found)
                     reached = found.position
                     if found.end is not None or reached - position >= at_least:
                         return joined(reads, reached, found.end, found.detail)
             except AWAY as error:
+                if concerns_key(error):
+                    raise CacheUnavailable(f"what Redis has under the name of {key} is no log ({error})") from error
                 away = error
                 self._stats.failed_reads += 1
                 await asyncio.sleep(min(RETRY_S, left_s))
@@ -66,16 +72,23 @@ class RemoteReader:
                     raise CacheUnavailable(f"{message}; Redis is away ({away!r})") from away
                 raise LogTimeout(message, begun=await self._begun(key))
 
-    async def _look(self, key: LogKey, position: int, *, block_s: float) -> LogRead | None:
-        """What follows `position`, waiting `block_s` for it. None if nothing came and the log may still be written."""
+    async def _look(self, key: LogKey, position: int, after: bytes, *, block_s: float) -> tuple[LogRead | None, bytes]:
+        """What follows `position` in entries behind `after`, waiting `block_s` for it, and the last entry's id.
+
+        None if nothing came and the log may still be written.
+        """
         name, block_ms = self._layout.log(key), int(1000 * block_s)
         block = ("BLOCK", block_ms) if block_ms else ()  # BLOCK 0 would wait for ever
-        command = ("XREAD", *block, "STREAMS", name, f"{position}-1")
+        command = ("XREAD", *block, "STREAMS", name, after)
         entries = stream_entries(await self._connection.call(*command, blocks_s=block_s, keys=[name]))
         if entries:
-            return read_entries(entries, position)
+            read, skipped = read_entries(entries, position)
+            if skipped:
+                self._stats.skipped += skipped
+                log.warning("%d entries of the log of %s in Redis make no sense and are skipped", skipped, key)
+            return read if read.position > position or read.end else None, entries[-1][0]
         gone = position and not await self._connection.call("EXISTS", name)
-        return forgotten(position) if gone else None
+        return forgotten(position) if gone else None, after
 
     async def _begun(self, key: LogKey) -> bool:
         try:
@@ -92,10 +105,12 @@ class RedisAgentPromptCache:
     set; logs are then begun without asking whether another process has begun them, and only this process can read
     them. Once Redis is back, it gets what it missed.
 
-    `redis` is a URL (redis://, rediss://, unix://) or a client of redis-py's asyncio API, which stays the caller's and
-    must have `socket_timeout=None`, no retries, and undecoded responses. `clock` returns monotonic seconds. Logs
+    `redis` is a URL (redis://, rediss://, unix://), with further `options` of redis-py's clients such as `password` or
+    `ssl_ca_certs`; or a client of redis-py's asyncio API, which stays the caller's and must have `socket_timeout=None`,
+    no retries, and undecoded responses. `clock` returns monotonic seconds. Logs
     expire `ttl_s` after their last write. Redis may take `reply_limit_s` for a reply before it counts as away. Every
     read that waits for another process's log holds one of `max_connections`. `len` counts the logs of this process.
+    `journals` lie in the same Redis; see `Journals` for `journal_ttl_s` and `lease_s`.
     """
 
     def __init__(
@@ -108,12 +123,17 @@ class RedisAgentPromptCache:
         reply_limit_s: float = 1.0,
         max_connections: int = 1000,
         owner: str | None = None,
+        journal_ttl_s: float = 3600.0,
+        lease_s: float = 5.0,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         if reply_limit_s <= 0:
             raise ValueError(f"reply_limit_s is {reply_limit_s}; it must be positive")
         self._owned: RedisClient | None = None
         if isinstance(redis, str):
-            redis = self._owned = connect(redis, max_connections=max_connections, connect_limit_s=reply_limit_s)
+            redis = self._owned = connect(
+                redis, max_connections=max_connections, connect_limit_s=reply_limit_s, options=options or {}
+            )
         if redis.get_encoder().decode_responses:
             raise ValueError("the Redis client decodes responses; make it with decode_responses=False")
         self._closed = False
@@ -123,6 +143,7 @@ class RedisAgentPromptCache:
         self._publisher = Publisher(self._connection, layout, self.stats, clock=clock)
         self._reader = RemoteReader(self._connection, layout, self.stats)
         self._memory = MemoryAgentPromptCache(clock=clock, ttl_s=ttl_s, dropped=self._publisher.drop)
+        self.journals = RedisJournals(self._connection, layout, ttl_s=journal_ttl_s, lease_s=lease_s)
 
     def __len__(self) -> int:
         return len(self._memory)

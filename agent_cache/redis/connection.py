@@ -7,12 +7,17 @@ from typing import Any, Protocol
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from agent_cache.redis.layout import Command
 
 AWAY = (RedisError, OSError, TimeoutError)
 """What a call raises when Redis is away, stalls, or refuses to serve."""
+
+
+def concerns_key(reply: object) -> bool:
+    """Whether `reply` is a refusal for what lies under a command's key: no other key is to suffer from it."""
+    return isinstance(reply, ResponseError) and any(word in str(reply) for word in ("WRONGTYPE", "equal or smaller"))
 
 
 class RedisClient(Protocol):
@@ -27,7 +32,7 @@ class RedisClient(Protocol):
     async def aclose(self) -> None: ...
 
 
-def connect(url: str, *, max_connections: int, connect_limit_s: float) -> RedisClient:
+def connect(url: str, *, max_connections: int, connect_limit_s: float, options: Mapping[str, Any]) -> RedisClient:
     """A client that never sends a command twice and lets a read block for as long as it says.
 
     redis-py's own defaults retry ten times and cut off reads after 5 s: a blocked XREAD then hangs for a minute.
@@ -39,6 +44,7 @@ def connect(url: str, *, max_connections: int, connect_limit_s: float) -> RedisC
         retry=Retry(NoBackoff(), 0),
         max_connections=max_connections,
         protocol=2,
+        **options,
     )
 
 
@@ -65,10 +71,10 @@ class Connection:
         return replies
 
     async def ask(self, commands: Sequence[Command]) -> list[Any]:
-        """As `send`, for commands none of which may be refused."""
+        """As `send`, for commands that may be refused only for what lies under their key."""
         replies = await self.send(commands)
         for reply in replies:
-            if isinstance(reply, Exception):
+            if isinstance(reply, Exception) and not concerns_key(reply):
                 raise reply
         return replies
 

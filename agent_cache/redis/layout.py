@@ -62,6 +62,11 @@ class Layout:
     def agents(self, tenant: str, program: str) -> str:
         return f"{self._program(tenant, program)}:agents"
 
+    def journal(self, tenant: str, key: str) -> tuple[str, str, str]:
+        """A journal's lease, the list of its head and records, and who claimed it last."""
+        named = self._program(tenant, key)
+        return f"{named}:lease", f"{named}:journal", f"{named}:owner"
+
     def begin(self, key: LogKey) -> list[Command]:
         """First the entry that only one process can add, then what finds the log again."""
         agents = self.agents(key.tenant, key.program)
@@ -105,24 +110,42 @@ def encode(chunks: Sequence[Chunk]) -> bytes:
 
 
 def decode(field: bytes) -> list[Chunk]:
-    """Chunks of a `chunks` field."""
-    return [Chunk(text, tuple(ids)) for text, ids in json.loads(field)]
+    """Chunks of a `chunks` field; ValueError for anything else."""
+    try:
+        batch = [Chunk(text, tuple(ids)) for text, ids in json.loads(field)]
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    if not all(type(chunk.text) is str and all(type(id) is int and id >= 0 for id in chunk.ids) for chunk in batch):
+        raise ValueError("chunks are pairs of a text and token ids")
+    return batch
 
 
-def read_entries(entries: Sequence[Entry], position: int) -> LogRead:
-    """`entries`, the ones behind `position`, as one read. ValueError for a position inside a chunk."""
+DAMAGED = "What Redis has of the log is damaged."
+
+
+def read_entries(entries: Sequence[Entry], position: int) -> tuple[LogRead, int]:
+    """`entries`, the ones behind `position`, as one read, and how many of them make no sense and are skipped.
+
+    A log that lacks what a skipped entry held ends as failed. ValueError for a position inside a chunk.
+    """
     chunks: list[Chunk] = []
-    reached = position
+    reached, skipped = position, 0
     for entry_id, fields in entries:
-        if b"end" in fields:
-            detail = fields[b"detail"].decode("utf-8", "surrogatepass")
-            return joined(chunks, reached, End(fields[b"end"].decode()), detail)
-        if b"chunks" in fields:
-            batch = decode(fields[b"chunks"])
-            start, reached = reached, id_parts(entry_id)[0]
-            ends = list(accumulate(map(len, batch), initial=reached - sum(map(len, batch))))
-            chunks += batch[boundary(ends, start) :]
-    return joined(chunks, reached)
+        start, at = reached, id_parts(entry_id)[0]
+        try:
+            end = End(fields[b"end"].decode()) if b"end" in fields else None
+            batch = [] if end else decode(fields[b"chunks"])
+        except (KeyError, ValueError):
+            skipped += 1
+            continue
+        first = at if end else at - sum(map(len, batch))
+        if first > start and end is not End.ABORTED:  # the mark of a deletion has a time for its position
+            return joined(chunks, start, End.FAILED, DAMAGED), skipped
+        if end:
+            return joined(chunks, reached, end, _text(fields.get(b"detail", b""))), skipped
+        reached = at
+        chunks += batch[boundary(list(accumulate(map(len, batch), initial=first)), start) :]
+    return joined(chunks, reached), skipped
 
 
 def stream_entries(response: object) -> list[Entry]:
@@ -142,3 +165,10 @@ def _quoted(name: str) -> str:
 def _bytes(text: str) -> bytes:
     # A model's output may hold half a surrogate pair; it must come back as it went in.
     return text.encode("utf-8", "surrogatepass")
+
+
+def _text(field: bytes) -> str:
+    try:
+        return field.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return field.decode("utf-8", "replace")

@@ -18,7 +18,7 @@ from redis.exceptions import ResponseError
 
 from agent_cache.memory import Log
 from agent_cache.protocol import CacheStats, LogExists, LogKey
-from agent_cache.redis.connection import AWAY, Connection
+from agent_cache.redis.connection import AWAY, Connection, concerns_key
 from agent_cache.redis.layout import END_KIND, Command, Entry, Layout, id_parts
 
 PROGRAMS_PER_ROUND = 128
@@ -65,8 +65,8 @@ class Deletions:
         sets = await self._connection.ask([("SMEMBERS", self._layout.agents(*program)) for program in programs])
         commands: list[Command] = []
         for program, agents in zip(programs, sets, strict=True):
-            for agent in agents:
-                commands += self._layout.delete(self._layout.log_named(*program, agent.decode()))
+            for agent in () if concerns_key(agents) else agents:
+                commands += self._layout.delete(self._layout.log_named(*program, agent.decode("ascii", "replace")))
             commands.append(("UNLINK", self._layout.agents(*program)))
         await self._connection.ask(commands)
 
@@ -86,6 +86,7 @@ class Outcome(Enum):
     PUBLISHED = auto()
     TAKEN = auto()
     GONE = auto()
+    REFUSED = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,10 @@ class Publication:
         if not self.begun and isinstance(refusal, ResponseError) and "equal or smaller" in str(refusal):
             return Outcome.TAKEN
         for reply in replies:
-            if isinstance(reply, Exception):
+            if isinstance(reply, Exception) and not concerns_key(reply):
                 raise reply
+        if any(map(concerns_key, replies)):
+            return Outcome.REFUSED
         if any(reply is None for reply in replies[: writes.entries]):
             return Outcome.GONE
         self.begun, self.chunks, self.ended = True, writes.chunks, writes.ended
@@ -162,17 +165,20 @@ class Publication:
     def resume(self, first: Sequence[Entry], last: Sequence[Entry], owner: str) -> bool:
         """Go on from a stream's first and last entry, found after an outage.
 
-        False if it is another process's, or another process was about to delete it.
+        False if it is another process's, another process was about to delete it, or it is none.
         """
+        if concerns_key(first) or concerns_key(last) or bool(first) != bool(last):  # or it changed between the two
+            return False
         self.begun, self.chunks, self.ended, self.renewed_s = bool(first), 0, False, -math.inf
         if not first:
             return True
         if first[0][1].get(b"owner") != owner.encode():
             return False
         position, kind = id_parts(last[0][0])
-        if position > self.log.position:
+        try:
+            self.chunks = self.log.index_of(position)
+        except ValueError:
             return False
-        self.chunks = self.log.index_of(position)
         self.ended = kind == END_KIND
         return True
 
@@ -324,6 +330,8 @@ class Publisher:
                 self._stats.published += write.entries
             elif outcome is Outcome.GONE:
                 gone.append(publication)
+            elif outcome is Outcome.REFUSED:
+                self._withdraw(publication, "something else lies under its name in Redis")
             elif publication.awaited:  # another process has begun that log: its creator here gets an error
                 _answer(publication.answer, Outcome.TAKEN)
                 self.drop(publication.key)

@@ -86,9 +86,9 @@ async def served(pool: SglangPair, asked: Sequence[Asked], clients: int) -> Serv
             group.create_task(client())
     elapsed_s = time.perf_counter() - begun_s
     counts = [leases.counts for leases in pool.adapters.leases.values()]
-    loads = [one.loads for one in counts]
+    loads = [one.loads.count for one in counts]
     order = range(len(asked))
-    load_s = sum(one.load_s for one in counts) / max(1, sum(loads))
+    load_s = sum(one.loads.sum_s for one in counts) / max(1, sum(loads))
     return Served([outputs[at] for at in order], [latencies_s[at] for at in order], elapsed_s, loads, load_s)
 
 
@@ -169,7 +169,7 @@ def _run(amount: Amount, settings: AdapterSettings, load_s: float, seed: int) ->
         waiting = iter(asked)
         begun_s = now()
         await asyncio.gather(*(_client(leases, server, waiting, latencies_s) for _ in range(amount.clients)))
-        return _row(asked, amount, leases.counts.loads, latencies_s, now() - begun_s)
+        return _row(asked, amount, leases.counts.loads.count, latencies_s, now() - begun_s)
 
     return run_virtual(whole())
 

@@ -30,7 +30,7 @@ from shell_router.experts.components import (
 )
 from shell_router.experts.components.measuring import Amount, Bench, Measured, measured
 from shell_router.experts.components.torch_components import TorchComponents, components_in
-from shell_router.lab.simulation.component_split import ComponentTrials
+from shell_router.lab.simulation.components import ComponentTrials
 
 EXPERTS, SHARED, ROOM, WIDTH = 150, 10, 20, 768
 EVERY_S = 0.0

@@ -19,13 +19,12 @@ from shell_router.experts.components.queue import ComponentQueue
 from shell_router.experts.components.splitting import (
     CASUAL_SHARE,
     PERCENT,
-    SplitSettings,
     chosen,
     decay_window,
     refined,
     share_next_to_largest_batch,
 )
-from shell_router.lab.simulation.component_split import ComponentTrials
+from shell_router.lab.simulation.components import ComponentTrials
 
 EXPERTS = 400
 DECISIONS: tuple[tuple[str, type, str], ...] = (
@@ -103,13 +102,13 @@ def _row(device: Device, task: Task, policies: str, seed: int) -> Row:
     tried = cache(_throughput(device, sample, policies, seed))
     gpu, largest_bytes = device.several(task)[0], max(one.memory_bytes for one in components(task.types))
     least = PERCENT * (largest_bytes + 1) / gpu.memory_bytes
-    window = decay_window(tried, SplitSettings(), least=least)
+    window = decay_window(tried, least=least)
     one = PERCENT * BYTES["ResNet101"] / device.gpu_bytes
-    counted = decay_window(lambda held: tried(min(PERCENT, held * one)), SplitSettings(), least=least / one)
+    counted = decay_window(lambda held: tried(min(PERCENT, held * one)), least=least / one)
     whole = max(least, PERCENT * share_next_to_largest_batch(gpu))
     others = {share: tried(share) for share in (CASUAL, whole)}
-    known = refined({**window.tried, **others}, tried, least, SplitSettings().refinements)
-    ours = chosen(known, SplitSettings().error_margin)
+    known = refined({**window.tried, **others}, tried, least)
+    ours = chosen(known)
     best = max((share for share in range(STEP, 101, STEP) if share >= least), key=per_s)
     return {
         "device": device.name,

@@ -18,8 +18,9 @@ from shell_router.app.resources import running_embedder
 from shell_router.config import Config
 from shell_router.core.engine import Tokenizer
 from shell_router.core.predictors import Embedder
+from shell_router.core.statistics import Timing, fitted_costs
 from shell_router.lab.simulation.profile import ProfiledModel, profiled_models
-from shell_router.lab.simulation.profiling import Amount, Timings, embedding_costs
+from shell_router.lab.simulation.profiling import Amount, Timings
 from shell_router.moa import Executor, MoaRequest
 from shell_router.standins.simulated import PairCosts
 from shell_router.telemetry import Trace as RunTrace
@@ -219,7 +220,9 @@ class Measured:
     @property
     def embedding_s(self) -> tuple[float, float]:
         """Seconds per text and per token."""
-        return embedding_costs({tokens: statistics.median(timed) for tokens, timed in self.embedded_s.items()})
+        timed = [Timing(tokens, (1, tokens), statistics.median(took_s)) for tokens, took_s in self.embedded_s.items()]
+        text_s, token_s = fitted_costs(timed)
+        return text_s, token_s
 
     async def _wave(self, name: str, topology: Topology, at_once: int) -> None:
         """Clients, each of which asks its next question when it has the answer to the one before."""

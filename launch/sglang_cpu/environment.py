@@ -6,6 +6,8 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from shell_router import __version__
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD_COMMAND = "launch/sglang_cpu/environment.sh"
@@ -42,7 +44,7 @@ def install_plugin(site: Path) -> None:
     Done for each pair instead of once in the environment, which several working trees share.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    metadata = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    metadata = site / f"{project['name'].replace('-', '_')}-{__version__}.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     package = site / "shell_router"
     package.mkdir(exist_ok=True)
@@ -50,7 +52,7 @@ def install_plugin(site: Path) -> None:
         (package / name).unlink(missing_ok=True)
         (package / name).symlink_to(ROOT / "shell_router" / name)
     (metadata / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8"
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {__version__}\n", encoding="utf-8"
     )
     groups = {**project["entry-points"]}
     groups[PLUGINS] = {**groups[PLUGINS], "cpu_kernels": "cpu_kernels:register"}

@@ -1,88 +1,33 @@
 """Before every route: request ids, API keys, the limit on running requests, errors, and the end of the server."""
 
 import asyncio
-import functools
-import hmac
-import ipaddress
 import logging
+import math
 import re
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import ClientConnectionResetError, web
 
+from shell_router.api.keys import LOCAL, Keys, require_local, require_route
 from shell_router.api.plain import Connections, Handler, PlainRequest, Reply, Request
-from shell_router.api.replies import INTERNAL, json_reply, problem_body, problem_of
-from shell_router.api.services import AGENTS, REQUEST_ID, TENANT, ApiSettings, Services
-from shell_router.errors import Overloaded, RemoteRefused, RouterStopping, Unauthorized
-
-LOCAL_TENANT = "local"
-
-
-def tenant_of(keys: Mapping[str, str], authorization: str, peer: str | None) -> str:
-    """The caller's tenant: the name of its key, or LOCAL_TENANT where no keys are set.
-
-    `peer` is the caller's address; None for a Unix socket, which only this machine reaches. Raises Unauthorized.
-    """
-    if not keys:
-        if peer is not None and not _is_loopback(peer):
-            raise RemoteRefused(
-                f"No API keys are set, so only callers on this machine are served, and {peer} is not.",
-                remedy="Add api_keys to the configuration and send one as 'Authorization: Bearer <key>'.",
-            )
-        return LOCAL_TENANT
-    return _key_holder(keys, authorization)
-
-
-def require_local(host: str, origin: str | None) -> None:
-    """Raise RemoteRefused for what a browser of this machine sends for a page from elsewhere.
-
-    Such a page may have its own name resolved to this machine, and may post what needs no permission.
-    """
-    named = urlsplit(f"//{host}").hostname if _HOST.fullmatch(host) else ""
-    page = urlsplit(origin).hostname or "" if origin is not None and _ORIGIN.fullmatch(origin) else origin
-    for what, name in (("Host", named or "127.0.0.1" * (not host)), ("Origin", page)):
-        if name is not None and not _names_this_machine(name):
-            raise RemoteRefused(
-                f"No API keys are set, so only this machine is served, and the header {what} names another.",
-                remedy="Ask 127.0.0.1 or localhost, or add api_keys to the configuration.",
-            )
-
-
-_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:[0-9]+)?", re.ASCII)
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://" + _HOST.pattern, re.ASCII)
-
-
-def _names_this_machine(name: str) -> bool:
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return _is_loopback(name)
-    except ValueError:
-        return False
-
-
-def _key_holder(keys: Mapping[str, str], authorization: str) -> str:
-    """Compares with every key, in constant time each, so that timing says nothing of any."""
-    scheme, _, secret = authorization.partition(" ")
-    given = secret.strip().encode("utf-8", "surrogateescape")  # as aiohttp has read it
-    matches = [name for name, key in keys.items() if hmac.compare_digest(key.encode(), given)]
-    if scheme.lower() != "bearer" or not matches:
-        raise Unauthorized(
-            "The API key is missing or wrong.", remedy="Send a valid one as 'Authorization: Bearer <key>'."
-        )
-    return matches[0]
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_loopback(peer: str) -> bool:
-    address = ipaddress.ip_address(peer.partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
-
+from shell_router.api.replies import INTERNAL, problem_of, problem_reply
+from shell_router.api.services import (
+    AGENTS,
+    ASKED,
+    KEY,
+    REQUEST_ID,
+    TENANT,
+    TOKENS,
+    TRACE,
+    ApiSettings,
+    Services,
+)
+from shell_router.config import ApiKey
+from shell_router.core.spans import CURRENT, span_of_client
+from shell_router.errors import InvalidRequest, Overloaded, RouterStopping
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +140,9 @@ def _stopping() -> RouterStopping:
 DRAIN = web.AppKey("DRAIN", Drain)
 
 
-OPEN_ROUTES = frozenset({"/health", "/ready"})  # probes carry no key
+OPEN_ROUTES = frozenset({"/health", "/ready", "/ui"})  # probes carry no key; the page is static, and sends one
+FREEING = frozenset({"/v1/batches/{batch_id}/cancel"})
+"""Routes that make space, and are never refused for lack of it."""
 CLIENT_GONE = 499  # nginx's number for it; no client ever sees it
 ACCEPTED_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -208,22 +155,29 @@ class Admission:
         self._settings = settings
         self._drain = drain
         self._agents: Counter[str] = Counter()
+        self.keys = Keys(settings.keys)
         self.connections = Connections(settings)
         services.metrics.running_requests.set_function(lambda: drain.running)
 
     @web.middleware
     async def serve(self, request: Request, handler: Handler) -> Reply:
         """Answer `request` by its route, or with the error that its route raised."""
-        services, drain, started_s = self._services, self._drain, self._services.clock()
+        services, drain, started_s, route = self._services, self._drain, self._services.clock(), _route(request)
         given = request.headers.get("x-request-id", "")  # the client's own, if it is fit to be written to the log
+        CURRENT.set(span_of_client(request.headers) if "traceparent" in request.headers else None)
         request[REQUEST_ID] = given if ACCEPTED_REQUEST_ID.fullmatch(given) else services.new_id()
         status, admitted, by_aiohttp = CLIENT_GONE, False, isinstance(request, web.Request)
         if by_aiohttp:
             self.connections.busy(request.transport)
         try:
-            request[TENANT] = self._tenant(request)
-            # what makes space is never refused
-            if request.method in ("POST", "PUT") and not request.path.endswith("/cancel"):
+            key = request[KEY] = self._key(request)
+            request[TENANT] = key.tenant or ""
+            if key.routes or not key.operator:
+                require_route(key, request.method, request.path, route)
+            if request.headers.get("content-encoding", "identity").lower() != "identity":
+                raise InvalidRequest("The body is compressed, and the router unpacks none.", remedy="Send it as it is.")
+            if request.method in ("POST", "PUT") and route not in FREEING:
+                self._require_tokens(key.tokens_per_minute, request[TENANT])
                 if drain.running >= self._settings.max_running:
                     raise Overloaded(
                         f"{drain.running} requests are running, which is this server's limit.",
@@ -249,15 +203,44 @@ class Admission:
             if admitted:
                 drain.ended()
                 self._agents[request[TENANT]] -= request.get(AGENTS, 0)
-            services.metrics.http_request_ended(_route(request), status, services.clock() - started_s)
+            took_s = services.clock() - started_s
+            services.metrics.http_request_ended(route, status, took_s)
+            if services.access_log is not None:
+                line = self._access_line(request, route, status, took_s)
+                services.access_log.add(lambda: (line,))
+
+    def _access_line(self, request: Request, route: str, status: int, took_s: float) -> dict[str, Any]:
+        trace = request.get(TRACE)
+        prompt, output = request.get(TOKENS, (0, 0)) if trace is None else trace.usage
+        return {
+            "at_s": round(self._services.wall() - took_s, 6),
+            "request_id": request[REQUEST_ID],
+            "tenant": request.get(TENANT),
+            "method": request.method,
+            "route": route,
+            "model": request.get(ASKED),
+            "status": status,
+            "prompt_tokens": prompt,
+            "output_tokens": output,
+            "took_s": round(took_s, 6),
+            "first_token_s": None if trace is None else trace.first_token_s,
+            "trace_id": None if trace is None else trace.id,
+        }
 
     def count(self, request: Request, agents: int) -> None:
-        """Count `agents` more for a running request; raises Overloaded where its tenant has too many.
+        """Count `agents` more for a running request; raises Overloaded where its tenant has too many by then.
+
+        Raises InvalidRequest where the request alone has too many.
 
         A tenant alone has all of the router. Others must not be refused for what one of several asks for.
         """
-        tenant, limit = request[TENANT], self._settings.max_agents_per_tenant
-        if len(self._settings.keys) > 1 and self._agents[tenant] + agents > limit:
+        tenant, limit, several = request[TENANT], self._settings.max_agents_per_tenant, self.keys.several
+        if several and (whole := request.get(AGENTS, 0) + agents) > limit:
+            raise InvalidRequest(
+                f"The request needs {whole} agents, and a tenant may have {limit} at a time.",
+                remedy="Ask for fewer, or raise max_agents_per_tenant.",
+            )
+        if several and self._agents[tenant] + agents > limit:
             raise Overloaded(
                 f"{self._agents[tenant]} agents of {tenant!r} are running or waiting, of at most {limit}, and this"
                 f" request needs {agents} more.",
@@ -273,15 +256,24 @@ class Admission:
         task.add_done_callback(lambda _: self._agents.subtract((tenant,)))
         return task
 
-    def _tenant(self, request: Request) -> str:
+    def _require_tokens(self, limit: int | None, tenant: str) -> None:
+        if limit and (wait_s := self._services.rates.wait_s(tenant, limit, self._services.clock())) > 0:
+            raise Overloaded(
+                f"{tenant!r} has used its {limit} tokens of this minute.",
+                remedy="Try again when Retry-After says.",
+                retry_s=wait_s,
+            )
+
+    def _key(self, request: Request) -> ApiKey:
         if request.path in OPEN_ROUTES:
-            return LOCAL_TENANT
+            return LOCAL
         transport = request.transport
         address = transport.get_extra_info("peername") if transport else None
         peer = address[0] if isinstance(address, tuple) else None
-        if not self._settings.keys and peer is not None:
+        if not self.keys and peer is not None:
             require_local(request.headers.get("host", ""), request.headers.get("origin"))
-        return tenant_of(self._settings.keys, request.headers.get("authorization", ""), peer)
+        key = request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"  # Anthropic's
+        return self.keys.caller(key, peer, self._services.wall)
 
     def _problem_reply(self, request: Request, error: Exception) -> web.Response:
         problem = problem_of(error)
@@ -289,11 +281,11 @@ class Admission:
             log.error("request %s: %s failed", request[REQUEST_ID], _route(request), exc_info=error)
         headers = {}
         if problem.status == 429:  # also where an agent of the request was refused
-            headers["Retry-After"] = str(self._settings.retry_after_s)
+            wait_s = error.retry_s if isinstance(error, Overloaded) else None
+            headers["Retry-After"] = str(math.ceil(wait_s or self._settings.retry_after_s))
         if isinstance(error, web.HTTPMethodNotAllowed):
             headers["Allow"] = ", ".join(sorted(error.allowed_methods))
-        body = problem_body(error, request[REQUEST_ID])
-        return json_reply(request, body, status=problem.status, headers=headers)
+        return problem_reply(request, error, problem.status, **headers)
 
 
 ADMISSION = web.AppKey("ADMISSION", Admission)

@@ -20,6 +20,8 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.frames import AgentFrames, agent_answer, program_reply
+from shell_router.api.kept_runs import refuse_key
+from shell_router.api.keys import permit
 from shell_router.api.observed import Observed
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
@@ -178,8 +180,10 @@ TARGET = AGENT_REQUEST
 
 async def run_agent(request: Request) -> Reply:
     """POST: run one agent to its end."""
+    refuse_key(request, "agent requests: the same request sent again attaches to its agent")
     body = parse_body(await read_body(request))
     asked, streamed = read_agent_body(body, request[TENANT], request.app[SETTINGS].request_timeout_s)
+    permit(request, asked.candidates or (asked.model,))
     run = AgentRequestRun(request, asked, note_ignored(request, body.unread))
     return await (run.streamed() if streamed else run.whole())
 
@@ -249,7 +253,7 @@ class AgentRequestRun:
         task = self._request.app[ADMISSION].detach(self._request, self.run(mark))
         try:
             await asyncio.wait([task, begun], return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # nobody will know of it
+        except asyncio.CancelledError:  # no client will know of it
             task.cancel()
             raise
         if task.done():

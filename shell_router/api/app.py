@@ -5,18 +5,20 @@ import contextlib
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 from aiohttp import web
 
-from shell_router.api import agents, chat, lazy, native, responses, views
+from shell_router.api import agents, chat, embeddings, lazy, messages, native, openapi, responses, views
 from shell_router.api.admission import ADMISSION, CONNECTIONS, DRAIN, Admission, Drain
 from shell_router.api.chat import CHATS, Chats
+from shell_router.api.kept_runs import KeptRuns
 from shell_router.api.models import TARGETS, Targets
 from shell_router.api.plain import Handler, PlainServer
-from shell_router.api.services import SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
+from shell_router.api.services import LEAVING, SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
 from shell_router.errors import BatchesOff
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ ROUTES = (
     _post("/v1/chat/completions", chat.chat_completions),
     _post("/v1/completions", native.completions),
     _post("/v1/responses", responses.create_response),
+    _post("/v1/messages", messages.create_message),
+    _post("/v1/embeddings", embeddings.create_embeddings),
     web.get("/v1/models", views.list_models),
     web.get("/v1/models/{model}", views.show_model),
     web.get("/v1/topologies", views.list_topologies),
@@ -43,7 +47,9 @@ ROUTES = (
     web.put("/v1/agent/outputs/{program}/{agent}", agents.write_output),
     _post("/generate", native.generate),
     _post("/prefill_only", native.prefill_only),
+    web.get("/v1/traces", views.list_traces),
     web.get("/v1/traces/{trace_id}", views.show_trace),
+    web.get("/openapi.json", openapi.show),
     web.get("/health", views.health),
     web.get("/ready", views.ready),
     web.get("/metrics", views.metrics),
@@ -60,11 +66,13 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
     app = web.Application(middlewares=[cast(Any, gate.serve)], client_max_size=settings.max_body_bytes)
     app[ADMISSION] = gate
     app[DRAIN] = drain
+    app[LEAVING] = asyncio.Event()
     app[CONNECTIONS] = gate.connections
     app[SERVICES] = services
     app[SETTINGS] = settings
     app[TARGETS] = Targets(services)
-    app[CHATS] = Chats(services, settings, app[TARGETS], drain)
+    app[CHATS] = Chats(services, settings, app[TARGETS], drain, KeptRuns(services.journals, drain))
+    app[embeddings.EMBEDDING] = asyncio.Semaphore()
     app[STARTED_AT] = int(services.wall())
     app.add_routes(ROUTES)
     return app
@@ -172,17 +180,22 @@ async def listening(
     app: web.Application,
     sockets: Sequence[socket.socket],
     *,
+    lame_duck_s: float = 0.0,
     drain_s: float = 30.0,
     force_shutdown: asyncio.Event | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[str]:
-    """Serve `app` on bound `sockets` while the context is open; gives its base URL.
+    """Serve `app` on bound `sockets` while the context is open, with `tls` over https; gives its base URL.
 
-    A request whose client has gone is cancelled. On leaving no new requests are taken and running ones get
-    `drain_s` to end; those that do not, or all of them once `force_shutdown` is set, end with RouterStopping.
+    A request whose client has gone is cancelled. On leaving the router says for `lame_duck_s` that it is not ready, and
+    takes requests still. Then none are taken and running ones get `drain_s` to end; those that do not, or all of them
+    once `force_shutdown` is set, end with RouterStopping.
     """
     force = force_shutdown or asyncio.Event()
     app.on_shutdown.append(lambda app: app[DRAIN].finish(drain_s, force))
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_LIMIT_S)
+    # what unpacks a body would hold up the event loop, and take a thousand times the memory: admission refuses it
+    kept: dict[str, Any] = {"auto_decompress": False, "handler_cancellation": True, "shutdown_timeout": CLOSE_LIMIT_S}
+    runner = web.AppRunner(app, access_log=None, **kept)
     await runner.setup()
     assert runner.server is not None
     posts: Mapping[bytes, Any] = {one.path.encode(): one.handler for one in ROUTES if one.method == "POST"}
@@ -190,9 +203,13 @@ async def listening(
     loop, servers = asyncio.get_running_loop(), list[asyncio.Server]()
     try:
         for one in sockets:
-            servers.append(await loop.create_server(plain, sock=one))
+            limit_s = app[SETTINGS].body_timeout_s if tls else None  # or a client could stay without a handshake
+            servers.append(await loop.create_server(plain, sock=one, ssl=tls, ssl_handshake_timeout=limit_s))
         with _watched_loop(loop, app[SERVICES]):
-            yield f"http://{_authority(sockets[0].getsockname())}"
+            yield f"{'https' if tls else 'http'}://{_authority(sockets[0].getsockname())}"
+            app[LEAVING].set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(force.wait(), lame_duck_s)
     finally:
         for server in servers:
             server.close()

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, Drain
 from shell_router.api.agents import WORDS, AgentRequestRun, marker_of
-from shell_router.api.engine_chat import ENGINE_FIELDS, asks_engine, read_engine_chat
+from shell_router.api.engine_chat import ENGINE_FIELDS, NOT_SERVED, asks_engine, read_engine_chat
 from shell_router.api.fields import (
     MAX_TOKENS,
     SAMPLING,
@@ -22,6 +22,8 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
+from shell_router.api.kept_runs import KEY_HEADER, KeptRun, KeptRuns, key_of, refuse_key
+from shell_router.api.keys import permit
 from shell_router.api.lazy import (
     LAZY_HEADER,
     PROGRAM_HEADER,
@@ -63,18 +65,7 @@ INERT = frozenset(
 )
 """OpenAI fields that never change an answer: billing, storage, speed."""
 
-REFUSED: dict[str, tuple[Any, ...]] = {
-    **{name: nothing for name, nothing in ENGINE_FIELDS.items() if name != "tools"},
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "verbosity": (),
-    "best_of": (1,),
-    "echo": (False,),
-}
-"""Fields that would make the answer another one and that are not served, with the values that ask for nothing."""
+REFUSED = {name: nothing for name, nothing in ENGINE_FIELDS.items() if name != "tools"} | NOT_SERVED
 
 PROMPTING = TOOL_FIELDS | {"chat_template_kwargs", "max_thinking_tokens", "prediction"}
 """Fields with which a request changes the prompt, or what of the output is the answer."""
@@ -203,7 +194,7 @@ def _message(message: Fields) -> Mapping[str, Any]:
     if role != "assistant":
         return {"role": ROLES[role], "content": _content(message)}
     calls, thinking = read_calls(message), message.text("reasoning_content")
-    found = {"role": role, "content": "" if calls and message.raw("content") is None else _content(message)}
+    found = {"role": role, "content": "" if message.raw("content") is None else _content(message)}
     return found | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thinking} if thinking else {})
 
 
@@ -234,6 +225,7 @@ class Chats:
     settings: ApiSettings
     targets: Targets
     drain: Drain
+    kept: "KeptRuns[ChatRun]"
 
     async def read(self, body: Fields, tenant: str) -> tuple[ChatRequest, Graph, str, str]:
         """What is asked, of which graph, and the names of target and model. Raises InvalidRequest."""
@@ -267,6 +259,7 @@ class ChatRun:
         self._topology = topology
         self._model = model
         self.asked = asked
+        self.kept: KeptRun | None = None
         answering, graph = topology.answering, topology.waits_for
         self._seen = Observed(chats.services, asked.id, asked.tenant, target, answering, graph)
         self.trace = self._seen.trace
@@ -277,10 +270,14 @@ class ChatRun:
 
     async def answer(self, also: Emit | None = None) -> Answer:
         """Run; `also` gets the events. If the server ends first, raises RouterStopping."""
+        return await (self.run(self.asked, also) if self.kept is None else self.kept.follow(also))
+
+    async def run(self, asked: MoaRequest, also: Emit | None) -> Answer:
+        """Run as `asked`, whoever waits for it."""
         self._seen.also = also
         async with self._chats.drain.deadline():
             with self._seen as seen:
-                return await self._chats.services.executor.run(self._topology, self.asked, seen.emit)
+                return await self._chats.services.executor.run(self._topology, asked, seen.emit)
 
     def reply(self, answer: Answer) -> dict[str, Any]:
         """The completion as one object."""
@@ -303,7 +300,7 @@ CHATS = web.AppKey("CHATS", Chats)
 
 
 async def chat_completions(request: Request) -> Reply:
-    """Check everything that can be checked, then run."""
+    """Answer a chat with a topology, a model or a panel: check everything that can be checked, then run."""
     return await answer_chat(request, parse_body(await read_body(request)))
 
 
@@ -316,15 +313,19 @@ async def answer_chat(request: Request, body: Fields, translation: Translation |
     if relay is not None and relay.chat is not None and asks_engine(body) and not body.given(BRINGING):
         if lazy:
             raise body.refuse("lazy", "cannot go with tools, nor with what else the engine does itself")
+        permit(request, (model,))
         bodies = read_engine_chat(body, model, relay.chat)
         return await forwarded(request, relay, "v1/chat/completions", bodies, translation)
     chats = request.app[CHATS]
     chat, graph, target, model = await chats.read(body, request[TENANT])
+    brings = body.given(BRINGING) or target not in chats.targets
+    permit(request, models_of(graph) if brings else chat.models, target)
     if lazy or _has_markers(chat.messages):
         refuse_tools(body, chat, lazy=lazy)
         parts = split(chat.messages)
         program = program_read(chats.services.programs, chat.tenant, parts.reads, program)
         if graph.name in (*chats.services.models, AUTO) and not body.given(BRINGING):
+            refuse_key(request, "lazy answers or their markers")
             asked = agent_of(request, body, chat, chat.models, program, parts, lazy=lazy)
             run = AgentRequestRun(request, asked, note_ignored(request, ignored_fields(body)))
             return await _agent_of_program(request, run, chat, lazy, translation)
@@ -333,12 +334,21 @@ async def answer_chat(request: Request, body: Fields, translation: Translation |
         chat = replace(chat, messages=await filled(request, program, parts, chat.timeout_s))
     whole = ChatRun(chats, chat, graph, target, model)
     request.app[ADMISSION].count(request, whole.agents - 1)
+    if KEY_HEADER in headers:
+        whole = chats.kept.join(whole, key_of(request), body)
     request[TRACE] = whole.trace
     warnings = note_ignored(request, ignored_fields(body))
     if chat.stream:
         return await whole.stream(request, translation)
     reply = whole.reply(await whole.answer()) | warnings
     return json_reply(request, reply if translation is None else translation.whole(reply))
+
+
+def models_of(graph: Graph) -> set[str]:
+    """What a graph that a request has brought may ask."""
+    parts = graph.parts if isinstance(graph, Conditional) else (graph,)
+    agents = [agent for part in parts for agent in part.agents.values()]
+    return {name for agent in agents for name in (agent.model, *agent.candidates, *agent.fallbacks) if name}
 
 
 def _has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:

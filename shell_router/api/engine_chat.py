@@ -39,17 +39,23 @@ CHOSEN_HERE: dict[str, tuple[Any, ...]] = dict.fromkeys(
 )
 """SGLang's fields for routers: a wrong one makes servers answer 500."""
 
-NOT_FORWARDED: dict[str, tuple[Any, ...]] = {
-    **CHOSEN_HERE,
-    "include_agents": (False,),
-    "max_thinking_tokens": (),
+NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
+    "verbosity": (),
     "best_of": (1,),
     "echo": (False,),
+}
+"""Fields that would make the answer another one and that no chat has here, with the values that ask for nothing."""
+
+NOT_FORWARDED: dict[str, tuple[Any, ...]] = {
+    **CHOSEN_HERE,
+    **NOT_SERVED,
+    "include_agents": (False,),
+    "max_thinking_tokens": (),
     "prediction": (),
 }
 
@@ -127,7 +133,7 @@ def _checked(message: Fields) -> dict[str, Any]:
     if isinstance(content, list):
         for at, part in enumerate(content):
             as_object(part, f"{message.path('content')}[{at}]").required_text("type")
-    elif not isinstance(content, str) and not (content is None and found.get("tool_calls")):
+    elif not isinstance(content, str) and not (content is None and role == "assistant"):
         raise message.refuse("content", f"must be a string or an array of parts, not {shown(content)}")
     return found
 

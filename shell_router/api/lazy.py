@@ -140,10 +140,12 @@ def agent_of(
 
 async def filled(request: Request, program: str, split: SplitChat, limit_s: float) -> tuple[Mapping[str, str], ...]:
     """The messages with the outputs in them, for a topology. Raises AgentFailed and PrecursorTimeout."""
-    programs, texts = request.app[SERVICES].programs, {}
+    services, texts = request.app[SERVICES], {}
+    ends_s = services.clock() + limit_s
     async with request.app[DRAIN].deadline():
         for agent in split.reads:
-            text = await programs.output(request[TENANT], program, agent, limit_s)
+            left_s = max(0.0, ends_s - services.clock())
+            text = await services.programs.output(request[TENANT], program, agent, left_s)
             if text is None:
                 raise PrecursorTimeout(
                     f"{marker_of(agent)} had no output within {limit_s:g} s.", remedy="Allow more time."

@@ -54,15 +54,20 @@ class Targets:
             )
         return Topology(name=AUTO, agents={AUTO: Agent(id=AUTO, model=AUTO, candidates=tuple(names))})
 
-    def listed(self, created: int, serving: Mapping[str, bool]) -> list[dict[str, Any]]:
-        """All of them in the shape of OpenAI's model objects; `serving` says which models' engines can serve now."""
-        return [self._model_object(name, created, serving) for name in self.names]
+    def listed(self, created: int) -> list[dict[str, Any]]:
+        """All of them in the shape of OpenAI's model objects."""
+        serving = self._services.serving()
+        names = dict.fromkeys((*self.names, *self._services.embedders))
+        return [self.model_object(name, created, serving) for name in names]
 
-    def _model_object(self, name: str, created: int, serving: Mapping[str, bool]) -> dict[str, Any]:
+    def model_object(self, name: str, created: int, serving: Mapping[str, bool]) -> dict[str, Any]:
+        """What is served under `name` in that shape; `serving` says which models' engines seem to serve."""
         facts = {"id": name, "object": "model", "created": created, "owned_by": "shell-router"}
         if name == AUTO:
             return {**facts, "kind": AUTO, "description": "one of the models, chosen for each request"}
         topology = self._services.topologies.get(name)
+        if topology is None and name not in self._services.models:
+            return {**facts, "kind": "embedder"}
         if topology is None:
             model = self._services.models[name]
             words = self._services.engines.get(model.base or name)

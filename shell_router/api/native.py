@@ -1,6 +1,7 @@
 """What an engine answers itself, passed to a pair, and its answer back: /generate, /prefill_only, /v1/completions."""
 
 import asyncio
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
@@ -11,17 +12,19 @@ from shell_router.api.admission import ADMISSION, DRAIN
 from shell_router.api.agents import WORD
 from shell_router.api.engine_chat import choices_as_one, read_completion
 from shell_router.api.fields import parse_body, read_body
+from shell_router.api.kept_runs import refuse_key
+from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
 from shell_router.api.plain import PlainStream, Reply, Request
-from shell_router.api.replies import common_headers, json_reply, problem_body, stream_error
-from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT
+from shell_router.api.replies import common_headers, json_reply, problem_reply, stream_error
+from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS
 from shell_router.api.streaming import EventStream, Translation, data_frame, open_stream
 from shell_router.core.engine import NativeRoute, Relay, Relayed, error_message
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 
 
 async def generate(request: Request) -> Reply:
-    """Prefill and decode."""
+    """Prefill and decode, in SGLang's native shape."""
     return await _forwarded(request, "generate")
 
 
@@ -54,6 +57,7 @@ async def completions(request: Request) -> Reply:
     """POST /v1/completions: a prompt as it is, without a chat template."""
     body = parse_body(await read_body(request))
     model = body.one_of("model")
+    permit(request, (model,))
     relay = request.app[SERVICES].relays.get(model)
     if relay is None or relay.chat is None:
         request.app[TARGETS].choice(body.names("model"))
@@ -67,6 +71,7 @@ async def _forwarded(request: Request, route: NativeRoute) -> Reply:
     services = request.app[SERVICES]
     adapters = [name for name, model in services.models.items() if model.base is not None]
     relay = pick_relay(services.relays, request.headers.get("x-model"), body, adapters)
+    permit(request, [name for name, one in services.relays.items() if one is relay])
     return await forwarded(request, relay, route, [body])
 
 
@@ -74,6 +79,7 @@ async def forwarded(
     request: Request, relay: Relay, route: NativeRoute, bodies: Sequence[bytes], translation: Translation | None = None
 ) -> Reply:
     """The engine's answer to `bodies`, which are the choices of one request."""
+    refuse_key(request, "what an engine answers itself")
     if WORD.encode() in bodies[0]:
         raise InvalidRequest("The body holds a lazy answer's marker.", remedy="Send the text that it stands for.")
     limit_s = request.app[SETTINGS].request_timeout_s
@@ -107,6 +113,12 @@ async def forwarded(
         raise
     except Exception as error:
         return await answer.failed(error)
+    finally:
+        answer.count(bodies)
+
+
+_REPORTED = (re.compile(rb'"prompt_tokens": ?([0-9]{1,9})'), re.compile(rb'"completion_tokens": ?([0-9]{1,9})'))
+"""As engines write them; what a model writes has its quotes escaped."""
 
 
 class NativeAnswer:
@@ -116,6 +128,17 @@ class NativeAnswer:
         self._request = request
         self._translation = translation
         self._stream: EventStream | PlainStream | None = None
+        self._last, self._seen = b"", 0
+
+    def count(self, bodies: Sequence[bytes]) -> None:
+        """Note the tokens that the engine has reported; where it has not, about as many as were sent either way."""
+        if not (self._last or self._seen):  # it was refused
+            return
+        told = [each.findall(self._last) for each in _REPORTED]  # a stream's events count on
+        prompt, output = (sum(map(int, each[-1:] if self._seen else each)) for each in told)
+        request, services = self._request, self._request.app[SERVICES]
+        used = request[TOKENS] = (prompt, output) if prompt else (sum(map(len, bodies)) // 4, self._seen)
+        services.rates.add(request[TENANT], sum(used), services.clock())
 
     async def forward(self, relayed: Relayed) -> Reply:
         """`relayed` as it comes."""
@@ -128,6 +151,9 @@ class NativeAnswer:
         )
         translation = self._translation
         async for chunk in relayed.chunks:
+            self._seen += 1
+            if b"_tokens" in chunk:
+                self._last = chunk
             await self._stream.send(chunk if translation is None else translation.feed(chunk))
         return await self._stream.end()
 
@@ -135,7 +161,7 @@ class NativeAnswer:
         """Send `error` in the stream, or raise it if its head has not gone."""
         if self._stream is None:
             if isinstance(error, EngineRejected):  # its status is the engine's own, as for one that is passed through
-                return json_reply(self._request, problem_body(error, self._request[REQUEST_ID]), status=error.status)
+                return problem_reply(self._request, error, error.status)
             raise error
         envelope, translation = stream_error(error, self._request[REQUEST_ID]), self._translation
         await self._stream.send(data_frame(envelope) if translation is None else translation.error(envelope))
@@ -147,8 +173,8 @@ class NativeAnswer:
             refusal = EngineRejected(
                 f"The engine answered {relayed.status}: {error_message(body)}", status=relayed.status
             )
-            envelope = problem_body(refusal, self._request[REQUEST_ID])
-            return json_reply(self._request, envelope, status=relayed.status)
+            return problem_reply(self._request, refusal, relayed.status)
+        self._last = body
         if self._translation is not None:
             return json_reply(self._request, self._translation.whole(orjson.loads(body)))
         headers = {"Content-Type": relayed.content_type, **common_headers(self._request)}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shell_router.api.services import Emit, Services
 from shell_router.core.events import Event
+from shell_router.core.spans import CURRENT, SAMPLED
 from shell_router.moa import AgentRequest, MoaRequest
 from shell_router.telemetry import RunMetrics, Trace
 from shell_router.topology import Graph
@@ -43,8 +44,11 @@ class Observed:
             started_s=services.clock(),
             wall_s=wall_s,
             precursors=precursors,
+            parent=CURRENT.get(),
         )
-        services.traces.add(self.trace)
+        self._spans = services.spans
+        if self._spans is not None and not self.trace.span.flags & SAMPLED:
+            self._spans = None
         self._metrics = RunMetrics(services.metrics, self.trace, answering)
         self._recording: Recording | None = None
         self.also: Emit | None = None
@@ -68,6 +72,10 @@ class Observed:
             self.also(event)
 
     def __enter__(self) -> "Observed":
+        """The run begins: from here on it has a trace, and engine requests are part of its spans."""
+        self._services.traces.add(self.trace)
+        if self._spans is not None:
+            CURRENT.set(self.trace.span)
         return self
 
     def __exit__(
@@ -82,6 +90,9 @@ class Observed:
         else:
             outcome, text = "failed", f"{type(error).__name__}: {error}"
         self.trace.ended(at_s, outcome, text)
+        self._services.rates.add(self.trace.tenant, sum(self.trace.usage), at_s)
         self._metrics.ended(at_s, outcome)
         if self._recording is not None:
             self._recording.end()
+        if self._spans is not None:
+            self._spans.add(self.trace)

@@ -14,7 +14,7 @@ FUSIONS = frozenset({"fusion", "openrouter/fusion", "litellm/fusion-1"})
 BRINGING = frozenset({"topology", "fusion", "judge", "plugins"})
 """Fields with which a request may bring something."""
 PANEL_FIELDS = frozenset({"models", "quorum", "grace_s", "criteria"})
-"""Fields beside `judge` that describe a panel."""
+"""Fields that describe a panel, as `judge` does."""
 MAX_PANEL = 32
 DEFAULT_PANEL = 8
 PANEL = "fusion"
@@ -72,7 +72,7 @@ class _Panel:
         self._sampling: dict[str, Any] = {}
         if self._own:
             self._sampling = {
-                "temperature": block.number("temperature", 0, 100),
+                "temperature": block.number("temperature", 0, 2),
                 "max_new_tokens": block.integer("max_completion_tokens", 1, 2**31 - 1),
             }
             if unread := block.unread:

@@ -10,7 +10,7 @@ import orjson
 from aiohttp import web
 
 from shell_router.api.plain import Request
-from shell_router.api.services import IGNORED, PLACED, REQUEST_ID, TRACE
+from shell_router.api.services import IGNORED, LEAVING, PLACED, REQUEST_ID, TRACE
 from shell_router.core.events import ModelChosen
 from shell_router.errors import (
     AdapterFailed,
@@ -27,8 +27,10 @@ from shell_router.errors import (
     EngineUnavailable,
     EngineUnreachable,
     FileTooLarge,
+    Forbidden,
     InvalidField,
     InvalidRequest,
+    KeyReused,
     Overloaded,
     PrecursorTimeout,
     PromptTooLong,
@@ -78,9 +80,11 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     UnknownBatch: Problem(404, "invalid_request_error", "unknown_batch"),
     BatchesOff: Problem(404, "invalid_request_error", "batches_off"),
     BatchEnded: Problem(409, "invalid_request_error", "batch_ended"),
+    KeyReused: Problem(422, "invalid_request_error", "idempotency_key_reused"),
     FileTooLarge: Problem(413, "invalid_request_error", "file_too_large"),
     QuotaExceeded: Problem(403, "invalid_request_error", "quota_exceeded"),
     Unauthorized: Problem(401, "authentication_error", "invalid_api_key"),
+    Forbidden: Problem(403, "permission_error", "forbidden"),
     RemoteRefused: Problem(403, "permission_error", "loopback_only"),
     Overloaded: Problem(429, "rate_limit_error", "too_many_requests"),
     EngineError: Problem(502, "server_error", "engine_error"),
@@ -93,6 +97,7 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     DeadlineExceeded: Problem(504, "server_error", "deadline_exceeded"),
     StorageFailed: Problem(507, "server_error", "storage_failed"),
     RouterStopping: Problem(503, "server_error", "router_stopping"),
+    web.RequestPayloadError: Problem(400, "invalid_request_error", "invalid_request"),
     web.HTTPNotFound: Problem(404, "invalid_request_error", "unknown_route"),
     web.HTTPMethodNotAllowed: Problem(405, "invalid_request_error", "method_not_allowed"),
     web.HTTPRequestEntityTooLarge: Problem(413, "invalid_request_error", "body_too_large"),
@@ -100,6 +105,9 @@ PROBLEMS: dict[type[BaseException], Problem] = {
 BUSY_ENGINE = Problem(503, "server_error", "engine_unavailable")
 REJECTED_BY_ENGINE = Problem(400, "invalid_request_error", "rejected_by_engine")
 INTERNAL = Problem(500, "server_error", "internal_error")
+STATUSES = {problem.code: problem.status for problem in (*PROBLEMS.values(), REJECTED_BY_ENGINE)}
+BY_STATUS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_limit", 503: "overloaded"}
+"""The types of Anthropic's errors; others are by their hundred."""
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -147,11 +155,20 @@ def stream_error(error: Exception, request_id: str) -> dict[str, Any]:
     return problem_body(error, request_id)
 
 
+def anthropic_error(error: Mapping[str, Any], status: int | None = None) -> dict[str, str]:
+    """The envelope's `error` as Anthropic's clients know it; its `status` is that of its code."""
+    status = status or STATUSES.get(str(error.get("code")), 500)
+    kind = BY_STATUS.get(status, "api" if status >= 500 else "invalid_request") + "_error"
+    return {"type": "request_too_large" if status == 413 else kind, "message": error["message"]}
+
+
 def _message(error: BaseException, problem: Problem, request_id: str) -> str:
     if isinstance(error, ShellRouterError):
         return str(error)
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return "The body is over this server's limit. Send less, or raise max_body_bytes."
+    if isinstance(error, web.RequestPayloadError):
+        return "The body is not framed or encoded as its headers say."
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{error.method} is not allowed here. Allowed: {', '.join(sorted(error.allowed_methods))}."
     if isinstance(error, web.HTTPNotFound):
@@ -168,9 +185,12 @@ def common_headers(request: Request) -> dict[str, str]:
     """x-request-id on every answer; x-trace-id where a run began; x-model-choice where a model was chosen for it;
     x-steps where steps were; x-ignored-fields where some were ignored.
 
-    x-shell-router-engine where it is known by then which engines answer, and why.
+    x-shell-router-engine where it is known by then which engines answer, and why. A server that is about to stop has
+    the connection closed.
     """
     headers = {"Server": "shell-router", "x-request-id": request[REQUEST_ID]}
+    if request.app[LEAVING].is_set():
+        headers["Connection"] = "close"  # a connection that is kept would break when the listener closes
     placed = request[PLACED]() if PLACED in request else ()
     if TRACE in request:
         trace = request[TRACE]
@@ -203,11 +223,19 @@ def json_reply(
 ) -> web.Response:
     """`body` as JSON."""
     return web.Response(
-        body=orjson.dumps(body),
+        body=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
         status=status,
         content_type="application/json",
         headers={**common_headers(request), **(headers or {})},
     )
+
+
+def problem_reply(request: Request, error: BaseException, status: int, **headers: str) -> web.Response:
+    """The error in the shape of the API that was asked."""
+    body = problem_body(error, request[REQUEST_ID])
+    if request.path == "/v1/messages":
+        body = {"type": "error", "error": anthropic_error(body["error"], status), "request_id": request[REQUEST_ID]}
+    return json_reply(request, body, status=status, headers=headers)
 
 
 def _chosen(choice: ModelChosen) -> str:

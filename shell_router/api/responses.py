@@ -1,9 +1,7 @@
 """POST /v1/responses: OpenAI's newer shape of a chat, translated to a chat completion and back. Nothing is stored."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import orjson
 
 from shell_router.api.chat import answer_chat
 from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, shown
@@ -12,23 +10,15 @@ from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import note_ignored
 from shell_router.api.services import SERVICES
 from shell_router.api.tools import function_name
-from shell_router.core.engine import error_message
+from shell_router.api.translation import Events, ItemTranslation, Kind
 from shell_router.core.sampling import check_depth
-from shell_router.engines.wire import EventSplitter
 from shell_router.topology import INLINE
 
 SAME = (
     frozenset(SAMPLING) - {"max_tokens", "max_completion_tokens", "response_format"}
     | BRINGING
     | PANEL_FIELDS
-    | {
-        "chat_template_kwargs",
-        "metadata",
-        "model",
-        "parallel_tool_calls",
-        "stream",
-        "user",
-    }
+    | {"chat_template_kwargs", "metadata", "model", "parallel_tool_calls", "stream", "user"}
 )
 """Fields that mean the same in a chat completion."""
 
@@ -164,20 +154,15 @@ def _part(part: Fields) -> dict[str, Any]:
     )
 
 
-class ResponseTranslation:
-    """A chat completion, or the chunks of one, as a response (streaming.Translation). `id` is fresh."""
+class ResponseTranslation(ItemTranslation):
+    """A chat completion, or the chunks of one, as a response. `id` is fresh."""
 
     def __init__(self, id: str, created: int, asked: Mapping[str, Any], warnings: Mapping[str, list[str]]) -> None:
+        super().__init__()
         self._id = id
         self._output: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None
         self._texts: list[str] = []
-        self._call = -1
-        self._reason = "stop"
-        self._usage: dict[str, Any] | None = None
-        self._events = EventSplitter()
         self._sent = 0
-        self._failed = False
         self._about = {
             "id": f"resp_{id}",
             "object": "response",
@@ -200,103 +185,39 @@ class ResponseTranslation:
             **warnings,
         }
 
-    def whole(self, found: dict[str, Any]) -> dict[str, Any]:
-        """See `Translation`."""
-        message, self._usage = found["choices"][0]["message"], found.get("usage")
-        self._reason = found["choices"][0]["finish_reason"]
-        self._delta(message)
-        self._close()
-        return self._ended()
-
-    def feed(self, chunk: bytes) -> bytes:
-        """See `Translation`."""
-        return b"".join(self._frames(payload) for payload in self._events.feed(chunk))
-
-    def error(self, envelope: dict[str, Any]) -> bytes:
-        """See `Translation`: response.failed, as the clients of this API know no other."""
-        error = {"code": "server_error", "message": error_message(orjson.dumps(envelope))}
-        self._failed = True
-        return self._written([*self._begun(), ("response.failed", {"response": self._response("failed", error)})])
-
-    def _frames(self, payload: bytes) -> bytes:
-        if self._failed:
-            return b""
-        if payload == b"[DONE]":
-            ended = [*self._begun(), *self._close()]
-            response = self._ended()
-            return self._written([*ended, (f"response.{response['status']}", {"response": response})])
-        found = orjson.loads(payload)
-        if "error" in found:
-            return self.error(found)
-        self._usage = found.get("usage") or self._usage
-        events = [*self._begun()]
-        for choice in found.get("choices", ()):
-            events += self._delta(choice["delta"])
-            self._reason = choice.get("finish_reason") or self._reason
-        return self._written(events)
-
-    def _written(self, events: Iterable[tuple[str, dict[str, Any]]]) -> bytes:
-        frames = b""
-        for kind, facts in events:
-            found = {"type": kind, "sequence_number": self._sent, **facts}
-            frames += b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(found))
-            self._sent += 1
-        return frames
-
-    def _begun(self) -> list[tuple[str, dict[str, Any]]]:
-        if self._sent:
-            return []
+    def begun(self) -> Events:
+        """See `ItemTranslation`."""
         response = self._response("in_progress")
         return [("response.created", {"response": response}), ("response.in_progress", {"response": response})]
 
-    def _delta(self, delta: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        events: list[tuple[str, dict[str, Any]]] = []
-        if text := delta.get("reasoning_content"):
-            events += self._text(text, "reasoning")
-        if text := delta.get("content"):
-            events += self._text(text, "message")
-        for place, call in enumerate(delta.get("tool_calls") or ()):
-            events += self._called(call.get("index", place), call)
-        return events
-
-    def _text(self, text: str, kind: str) -> list[tuple[str, dict[str, Any]]]:
-        events = []
-        if self._open is None or self._open["type"] != kind:
-            own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
-            events = [*self._close(), *self._begin({"id": "", "type": kind, **own, "content": []})]
-            events.append(("response.content_part.added", {**self._place(), "content_index": 0, "part": self._part()}))
-        self._texts.append(text)
-        what = {**self._place(), "content_index": 0, "delta": text, **LOGPROBS[kind]}
-        return [*events, (f"response.{PARTS[kind]}.delta", what)]
-
-    def _called(self, index: int, call: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        function, events = call.get("function") or {}, []
-        if index != self._call or self._open is None or self._open["type"] != "function_call":
-            self._call = index
-            item = {"id": "", "type": "function_call", "call_id": call.get("id"), "name": function.get("name")}
-            events = [*self._close(), *self._begin({**item, "arguments": ""})]
-        if arguments := function.get("arguments"):
-            self._texts.append(arguments)
-            events.append(("response.function_call_arguments.delta", {**self._place(), "delta": arguments}))
-        return events
-
-    def _begin(self, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[item["type"]]
-        item |= {"id": f"{prefix}_{self._id}_{len(self._output)}", "status": "in_progress"}
-        self._open = item
+    def opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+        """See `ItemTranslation`."""
+        prefix, own = OWN[kind]
+        item = {"id": f"{prefix}_{self._id}_{len(self._output)}", "type": kind, **own, "status": "in_progress"}
+        if kind == "function_call":
+            item |= {"call_id": call["id"], "name": call["name"]}
         self._texts = []
         self._output.append(item)
-        return [("response.output_item.added", {"output_index": len(self._output) - 1, "item": dict(item)})]
+        events = [("response.output_item.added", {"output_index": len(self._output) - 1, "item": dict(item)})]
+        if kind != "function_call":
+            events.append(("response.content_part.added", {**self._place(), "content_index": 0, "part": self._part()}))
+        return events
 
-    def _close(self) -> list[tuple[str, dict[str, Any]]]:
-        """End the item that is being written."""
-        item = self._open
-        if item is None:
-            return []
-        text, place = "".join(self._texts), self._place()
-        item["status"] = "incomplete" if self._reason == "length" else "completed"
+    def grown(self, text: str) -> Events:
+        """See `ItemTranslation`."""
+        kind = self._output[-1]["type"]
+        self._texts.append(text)
+        what = {**self._place(), "delta": text}
+        if kind == "function_call":
+            return [("response.function_call_arguments.delta", what)]
+        return [(f"response.{PARTS[kind]}.delta", {**what, "content_index": 0, **LOGPROBS[kind]})]
+
+    def closed(self) -> Events:
+        """See `ItemTranslation`."""
+        item, text, place = self._output[-1], "".join(self._texts), self._place()
+        item["status"] = "incomplete" if self.reason == "length" else "completed"
         if item["type"] == "function_call":
-            item["arguments"] = text or "{}"
+            item["arguments"] = text = text or "{}"
             done = [("response.function_call_arguments.done", {**place, "name": item["name"], "arguments": text})]
         else:
             part, at = self._part(text), {**place, "content_index": 0}
@@ -305,8 +226,26 @@ class ResponseTranslation:
                 (f"response.{PARTS[item['type']]}.done", {**at, "text": text, **LOGPROBS[item["type"]]}),
                 ("response.content_part.done", {**at, "part": part}),
             ]
-        self._open = None
         return [*done, ("response.output_item.done", {"output_index": place["output_index"], "item": item})]
+
+    def ended(self) -> Events:
+        """See `ItemTranslation`."""
+        response = self.answer()
+        return [(f"response.{response['status']}", {"response": response})]
+
+    def failed(self, error: Mapping[str, Any]) -> Events:
+        """See `ItemTranslation`: the clients of this API know no other error in a stream."""
+        said = {"code": "server_error", "message": error["message"]}
+        return [("response.failed", {"response": self._response("failed", said)})]
+
+    def answer(self) -> dict[str, Any]:
+        """See `ItemTranslation`."""
+        return self._response("completed" if self.reason in ("stop", "tool_calls") else "incomplete")
+
+    def numbered(self, event: dict[str, Any]) -> dict[str, Any]:
+        """See `ItemTranslation`."""
+        self._sent += 1
+        return {**event, "sequence_number": self._sent - 1}
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
@@ -316,21 +255,24 @@ class ResponseTranslation:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
-    def _ended(self) -> dict[str, Any]:
-        return self._response("completed" if self._reason in ("stop", "tool_calls") else "incomplete")
-
     def _response(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        facts = {"status": status, "error": error, "incomplete_details": why, "usage": _usage(self._usage)}
+        facts = {"status": status, "error": error, "incomplete_details": why, "usage": _usage(self.usage)}
         return {**self._about, **facts, "output": list(self._output)}
 
 
+OWN: Mapping[Kind, tuple[str, dict[str, Any]]] = {
+    "message": ("msg", {"role": "assistant", "content": []}),
+    "reasoning": ("rs", {"summary": [], "content": []}),
+    "function_call": ("fc", {"arguments": ""}),
+}
+"""How the ids of items begin, and the fields that each kind has."""
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 LOGPROBS: Mapping[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}}
 
 
-def _usage(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if found is None:
+def _usage(found: Mapping[str, Any]) -> dict[str, Any] | None:
+    if not found:
         return None
     cached = (found.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     details = found.get("completion_tokens_details") or {}
@@ -345,7 +287,7 @@ def _usage(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 async def create_response(request: Request) -> Reply:
-    """Translate, answer as a chat completion, and translate back."""
+    """Answer in the shape of OpenAI's responses: translate, answer as a chat completion, translate back."""
     body = parse_body(await read_body(request))
     chat = as_chat(body)
     for name in body.given(REPEATED):

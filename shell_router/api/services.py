@@ -1,5 +1,6 @@
 """What the API works with, as protocols and values, and its settings."""
 
+import asyncio
 import functools
 import secrets
 import time
@@ -9,15 +10,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 
+from agent_cache import Journals
 from shell_router.api.live import LiveTopologies
+from shell_router.config import ApiKey
 from shell_router.core.engine import Placement, Relay, ServedModel
 from shell_router.core.events import Event
+from shell_router.core.predictors import Embedder
 from shell_router.moa import Answer, MoaRequest, Programs
 from shell_router.routing.holdout import Holdouts
 from shell_router.telemetry import Metrics, Trace, TraceStore
 from shell_router.topology import Graph
 
 if TYPE_CHECKING:
+    from shell_router.telemetry.otlp import SpanExport
     from shell_router.telemetry.recorder import Recorder
 
 
@@ -25,15 +30,15 @@ if TYPE_CHECKING:
 class ApiSettings:
     """Keys, limits and times.
 
-    `keys` maps a name, which becomes the tenant, to its secret; without keys only callers on this machine are
-    served. `max_running` counts POST and PUT requests under way, and lazy agents; `max_agents_per_tenant` the agents of
-    those of one of several tenants; lines of batches are not among them. Beyond `max_connections` the longest idle one
-    is closed, as is one that is idle for `idle_timeout_s`, or whose head or body takes `body_timeout_s`. `ping_s` is
-    the silence after which a stream gets a comment line. A client that takes nothing of its stream for
-    `write_timeout_s` is given up.
+    `keys` maps a name, which is the tenant unless the key says another, to its secret or key; without keys only callers
+    on this machine are served. `max_running` counts POST and PUT requests under way, and lazy agents;
+    `max_agents_per_tenant` the agents of those of one of several tenants; lines of batches are not among them. Beyond
+    `max_connections` the longest idle one is closed, as is one that is idle for `idle_timeout_s`, or whose head or body
+    takes `body_timeout_s`. `ping_s` is the silence after which a stream gets a comment line. A client that takes
+    nothing of its stream for `write_timeout_s` is given up.
     """
 
-    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    keys: Mapping[str, str | ApiKey] = field(default_factory=dict, repr=False)
     max_body_bytes: int = 8 * 2**20
     max_running: int = 1024
     max_agents_per_tenant: int = 512
@@ -51,10 +56,6 @@ class ApiSettings:
             value = getattr(self, setting.name)
             if setting.name != "keys" and value <= 0:
                 raise ValueError(f"{setting.name} must be above 0, not {value}")
-        if not all(name and secret for name, secret in self.keys.items()):
-            raise ValueError("keys must have a name and a secret each, neither of them empty")
-        if len(set(self.keys.values())) < len(self.keys):
-            raise ValueError("keys must differ: two names share a secret, so the tenant would be ambiguous")
 
 
 new_run_id: Callable[[], str] = functools.partial(secrets.token_hex, 16)
@@ -72,15 +73,44 @@ class Runs(Protocol):
     def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]: ...
 
 
+class TokenRates:
+    """The tokens that tenants used in the last minute, about: of the minute before this one a share counts."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, tuple[float, float, float]] = {}  # by tenant: minute, its tokens, those of the one before
+
+    def add(self, tenant: str, tokens: float, now_s: float) -> None:
+        """The tenant has used tokens of prompts and outputs."""
+        minute, this, before = self._at(tenant, now_s)
+        self._used[tenant] = minute, this + tokens, before
+
+    def wait_s(self, tenant: str, limit: float, now_s: float) -> float:
+        """How long until the tenant is below `limit` if it uses nothing more; 0 where it is."""
+        minute, this, before = self._at(tenant, now_s)
+        passed = now_s / 60 - minute
+        if this >= limit:
+            return 60 * (2 - passed - limit / this)
+        return max(0.0, 60 * (1 - passed - (limit - this) / before)) if before else 0.0
+
+    def _at(self, tenant: str, now_s: float) -> tuple[float, float, float]:
+        minute = now_s // 60
+        known, this, before = self._used.get(tenant, (minute, 0.0, 0.0))
+        return (minute, 0.0, this if known == minute - 1 else 0.0) if known < minute else (known, this, before)
+
+
 @dataclass(frozen=True)
 class Services:
     """Everything a route may call.
 
-    `engines` says in words what serves each model, where that is known. `checks` are named as operators should read
+    `engines` says in words what serves each model, where that is known, `embedders` give vectors by their names,
+    `serving` says whether its engines seem to
+    serve. `checks` are named as operators should read
     them ("engine small", "cache"); those named in `optional_checks` only make requests slower or less shared when they
     fail, so they do not make the router unready. Nor does a model's engine, while another model's serves. A `recorder`
-    gets the lines of every run. `holdouts` knows what incremental prefill and drafts save.
-    `clock` is the runs' clock in monotonic seconds, `wall` Unix time, `new_id` gives a fresh unguessable id.
+    gets the lines of every run, an `access_log` one of every request, `spans` the finished runs. `journals` keep runs
+    with an Idempotency-Key. `holdouts` knows what incremental prefill and drafts save, `rates` what tokens tenants
+    used. `clock` is the runs' clock in monotonic seconds, `wall` Unix time,
+    `new_id` gives a fresh unguessable id.
     """
 
     executor: Runs
@@ -89,12 +119,18 @@ class Services:
     models: Mapping[str, ServedModel]
     relays: Mapping[str, Relay]
     engines: Mapping[str, str] = field(default_factory=dict)
+    embedders: Mapping[str, Embedder] = field(default_factory=dict)
+    serving: Callable[[], Mapping[str, bool]] = dict
     checks: Mapping[str, ReadinessCheck] = field(default_factory=dict)
     optional_checks: Collection[str] = ()
     metrics: Metrics = field(default_factory=Metrics)
     traces: TraceStore = field(default_factory=TraceStore)
     recorder: "Recorder | None" = None
+    access_log: "Recorder | None" = None
+    journals: Journals | None = None
+    spans: "SpanExport | None" = None
     holdouts: Holdouts = field(default_factory=Holdouts)
+    rates: TokenRates = field(default_factory=TokenRates)
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     new_id: Callable[[], str] = new_run_id
@@ -103,9 +139,16 @@ class Services:
 SERVICES = web.AppKey("SERVICES", Services)
 SETTINGS = web.AppKey("SETTINGS", ApiSettings)
 STARTED_AT = web.AppKey("STARTED_AT", int)
+KEY = web.RequestKey("KEY", ApiKey)
 TENANT = web.RequestKey("TENANT", str)
+LEAVING = web.AppKey("LEAVING", asyncio.Event)
+"""Set when the server is about to stop: load balancers and clients shall go elsewhere."""
 AGENTS = web.RequestKey("AGENTS", int)
 """Agents that the request has been counted for."""
+ASKED = web.RequestKey("ASKED", str)
+"""The models or topologies that the request names."""
+TOKENS: web.RequestKey[tuple[int, int]] = web.RequestKey("TOKENS")
+"""Of native requests, which have no trace: tokens of prompts and of outputs."""
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 TRACE = web.RequestKey("TRACE", Trace)
 PLACED: web.RequestKey[Callable[[], tuple[Placement, ...]]] = web.RequestKey("PLACED")

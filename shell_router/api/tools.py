@@ -33,9 +33,6 @@ class ToolUse:
     parallel: bool = True
 
 
-NO_TOOLS = ToolUse()
-
-
 TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 
 

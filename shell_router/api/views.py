@@ -8,31 +8,49 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from shell_router.api.fields import parse_body, read_body
+from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
 from shell_router.api.replies import common_headers, json_reply
-from shell_router.api.services import ENGINE_CHECK, SERVICES, SETTINGS, STARTED_AT, TENANT, ReadinessCheck
+from shell_router.api.services import (
+    ENGINE_CHECK,
+    KEY,
+    LEAVING,
+    SERVICES,
+    SETTINGS,
+    STARTED_AT,
+    TENANT,
+    ReadinessCheck,
+)
+from shell_router.errors import InvalidField
+from shell_router.telemetry import Trace
+from shell_router.telemetry.trace import OUTCOMES
 
 log = logging.getLogger(__name__)
 
 
 async def list_models(request: web.Request) -> web.Response:
     """Topologies and models."""
-    listed = request.app[TARGETS].listed(request.app[STARTED_AT], await _serving(request))
-    return json_reply(request, {"object": "list", "data": listed})
+    listed, allowed = request.app[TARGETS].listed(request.app[STARTED_AT]), request[KEY].models
+    data = [one for one in listed if not allowed or one["id"] in allowed]
+    return json_reply(request, {"object": "list", "data": data})
 
 
 async def show_model(request: web.Request) -> web.Response:
-    """One of them."""
+    """One topology or model."""
     name = request.match_info["model"]
-    targets = request.app[TARGETS]
-    targets.find(name)
-    listed = targets.listed(request.app[STARTED_AT], await _serving(request))
-    return json_reply(request, next(one for one in listed if one["id"] == name))
+    permit(request, (name,))
+    targets, services = request.app[TARGETS], request.app[SERVICES]
+    graph = None if name in services.embedders else targets.find(name)
+    found = targets.model_object(name, request.app[STARTED_AT], services.serving())
+    if graph is None:
+        return json_reply(request, found)
+    agents = {one.id: {"model": one.model_name, "precursors": graph.waits_for[one.id]} for one in graph.agents.values()}
+    return json_reply(request, {**found, "graph": agents})
 
 
 async def list_topologies(request: web.Request) -> web.Response:
     """The topologies, and where each comes from."""
-    entries = request.app[SERVICES].topologies.readable().entries
+    entries, allowed = request.app[SERVICES].topologies.readable().entries, request[KEY].models
     listed = [
         {
             "name": name,
@@ -41,12 +59,14 @@ async def list_topologies(request: web.Request) -> web.Response:
             "agents": len(entry.graph.agents),
         }
         for name, entry in sorted(entries.items())
+        if not allowed or name in allowed
     ]
     return json_reply(request, {"object": "list", "data": listed})
 
 
 async def show_topology(request: web.Request) -> web.Response:
     """The document of one."""
+    permit(request, (request.match_info["name"],))
     entry = request.app[SERVICES].topologies.readable().entry(request.match_info["name"])
     return json_reply(request, entry.document.value)
 
@@ -67,6 +87,37 @@ async def delete_topology(request: web.Request) -> web.Response:
     return json_reply(request, {"name": name, "deleted": True})
 
 
+TRACE_FILTERS = ("model", "status", "since", "limit")
+MOST_TRACES = 1000
+
+
+async def list_traces(request: web.Request) -> web.Response:
+    """The tenant's latest requests, the last first, chosen by `model`, `status`, `since` (Unix seconds) and `limit`."""
+    query = request.query
+    if unknown := [name for name in query if name not in TRACE_FILTERS]:
+        raise InvalidField(f"{unknown[0]} is no filter of traces; take {', '.join(TRACE_FILTERS)}.", field=unknown[0])
+    model, status = query.get("model"), query.get("status")
+    if status not in (None, *OUTCOMES):
+        raise InvalidField(f"status must be one of {', '.join(OUTCOMES)}.", field="status")
+    since, limit = _number(query, "since", 0.0, 1e12), _number(query, "limit", 20.0, MOST_TRACES)
+
+    def wanted(trace: Trace) -> bool:
+        return model in (None, trace.target) and status in (None, trace.outcome) and trace.wall_s >= since
+
+    found = request.app[SERVICES].traces.latest(request[TENANT], wanted, int(limit))
+    return json_reply(request, {"object": "list", "data": [trace.summary() for trace in found]})
+
+
+def _number(query: Mapping[str, str], name: str, default: float, most: float) -> float:
+    try:
+        value = float(query.get(name, default))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= most:
+        raise InvalidField(f"{name} must be a number from 0 to {most:g}.", field=name)
+    return value
+
+
 async def show_trace(request: web.Request) -> web.Response:
     """The spans of one of the tenant's own requests."""
     trace = request.app[SERVICES].traces.get(request[TENANT], request.match_info["trace_id"])
@@ -81,7 +132,8 @@ async def health(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """The engines of some model can serve; 503 names those that cannot where none can.
 
-    Other models' engines, and a shared cache that is away, only show as degraded.
+    Other models' engines, and a shared cache that is away, only show as degraded. A router that is about to stop is
+    not ready.
     """
     services = request.app[SERVICES]
     holding = await _checked(request, services.checks)
@@ -89,6 +141,8 @@ async def ready(request: web.Request) -> web.Response:
     optional = {*services.optional_checks, *(engines if any(holding[name] for name in engines) else ())}
     away = [name for name, holds in holding.items() if not holds]
     failing = [name for name in away if name not in optional]
+    if request.app[LEAVING].is_set():
+        failing.append("stopping")
     degraded = [name for name in away if name in optional]
     body = {"ready": not failing, "not_ready": failing, "degraded": degraded, "checks": holding}
     return json_reply(request, body, status=503 if failing else 200)
@@ -104,13 +158,6 @@ async def _checked(request: web.Request, checks: Mapping[str, ReadinessCheck]) -
     limit_s = request.app[SETTINGS].ready_timeout_s
     outcomes = await asyncio.gather(*(_holds(name, check, limit_s) for name, check in checks.items()))
     return dict(zip(checks, outcomes, strict=True))
-
-
-async def _serving(request: web.Request) -> Mapping[str, bool]:
-    """By model, whether its engines can serve now, where that can be asked."""
-    checks = request.app[SERVICES].checks
-    engines = {name: check for name, check in checks.items() if name.startswith(ENGINE_CHECK)}
-    return {name.removeprefix(ENGINE_CHECK): holds for name, holds in (await _checked(request, engines)).items()}
 
 
 async def _holds(name: str, check: ReadinessCheck, limit_s: float) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from shell_router.config import Config
+from shell_router.config.settings import AccessLogSettings, RecordSettings
 from shell_router.core.engine import ServedModel
 from shell_router.core.predictors import Predictor
 from shell_router.errors import ConfigError
@@ -17,26 +18,44 @@ from shell_router.moa import Auto, ModelChooser, ModelFigures
 from shell_router.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
+    from shell_router.telemetry.otlp import SpanExport
     from shell_router.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def running_recorder(config: Config, metrics: Metrics) -> AsyncIterator["Recorder | None"]:
-    """What writes trace files, where the deployment asks for them."""
-    settings = config.record
+async def running_recorder(
+    settings: RecordSettings | AccessLogSettings, metrics: Metrics
+) -> AsyncIterator["Recorder | None"]:
+    """What writes the settings' files, where the deployment asks for them."""
     if settings.folder is None:
         yield None
         return
-    from shell_router.telemetry.recorder import Recorder, RecordTo  # noqa: PLC0415 - most deployments write no traces
+    from shell_router.telemetry.recorder import Recorder, RecordTo  # noqa: PLC0415 - most deployments write no files
 
-    to = RecordTo(settings.folder, settings.prompts, settings.max_file_bytes)
+    prompts = isinstance(settings, RecordSettings) and settings.prompts
+    to = RecordTo(settings.folder, prompts, settings.max_file_bytes)
     recorder = Recorder(to, lambda outcome, lines: metrics.recorded_lines.labels(outcome).inc(lines))
     try:
         yield recorder
     finally:
         await asyncio.to_thread(recorder.close)
+
+
+@asynccontextmanager
+async def running_spans(config: Config, metrics: Metrics) -> AsyncIterator["SpanExport | None"]:
+    """What exports spans, where the deployment asks for them. Raises ConfigError without the extra."""
+    if config.traces.otlp is None:
+        yield None
+        return
+    from shell_router.telemetry.otlp import SpanExport  # noqa: PLC0415 - most deployments export none
+
+    spans = SpanExport(config.traces.otlp, lambda outcome, count: metrics.otlp_spans.labels(outcome).inc(count))
+    try:
+        yield spans
+    finally:
+        await asyncio.to_thread(spans.close)
 
 
 def chooser_of(
@@ -53,7 +72,7 @@ def chooser_of(
     costs = _profiled(config.auto.profile) if config.auto.profile else {}
     figures = {name: _figures(config, model, batch_sizes[model.base or name], costs) for name, model in served.items()}
     models = config.auto.models or tuple(config.models)  # adapters only where they are named
-    return ModelChooser(served, Auto(models, config.auto.choice(), figures), predictor, clock=clock)
+    return ModelChooser(served, Auto(models, config.auto, figures), predictor, clock=clock)
 
 
 def _figures(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from yarl import URL
 from shell_router.app.model_files import ModelFiles, adapters_of, named, read_files
 from shell_router.app.wings import EngineKind, Progress, StartedEngine, engine_kind, kind_of
 from shell_router.config import Config, ModelSettings, PairSettings
+from shell_router.config.models import secret
 from shell_router.core.engine import ServedModel
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.engines.address import PairAddress, PairLimits
@@ -80,7 +82,7 @@ def _served(alias: str, settings: ModelSettings, engine: StartedEngine, files: M
     )
     if isinstance(pool := engine.engine, SglangPair):
         prefills, _ = pool.dispatchers
-        model = replace(model, prefill_cost=pool.prefill_cost, prefill_servers=len(prefills.engines))
+        model = replace(model, call_parser=pool, prefill_cost=pool.prefill_cost, prefill_servers=len(prefills.engines))
     return model
 
 
@@ -157,7 +159,7 @@ async def running_pairs(
 
 
 async def _pool(alias: str, addresses: Sequence[PairAddress], files: ModelFiles, config: Config) -> SglangPair:
-    limits = config.limits
+    limits, model, key = config.limits, config.models[alias], f"models.{alias}.engine_key"
     return SglangPair(
         *addresses,
         limits=PairLimits(stall_s=limits.engine_stall_s),
@@ -166,7 +168,9 @@ async def _pool(alias: str, addresses: Sequence[PairAddress], files: ModelFiles,
         rules=NativeRules(files.vocabulary, files.context_length, frozenset(limits.native_fields)),
         isolates=limits.isolate_tenants,
         scheduling=config.scheduling,
-        adapters=await asyncio.to_thread(adapters_of, alias, config.models[alias]),
+        adapters=await asyncio.to_thread(adapters_of, alias, model),
+        key=secret(model.engine_key, key, os.environ),
+        tls=model.engine_tls.context(f"models.{alias}.engine_tls") if model.engine_tls else None,
     )
 
 

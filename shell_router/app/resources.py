@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from agent_cache import AgentPromptCache, MemoryAgentPromptCache
+from agent_cache import AgentPromptCache, Journals, MemoryAgentPromptCache
 from shell_router.config import CacheSettings, EmbedderSettings
+from shell_router.config.models import secret
 from shell_router.core.predictors import Embedder
 from shell_router.engines.embedding import HashEmbedder, SentenceTransformerEmbedder
 from shell_router.errors import ConfigError, EngineError
@@ -17,16 +19,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunningCache:
-    """The logs, whether they can be shared now, and whether they are being served from memory instead."""
+    """The logs, whether they can be shared now, and whether they are being served from memory instead.
+
+    `journals` are None where nothing outlives the router.
+    """
 
     logs: AgentPromptCache
     healthy: Callable[[], Awaitable[bool]]
     degraded: Callable[[], bool]
+    journals: Journals | None = None
 
 
 @asynccontextmanager
-async def running_cache(settings: CacheSettings, clock: Callable[[], float]) -> AsyncIterator[RunningCache]:
-    """The cache while the context is open. Raises ConfigError without redis-py where it is needed."""
+async def running_cache(
+    settings: CacheSettings, clock: Callable[[], float], environ: Mapping[str, str] = os.environ
+) -> AsyncIterator[RunningCache]:
+    """The cache while the context is open. Raises ConfigError without redis-py, or the password, that it needs."""
     if settings.backend == "memory":
         async with MemoryAgentPromptCache(clock=clock, ttl_s=settings.ttl_s) as logs:
             yield RunningCache(logs, healthy=_always, degraded=lambda: False)
@@ -37,8 +45,21 @@ async def running_cache(settings: CacheSettings, clock: Callable[[], float]) -> 
         raise ConfigError(
             "cache.backend is redis, and redis-py is not installed.", remedy="pip install 'shell-router[redis]'"
         ) from error
-    async with RedisAgentPromptCache(settings.url, clock=clock, ttl_s=settings.ttl_s) as shared:
-        yield RunningCache(shared, healthy=shared.healthy, degraded=lambda: shared.stats.degraded)
+    options = {"password": secret(settings.password, "cache.password", environ)}
+    if tls := settings.tls:
+        tls.context("cache.tls")  # redis-py would ask the terminal for the password of an encrypted key
+        files = {"ssl_ca_certs": tls.ca, "ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
+        options |= {name: str(path) for name, path in files.items() if path}
+    async with RedisAgentPromptCache(
+        settings.url,
+        clock=clock,
+        ttl_s=settings.ttl_s,
+        prefix=settings.prefix,
+        journal_ttl_s=settings.run_ttl_s,
+        lease_s=settings.lease_s,
+        options=options,
+    ) as shared:
+        yield RunningCache(shared, shared.healthy, lambda: shared.stats.degraded, shared.journals)
 
 
 async def _always() -> bool:

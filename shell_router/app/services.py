@@ -4,10 +4,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import chain
 
 from shell_router.api import ENGINE_CHECK, Services
-from shell_router.app.choosing import chooser_of, running_recorder
-from shell_router.app.models import SglangPairs, adapted_models, running_models
+from shell_router.app.choosing import chooser_of, running_recorder, running_spans
+from shell_router.app.models import RunningModel, SglangPairs, adapted_models, running_models
 from shell_router.app.resources import running_cache, running_embedder
 from shell_router.app.topologies import live_topologies, watched
 from shell_router.app.wings import RunningPredictor, wing
@@ -32,8 +33,7 @@ async def running_services(
     Raises ConfigError before anything is started where the files are wrong, EngineError for an engine that does not
     come up. Nothing is left running on any path.
     """
-    topologies, seen = live_topologies(config)
-    clock = time.monotonic
+    (topologies, seen), clock = live_topologies(config), time.monotonic
     async with (
         running_embedder(config.embedder) as embedding,
         running_cache(config.cache, clock) as cache,
@@ -42,17 +42,14 @@ async def running_services(
         AsyncExitStack() as stack,
     ):
         pools = {alias: model.pool for alias, model in models.items() if model.pool}
-        adapted = {
-            name: one
-            for alias, pool in pools.items()
-            for name, one in adapted_models(models[alias].served, pool).items()
-        }
+        found = (adapted_models(models[alias].served, pool).items() for alias, pool in pools.items())
+        adapted = dict(chain.from_iterable(found))
         served = {name: one.served for name, one in models.items()} | {name: one for name, (one, _) in adapted.items()}
         relays: dict[str, Relay] = {**pools, **{name: relay for name, (_, relay) in adapted.items()}}
-        batch_sizes = {alias: model.engine.batch_size for alias, model in models.items()}
-        chooser = chooser_of(config, served, batch_sizes, predicting.predictor, clock)
+        chooser = chooser_of(config, served, _batch_sizes(models), predicting.predictor, clock)
         agents = Executor(served, cache.logs, embedding.embedder, clock=clock, chooser=chooser, holdouts=config.holdout)
         metrics = Metrics(cache_degraded=cache.degraded)
+        serve = {ENGINE_CHECK + alias: pool.serves for alias, pool in pools.items()}
 
         def restarts() -> Mapping[str, int]:
             own = {name: times for model in models.values() for name, times in model.engine.restarts().items()}
@@ -67,20 +64,23 @@ async def running_services(
             models=served,
             relays=relays,
             engines={alias: model.engine.name for alias, model in models.items()},
-            checks={
-                **{ENGINE_CHECK + alias: pool.serves for alias, pool in pools.items()},
-                "cache": cache.healthy,
-                "embedder": embedding.loaded,
-                **predicting.checks,
-            },
-            # without them requests go on: from memory, and with models chosen by load alone
-            optional_checks=("cache", *predicting.checks),
+            embedders={} if embedding.embedder is None else {config.embedder.name: embedding.embedder},
+            serving=lambda: {alias: pool.seems_up for alias, pool in pools.items()},
+            checks={**serve, "cache": cache.healthy, "embedder": embedding.loaded, **predicting.checks},
+            optional_checks=("cache", *predicting.checks),  # requests go on from memory, and models are chosen by load
             metrics=metrics,
-            recorder=await stack.enter_async_context(running_recorder(config, metrics)),
+            recorder=await stack.enter_async_context(running_recorder(config.record, metrics)),
+            access_log=await stack.enter_async_context(running_recorder(config.access_log, metrics)),
+            spans=await stack.enter_async_context(running_spans(config, metrics)),
             traces=TraceStore(config.traces.kept),
+            journals=cache.journals,
             holdouts=agents.holdouts,
             clock=clock,
         )
+
+
+def _batch_sizes(models: Mapping[str, RunningModel]) -> Mapping[str, int]:
+    return {alias: model.engine.batch_size for alias, model in models.items()}
 
 
 @asynccontextmanager

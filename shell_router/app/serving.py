@@ -3,18 +3,29 @@
 import asyncio
 import errno
 import logging
+import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
-from shell_router.api import ApiSettings, bound_sockets, create_app, listening, refuse_batches
+from aiohttp import web
+
+from shell_router.api import ApiSettings, add_page, bound_sockets, create_app, listening, refuse_batches
+from shell_router.api.admission import ADMISSION
 from shell_router.app.services import running_services
+from shell_router.app.topologies import content_of
 from shell_router.app.wings import wing
-from shell_router.config import Config, Listen
-from shell_router.errors import ConfigError
+from shell_router.config import Config, Listen, ListenTls, read_keys
+from shell_router.config.models import load_certificate
+from shell_router.errors import ConfigError, ShellRouterError
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LISTEN_REMEDIES = {
@@ -43,17 +54,97 @@ async def running_server(
 
     `engine_restarts` is asked for a metric: by engine, how often it was started again.
 
-    On leaving, running requests get the deployment's `drain_s` to end, or none once `force_shutdown` is set. Then all
-    that was started is stopped.
+    On leaving, the deployment's `lame_duck_s` pass, and running requests get its `drain_s` to end, or none of both once
+    `force_shutdown` is set. Then all that was started is stopped.
     """
     with ExitStack() as stack:  # before engines start, so that what is taken shows at once
         sockets = stack.enter_context(taken_address(config.listen))
         batches = stack.enter_context(wing("batch")(config)) if config.batches.folder else refuse_batches
+        app: web.Application
+        rereads, tls = Rereads(), None
+        if file := config.api_keys_file:
+            take = lambda keys: app[ADMISSION].keys.take(keys)  # noqa: E731, PLW0108 - there is no app yet
+            rereads.add(lambda: read_keys(config, os.environ), take, file)
+        if files := config.listen.tls:
+            tls = served_tls(files)
+            rereads.add(partial(served_tls, files), lambda _: renew(tls, files), files.certificate, files.key)
+        settings = api_settings(config)
         async with running_services(config, on_progress=on_progress, engine_restarts=engine_restarts) as services:
-            app = create_app(services, api_settings(config))
+            app = create_app(services, settings)
             batches(app)
-            async with listening(app, sockets, drain_s=config.limits.drain_s, force_shutdown=force_shutdown) as url:
+            if config.listen.ui:
+                add_page(app)
+            limits = config.limits
+            times = {"lame_duck_s": limits.lame_duck_s, "drain_s": limits.drain_s}
+            async with (
+                rereads.watched(),
+                listening(app, sockets, **times, force_shutdown=force_shutdown, tls=tls) as url,
+            ):
                 yield url
+
+
+def served_tls(files: ListenTls) -> ssl.SSLContext:
+    """What the files say now. Raises ConfigError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    load_certificate(context, files.certificate, files.key, "listen.tls")
+    return context
+
+
+def renew(context: ssl.SSLContext, files: ListenTls) -> None:
+    """Have new connections see what the files say now. Raises ConfigError, and then all stays as it was."""
+    served_tls(files)  # one half of a pair must not replace the pair that serves
+    load_certificate(context, files.certificate, files.key, "listen.tls")
+
+
+def _contents(files: Sequence[Path]) -> Sequence[bytes | None]:
+    return [content_of(file) for file in files]
+
+
+class Rereads:
+    """Files that may change while the router runs, and what is to be done then. Files are read every `look_s`."""
+
+    def __init__(self, look_s: float = 5.0) -> None:
+        self._look_s = look_s
+        self._found: list[
+            tuple[tuple[Path, ...], Callable[[], Any], Callable[[Any], None], Sequence[bytes | None]]
+        ] = []
+
+    def add(self, read: Callable[[], T], take: Callable[[T], None], *files: Path) -> None:
+        """Whenever the files hold something else, `read` them in a thread, and `take` what it gives on the loop."""
+        self._found.append((files, read, take, _contents(files)))
+
+    async def look(self) -> None:
+        """Read the files, and do what is to be done. What fails is logged, and then all stays as it was."""
+        for at, (files, read, take, before) in enumerate(self._found):
+            now = await asyncio.to_thread(_contents, files)
+            if now == before:
+                continue
+            self._found[at] = files, read, take, now
+            named = " and ".join(map(str, files))
+            try:
+                take(await asyncio.to_thread(read))
+            except (ShellRouterError, OSError) as error:
+                log.error("%s changed, and what was before stays: %s", named, error)
+            except Exception:  # the task that looks must go on
+                log.exception("%s changed, and what was before stays", named)
+            else:
+                log.info("%s was read again", named)
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Look while the context is open."""
+        watching = asyncio.create_task(self._watch(), name="reread") if self._found else None
+        try:
+            yield
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.wait({watching})
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_s)
+            await self.look()
 
 
 @contextmanager
@@ -75,6 +166,7 @@ async def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain; a second signal ends running requests. `ready` gets the URL."""
     loop, stopped, force_shutdown = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    limits = config.limits
     async with running_server(config, engine_restarts=engine_restarts, force_shutdown=force_shutdown) as url:
 
         def stop(name: str) -> None:
@@ -82,7 +174,9 @@ async def serve(
                 log.info("%s again: running requests are cut", name)
                 force_shutdown.set()
                 return
-            log.info("%s: no new requests; running ones may end (%g s)", name, config.limits.drain_s)
+            log.info(
+                "%s: no new requests in %g s; running ones may end (%g s)", name, limits.lame_duck_s, limits.drain_s
+            )
             stopped.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -92,10 +186,10 @@ async def serve(
 
 
 def api_settings(config: Config) -> ApiSettings:
-    """The part of a deployment that the API reads."""
+    """The part of a deployment that the API reads. Raises ConfigError for a wrong file of keys."""
     limits = config.limits
     return ApiSettings(
-        keys={tenant: key for tenant, key in config.api_keys.items() if isinstance(key, str)},
+        keys=read_keys(config, os.environ),
         max_body_bytes=limits.max_body_bytes,
         max_running=limits.max_running,
         max_agents_per_tenant=limits.max_agents_per_tenant,

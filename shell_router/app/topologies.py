@@ -13,7 +13,7 @@ from shell_router.app.model_files import model_names
 from shell_router.config import Config
 from shell_router.errors import ConfigError, TopologyError
 from shell_router.telemetry import Metrics
-from shell_router.topology import Catalog, Conditional, Graph, files_in, load_files
+from shell_router.topology import Catalog, Conditional, Graph, files_in
 from shell_router.topology.document import Problem
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,12 @@ log = logging.getLogger(__name__)
 
 def load_topologies(config: Config) -> Mapping[str, Graph]:
     """Every topology that the deployment names, checked against its models. Raises ConfigError."""
-    return load_files(_files(config), models=model_names(config), needs=partial(_lacks, config))
+    return _catalog(config).graphs_without("")
+
+
+def _catalog(config: Config) -> Catalog:
+    catalog = Catalog(model_names(config), partial(_lacks, config), config.live_topologies)
+    return catalog.of_files(_files(config))
 
 
 Contents = Mapping[Path, bytes | None]
@@ -31,9 +36,7 @@ Contents = Mapping[Path, bytes | None]
 def live_topologies(config: Config) -> tuple[LiveTopologies, Contents]:
     """The same, to be changed while the router runs, and what their files held. Raises ConfigError."""
     seen = _contents(config)
-    load_topologies(config)
-    catalog = Catalog(model_names(config), partial(_lacks, config), config.live_topologies)
-    return LiveTopologies(catalog.with_files(_files(config))[0]), seen
+    return LiveTopologies(_catalog(config)), seen
 
 
 @asynccontextmanager
@@ -106,10 +109,11 @@ async def _reload(config: Config, topologies: LiveTopologies, metrics: Metrics) 
 
 
 def _contents(config: Config) -> Contents:
-    return {file: _content(file) for file in _present(config)}
+    return {file: content_of(file) for file in _present(config)}
 
 
-def _content(file: Path) -> bytes | None:
+def content_of(file: Path) -> bytes | None:
+    """What the file holds; None where it cannot be read."""
     try:
         return file.read_bytes()
     except OSError:

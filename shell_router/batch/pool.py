@@ -194,5 +194,4 @@ class Pool:
 def load_pool(path: Path) -> Pool:
     """The pool that `path` describes. Raises ConfigError, which begins with the file and the line."""
     pool, _ = read_file(path, Pool, see=SEE)
-    assert isinstance(pool, Pool)
     return replace(pool, embedder=pool.embedder.found_from(path.parent))

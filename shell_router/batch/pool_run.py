@@ -23,6 +23,7 @@ from shell_router.batch.run import Finished, Follow, Planner, Rig, run_batch
 from shell_router.batch.sessions import profiled
 from shell_router.batch.workers import pool_workers
 from shell_router.config.read import read_file
+from shell_router.config.write import plain
 from shell_router.core.statistics import Floats
 from shell_router.errors import ConfigError
 
@@ -107,7 +108,7 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
         profile = PoolProfile(models)
         if pool.aggregate is not None:
             profile = PoolProfile(models, await timed(pool.aggregate.model, batch.aggregator_prompts(written.get)))
-    _write(pool.profile, yaml.safe_dump(profile.as_plain(), sort_keys=False).encode())
+    _write(pool.profile, yaml.safe_dump(plain(asdict(profile)), sort_keys=False).encode())
 
 
 def _write(file: Path, content: bytes) -> None:
@@ -139,9 +140,7 @@ def _profile(pool: Pool) -> PoolProfile:
             f"There is no profile {pool.profile or ''}: what the models cost is not known.",
             remedy="Name the file as `profile` in the pool, and run shell-router batch profile.",
         )
-    profile, _ = read_file(pool.profile, PoolProfile, see=SEE)
-    assert isinstance(profile, PoolProfile)
-    return profile
+    return read_file(pool.profile, PoolProfile, see=SEE)[0]
 
 
 def _depends_on(pool: Pool, questions: Questions, seed: int) -> dict[str, Any]:

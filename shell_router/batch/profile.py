@@ -10,18 +10,14 @@ not grow with N is `fixed_s` of a `planner.ModelWork`, what does is its `per_pro
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from math import inf
-from typing import Annotated, Any
-
-import numpy as np
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from shell_router.batch.planner import ModelWork
-from shell_router.core.statistics import non_negative
-from shell_router.errors import ConfigError
+from shell_router.core.statistics import Timing, fitted_costs, held_out_error
+from shell_router.errors import ConfigError, require
 from shell_router.topology.forms import Number
 
-DIGITS = 9
 Figure = Annotated[float, Number("Measured.", at_least=0)]
 
 
@@ -34,53 +30,10 @@ class SessionRun:
     max_tokens: float
     seconds: float
 
-    def __post_init__(self) -> None:
-        if not (self.prompts >= 1 and self.mean_tokens >= 0 and self.max_tokens >= 0 and 0 < self.seconds < inf):
-            raise ConfigError(f"A session cannot have been {self}.", remedy="Give positive, finite figures.")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionCurve:
-    """Seconds per session, per token of the longest output, and per token of all outputs; none is negative."""
-
-    start_s: float
-    step_s: float
-    token_s: float
-
-    def seconds(self, prompts: int, mean_tokens: float, max_tokens: float) -> float:
-        """T(N, mean, max)."""
-        return self.start_s + max_tokens * self.step_s + prompts * (mean_tokens * self.token_s)
-
-
-def fit(runs: Sequence[SessionRun]) -> SessionCurve:
-    """The curve with the least squared relative errors.
-
-    Where two terms explain the runs equally well, as with equal longest outputs in all of them, the simpler curve is
-    taken. Raises ConfigError for fewer than two different numbers of prompts.
-    """
-    if len({run.prompts for run in runs}) < 2:
-        raise ConfigError(
-            "A session's time cannot be fitted to one number of prompts.", remedy="Run it with two or more."
-        )
-    rows = [(1.0, run.max_tokens, run.prompts * run.mean_tokens) for run in runs]
-    terms = np.array([[figure / run.seconds for figure in row] for row, run in zip(rows, runs, strict=True)])
-    return SessionCurve(*(float(one) for one in non_negative(terms, np.ones(len(runs)))))
-
-
-def held_out_error(runs: Sequence[SessionRun]) -> float | None:
-    """Mean relative error on each number of prompts, of a curve fitted to the others; None below three numbers."""
-    sizes = sorted({run.prompts for run in runs})
-    if len(sizes) < 3:
-        return None
-    errors = []
-    for prompts in sizes:
-        curve = fit([run for run in runs if run.prompts != prompts])
-        errors += [
-            abs(curve.seconds(run.prompts, run.mean_tokens, run.max_tokens) / run.seconds - 1)
-            for run in runs
-            if run.prompts == prompts
-        ]
-    return sum(errors) / len(errors)
+    @property
+    def timing(self) -> Timing:
+        """What it says of the costs. Raises ConfigError for seconds that cannot be."""
+        return Timing(self.prompts, (1.0, self.max_tokens, self.prompts * self.mean_tokens), self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +71,20 @@ class PoolProfile:
             raise ConfigError(f"The profile has no model {name!r}.", remedy="Run shell-router batch profile again.")
         return self.models[name].cost(name, prompts)
 
-    def as_plain(self) -> dict[str, Any]:
-        """Values for a YAML file, where figures have nanoseconds: a token may take a few microseconds."""
-
-        def rounded(section: list[tuple[str, Any]]) -> dict[str, Any]:
-            return {name: round(value, DIGITS) if isinstance(value, float) else value for name, value in section}
-
-        return asdict(self, dict_factory=rounded)
-
 
 def profile_of(runs: Sequence[SessionRun], load_s: float) -> ModelProfile:
     """The profile that timed sessions give. Raises ConfigError for fewer than two numbers of prompts."""
-    curve = fit(runs)
-    prompts = sum(run.prompts for run in runs)
+    numbers = {run.prompts for run in runs}
+    require(len(numbers) > 1, "A session's time cannot be fitted to one number of prompts.", "Run it with two or more.")
+    timings, prompts = [run.timing for run in runs], sum(run.prompts for run in runs)
+    start_s, step_s, token_s = fitted_costs(timings)
     return ModelProfile(
         load_s,
         sum(run.prompts * run.mean_tokens for run in runs) / prompts,
         max(run.max_tokens for run in runs),
-        **asdict(curve),
-        held_out_error=held_out_error(runs),
+        start_s,
+        step_s,
+        token_s,
+        held_out_error=held_out_error(timings),
         runs=tuple(runs),
     )

@@ -3,13 +3,12 @@
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from shell_router import errors
+from shell_router import __version__, errors
 from shell_router.cli import batch, experts, lab, serving, train
 from shell_router.cli.options import examples
 
@@ -52,7 +51,7 @@ app.add_typer(train.app, name="train")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"shell-router {version('shell-router')}")
+        print(f"shell-router {__version__}")
         raise typer.Exit
 
 

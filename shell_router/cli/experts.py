@@ -257,7 +257,7 @@ def _show(record: "ExpertRecord", gpus: int, rows: Mapping[str, Shown]) -> None:
     epilog=examples("shell-router components profile pool.yaml --sample requests.jsonl --devices cuda:0")
 )
 def profile(
-    pool: Annotated[Path, argument("POOL", "The pool's YAML file; the results are written to it.")],
+    pool: Annotated[Path, argument("POOL", "The pool's YAML file.")],
     devices: Annotated[Names, listed(names, "Measure only these devices. Default: all.")] = NONE,
     keep_costs: Annotated[
         bool, option("Measure nothing; update only usage and the split of memory.", "--keep-costs")
@@ -273,22 +273,25 @@ def profile(
 ) -> None:
     """Measure what a pool's components cost, and split its memory.
 
-    The costs, usages and shares of memory are written to the pool's file.
+    The costs, usages and shares of memory are written to the file that the pool names as its profile.
     """
     sys.path.insert(0, str(Path.cwd()))  # where the modules that the pool names lie, unless they are installed
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler logs to stderr otherwise
     from shell_router.experts.components.measuring import Amount
-    from shell_router.lab.simulation.component_profile import ProfileOptions, measure_costs, update_components
-    from shell_router.lab.simulation.component_split import SplitOptions, find_split, know_usage
+    from shell_router.lab.simulation.components import ProfileOptions, find_split, measure
 
     if not every_s >= 0:
         raise ConfigError(f"--every-s is {every_s}.", remedy="Give 0 or more seconds.")
-    date = datetime.now(UTC).date().isoformat()
-    measuring = ProfileOptions(pool, date, devices, Amount(batches, rounds), not warm_files)
-    update_components(measuring, say)
-    splitting = SplitOptions(pool, date, sample, requests, every_s)
-    chains = know_usage(splitting, say)  # before the long measurements: a bad sample is reported at once
-    if not keep_costs:
-        run(measure_costs(measuring, say))
+    amount, date = Amount(batches, rounds), datetime.now(UTC).date().isoformat()
+    options = ProfileOptions(
+        pool, date, devices, amount, not warm_files, not keep_costs, sample=sample, requests=requests, every_s=every_s
+    )
+
+    chains: list[tuple[str, ...]] = []
+
+    async def measured() -> None:
+        chains.extend(await measure(options, say))
+
+    run(measured())
     if chains:
-        find_split(splitting, chains, say)
+        find_split(options, chains, say)

@@ -24,6 +24,7 @@ from shell_router.cli.options import (
     names,
     numbers,
     option,
+    print_table,
     require_writable,
     run,
     say,
@@ -252,6 +253,67 @@ def _arrange(loaded: "Loaded", gpus: int, p95_s: float, seed: int) -> None:
     print(f"The cheapest takes {best.gpus} GPUs: {', '.join(f'{n} x {m}' for m, n in best.pairs.items())}.")
 
 
+@app.command(
+    epilog=examples(
+        "shell-router trace --status failed",
+        "shell-router trace 5c3e9d0a7b1f4e28a6d2c80f9b7e4a13 --perfetto run.json",
+    )
+)
+def trace(
+    id: Annotated[
+        str | None, argument("ID", "A request's x-trace-id. Without it the latest requests are listed.")
+    ] = None,
+    url: Annotated[str, option("The router.")] = "http://127.0.0.1:8000",
+    api_key_env: KeyVariable = None,
+    model: Annotated[str | None, option("List only requests for this model or topology.")] = None,
+    status: Annotated[
+        Literal["running", "finished", "failed", "cancelled"] | None, option("List only these requests.")
+    ] = None,
+    last_s: Annotated[
+        float | None, option("List only requests of the last S seconds.", "--last-s", metavar="S")
+    ] = None,
+    limit: Annotated[int, option("List at most this many.", least=1)] = 20,
+    perfetto: Annotated[
+        Path | None, option("Write the request for ui.perfetto.dev or chrome://tracing, as JSON.", metavar="FILE")
+    ] = None,
+) -> None:
+    """List a router's latest requests, or draw one.
+
+    The router keeps the latest `traces.kept` requests in memory.
+    """
+    import asyncio
+    import time
+
+    from rich.console import Console
+
+    from shell_router.lab.timeline import draw_timeline
+    from shell_router.lab.traces import as_perfetto, fetch_trace, list_rows
+
+    key = secret(api_key_env)
+    if id is None:
+        if perfetto:
+            raise ConfigError("--perfetto writes one request.", remedy="Name it by its x-trace-id.")
+        since = None if last_s is None else f"{time.time() - last_s:.3f}"
+        given = {"model": model, "status": status, "since": since, "limit": str(limit)}
+        rows = asyncio.run(list_rows(url, key, {name: one for name, one in given.items() if one is not None}))
+        if rows:
+            print_table("Latest requests", rows)
+        else:
+            say("The router keeps no such request.")
+        return
+    require_writable(perfetto)
+    found = asyncio.run(fetch_trace(url, key, id))
+    console = Console()
+    duration = "" if found["duration_s"] is None else f", {found['duration_s']:.3f} s"
+    console.print(f"{found['target']}: {found['state']}{duration}", style="bold")
+    for line in draw_timeline(found, columns=min(console.width, 140)):
+        console.print(line, no_wrap=True, crop=True)
+    if found.get("error"):
+        console.print(found["error"], markup=False)
+    if perfetto:
+        write(perfetto, jsonlib.dumps(as_perfetto(found)) + "\n")
+
+
 @app.command(epilog=examples("shell-router profile configs/embedded.yaml --out configs/engines/mine.yaml"))
 def profile(
     config: Annotated[Path, argument("CONFIG", "The deployment's YAML file.")],
@@ -270,10 +332,11 @@ def profile(
     machine: Annotated[str | None, option("Start only engines whose URLs name this host.", metavar="HOST")] = None,
 ) -> None:
     """Measure what a deployment's engines cost, for `simulate`."""
-    from shell_router.lab.simulation.profile import Limits, ProfileOptions, run_profile
+    from shell_router.lab.simulation.profile import run_profile
     from shell_router.lab.simulation.profiling import Amount
 
     amount = Amount(lengths, batches, new_tokens, rounds)
-    limits = Limits(chunk_tokens, prompts_per_pass, cache_tokens, max_running)
+    limits = {"chunk_tokens": chunk_tokens, "prompts": prompts_per_pass, "cache_tokens": cache_tokens}
+    limits["max_batch_size"] = max_running
     date = datetime.now(UTC).date().isoformat()
-    run(run_profile(ProfileOptions(config, out, date, models, amount, limits, machine), say))
+    run(run_profile(config, out, models, amount, limits, machine, date, say))

@@ -1,4 +1,4 @@
-"""`shell-router serve`, `launch` and `topology`."""
+"""`shell-router serve`, `launch`, `init`, `topology` and `schema`."""
 
 import json
 import os
@@ -25,10 +25,21 @@ Aliases = Annotated[Names | None, listed(names, "The deployment's model aliases;
 
 
 @app.command(epilog=examples("shell-router serve --config configs/embedded.yaml --port 8000"))
-def serve(config: Deployment, host: Host = None, port: Port = None, log_level: Level = "info") -> None:
+def serve(
+    config: Annotated[
+        Path | None, option("The deployment's YAML file. Default: the tiny models, on this machine.", metavar="FILE")
+    ] = None,
+    host: Host = None,
+    port: Port = None,
+    log_level: Level = "info",
+) -> None:
     """Serve a deployment over HTTP."""
+    from shell_router import SHIPPED
     from shell_router.app import serve
 
+    if config is None:
+        config = SHIPPED / "configs" / "embedded.yaml"
+        say(f"Without --config this serves the tiny models of {config}")
     run(serve(_deployment(config, host, port, log_level), ready=_print_url))
 
 
@@ -74,6 +85,29 @@ def _deployment(file: Path, host: str | None, port: int | None, log_level: str, 
 
 def _print_url(url: str) -> None:
     say(f"Serving on {url}")
+
+
+@app.command(epilog=examples("shell-router init mine"))
+def init(folder: Annotated[Path, argument("FOLDER", "A new folder.")]) -> None:
+    """Copy the example deployments, topologies and tiny models into a folder, to be changed there."""
+    import shutil
+
+    from shell_router import SHIPPED
+    from shell_router.errors import ConfigError
+
+    try:
+        folder.mkdir(parents=True)
+        try:
+            for name in ("configs", "topologies", "models"):
+                shutil.copytree(SHIPPED / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: {error.strerror or error}.", remedy="Name a folder that is not there yet."
+        ) from error
+    say(f"Next: cd {shlex.quote(str(folder))} && shell-router serve --config configs/embedded.yaml")
 
 
 @topology.command(epilog=examples("shell-router topology check topologies/*.yaml"))

@@ -9,6 +9,7 @@ from shell_router.config.models import (
 )
 from shell_router.config.read import json_schema
 from shell_router.config.settings import (
+    ApiKey,
     AutoSettings,
     BatchesSettings,
     CacheSettings,
@@ -16,12 +17,15 @@ from shell_router.config.settings import (
     EmbedderSettings,
     Limits,
     Listen,
+    ListenTls,
     PredictionSettings,
     read_config,
+    read_keys,
 )
 
 __all__ = [
     "AdaptersSection",
+    "ApiKey",
     "AutoSettings",
     "BatchesSettings",
     "CacheSettings",
@@ -30,10 +34,12 @@ __all__ = [
     "LaunchSettings",
     "Limits",
     "Listen",
+    "ListenTls",
     "ModelSettings",
     "PairLaunch",
     "PairSettings",
     "PredictionSettings",
     "json_schema",
     "read_config",
+    "read_keys",
 ]

@@ -1,14 +1,16 @@
 """What a deployment's YAML file says of its models and of the engines that serve them."""
 
+import re
 import shlex
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from shell_router.config.read import KIND_KEYS
+from shell_router.config.read import KIND_KEYS, SECRET
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
-from shell_router.errors import require
+from shell_router.errors import ConfigError, require
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.topology.forms import Either, Form, ListOf, Number, OneOf, Switch, Text
 from shell_router.topology.syntax import TEMPLATE_KWARGS
@@ -30,6 +32,67 @@ def _gpus(about: str) -> Form:
 
 def _url(about: str) -> Text:
     return Text(about, r"https?://.+", "an http(s) URL")
+
+
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class FromEnvironment:
+    """A secret in an environment variable."""
+
+    env: Annotated[str, "Name of the environment variable."]
+
+
+def secret(given: str | FromEnvironment | None, what: str, environ: Mapping[str, str]) -> str | None:
+    """The secret that a file gives or names; None where it gives none. Raises ConfigError where it is empty."""
+    if given is None:
+        return None
+    found = (environ.get(given.env, "") if isinstance(given, FromEnvironment) else given).strip()
+    named = f"Set the environment variable {given.env}." if isinstance(given, FromEnvironment) else ""
+    require(bool(found), f"{what} is empty.", named or "Write it, or {env: NAME}.")
+    require(not SURROGATE.search(found), f"{what} is not UTF-8 text.", "Choose another.")
+    return found
+
+
+def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path, what: str) -> None:
+    """Have `context` show the certificate. Raises ConfigError, naming `what`; the terminal is asked for nothing."""
+
+    def encrypted() -> str:
+        raise ConfigError(
+            f"{what}: {key} is encrypted.",
+            remedy="Write it decrypted to a file that only the router can read: openssl pkey -in KEY -out FILE.",
+        )
+
+    try:
+        context.load_cert_chain(certificate, key, encrypted)
+    except OSError as error:  # so are ssl's
+        raise ConfigError(
+            f"{what}: {certificate} and {key} cannot be used: {error}.",
+            remedy="Name PEM files of a certificate and of the private key that belongs to it.",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class TlsClient:
+    """How a server's certificate is checked, and what the router shows of itself where the server asks (mTLS)."""
+
+    ca: Annotated[Path | None, "PEM file of the authorities that are trusted; the system's by default."] = None
+    certificate: Annotated[Path | None, "PEM file of the router's own certificate, with its chain."] = None
+    key: Annotated[Path | None, "PEM file of its private key."] = None
+
+    def __post_init__(self) -> None:
+        require((self.certificate is None) == (self.key is None), "certificate and key go together", "Set both.")
+
+    def context(self, what: str) -> ssl.SSLContext:
+        """What a client connects with. Raises ConfigError, naming `what`, for files that cannot be used."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+        except OSError as error:  # so are ssl's
+            raise ConfigError(f"{what} cannot be used: {error}.", remedy="Name PEM files.") from error
+        if self.certificate is not None and self.key is not None:
+            load_certificate(context, self.certificate, self.key, what)
+        return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +131,11 @@ class LaunchSettings:
 
     def __post_init__(self) -> None:
         _require_flags(self)
+
+
+def flags_of(role: Literal["prefill", "decode"], *sections: LaunchSettings | PairLaunch) -> list[str]:
+    """The further flags of an engine of this role, in their order."""
+    return [flag for one in sections for flag in shlex.split(f"{one.flags} {getattr(one, f'{role}_flags')}")]
 
 
 def _require_flags(section: PairLaunch | LaunchSettings) -> None:
@@ -146,6 +214,12 @@ class ModelSettings:
         str | None,
         OneOf("How the model writes calls of tools, as SGLang's parser of this name reads them.", tuple(CALL_MARKS)),
     ] = None
+    engine_key: Annotated[
+        str | FromEnvironment | None,
+        "Key that its pairs ask for, SGLang's `--api-key`, which is sent as a bearer.",
+        SECRET,
+    ] = field(default=None, repr=False)
+    engine_tls: Annotated[TlsClient | None, "Certificates, for pairs with https:// URLs."] = None
     adapters: AdaptersSection | None = None
     drafts: Annotated[
         bool | Literal["auto"],
@@ -162,6 +236,14 @@ class ModelSettings:
             len(named) < 2,
             f"a model is served by one kind of engine, not by both {' and '.join(named)}",
             remedy="Leave one of them out.",
+        )
+        for name in ("engine_key", "engine_tls"):
+            require(bool(self.pairs) or getattr(self, name) is None, f"{name} is for pairs, and there are none")
+        urls = [url for pair in self.pairs for url in (pair.prefill, pair.decode)]
+        require(
+            self.engine_tls is None or all(url.startswith("https://") for url in urls),
+            "engine_tls is set, and not all of the pairs have https:// URLs",
+            remedy="Give them https:// URLs, or leave engine_tls out.",
         )
         bootstraps = {(pair.prefill, pair.bootstrap_host, pair.bootstrap_port) for pair in self.pairs}
         require(

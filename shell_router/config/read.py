@@ -9,10 +9,10 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shell_router.errors import ConfigError
-from shell_router.topology.document import Document, read_document
+from shell_router.topology.document import Document, read_document, read_text
 from shell_router.topology.document import Path as Place
 from shell_router.topology.forms import (
     Block,
@@ -25,11 +25,13 @@ from shell_router.topology.forms import (
     Number,
     OneOf,
     Schema,
+    Secret,
     Switch,
     Text,
     check,
 )
 
+T = TypeVar("T")
 SEE_PAGE = "docs/reference/settings.md explains every setting."
 LARGEST = 1e300
 
@@ -38,28 +40,25 @@ Kinds = Mapping[str, Callable[[], type]]
 NO_KINDS: Kinds = {}
 _MAPPINGS = (Mapping, dict)
 _SCALARS: Mapping[Any, Callable[[Any], Any]] = {bool: lambda value: value in (True, "on"), float: float}
+SECRET = object()
+"""Annotates, behind the description, what errors must not show."""
 KIND_KEYS = object()
 """Annotates the field that takes the key of an engine kind: a mapping from its name to its settings."""
 
 
 def read_file(
-    path: Path, kind: type, *, see: str = SEE_PAGE, kinds: Kinds = NO_KINDS
-) -> tuple[Any, Callable[[Place], str]]:
+    path: Path, kind: type[T], *, see: str = SEE_PAGE, kinds: Kinds = NO_KINDS
+) -> tuple[T, Callable[[Place], str]]:
     """The file's content as a `kind`, a dataclass, and what gives `file:line` of a place in it.
 
     Relative paths in the file count from its folder. `see` names the page that explains the file. Raises ConfigError.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}.", remedy="Name a file.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text.", remedy="Save it as UTF-8.") from error
+    text = read_text(path, ConfigError)
     if not text.strip():
         raise ConfigError(f"{path}:1: the file is empty.", remedy=see)
     document = read_document(text, source=str(path), error=ConfigError)
     document.refuse(check(form_of(kind, kinds=kinds), document.value, ()))
-    found = _Builder(document, path.parent, see, kinds).build(kind, document.value, ())
+    found: T = _Builder(document, path.parent, see, kinds).build(kind, document.value, ())
     return found, lambda at: f"{path}:{document.line_of(at)}"
 
 
@@ -108,7 +107,12 @@ def _is_required(each: Field[Any]) -> bool:
 
 def form_of(hint: Any, about: str = "", kinds: Kinds = NO_KINDS) -> Form:
     """The form of values of this annotation: a dataclass, scalar, Path, Literal, tuple, Mapping, or a union."""
-    note: Any = get_args(hint)[1] if get_origin(hint) is Annotated else about
+    note, *marks = get_args(hint)[1:] if get_origin(hint) is Annotated else (about,)
+    form = _noted(hint, note, kinds)
+    return Secret(getattr(form, "about", ""), form) if SECRET in marks else form
+
+
+def _noted(hint: Any, note: Any, kinds: Kinds) -> Form:
     kind = _plain(hint)
     if not isinstance(note, str):
         form: Form = note

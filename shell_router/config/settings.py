@@ -1,27 +1,49 @@
 """What a deployment's YAML file says, section by section."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from ipaddress import ip_address
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from shell_router.config.models import LaunchSettings, ModelSettings, count, seconds
-from shell_router.config.read import NO_KINDS, Kinds, read_file
-from shell_router.errors import require
+from shell_router.config.models import (
+    FromEnvironment,
+    LaunchSettings,
+    ModelSettings,
+    TlsClient,
+    count,
+    flags_of,
+    seconds,
+    secret,
+)
+from shell_router.config.read import NO_KINDS, SECRET, Kinds, read_file
+from shell_router.errors import ConfigError, require
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.holdout import HoldoutSettings
-from shell_router.routing.model_choice import ModelChoiceSettings, ModelPolicy
+from shell_router.routing.model_choice import ModelChoiceSettings
 from shell_router.topology import AUTO, LiveSettings
 from shell_router.topology.forms import MappingOf, Number, Text
 
 
 @dataclass(frozen=True, slots=True)
+class ListenTls:
+    """The router's own certificate. A file that changes takes effect within seconds, without a restart."""
+
+    certificate: Annotated[Path, "PEM file of the certificate, with its chain."]
+    key: Annotated[Path, "PEM file of its private key."]
+
+
+@dataclass(frozen=True, slots=True)
 class Listen:
-    """Where the router listens."""
+    """Where the router listens, and whether it serves its page there."""
 
     host: Annotated[str, "Address to listen on; one that other machines reach needs `api_keys`."] = "127.0.0.1"
     port: Annotated[int, Number("TCP port; 0 takes a free one.", at_least=0, at_most=65535, whole=True)] = 8000
+    ui: Annotated[bool, "Serve the live page at `/ui`; it asks for a key where there are `api_keys`."] = False
+    tls: Annotated[ListenTls | None, "Serves https, and no http, with this certificate."] = None
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, f"port must be between 0 and 65535, not {self.port}")
@@ -38,10 +60,51 @@ class Listen:
 
 
 @dataclass(frozen=True, slots=True)
-class FromEnvironment:
-    """A secret in an environment variable."""
+class ApiKey:
+    """A key, and what it may do. A tenant may have several, so that a new one is in use before an old one ends."""
 
-    env: Annotated[str, "Name of the environment variable."]
+    key: Annotated[str | None, "The secret itself.", SECRET] = field(default=None, repr=False)
+    env: Annotated[str | None, "Name of the environment variable that holds it."] = None
+    tenant: Annotated[str | None, "Whose key it is; by default the tenant has the key's name."] = None
+    expires: Annotated[
+        str | None,
+        "When it ends, in UTC by default: `'2027-01-31'`, `'2027-01-31T12:00:00+01:00'` (in quotes).",
+    ] = None
+    models: Annotated[tuple[str, ...], "Models and topologies that it may ask; all by default."] = ()
+    routes: Annotated[tuple[str, ...], "Paths that it may ask, with all below them; all by default."] = ()
+    tokens_per_minute: Annotated[
+        int | None,
+        count("Tokens of prompts and outputs that its tenant may use a minute; then it is answered 429."),
+    ] = None
+    operator: Annotated[bool, "Whether it may read `/metrics` and change topologies."] = False
+
+    def __post_init__(self) -> None:
+        require((self.key is None) != (self.env is None), "a key has either `key` or `env`", "Set one of them.")
+        try:
+            _ = self.expires_s
+        except ValueError:
+            require(False, f"expires is {self.expires!r}, which is no time", "Write it as 2027-01-31T12:00:00Z.")
+
+    @property
+    def expires_s(self) -> float:
+        """In Unix time."""
+        if self.expires is None:
+            return inf
+        at = datetime.fromisoformat(self.expires)
+        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
+GivenKey = Annotated[str | ApiKey, "", SECRET]
+
+
+@dataclass(frozen=True, slots=True)
+class KeysFile:
+    """The file that `api_keys_file` names."""
+
+    api_keys: Annotated[Mapping[str, GivenKey], "As in the deployment's file.", SECRET]
+
+    def __post_init__(self) -> None:
+        require(bool(self.api_keys), "api_keys is empty", "Name at least one key.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +149,25 @@ class Limits:
     ] = 3
     breaker_failures: Annotated[int, count("Failures in a row that open a server's circuit breaker.")] = 5
     breaker_open_s: Annotated[float, seconds("Time between probes of a server whose circuit breaker is open.")] = 5.0
+    lame_duck_s: Annotated[
+        float,
+        Number(
+            "How long `/ready` says no after SIGTERM before requests are refused, for load balancers to leave in time.",
+            at_least=0,
+        ),
+    ] = 0.0
     drain_s: Annotated[
         float,
         seconds(
-            "How long running requests may go on after SIGTERM. Then, or at a second signal, they end with "
-            "`router_stopping`; "
-            "stay below your orchestrator's grace period."
+            "How long running requests may go on after SIGTERM and `lame_duck_s`. Then, or at a second signal, they "
+            "end with `router_stopping`; stay below your orchestrator's grace period."
         ),
     ] = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """The Agent Prompt Cache: what each agent has written so far."""
+    """The Agent Prompt Cache: what each agent has written so far. `tls` and `password` are Redis's."""
 
     backend: Annotated[
         Literal["memory", "redis"], "`redis` where replicas of the router share agents, else `memory`."
@@ -110,10 +179,32 @@ class CacheSettings:
             r"(redis|rediss|unix)://.*",
             "a redis://, rediss:// or unix:// URL",
         ),
-    ] = "redis://127.0.0.1:6379/0"
+        SECRET,
+    ] = field(default="redis://127.0.0.1:6379/0", repr=False)
+    password: Annotated[
+        str | FromEnvironment | None, "Redis's password, `{env: REDIS_PASSWORD}` from the environment.", SECRET
+    ] = field(default=None, repr=False)
+    tls: Annotated[TlsClient | None, "Certificates, for a rediss:// URL."] = None
+    prefix: Annotated[
+        str, Text("Begins all keys; deployments that share a Redis need different ones.", r"[\w.:-]+", "a plain name")
+    ] = "agent-prompt-cache"
     ttl_s: Annotated[
         float, seconds("When outputs expire that were not removed; must be above `limits.request_timeout_s`.")
     ] = 3600.0
+    run_ttl_s: Annotated[
+        float, seconds("How long a run with an `Idempotency-Key` can be asked for again after its last token.")
+    ] = 3600.0
+    lease_s: Annotated[
+        float, seconds("Silence after which another router takes over the runs of one that died; only with keys.")
+    ] = 5.0
+
+    def __post_init__(self) -> None:
+        try:
+            twice = bool(urlsplit(self.url).password) and self.password is not None
+        except ValueError:
+            raise ConfigError("url is no URL.", remedy="Write redis://HOST:PORT/0.") from None  # it may show a password
+        require(not twice, "both url and password hold a password", "Leave it out of the url.")
+        require(self.tls is None or self.url.startswith("rediss://"), "tls needs a rediss:// url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +218,11 @@ class EmbedderSettings:
     ] = "default"
     device: Annotated[str, "Where it runs: `cpu`, `cuda`, `cuda:1`, ..."] = "cpu"
 
+    @property
+    def name(self) -> str:
+        """What requests for embeddings call it."""
+        return "all-MiniLM-L6-v2" if self.model == "default" else Path(self.model).name
+
     def found_from(self, folder: Path) -> "EmbedderSettings":
         """A model that begins with a dot is a folder, as seen from `folder`; another may be a name."""
         return replace(self, model=str(folder / self.model)) if self.model.startswith(".") else self
@@ -134,9 +230,18 @@ class EmbedderSettings:
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """Finished requests that can still be looked up."""
+    """Finished requests that can still be looked up, and where their spans go."""
 
     kept: Annotated[int, count("Requests that `GET /v1/traces/{id}` still finds; each takes some kilobytes.")] = 1000
+    otlp: Annotated[
+        str | None,
+        Text(
+            "Takes OpenTelemetry spans of finished requests: the URL of an OTLP/HTTP receiver, such as "
+            "`http://127.0.0.1:4318/v1/traces`. Needs the extra `otel`.",
+            r"https?://.+",
+            "an http:// or https:// URL",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +251,9 @@ class BatchesSettings:
     folder: Annotated[Path | None, "Keeps files, batches and their results. Without it there is no Batch API."] = None
     concurrency: Annotated[int, count("Lines that run at a time, all batches together, besides online requests.")] = 32
     max_file_bytes: Annotated[int, count("Largest file that may be uploaded.")] = 200 * 2**20
+    file_ttl_s: Annotated[
+        float | None, seconds("Age at which files, results too, are deleted; without it they are kept.")
+    ] = None
     max_tenant_files: Annotated[int, count("Files that a tenant may keep; results count, and are always kept.")] = 1000
     max_tenant_bytes: Annotated[int, count("Bytes of files that a tenant may keep, likewise.")] = 2 * 2**30
     pools: Annotated[Mapping[str, Path], "Files of pools, by the name that lines give as their model."] = field(
@@ -157,19 +265,10 @@ class BatchesSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class AutoSettings:
+class AutoSettings(ModelChoiceSettings):
     """What the model `auto` stands for, and how one of its models is chosen."""
 
     models: Annotated[tuple[str, ...], "Models to choose from; all of the deployment's by default."] = ()
-    policy: Annotated[
-        ModelPolicy, "How a model is chosen: `chimera`, `worth`, `least_loaded`, `round_robin` or `best_score`."
-    ] = "chimera"
-    latency_slack: Annotated[
-        float, "Chimera's tau: a model may be expected to take (1 + tau) times as long as the fastest."
-    ] = 1.0
-    score_margin: Annotated[float, "Chimera's Delta s: by how much a slower model's score must be higher."] = 0.05
-    slack_s: Annotated[float, "Seconds added to the latency slack, which is 0 while any model is idle."] = 0.0
-    answer_worth_s: Annotated[float, "Of policy `worth`: seconds of waiting that a right answer makes up for."] = 20.0
     profile: Annotated[Path | None, "File of `shell-router profile`: measured costs."] = None
     max_batch: Annotated[
         Mapping[str, int],
@@ -183,16 +282,7 @@ class AutoSettings:
 
     def __post_init__(self) -> None:
         require(len(set(self.models)) == len(self.models), "models names one twice", "Name each model once.")
-        try:
-            self.choice()
-        except ValueError as error:
-            require(False, str(error))
-
-    def choice(self) -> ModelChoiceSettings:
-        """The part that the policies read."""
-        return ModelChoiceSettings(
-            self.policy, self.latency_slack, self.score_margin, self.slack_s, self.answer_worth_s
-        )
+        ModelChoiceSettings.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +294,14 @@ class PredictionSettings:
     limit_s: Annotated[float, seconds("Longest wait for predictions; then requests go on without.")] = 0.2
     device: Annotated[str, "Where they run: `cpu`, `cuda`, ..."] = "cpu"
     threads: Annotated[int, count("CPU threads of each predictor.")] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class AccessLogSettings:
+    """Files with a JSON line per request: tenant, request id, model, status, tokens, times."""
+
+    folder: Annotated[Path | None, "Takes the files; nothing is written without it."] = None
+    max_file_bytes: Annotated[int, count("When a file is full and the next is begun.")] = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +324,13 @@ class Config:
     live_topologies: LiveSettings = field(default_factory=LiveSettings)
     listen: Listen = Listen()
     api_keys: Annotated[
-        Mapping[str, str | FromEnvironment],
+        Mapping[str, GivenKey],
         "Key per tenant: `{alice: {env: ALICE_KEY}}` reads it from the environment, `{alice: secret}` has it here.",
+        SECRET,
     ] = field(default_factory=dict)
+    api_keys_file: Annotated[
+        Path | None, "File with further `api_keys`; what it says from then on counts within seconds, without a restart."
+    ] = None
     limits: Limits = Limits()
     cache: CacheSettings = CacheSettings()
     embedder: EmbedderSettings = EmbedderSettings()
@@ -238,6 +340,7 @@ class Config:
     auto: AutoSettings = field(default_factory=AutoSettings)
     prediction: PredictionSettings = field(default_factory=PredictionSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
+    access_log: AccessLogSettings = AccessLogSettings()
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     holdout: HoldoutSettings = field(default_factory=HoldoutSettings)
 
@@ -256,8 +359,9 @@ class Config:
             f" ({self.limits.request_timeout_s:g}): an output must outlive the requests that read it",
         )
         self._require_own_servers()
+        self._require_asked_keys()
         require(
-            bool(self.api_keys) or self.listen.loopback,
+            bool(self.api_keys) or self.api_keys_file is not None or self.listen.loopback,
             f"other machines can reach {self.listen.host}, and there are no api_keys",
             remedy="Add api_keys, or listen on 127.0.0.1.",
         )
@@ -274,6 +378,17 @@ class Config:
                     remedy="Give the adapters to one of them.",
                 )
 
+    def _require_asked_keys(self) -> None:
+        """Engines that the router starts get no `engine_key` from it: all of the machine can read a command line."""
+        for alias, model in self.models.items():
+            launched = [pair.launch for pair in model.pairs if pair.launch and model.engine_key is not None]
+            for flags in (flags_of(role, self.launch, one) for one in launched for role in ("prefill", "decode")):
+                require(
+                    any(flag.partition("=")[0] == "--api-key" for flag in flags),
+                    f"models.{alias} has an engine_key, and the engines that `launch` starts ask for none",
+                    remedy="Give them `--api-key` in launch.flags, or leave engine_key out.",
+                )
+
     def _may_name(self, name: str) -> bool:
         """Whether it is a model, or may be an adapter of one; the adapters' folder has their names."""
         base = self.models.get(name.partition(":")[0])
@@ -287,22 +402,33 @@ def read_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = Tru
     known, the line.
     """
     config, where = read_file(path, Config, kinds=kinds)
-    assert isinstance(config, Config)
     config = replace(config, embedder=config.embedder.found_from(path.parent))
     if not with_keys:
         return config
-    keys: dict[str, str] = {}
-    for tenant, key in config.api_keys.items():
-        found = environ.get(key.env, "") if isinstance(key, FromEnvironment) else key
-        require(
-            bool(found),
-            f"{where(('api_keys', tenant))}: the API key of {tenant!r} is empty.",
-            f"Set the environment variable {key.env}."
-            if isinstance(key, FromEnvironment)
-            else "Write a key, or {env: NAME}.",
-        )
-        other = next((one for one, theirs in keys.items() if theirs == found), None)
-        same = f"{path}: {other!r} and {tenant!r} have the same API key."
-        require(other is None, same, "Give each tenant its own.")
-        keys[tenant] = found
-    return replace(config, api_keys=keys)
+    return replace(config, api_keys=_with_secrets(config.api_keys, where, environ))
+
+
+def read_keys(config: Config, environ: Mapping[str, str]) -> Mapping[str, str | ApiKey]:
+    """All keys of a deployment that `read_config` gave, with what its file of keys holds now. Raises ConfigError."""
+    if config.api_keys_file is None:
+        return config.api_keys
+    found, where = read_file(config.api_keys_file, KeysFile)
+    twice = sorted(config.api_keys.keys() & found.api_keys.keys())
+    require(not twice, f"{config.api_keys_file}: the deployment's own file has {twice} already.", "Rename them.")
+    return {**config.api_keys, **_with_secrets(found.api_keys, where, environ)}
+
+
+def _with_secrets(
+    keys: Mapping[str, str | ApiKey], where: Callable[[tuple[str, ...]], str], environ: Mapping[str, str]
+) -> Mapping[str, ApiKey]:
+    found: dict[str, ApiKey] = {}
+    names: dict[str | None, str] = {}
+    for name, given in keys.items():
+        key = ApiKey(key=given) if isinstance(given, str) else given
+        source = key.key if key.env is None else FromEnvironment(key.env)
+        own = secret(source, f"{where(('api_keys', name))}: the API key of {name!r}", environ)
+        other = names.setdefault(own, name)
+        same = f"{where(('api_keys', name))}: {other!r} and {name!r} have the same API key."
+        require(other == name, same, "Give each tenant its own.")
+        found[name] = replace(key, key=own, env=None)
+    return found

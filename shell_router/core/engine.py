@@ -170,6 +170,17 @@ class Engine(Protocol):
         ...
 
 
+class CallParser(Protocol):
+    """Finds calls of tools in outputs of its model; `tool_parser` is the name of the format, None where it cannot."""
+
+    @property
+    def tool_parser(self) -> str | None: ...
+
+    async def parse_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Any]]:
+        """The text before the calls, and each call's `name` and `arguments`. Raises EngineError."""
+        ...
+
+
 NO_OPTIONS: Mapping[str, Any] = {}
 
 NativeRoute = Literal["generate", "prefill_only", "v1/chat/completions", "v1/completions"]
@@ -273,7 +284,7 @@ class ServedModel:
     of one of its `prefill_servers` while it was idle. Token ids lie below `vocabulary`, where known. `drafts` is
     whether its requests may ask for drafts; with `auto` they do where it pays. `reasoning` are the marks around its
     thinking, if that is to be separated from its answers; `call_mark` is what begins a call of a tool in its outputs,
-    if that is known.
+    if that is known; else its servers' `call_parser` may read them.
     """
 
     alias: str
@@ -287,6 +298,13 @@ class ServedModel:
     drafts: bool | Literal["auto"] = "auto"
     reasoning: ReasoningMarks | None = None
     call_mark: str | None = None
+    call_parser: CallParser | None = None
+
+    @property
+    def engines_parser(self) -> CallParser | None:
+        """What reads its calls, where its own `call_mark` is not known."""
+        parser = self.call_parser
+        return parser if self.call_mark is None and parser is not None and parser.tool_parser is not None else None
 
 
 def error_message(body: bytes) -> str:

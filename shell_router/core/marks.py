@@ -35,6 +35,13 @@ REASONING_PARSERS: Mapping[str, ReasoningMarks] = {
 
 CALL_MARKS: Mapping[str, str] = {"hermes": "<tool_call>", "qwen": "<tool_call>", "qwen25": "<tool_call>"}
 """What begins a call, by SGLang's names of `--tool-call-parser`: those whose calls are JSON between two such marks."""
+PARSER_MARKS: Mapping[str, str] = {
+    **CALL_MARKS,
+    **dict.fromkeys(("deepseekv3", "deepseekv31"), "<｜tool▁calls▁begin｜>"),
+    **dict.fromkeys(("glm", "glm45", "glm47"), "<tool_call>"),
+    "mistral": "[TOOL_CALLS]",
+}
+"""The same for calls that SGLang reads. Those of other parsers may begin anywhere."""
 
 
 class ReasoningSplit:

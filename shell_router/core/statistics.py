@@ -1,12 +1,14 @@
-"""Intervals and fits that several wings use: 95 % intervals for shares, and non-negative least squares."""
+"""Intervals and fits that several wings use: 95 % intervals for shares, and costs fitted to timings."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import sqrt
+from math import inf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shell_router.errors import require
 
 Z95 = 1.959963984540054
 METHOD_SHARE = "Wilson's score interval; with several seeds for the effective number of answers, clustered by question"
@@ -69,6 +71,40 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """`seconds` that are `known_s` and the sum of `terms`, each times its cost. A `kind` is held out as a whole."""
+
+    kind: Hashable
+    terms: tuple[float, ...]
+    seconds: float
+    known_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.seconds < inf, f"A timing must be positive and finite, not {self.seconds} s.")
+
+
+def fitted_costs(timings: Sequence[Timing]) -> list[float]:
+    """The cost of each term, none negative, with the least squared errors relative to the timings' seconds."""
+    seconds = np.array([one.seconds for one in timings])
+    rows: Floats = np.array([one.terms for one in timings], dtype=float) / seconds[:, None]
+    # terms differ by many powers of ten: attended pairs are millions where passes are few
+    scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(float).tiny)
+    wanted = 1 - np.array([one.known_s for one in timings]) / seconds
+    return [float(one) for one in non_negative(rows / scale, wanted) / scale]
+
+
+def held_out_error(timings: Sequence[Timing], least: int = 2) -> float | None:
+    """The mean relative error on each kind, of costs fitted to the others; None for at most `least` kinds."""
+    kinds = {one.kind for one in timings}
+    errors = []
+    for left_out in kinds if len(kinds) > least else ():
+        costs = fitted_costs([one for one in timings if one.kind != left_out])
+        tried = (one for one in timings if one.kind == left_out)
+        errors += [abs((one.known_s + np.dot(one.terms, costs)) / one.seconds - 1) for one in tried]
+    return float(np.mean(errors)) if errors else None
 
 
 def non_negative(terms: Floats, wanted: Floats) -> Floats:

@@ -4,10 +4,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from shell_router.core.durations import Durations
 from shell_router.engines.adapter_loading import ServerLoader
 from shell_router.engines.http_client import TaskOwner
 from shell_router.engines.server_client import ServerClient
@@ -39,13 +40,11 @@ class Lease:
 
 @dataclass(slots=True)
 class AdapterCounts:
-    """What has happened on one server: adapters loaded and for how long in all, requests that waited for theirs and how
-    long, loads that failed, adapters that were missing although they had been loaded."""
+    """What has happened on one server: loads of adapters, waits of requests for theirs, loads that failed, and adapters
+    that were missing although they had been loaded."""
 
-    loads: int = 0
-    load_s: float = 0.0
-    waited: int = 0
-    waited_s: float = 0.0
+    loads: Durations = field(default_factory=Durations)
+    waits: Durations = field(default_factory=Durations)
     failures: int = 0
     missing: int = 0
 
@@ -171,8 +170,7 @@ class AdapterLeases:
             now_s = self._clock()
             for waiter in self._taken_out([group]):
                 waited_s = now_s - waiter.arrived_s
-                self.counts.waited += 1
-                self.counts.waited_s += waited_s
+                self.counts.waits.add(waited_s)
                 waiter.lease.set_result(self._granted(group.adapter, waited_s))
             cache.drain(self._clock())
 
@@ -250,8 +248,7 @@ class AdapterLeases:
             cache.loading(None)
         took_s = self._clock() - begun_s
         self.failing = False
-        self.counts.loads += 1
-        self.counts.load_s += took_s
+        self.counts.loads.add(took_s)
         log.info("the %s has the adapter %r after %.0f ms", self._server, adapter, 1e3 * took_s)
         return True
 

@@ -1,18 +1,20 @@
 """Embedders for the early-exit gate: a model in a process of its own, and a hash without meaning."""
 
 import hashlib
-import os
 import struct
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shell_router.core.predictors import TokenStates
 from shell_router.errors import ConfigError, EngineError, EngineStalled
-from shell_router.launching.side_process import ProcessLimits, SideProcess
+from shell_router.launching.side_process import ProcessLimits, SideProcess, side_command, side_environment
+
+if TYPE_CHECKING:
+    from shell_router.launching.side_work import Work
 
 
 class HashEmbedder:
@@ -77,6 +79,16 @@ def unpacked_states(body: bytearray) -> TokenStates:
     return np.frombuffer(body, dtype=np.float32, offset=_SHAPE.size).reshape(rows, columns)
 
 
+def embedder_work(model: str, sha256: str, device: str, threads: int) -> "Work":
+    """The work of the process (`side_work`). Raises EngineError where the weights must hash to another `sha256`."""
+    if sha256:
+        check_weights(Path(model), sha256)
+    from shell_router.engines.token_states import TokenStateModel  # noqa: PLC0415 - loads torch
+
+    loaded = TokenStateModel(model, device=device, threads=threads)
+    return lambda bodies: [packed_states(states) for states in loaded.embed([body.decode() for body in bodies])]
+
+
 class SupervisedEmbedder(SideProcess):
     """Embeds through a child process, which starts with the first text, or before with `start`."""
 
@@ -122,11 +134,7 @@ class SentenceTransformerEmbedder(SupervisedEmbedder):
     ) -> None:
         if threads < 1 or max_batch < 1:
             raise ValueError(f"threads and max_batch must be at least 1, not {threads}, {max_batch}")
-        command = [sys.executable, "-m", "shell_router.engines.embedder_process"]
-        command += ["--model", str(model or default_model()), "--device", device]
-        command += ["--threads", str(threads), "--max-batch", str(max_batch)]
-        if model is None:
-            command += ["--sha256", WEIGHTS_SHA256]
-        offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        env = {**os.environ, **offline, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads)}
-        super().__init__(command, env, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+        checked = {"model": str(model or default_model()), "sha256": "" if model else WEIGHTS_SHA256}
+        arguments = {**checked, "device": device, "threads": threads}
+        command = side_command("shell_router.engines.embedding:embedder_work", arguments, max_batch)
+        super().__init__(command, side_environment(threads), timeout_s=timeout_s, start_timeout_s=start_timeout_s)

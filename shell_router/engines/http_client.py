@@ -5,11 +5,12 @@ POST and GET with bytes for a body, kept-alive connections, TLS, and limits; par
 """
 
 import asyncio
+import ssl
 from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import httptools
 from yarl import URL
@@ -34,19 +35,25 @@ class Endpoint:
     origin: Origin
     head: bytes
 
-    def request(self, body: bytes | None) -> bytes:
-        """The whole request as it goes over the wire."""
+    def request(self, body: bytes | None, headers: bytes = b"") -> bytes:
+        """The whole request as it goes over the wire; `headers` are further lines of its head."""
         if body is None:
-            return self.head + b"\r\n"
-        return b"%sContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (self.head, len(body), body)
+            return b"%s%s\r\n" % (self.head, headers)
+        length = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+        return b"".join((self.head, headers, length, body))
 
 
-def endpoint(method: str, url: URL) -> Endpoint:
-    """Read `url` once. A user and a password in it become basic authentication; raises ValueError without a host."""
+def endpoint(method: str, url: URL, key: str | None = None) -> Endpoint:
+    """Read `url` once. A `key` is sent as a bearer; else a user and a password in the URL as basic authentication.
+
+    Raises ValueError without a host.
+    """
     if url.host is None or url.port is None:
         raise ValueError(f"{url} names no host")
     head = f"{method} {url.raw_path_qs} HTTP/1.1\r\nHost: {url.host_port_subcomponent}\r\n"
-    if url.user is not None:
+    if key is not None:
+        head += f"Authorization: Bearer {key}\r\n"
+    elif url.user is not None:
         secret = b64encode(f"{url.user}:{url.password or ''}".encode()).decode()
         head += f"Authorization: Basic {secret}\r\n"
     return Endpoint((url.host, url.port, url.scheme == "https"), head.encode())
@@ -357,13 +364,15 @@ class TaskOwner:
 class HttpClient:
     """Begins exchanges over pooled connections, which are not used again once they were idle for `idle_s`.
 
-    Make it where its loop runs: asking asyncio for the loop again and again costs a system call each on Python 3.11.
+    `tls` is for https; without it certificates are checked by the system's. Make it where its loop runs: asking asyncio
+    for the loop again and again costs a system call each on Python 3.11.
     """
 
-    def __init__(self, *, connect_s: float, idle_s: float = IDLE_S) -> None:
+    def __init__(self, *, connect_s: float, idle_s: float = IDLE_S, tls: ssl.SSLContext | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._connect_s = connect_s
         self._idle_s = idle_s
+        self._tls: ssl.SSLContext | Literal[True] = tls or True
         self._idle: dict[Origin, deque[Connection]] = {}
         self._connecting = TaskOwner()
 
@@ -376,10 +385,11 @@ class HttpClient:
         ended: Callable[[Exchange], None] | None = None,
         max_buffered_bytes: int | None = MAX_BUFFERED_BYTES,
         explain: Callable[[Exception], Exception] | None = None,
+        headers: bytes = b"",
     ) -> Exchange:
         """Send a request. See `Exchange` for the answer."""
         exchange = Exchange(self._loop, read_timeout_s, ended, max_buffered_bytes, explain)
-        request = endpoint.request(body)
+        request = endpoint.request(body, headers)
         idle = self._idle.get(endpoint.origin)
         while idle:  # the one used last is the least likely to be closed by the server
             connection = idle.pop()
@@ -404,11 +414,12 @@ class HttpClient:
             idle.clear()
 
     async def _connect(self, origin: Origin, exchange: Exchange, request: bytes) -> None:
-        host, port, tls = origin
+        host, port, secure = origin
+        tls = self._tls if secure else None
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await self._loop.create_connection(
-                    lambda: Connection(self._loop, origin, self._keep, self._forget), host, port, ssl=tls or None
+                    lambda: Connection(self._loop, origin, self._keep, self._forget), host, port, ssl=tls
                 )
         except TimeoutError:
             exchange.fail(ConnectionError(f"no connection within {self._connect_s:g} s"))

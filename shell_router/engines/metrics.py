@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from shell_router.core.durations import Durations
 from shell_router.engines.server_client import ServerClient
 from shell_router.engines.sglang import SglangPair
 from shell_router.routing.dispatcher import TrackedEngine
@@ -44,12 +45,12 @@ SERVER_FAMILIES: tuple[tuple[Family, str, str, Callable[[Server, float], float |
 ADAPTER_FAMILIES: tuple[tuple[Family, str, str, Callable[["AdapterLeases"], float]], ...] = (
     (GAUGE, "adapters_loaded", "Adapters loaded on the server", lambda of: len(of.loaded)),
     (GAUGE, "adapter_requests_waiting", "Requests that wait for their adapter", lambda of: of.waiting),
-    (COUNT, "adapter_loads", "Adapter loads", lambda of: of.counts.loads),
-    (COUNT, "adapter_load_seconds", "Total time of adapter loads", lambda of: of.counts.load_s),
-    (COUNT, "adapter_waited", "Requests that waited for their adapter", lambda of: of.counts.waited),
-    (COUNT, "adapter_waited_seconds", "Total wait for adapters", lambda of: of.counts.waited_s),
     (COUNT, "adapter_load_failures", "Failed adapter loads", lambda of: of.counts.failures),
     (COUNT, "adapters_missing", "Loaded adapters that were gone after a restart", lambda of: of.counts.missing),
+)
+ADAPTER_HISTOGRAMS: tuple[tuple[str, str, Callable[["AdapterLeases"], Durations]], ...] = (
+    ("adapter_load_seconds", "Time of one adapter load", lambda of: of.counts.loads),
+    ("adapter_wait_seconds", "Waits for adapters, of requests that waited", lambda of: of.counts.waits),
 )
 
 
@@ -71,7 +72,7 @@ class EngineMetrics(Collector):
         self._clock = clock
         self._comparisons = comparisons
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         retries = {alias: pool.retried for alias, pool in self._pools.items()}
         yield _counts("engine_restarts", "Restarts of a dead engine", "engine", self._restarts())
         yield _counts("retries", "Requests sent again before their first token", "model", retries)
@@ -93,24 +94,30 @@ class EngineMetrics(Collector):
                 if pool.adapter_settings.folders:
                     family.add_metric(labels, count(pool.adapters.leases[at.engine]))
             yield family
+        for name, meaning, durations in ADAPTER_HISTOGRAMS:
+            histogram = HistogramMetricFamily(PREFIX + name, meaning, labels=SERVER)
+            for labels, at, pool in servers:
+                if pool.adapter_settings.folders:
+                    counted = durations(pool.adapters.leases[at.engine])
+                    histogram.add_metric(labels, counted.buckets(), counted.sum_s)
+            yield histogram
         yield from self._queues()
         yield from self._optimizations()
 
-    def _queues(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def _queues(self) -> Iterator[Metric]:
         """How servers were chosen, and the requests that wait for one."""
         by = (*ROLE, "policy", "why")
         choices = CounterMetricFamily(PREFIX + "engine_choices", "Requests that got a server, by reason", labels=by)
         waiting = GaugeMetricFamily(PREFIX + "queue_requests", "Requests waiting in the router", labels=ROLE)
-        waited = CounterMetricFamily(PREFIX + "queue_waited", "Requests that waited in the router", labels=ROLE)
-        seconds = CounterMetricFamily(PREFIX + "queue_waited_seconds", "Total wait in the router", labels=ROLE)
+        meaning = "Waits in the router, of requests that waited"
+        waited = HistogramMetricFamily(PREFIX + "queue_wait_seconds", meaning, labels=ROLE)
         for alias, pool in self._pools.items():
             for role, one in zip(("prefill", "decode"), pool.dispatchers, strict=True):
                 for why, count in one.choices.items():
                     choices.add_metric((alias, role, one.policy, why), count)
                 waiting.add_metric((alias, role), one.waiting)
-                waited.add_metric((alias, role), one.waited)
-                seconds.add_metric((alias, role), one.waited_s)
-        yield from (choices, waiting, waited, seconds)
+                waited.add_metric((alias, role), one.waits.buckets(), one.waits.sum_s)
+        yield from (choices, waiting, waited)
 
     def _optimizations(self) -> Iterator[GaugeMetricFamily]:
         for name, share, roles in (

@@ -33,13 +33,13 @@ GENERATE_FIELDS = _names(
 CHAT_FIELDS = SAMPLING_FIELDS | _names(
     "messages model stream stream_options tools tool_choice parallel_tool_calls chat_template_kwargs reasoning_effort"
     " separate_reasoning return_token_ids user metadata store service_tier safety_identifier prompt_cache_key"
-    " prompt_cache_retention functions function_call modalities audio best_of echo verbosity"
+    " prompt_cache_retention"
 )
 FIELDS: Mapping[NativeRoute, frozenset[str]] = {
     "generate": GENERATE_FIELDS,
     "prefill_only": GENERATE_FIELDS,
     "v1/chat/completions": CHAT_FIELDS,
-    "v1/completions": SAMPLING_FIELDS | _names("prompt model stream stream_options user echo suffix"),
+    "v1/completions": SAMPLING_FIELDS | _names("prompt model stream stream_options user"),
 }
 """What may be forwarded. Others load code or files, reach hosts, or choose a server, a rank or a priority."""
 MEDIA = "image_url"
@@ -50,7 +50,7 @@ MAX_TOP_LOGPROBS = 128
 
 @value
 class NativeBody:
-    """A JSON object in SGLang's native shape, with a request or a `batch` of so many.
+    """A JSON object in SGLang's native shape, with one request, or with `batch` requests.
 
     `opened` is the client's object without its closing brace, ready for more fields, which are `rid` and the router's
     `own`. With `input_logprobs` the answer shall hold log probabilities of the prompt.
@@ -150,6 +150,9 @@ def _check_prompt(name: str, given: object, rules: NativeRules) -> None:
 
 
 def _check_one_prompt(name: str, given: object, rules: NativeRules) -> None:
+    kinds = {"text": (str,), "input_ids": (list, str)}.get(name, ())
+    if kinds and given is not None and not (given and isinstance(given, kinds)):
+        raise InvalidRequest(f"`{name}` is empty, or of the wrong kind.", remedy="Send `text`, or token `input_ids`.")
     if isinstance(given, list) and given and isinstance(given[0], list):
         raise InvalidRequest(f"`{name}` nests lists in lists.", remedy="Send a list of token ids per prompt.")
     if isinstance(given, str | list) and rules.context_length is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from shell_router.core.engine import NativeRoute, Relayed
+from shell_router.core.engine import Hints, NativeRoute, Relayed
 from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.http_client import Exchange
 from shell_router.engines.legs import Legs
@@ -118,6 +118,7 @@ class PairRelay:
         affinity: str | None,
         adapter: str | None,
         cache_key: str | None,
+        user: str | None,
         admit: Callable[[int], None],
     ) -> AbstractAsyncContextManager[Relayed]:
         """See `SglangPair.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
@@ -125,7 +126,8 @@ class PairRelay:
         native = read_native(body, self._rid(), self._rules, own, route)
         admit(len(native.rids))
         tokens = max(1, len(body) // 4)  # about: it is not tokenized here
-        wanted = PlacementRequest(tokens, affinity=affinity, update=route == "prefill_only", adapter=adapter)
+        hints, update = Hints(user), route == "prefill_only"
+        wanted = PlacementRequest(tokens, hints=hints, affinity=affinity, update=update, adapter=adapter)
         if route == "prefill_only" and all(only.way != "pair" for only in self._prefill_only.values()):
             return self._prefilled_alone(native, wanted)
         return _ByPair(self, route, native, wanted)

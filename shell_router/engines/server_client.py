@@ -4,11 +4,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import orjson
 
 from shell_router.core.engine import error_message
+from shell_router.core.spans import CURRENT
 from shell_router.engines.address import PairLimits, Server
 from shell_router.engines.http_client import MAX_BUFFERED_BYTES, Endpoint, Exchange, HttpClient, TaskOwner, endpoint
 from shell_router.engines.wire import rejected
@@ -25,20 +26,22 @@ _SERVERS_FAULTS = (EngineUnreachable, EngineStalled)
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What the clients of all servers of a model share. `clock` gives monotonic seconds."""
+    """What the clients of all servers of a model share; `clock` gives monotonic seconds, servers ask for `key`."""
 
     http: HttpClient
     tasks: TaskOwner
     limits: PairLimits
     breaker: BreakerSettings
     clock: Callable[[], float]
+    key: str | None = field(default=None, repr=False)
 
 
 class ServerClient:
     """Posts to one server, turns what goes wrong into the router's errors, and aborts.
 
-    `running` counts requests under way, `failures` those that were the server's fault. `priority_sign` is 1 where it is
-    known to schedule low priorities first, -1 where high ones, else None.
+    `running` counts requests under way, `failures` those that were the server's fault. `answers` is whether it answered
+    when it was last asked for something about itself. `priority_sign` is 1 where it is known to schedule low priorities
+    first, -1 where high ones, else None.
     """
 
     def __init__(self, server: Server, transport: Transport) -> None:
@@ -50,9 +53,11 @@ class ServerClient:
         self.breaker = Breaker(transport.breaker)
         self.running = 0
         self.failures = 0
+        self.answers = False
         self.priority_sign: int | None = None
         self._http = transport.http
         self._clock = transport.clock
+        self._key = transport.key
         self._endpoints: dict[str, Endpoint] = {}  # reading a URL costs as much as a tenth of a small request
 
     def __str__(self) -> str:
@@ -75,6 +80,7 @@ class ServerClient:
                 ended(exchange)
 
         self.running += 1
+        span = CURRENT.get()
         return self._http.begin(
             self._endpoints.get(route) or self._endpoint("POST", route),
             body,
@@ -82,13 +88,14 @@ class ServerClient:
             ended=over,
             max_buffered_bytes=max_buffered_bytes,
             explain=self.failure,
+            headers=b"" if span is None else span.headers(),
         )
 
     def _endpoint(self, method: str, route: str) -> Endpoint:
         known = route if method == "POST" else f"{method} {route}"
         found = self._endpoints.get(known)
         if found is None:
-            found = self._endpoints[known] = endpoint(method, self.server.url / route)
+            found = self._endpoints[known] = endpoint(method, self.server.url / route, self._key)
         return found
 
     async def read_all(self, exchange: Exchange) -> bytes:
@@ -116,9 +123,15 @@ class ServerClient:
         exchange = self._http.begin(at, body, read_timeout_s=limit_s, explain=self.failure)
         try:
             async with asyncio.timeout(limit_s):
-                return await self.read_all(exchange)
-        except TimeoutError as error:
-            raise self.failure(error) from error
+                found = await self.read_all(exchange)
+        except (EngineError, TimeoutError) as error:
+            self.answers = isinstance(error, EngineRejected) and error.status < 500
+            if isinstance(error, TimeoutError):
+                raise self.failure(error) from error
+            raise
+        else:
+            self.answers = True
+            return found
         finally:
             exchange.close()
 

@@ -2,12 +2,15 @@
 
 import asyncio
 import random
+import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from shell_router.core.engine import (
     ChatServing,
@@ -37,7 +40,7 @@ from shell_router.engines.server_state import (
     state_of,
     version_of,
 )
-from shell_router.engines.wire import leg_bodies
+from shell_router.engines.wire import broken_wire, leg_bodies
 from shell_router.errors import AdapterMissing, EngineError
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.dispatcher import SchedulingSettings
@@ -70,9 +73,9 @@ class SglangPair:
     `servers` are prefill servers first, `dispatchers` theirs and those of decode.
     `room` gives fresh bootstrap rooms below 2^63, `rid` fresh request ids, none of which begins with another; `draw` is
     uniform in [0, 1), `clock` monotonic seconds. Relayed bodies are checked by `rules`, but none may
-    name one of its adapters or another's cache. A request that names one of the
-    `adapters` is sent once that is loaded on both its servers. If it `isolates`, each user has a prefix cache of its
-    own there.
+    name one of its adapters or another's cache. A request that names one of the `adapters` is sent once that is loaded
+    on both its servers. If it `isolates`, each user has a prefix cache of its own there. `key` is sent as a bearer;
+    `tls` is for https.
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class SglangPair:
         isolates: bool = False,
         scheduling: SchedulingSettings = DEFAULT_SCHEDULING,
         adapters: AdapterSettings = NO_ADAPTERS,
+        key: str | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         if not addresses:
             raise ValueError("name at least one pair")
@@ -98,8 +103,8 @@ class SglangPair:
         self._draw = draw
         self._scheduling = scheduling
         self._tasks = TaskOwner()
-        self._http = HttpClient(connect_s=limits.connect_s)
-        transport = Transport(self._http, self._tasks, limits, breaker, clock)
+        self._http = HttpClient(connect_s=limits.connect_s, tls=tls)
+        transport = Transport(self._http, self._tasks, limits, breaker, clock, key)
         self._pairing = Pairing(addresses, transport, room, scheduling, adapters)
         self.servers = self._pairing.servers
         self.dispatchers = self._pairing.prefills, self._pairing.decodes
@@ -262,7 +267,7 @@ class SglangPair:
 
         With `adapter` that one answers.
         """
-        return self._relay.forward(route, body, affinity, adapter, tenant if self._isolates else None, admit)
+        return self._relay.forward(route, body, affinity, adapter, tenant if self._isolates else None, tenant, admit)
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
@@ -283,6 +288,30 @@ class SglangPair:
         roles = (self._pairing.prefills.engines, self._pairing.decodes.engines)
         return all(await asyncio.gather(*(any_healthy(servers, limit_s) for servers in roles)))
 
+    @property
+    def tool_parser(self) -> str | None:
+        """See `CallParser`."""
+        return self.chat.tool_parser if self.chat else None
+
+    async def parse_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Any]]:
+        """See `CallParser`: by the `/parse_function_call` of a decode server."""
+        body = orjson.dumps({"text": text, "tools": list(tools), "tool_call_parser": self.tool_parser})
+        servers = self._pairing.decodes.engines
+        server = next((one for one in servers if one.answers), servers[0])
+        answer = await server.post("parse_function_call", body, limit_s=self._limits.stall_s)
+        try:
+            found = orjson.loads(answer)
+            calls = [{"name": one["name"], "arguments": orjson.loads(one["parameters"])} for one in found["calls"]]
+            return str(found["normal_text"]), calls
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise broken_wire(server.name, f"{answer[:200]!r}") from error
+
+    @property
+    def seems_up(self) -> bool:
+        """Whether at least one server of each role answered when it was last asked, and its breaker is closed."""
+        roles = (self._pairing.prefills.engines, self._pairing.decodes.engines)
+        return all(any(one.answers and not one.breaker.open for one in servers) for servers in roles)
+
     async def aclose(self) -> None:
         """Wait, within the abort limit, for the aborts and legs that still end, and close idle connections."""
         await self._tasks.aclose(self._limits.abort_s)
@@ -295,6 +324,8 @@ class AdaptedModel:
     def __init__(self, engine: SglangPair, adapter: str) -> None:
         self._engine = engine
         self._adapter = adapter
+        self.forward = partial(engine.forward, adapter=adapter)
+        """See `Relay.forward`."""
 
     @property
     def chat(self) -> ChatServing | None:
@@ -308,15 +339,3 @@ class AdaptedModel:
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`."""
         return await self._engine.prefill(replace(request, adapter=self._adapter))
-
-    def forward(
-        self,
-        route: NativeRoute,
-        body: bytes,
-        *,
-        affinity: str | None = None,
-        tenant: str | None = None,
-        admit: Callable[[int], None] = lambda requests: None,
-    ) -> AbstractAsyncContextManager[Relayed]:
-        """See `Relay.forward`."""
-        return self._engine.forward(route, body, affinity=affinity, tenant=tenant, admit=admit, adapter=self._adapter)

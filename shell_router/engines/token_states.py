@@ -16,6 +16,16 @@ _WINDOW_TOKENS = 512
 _BATCH_TOKENS = 8192
 
 
+def sentence_transformer(named: str, *, device: str, threads: int) -> Any:
+    """A model of a folder, or of a name in the local Hugging Face cache."""
+    torch.set_num_threads(threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # CPUs are slow at the half precision that weights may be kept in
+    kept_as = {"dtype": torch.float32} if device == "cpu" else {}
+    return SentenceTransformer(named, device=device, local_files_only=True, model_kwargs=kept_as)
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """A piece of a text, at most as long as the model reads at once, its special tokens included."""
@@ -32,12 +42,7 @@ class TokenStateModel:
     """Loads once, embeds many. Any sentence-transformers model, by name (from the local cache) or folder."""
 
     def __init__(self, model: str, *, device: str, threads: int) -> None:
-        torch.set_num_threads(threads)
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        # CPUs are slow at the half precision that weights may be kept in
-        kept_as = {"dtype": torch.float32} if device == "cpu" else {}
-        self._model: Any = SentenceTransformer(model, device=device, local_files_only=True, model_kwargs=kept_as)
+        self._model: Any = sentence_transformer(model, device=device, threads=threads)
         self._tokenizer: Any = self._model.tokenizer
         if not self._tokenizer.is_fast:
             raise EngineError(

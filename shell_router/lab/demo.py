@@ -1,20 +1,17 @@
 """The demo: three tiny models on this machine answer a few questions as a tree and as its baseline."""
 
-from pathlib import Path
-
 from rich.console import Console
 
+from shell_router import SHIPPED
 from shell_router.batch.questions import is_right
-from shell_router.errors import ConfigError
 from shell_router.lab.evaluation.client import Client, running_router
 from shell_router.lab.evaluation.dataset import Item, read_items
 from shell_router.lab.evaluation.run import evaluate, report_console, request_body
 from shell_router.lab.evaluation.settings import EvaluationOptions, Setting
 from shell_router.lab.timeline import draw_timeline
 
-REPOSITORY = Path(__file__).parents[2]
-DEPLOYMENT = REPOSITORY / "configs" / "evaluation.yaml"
-QUESTIONS = REPOSITORY / "models" / "data" / "test.jsonl"
+DEPLOYMENT = SHIPPED / "configs" / "evaluation.yaml"
+QUESTIONS = SHIPPED / "models" / "data" / "test.jsonl"
 COMPARED = ("all-to-all", "full")
 """The baseline is served as a layered client would: no prefill before all inputs have ended, no early exit."""
 
@@ -22,15 +19,9 @@ COMPARED = ("all-to-all", "full")
 async def run_demo(rounds: int, seed: int) -> None:
     """Print what an evaluation of `rounds` questions prints, and where the time of one more went.
 
-    `seed` fixes what the agents draw, and the early exits. Nothing is left running. Raises ConfigError
-    where the package was installed without its repository, and EngineError.
+    `seed` fixes what the agents draw, and the early exits. Nothing is left running. Raises EngineError.
     """
-    if not DEPLOYMENT.exists():
-        raise ConfigError(
-            f"the demo's models are not there: it looked for {DEPLOYMENT}.",
-            remedy="Run it in a clone of the repository, installed with pip install -e.",
-        )
-    topologies = tuple(REPOSITORY / "topologies" / "evaluation" / f"{name}.yaml" for name in COMPARED)
+    topologies = tuple(SHIPPED / "topologies" / "evaluation" / f"{name}.yaml" for name in COMPARED)
     options = EvaluationOptions(QUESTIONS, DEPLOYMENT, topologies, settings=COMPARED, seeds=(seed,))
     hard = [item for item in read_items(QUESTIONS) if item.facts["steps"] > 2]
     console = report_console()

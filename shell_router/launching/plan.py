@@ -17,6 +17,7 @@ from shell_router.config import (
     PairLaunch,
     PairSettings,
 )
+from shell_router.config.models import flags_of
 from shell_router.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
@@ -115,7 +116,7 @@ def _engine(
         *(("--context-length", str(model.context_length)) if model.context_length else ()),
         *(_adapter_options(model.adapters) if model.adapters else ()),
         *(DRAFT_OPTIONS if drafts else ()),
-        *(flag for one in (settings, launch) for flag in shlex.split(f"{one.flags} {getattr(one, f'{role}_flags')}")),
+        *flags_of(role, settings, launch),
     )
     drafting = DRAFT_VARIABLES if drafts else {}
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}

@@ -12,12 +12,15 @@ could not be (FAILED). The process ends when its input does, so it never outlive
 
 import asyncio
 import itertools
+import json
 import logging
+import os
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from shell_router.errors import EngineError, EngineStalled, EngineUnreachable
 
@@ -186,6 +189,18 @@ class ProcessLimits:
     def silence_s(self) -> float:
         """How long the process may owe an answer and give none."""
         return self.answer_s if self.hang_s is None else self.hang_s
+
+
+def side_command(entry: str, arguments: Mapping[str, Any], max_batch: int, gather_s: float = 0.0) -> list[str]:
+    """What runs the work that `entry`, a `package.module:function`, makes of `arguments`; see `side_work.serve`."""
+    settings = (json.dumps(arguments), str(max_batch), str(gather_s))
+    return [sys.executable, "-m", "shell_router.launching.side_work", entry, *settings]
+
+
+def side_environment(threads: int) -> dict[str, str]:
+    """For a process that loads models from the disk alone, and computes on `threads`."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **offline, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
 
 
 class SideProcess:

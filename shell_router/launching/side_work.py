@@ -1,9 +1,14 @@
-"""The work of a side process, on its side of the pipe: see `side_process`. The router never loads it."""
+"""The work of a side process, on its side of the pipe: see `side_process`. The router never loads it.
 
+python -m shell_router.launching.side_work PACKAGE.MODULE:FUNCTION ARGUMENTS MAX_BATCH GATHER_S
+"""
+
+import json
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import BinaryIO
 
 from shell_router.launching.side_process import ANSWER, DO, DONE, FAILED, READY, REQUEST
@@ -89,3 +94,15 @@ def _read(requests: BinaryIO, inbox: Inbox) -> None:
         else:
             inbox.forget(call)
     os._exit(0)
+
+
+def main() -> None:
+    """Serve the work that the named function makes of its arguments, a JSON object."""
+    entry, arguments, max_batch, gather_s = sys.argv[1:]
+    module, _, function = entry.partition(":")
+    # imported by `serve`: it takes seconds, in which the end of the input must be seen
+    serve(lambda: getattr(import_module(module), function)(**json.loads(arguments)), int(max_batch), float(gather_s))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from shell_router.moa.calls import ToolCall, ToolOffer
 from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.moa.executor import Executor
+from shell_router.moa.journal import Journal
 from shell_router.moa.planning import (
     AGENT_REQUEST,
     KnownPrompt,
@@ -31,6 +32,7 @@ __all__ = [
     "Auto",
     "Classes",
     "Executor",
+    "Journal",
     "KnownPrompt",
     "MoaRequest",
     "ModelChooser",

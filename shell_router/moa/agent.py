@@ -11,6 +11,7 @@ from shell_router.core.drafts import MOST_SOURCE_TOKENS
 from shell_router.core.engine import (
     DEFAULT_MAX_NEW_TOKENS,
     NO_HINTS,
+    CallParser,
     Finish,
     Generation,
     Hints,
@@ -32,10 +33,11 @@ from shell_router.core.events import (
 )
 from shell_router.core.marks import ReasoningMarks, ReasoningSplit
 from shell_router.core.sampling import check_sampling, require_possible
+from shell_router.core.spans import enter_span
 from shell_router.early_exit import Confidence
 from shell_router.early_exit.answers import forms_in
 from shell_router.errors import AgentFailed, EngineError, EngineStalled, InvalidRequest, PromptTooLong
-from shell_router.moa.calls import CallReader, ToolCall, ToolOffer
+from shell_router.moa.calls import CallReader, ToolCall, ToolOffer, mark_of
 from shell_router.moa.choosing import LatencyEstimates
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded
 from shell_router.moa.requests import AgentUsage
@@ -148,8 +150,10 @@ class AgentRun:
         self._thought_tokens = 0
         self._calls: tuple[ToolCall, ...] = ()
         self._reader: CallReader | None = None
+        self._call_parser: CallParser | None = None
         if (offer := task.offer) is not None:
-            self._reader = CallReader(offer, "" if offer.must_call else task.model.call_mark or "")
+            self._call_parser = None if offer.must_call else task.model.engines_parser
+            self._reader = CallReader(offer, "" if offer.must_call else mark_of(task.model))
         self._undecided = NOTHING
         self._split: ReasoningSplit | None = None
         if task.marks is not None:
@@ -193,6 +197,7 @@ class AgentRun:
         self.prompt_tokens = len(ids)
         sampling = await self._sampling()
         ready_s = self._clock()
+        enter_span(task.agent, ready_s)
         self._emit(PromptReady(ready_s, task.agent, len(ids)))
         confidence = Confidence() if task.logprobs else None
         request = Generation(
@@ -216,7 +221,8 @@ class AgentRun:
             self._end_split(self._split, confidence)
         if self._reader is not None:
             reader, self._reader = self._reader, None
-            text, self._calls = reader.finish()
+            parser = self._call_parser
+            text, self._calls = reader.finish() if parser is None else await reader.parsed(parser)
             if text:
                 self._take(Tokens((), text), None)
         return self._finished(finish, confidence.value if confidence else None, ready_s)
@@ -343,12 +349,14 @@ class AgentRun:
 
     async def _sampling(self) -> Mapping[str, Any]:
         """With what it asks for in drafts. Of a prediction no more is encoded and sent than engines use."""
-        task = self.task
+        task, sampling = self.task, self.task.sampling
+        if self._call_parser is not None:  # the marks around calls may be special tokens
+            sampling = {**sampling, "skip_special_tokens": False}
         if not (task.drafts or task.prediction):
-            return task.sampling
+            return sampling
         expected = task.prediction[: MOST_SOURCE_TOKENS * CHARACTERS_PER_TOKEN]
         ids = await encoded(task.model.tokenizer, expected) if expected else []
-        return asking_for_drafts(task.sampling, [ids[:MOST_SOURCE_TOKENS]] if ids else ())
+        return asking_for_drafts(sampling, [ids[:MOST_SOURCE_TOKENS]] if ids else ())
 
     async def forward(self, source: str, output: Output) -> Output:
         """Take the output of `source` as this agent's own, without asking an engine."""
@@ -377,7 +385,7 @@ class AgentRun:
         self._emit(AgentTokens(now_s, self.task.agent, tokens.ids, tokens.text))
 
     def _count(self, tokens: int) -> float:
-        """Note that so many were decoded, now."""
+        """Note that this number was decoded, now."""
         now_s = self._clock()
         self.decoded += tokens
         if self._first is None:

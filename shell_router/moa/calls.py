@@ -2,12 +2,13 @@
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from shell_router.core.engine import value
+from shell_router.core.engine import CallParser, ServedModel, value
+from shell_router.core.marks import PARSER_MARKS
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -40,13 +41,15 @@ class CallReader:
         self._offer = offer
         self._mark = mark
         self._held = ""
+        self._calls: list[str] = []
         self._calling = not mark
 
     def feed(self, text: str) -> str:
         """What is certainly no call of all that has come."""
-        self._held += text
         if self._calling:
+            self._calls.append(text)
             return ""
+        self._held += text
         at = self._held.find(self._mark)
         if at < 0:
             sizes = range(len(self._mark) - 1, -1, -1)
@@ -58,12 +61,28 @@ class CallReader:
 
     def finish(self) -> tuple[str, tuple[ToolCall, ...]]:
         """The calls of the ended output, or else the text that was held back."""
+        self._held += "".join(self._calls)
         found = _listed(self._held) if self._offer.must_call else [_loaded(one) for one in _CALL.findall(self._held)]
+        calls = self._offered(found)
+        return ("", calls) if calls else (self._held, ())
+
+    async def parsed(self, parser: CallParser) -> tuple[str, tuple[ToolCall, ...]]:
+        """As `finish`, with the calls that `parser` finds, and the text before them. Raises EngineError."""
+        self._held += "".join(self._calls)
+        before, found = await parser.parse_calls(self._held, self._offer.tools) if self._held else ("", [])
+        calls = self._offered(found)
+        return (before, calls) if calls else (self._held, ())
+
+    def _offered(self, found: Sequence[Any]) -> tuple[ToolCall, ...]:
         known = {tool["function"]["name"] for tool in self._offer.tools}
         calls = [call for one in found if (call := _call(one)) is not None and call.name in known]
-        if not calls:
-            return self._held, ()
-        return "", tuple(calls if self._offer.parallel else calls[:1])
+        return tuple(calls if self._offer.parallel else calls[:1])
+
+
+def mark_of(model: ServedModel) -> str:
+    """What begins a call in its outputs; empty where that may be anything."""
+    parser = model.engines_parser
+    return model.call_mark or (PARSER_MARKS.get(parser.tool_parser or "", "") if parser else "")
 
 
 def _loaded(text: str) -> Any:

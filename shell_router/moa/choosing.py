@@ -177,6 +177,10 @@ class ModelChooser:
         self.activity = Activity()
         self.estimates = LatencyEstimates()
 
+    def anew(self) -> "ModelChooser":
+        """The same policy, which has measured nothing yet."""
+        return ModelChooser(self._models, self._auto, self._predictor, clock=self._clock)
+
     def now_s(self) -> float:
         """The runs' clock."""
         return self._clock()

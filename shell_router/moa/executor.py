@@ -62,6 +62,17 @@ class Executor:
         cancellation included, every engine request of it has been aborted, every task has ended, and its cache logs
         are gone.
         """
+        journal, kept = request.journal, self
+        if journal is not None:
+            topology = journal.pinned(topology)
+            # nothing is learned from outputs that are repeated
+            chooser = self._chooser.anew() if journal.repeats else self._chooser
+            models = journal.models(self._models)
+            kept = Executor(models, self.cache, self.embedder, clock=self.clock, chooser=chooser)
+            kept.holdouts = kept.holdouts if journal.repeats else self.holdouts
+        return await kept._run(topology, request, emit)
+
+    async def _run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:
         started_s = self.clock()
 
         def holds_out(key: Compared) -> bool:
@@ -70,6 +81,8 @@ class Executor:
             return self.holdouts.holds_out(key, draw, started_s)
 
         plan = await plan_run(self._chooser, self._models, topology, request, holds_out)
+        if request.journal is not None:
+            request.journal.pin(plan.choices)
         with self._chooser.activity.program(plan.expected) as leave:
             run = None if plan.is_single else _Run(self, plan, request, emit, leave)
             for choice in plan.choices:

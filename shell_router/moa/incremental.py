@@ -19,6 +19,7 @@ from typing import TypeVar
 from agent_cache import AgentPromptCache, End, LogKey, LogRead, LogTimeout
 from shell_router.core.engine import UNSTREAMED_INTERVAL, Generation
 from shell_router.core.events import Degraded, Event, PrefillIncrement
+from shell_router.core.spans import enter_span
 from shell_router.errors import AgentFailed, EngineError, PrecursorTimeout, PromptTooLong
 from shell_router.moa.agent import AgentTask, Source
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, GrowingPrompt, Slot, encoded, off_loop
@@ -62,6 +63,7 @@ class PrefillUpdates:
 
     async def _send(self, ids: list[int], slot: str | None, resident: int) -> None:
         task, started_s = self._task, self._clock()
+        enter_span(task.agent, started_s)
         request = Generation(f"{task.rid}.p{self._count}", ids, affinity=task.rid, hints=task.hints)
         self._count += 1
         work, computed = self._load.begin(started_s, len(ids) - resident, update=True), None

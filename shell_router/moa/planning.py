@@ -270,7 +270,7 @@ def _tasks(
             silence_s=limit_s,
             drafts=bool(may_draft(agent, models)) and not held_out.get(drafts_of(topology, agent)),
             prediction=request.prediction if answers and model.drafts else "",
-            marks=model.reasoning if agent.readers_get == "answer" else None,
+            marks=model.reasoning if is_root or agent.readers_get == "answer" else None,
             max_thinking_tokens=thinking_limit(agent.id, agent.max_thinking_tokens if asked is None else asked, model),
             is_read=not is_root,
             offer=offer,
@@ -287,11 +287,13 @@ def _check_offer(topology: Topology, request: MoaRequest, models: Mapping[str, S
     if root.votes:
         remedy = "Ask a topology whose root is a model."
         raise InvalidField(f"The root of {topology.name!r} votes and calls no tools.", field="tools", remedy=remedy)
-    if not offer.must_call and models[root.model].call_mark is None:
-        remedy = (
-            f"Set models.{root.model}.tool_call_parser in the configuration, or tool_choice to required or a function."
-        )
-        raise InvalidField(f"How {root.model!r} writes calls of tools is not known.", field="tools", remedy=remedy)
+    for model in (root.model, *root.fallbacks):
+        if not offer.must_call and models[model].call_mark is None and models[model].engines_parser is None:
+            remedy = (
+                f"Set models.{model}.tool_call_parser in the configuration, start its servers with --tool-call-parser, "
+                "or set tool_choice to required or a function."
+            )
+            raise InvalidField(f"How {model!r} writes calls of tools is not known.", field="tools", remedy=remedy)
 
 
 def thinking_limit(agent: str, limit: int | None, model: ServedModel) -> int | None:

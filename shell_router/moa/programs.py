@@ -106,8 +106,7 @@ class Programs:
 
     A program whose agents have all ended is forgotten `ttl_s` after its last one was sent, as the cache forgets their
     logs, or when there are more than `max_programs`, first the oldest of the tenant that has most. None has more than
-    `max_agents`. Without
-    `holdouts` no program is held out to show what drafts save.
+    `max_agents`. Without `holdouts` no program is held out to show what drafts save.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from shell_router.core.engine import FinishReason, value
 from shell_router.moa.calls import ToolCall, ToolOffer
+from shell_router.moa.journal import Journal
 from shell_router.topology import Prefill
 
 
@@ -19,7 +20,7 @@ class MoaRequest:
     gate's draws. `id` is unique; it names the run in the cache and in traces. `labels` are the client's own, which
     rules between steps may read. With `confidence` the root's is measured. `prediction` is a text that the answer is
     expected to repeat. `chat_template_kwargs`, `max_thinking_tokens`, its thinking's limit,
-    and the tools of `offer` are the root's alone.
+    and the tools of `offer` are the root's alone. With a `journal` the run goes on where an earlier one broke off.
     """
 
     id: str
@@ -34,6 +35,7 @@ class MoaRequest:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_thinking_tokens: int | None = None
     offer: ToolOffer | None = None
+    journal: Journal | None = None
 
     @property
     def question(self) -> str:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
 from shell_router.engines.embedding import WEIGHTS_SHA256, check_weights, default_model
+from shell_router.engines.token_states import sentence_transformer
 from shell_router.prediction.files import DEFAULT_ENCODER, Encode, Vectors
 
 MOST_TOKENS = 8192
@@ -23,13 +23,10 @@ def frozen_encoder(named: str, *, device: str, threads: int) -> Encode:
     A folder of another kind of model gives the means of its last hidden states. A text that is longer than the model
     reads is cut.
     """
-    torch.set_num_threads(threads)
-    _quiet()
     if named == DEFAULT_ENCODER:
         check_weights(default_model(), WEIGHTS_SHA256)
         named = str(default_model())
-    kept_as = {"dtype": torch.float32} if device == "cpu" else {}
-    model: Any = SentenceTransformer(named, device=device, local_files_only=True, model_kwargs=kept_as)
+    model = sentence_transformer(named, device=device, threads=threads)
 
     def encode(texts: Sequence[str]) -> Vectors:
         found = model.encode(list(texts), batch_size=BATCH, convert_to_numpy=True, show_progress_bar=False)
@@ -56,7 +53,8 @@ def tuned_encoder(folder: Path, *, device: str, threads: int) -> Encode:
 
 def loaded(folder: Path | str, device: str) -> tuple[Any, Any]:
     """A tokenizer and an encoder, from the disk alone."""
-    _quiet()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -74,8 +72,3 @@ def tokenized(tokenizer: Any, texts: Sequence[str], device: str) -> Any:
 def pooled(model: Any, batch: Any) -> Any:
     """h_r of the paper: the first token's last state, [texts, features]."""
     return model(**batch).last_hidden_state[:, 0].float()
-
-
-def _quiet() -> None:
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -1,6 +1,5 @@
-"""The process of one predictor, which `PredictionService` starts."""
+"""The work of a predictor's process, which `PredictionService` starts."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,23 +7,16 @@ from typing import Any
 import orjson
 
 from shell_router.core.predictors import Prospect
-from shell_router.launching.side_work import Work, serve
+from shell_router.launching.side_work import Work
+from shell_router.prediction.lengths import LengthModel
+from shell_router.prediction.scores import load_scores
 
 
-def main() -> None:
-    """Serve the predictor that the command line names (see PredictionService)."""
-    kind, folder, device, threads, max_batch, gather_s = sys.argv[1:]
-
-    def load() -> Work:
-        # loaded late, so that the end of the input is noticed meanwhile
-        from shell_router.prediction.lengths import LengthModel  # noqa: PLC0415
-        from shell_router.prediction.scores import load_scores  # noqa: PLC0415
-
-        if kind == "lengths":
-            return predicting(LengthModel.load(Path(folder)).answers)
-        return predicting(load_scores(Path(folder), device=device, threads=int(threads)).answers)
-
-    serve(load, int(max_batch), float(gather_s))
+def predictor(kind: str, folder: str, device: str, threads: int) -> Work:
+    """That of the predictor in `folder`. Raises ConfigError."""
+    if kind == "lengths":
+        return predicting(LengthModel.load(Path(folder)).answers)
+    return predicting(load_scores(Path(folder), device=device, threads=threads).answers)
 
 
 def predicting(predict: Callable[[Sequence[Prospect]], Sequence[Any]]) -> Work:
@@ -36,7 +28,3 @@ def predicting(predict: Callable[[Sequence[Prospect]], Sequence[Any]]) -> Work:
         return [(orjson.dumps([next(answers) for _ in call]),) for call in calls]
 
     return work
-
-
-if __name__ == "__main__":
-    main()

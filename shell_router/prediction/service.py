@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import os
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -15,7 +13,7 @@ from shell_router.app.wings import RunningPredictor
 from shell_router.config import PredictionSettings
 from shell_router.core.predictors import Forecast, Forecasts, Prediction, Prospect
 from shell_router.errors import ConfigError, EngineError
-from shell_router.launching.side_process import ProcessLimits, SideProcess
+from shell_router.launching.side_process import ProcessLimits, SideProcess, side_command, side_environment
 from shell_router.prediction.files import FILES
 
 log = logging.getLogger(__name__)
@@ -42,13 +40,11 @@ class PredictionService(SideProcess):
             )
         self.kind = kind
         self._limit_s = settings.limit_s
-        threads = str(settings.threads)
-        working = (settings.device, threads, str(MAX_BATCH), str(GATHER_S))
-        offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        arguments = {"kind": kind, "folder": str(folder), "device": settings.device, "threads": settings.threads}
         super().__init__(
             f"{kind} predicting",
-            [sys.executable, "-m", "shell_router.prediction.process", kind, str(folder), *working],
-            {**os.environ, **offline, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads},
+            side_command("shell_router.prediction.process:predictor", arguments, MAX_BATCH, GATHER_S),
+            side_environment(settings.threads),
             ProcessLimits(settings.limit_s, hang_s=HANG_S),
         )
 

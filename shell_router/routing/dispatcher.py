@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Generic, TypeVar
 
+from shell_router.core.durations import Durations
 from shell_router.core.engine import Placement
 from shell_router.errors import EngineUnavailable, Overloaded
 from shell_router.routing.engine_selection import (
@@ -197,9 +198,9 @@ class Dispatcher(Generic[E]):
 
     An engine whose breaker is open gets none. Requests of one affinity keep the engine that holds their KV; all others
     go where the policy says, and wait where the settings limit what an engine takes at a time (`holds`). `choices`
-    counts them by reason, `waited` those that had to wait, and `waited_s` for how long in all. `has_adapter` says
-    whether an engine has an adapter. Engines that do not prefill get KV from others; those that do not decode write
-    nothing. Never waits and does no I/O: `engines.dispatching.engine_slot` awaits what `submit` returns.
+    counts them by reason, `waits` those that had to wait. `has_adapter` says whether an engine has an adapter. Engines
+    that do not prefill get KV from others; those that do not decode write nothing. Never waits and does no I/O:
+    `engines.dispatching.engine_slot` awaits what `submit` returns.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class Dispatcher(Generic[E]):
         self.policy = settings.selection.policy
         self.holds = settings.queue.holds
         self.choices: Counter[str] = Counter()
-        self.waited, self.waited_s = 0, 0.0
+        self.waits = Durations()
         self._prefills, self._decodes = prefills, decodes
         self._clock = clock
         self._has_adapter = has_adapter
@@ -227,7 +228,7 @@ class Dispatcher(Generic[E]):
         """Whether choices depend on what engines report."""
         self._memory = ChoiceMemory(settings.selection.affinity_s, remembers=self.reads_reports)
         self._prompts = PromptIndex(prefixes=several and self.policy not in IGNORES_PREFIXES)
-        self._queue_memory = QueueMemory()
+        self._queue_memory = QueueMemory(settings.queue.weights)
         self._queue = RequestQueue(settings.queue, self._queue_memory)
 
     @property
@@ -273,7 +274,7 @@ class Dispatcher(Generic[E]):
             self._memory.note(features, choice.index, now_s)
             return self._take(choice, features, now_s, rank=rank)
         most = self.settings.queue.max_waiting
-        if self.waiting >= most and not features.update:  # nobody waits for an update's answer
+        if self.waiting >= most and not features.update:  # no client waits for an update
             raise Overloaded(f"{self.waiting} requests wait for an engine.", remedy=f"Try again; {most} may wait.")
         entry = QueueEntry(features, now_s, excluded=excluded)
         self._queue_memory.arrived(features, now_s)
@@ -398,8 +399,8 @@ class Dispatcher(Generic[E]):
         if entry.bound is None:
             self._memory.note(entry.features, choice.index, now_s)
         waited_s = now_s - entry.arrived_s if entry.waits else 0.0
-        self.waited += entry.waits
-        self.waited_s += waited_s
+        if entry.waits:
+            self.waits.add(waited_s)
         self._queue.leave(entry)
         self._unbind(entry)
         entry.slot = self._take(choice, entry.features, now_s, rank, waited_s, entry.missed)

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from shell_router.errors import require
 
 ModelPolicy = Literal["chimera", "worth", "least_loaded", "round_robin", "best_score"]
 Reason = Literal["only", "kept", "fastest", "better", "worth", "no_scores", "least_loaded", "in_turn", "best_score"]
@@ -13,17 +15,19 @@ Reason = Literal["only", "kept", "fastest", "better", "worth", "no_scores", "lea
 class ModelChoiceSettings:
     """How models are chosen.
 
-    `latency_slack` is the paper's tau: a model may be expected to take (1 + tau) times as long as the fastest.
-    `slack_s`, our own, is added to that: the paper's slack is nothing as long as any model is idle, so that whatever
-    else is known the idle one answers. 0 is the paper's. `score_margin` is its Delta s: what a score must be higher by.
-    `answer_worth_s`, of the policy `worth`, is how many seconds of waiting a right answer makes up for.
+    The paper's slack is nothing as long as any model is idle, so that whatever else is known the idle one answers:
+    `slack_s`, our own, is added to it.
     """
 
-    policy: ModelPolicy = "chimera"
-    latency_slack: float = 1.0
-    score_margin: float = 0.05
-    slack_s: float = 0.0
-    answer_worth_s: float = 20.0
+    policy: Annotated[
+        ModelPolicy, "How a model is chosen: `chimera`, `worth`, `least_loaded`, `round_robin` or `best_score`."
+    ] = "chimera"
+    latency_slack: Annotated[
+        float, "Chimera's tau: a model may be expected to take (1 + tau) times as long as the fastest."
+    ] = 1.0
+    score_margin: Annotated[float, "Chimera's Delta s: by how much a slower model's score must be higher."] = 0.05
+    slack_s: Annotated[float, "Seconds added to the latency slack, which is 0 while any model is idle."] = 0.0
+    answer_worth_s: Annotated[float, "Of policy `worth`: seconds of waiting that a right answer makes up for."] = 20.0
 
     @property
     def reads_scores(self) -> bool:
@@ -31,14 +35,12 @@ class ModelChoiceSettings:
         return self.policy in READS_SCORES
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        require(self.policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         for name in ("latency_slack", "score_margin", "slack_s"):
             value = getattr(self, name)
-            if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be at least 0 and finite, not {value}")
-        if not (self.answer_worth_s > 0 and math.isfinite(self.answer_worth_s)):
-            raise ValueError(f"answer_worth_s must be above 0 and finite, not {self.answer_worth_s}")
+            require(0 <= value < math.inf, f"{name} must be at least 0 and finite, not {value}")
+        worth_s = self.answer_worth_s
+        require(0 < worth_s < math.inf, f"answer_worth_s must be above 0 and finite, not {worth_s}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """The order of requests that wait for an engine. docs/explanation/scheduling.md has a section per order.
 
 An order is one function and one entry in ORDERS: it gives a waiting request its key, and the lowest key is next. `turn`
-ages every order: a request that has waited `age_s` goes first.
+ages every order but the fair one, which starves none: a request that has waited `age_s` goes first.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -17,16 +17,20 @@ OUTPUT_WEIGHT = 2
 
 
 class QueueMemory:
-    """Tokens that users were served, when programs began, and how far their requests have risen."""
+    """Tokens that users were served, when programs began, and how far their requests have risen.
 
-    def __init__(self) -> None:
+    A user's tokens count divided by its weight, 1 where it has none.
+    """
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights: Mapping[Any, float] = weights or {}
         self._attained: OrderedDict[Hashable, float] = OrderedDict()
         self._active: Counter[Hashable] = Counter()
         self._began_s: OrderedDict[str, float] = OrderedDict()
         self._levels: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
     def attained(self, user: Hashable) -> float:
-        """Tokens that this user was served, outputs twice."""
+        """Tokens that this user was served, outputs twice, by its weight."""
         return self._attained.get(user, 0.0)
 
     def began_s(self, program: str | None, otherwise: float) -> float:
@@ -63,7 +67,8 @@ class QueueMemory:
 
     def served(self, user: Hashable, prompt_tokens: int, output_tokens: int = 0) -> None:
         """Tokens were prefilled, or written, for the user."""
-        self._set(user, self.attained(user) + prompt_tokens + OUTPUT_WEIGHT * output_tokens)
+        tokens = prompt_tokens + OUTPUT_WEIGHT * output_tokens
+        self._set(user, self.attained(user) + tokens / self._weights.get(user, 1.0))
 
     def left(self, features: RoutingFeatures) -> None:
         """A request that had arrived is over."""
@@ -111,9 +116,14 @@ class QueueSettings:
     ] = None
     max_prefill_tokens: Annotated[int | None, "Limit of prompt tokens to prefill per engine."] = None
     max_tokens: Annotated[int | None, "Limit of KV tokens per engine, expected outputs included."] = None
-    max_waiting: Annotated[int, "Requests that may wait; more are answered 429 and told when to try again."] = 1000
+    max_waiting: Annotated[int, "Requests that may wait; more are answered 429, with a time to try again."] = 1000
     wait_s: Annotated[float, "Longest wait in the queue, in seconds; then the request is refused."] = 60.0
-    age_s: Annotated[float, "Seconds after which a waiting request goes first, so that none starves."] = 5.0
+    age_s: Annotated[
+        float, "Seconds after which a waiting request goes first, so that none starves; not of `least_attained`."
+    ] = 5.0
+    weights: Annotated[Mapping[str, float], "Shares of tenants under `least_attained`; 1 where none is named."] = field(
+        default_factory=dict
+    )
     starvation_misses: int = field(default=100, metadata={"file": False})
     quantum: int = field(default=4, metadata={"file": False})
     engine_priority: Annotated[bool, "Also send the order to SGLang, which then needs priority scheduling."] = False
@@ -126,6 +136,10 @@ class QueueSettings:
             require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
         for name in ("wait_s", "age_s"):
             require(getattr(self, name) > 0, f"{name} must be above 0, not {getattr(self, name):g}")
+        counted = not self.weights or self.order == "least_attained"
+        require(counted, f"weights count under order: least_attained, and order is {self.order}")
+        for tenant, weight in self.weights.items():
+            require(weight > 0, f"weights.{tenant} must be above 0, not {weight:g}")
 
     @property
     def holds(self) -> bool:
@@ -197,7 +211,10 @@ def critical_path(one: QueueEntry, memory: QueueMemory, settings: QueueSettings)
 
 
 def least_attained(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> Key:
-    """The user who has been served least, in tokens; of one user, in order of arrival."""
+    """The user who has been served least, in tokens by its weight; of one user, in order of arrival.
+
+    One that is not served becomes the least served: were requests to age, a flood of one user's would go before all.
+    """
     return (memory.attained(one.features.user),)
 
 
@@ -217,7 +234,8 @@ def turn(one: QueueEntry, memory: QueueMemory, settings: QueueSettings, now_s: f
     Requests that have waited `age_s` come first, the longest waiting before all (Algorithm 2, line 4). Then come
     requests of clients, then prefill-only updates, which only make a later request faster, however long they wait.
     """
-    if now_s - one.arrived_s >= settings.age_s and not one.features.update:
+    ages = settings.order != "least_attained" and not one.features.update
+    if ages and now_s - one.arrived_s >= settings.age_s:
         return (0, one.arrived_s)
     return (2 if one.features.update else 1, *ORDERS[settings.order](one, memory, settings), one.arrived_s)
 

@@ -5,6 +5,7 @@ from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from shell_router.core.durations import SECONDS
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
@@ -24,7 +25,6 @@ from shell_router.telemetry.trace import Trace
 
 PREFIX = "shell_router_"
 Series = TypeVar("Series", Counter, Histogram)
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 SHARES = tuple(step / 10 for step in range(1, 11))
 
 
@@ -75,7 +75,9 @@ class Metrics:
         self.steps_chosen = count("steps_chosen", rules, "target", "after", "rule", "step")
         reloads = "Reads of changed topology files: loaded, or invalid where some kept their version before"
         self.topology_reloads = count("topology_reloads", reloads, "outcome")
-        self.recorded_lines = count("recorded_lines", "Lines of trace files: written or lost", "outcome")
+        lines = "Lines of trace files and access logs: written or lost"
+        self.recorded_lines = count("recorded_lines", lines, "outcome")
+        self.otlp_spans = count("otlp_spans", "OpenTelemetry spans: exported or lost", "outcome")
         self.first_token_seconds = seconds("first_token_seconds", "Time to the answer's first token", "target")
         self.run_seconds = seconds("run_seconds", "Time of a run, by outcome", "target", "outcome")
         without = "Runs that went on without an update, the embedder or a predictor"
@@ -92,6 +94,8 @@ class Metrics:
         self.prompt_tokens = count("prompt_tokens", "Prompt tokens of finished agents", model)
         self.cached_tokens = count("cached_prompt_tokens", "Prompt tokens that requests found cached", model)
         self.completion_tokens = count("completion_tokens", "Tokens decoded by finished agents", model)
+        per_token = "Time per output token after the first ones, of a finished agent"
+        self.output_token_seconds = self._seconds("output_token_seconds", per_token, model)
         self.drafted_tokens = count("drafted_tokens", "Tokens that finished agents' engines drafted", model)
         self.accepted_tokens = count("accepted_draft_tokens", "Drafted tokens that were right", model)
         self.wasted_tokens = count("wasted_tokens", "Tokens decoded by agents cut off later", model, "why")
@@ -154,13 +158,7 @@ class RunMetrics:
             case AgentStarted():
                 metrics.agents_started.labels(event.model).inc()
             case AgentFinished():
-                model = self._model(event.agent)
-                metrics.agents_finished.labels(model, event.reason).inc()
-                metrics.prompt_tokens.labels(model).inc(event.prompt_tokens)
-                metrics.cached_tokens.labels(model).inc(event.cached_tokens)
-                metrics.completion_tokens.labels(model).inc(event.completion_tokens)
-                metrics.drafted_tokens.labels(model).inc(event.drafted_tokens)
-                metrics.accepted_tokens.labels(model).inc(event.accepted_tokens)
+                self._finished(event)
             case PrefillIncrement():
                 self._increment(event)
             case AgentStopped():
@@ -196,6 +194,17 @@ class RunMetrics:
     def _model(self, agent: str) -> str:
         found = self._trace.agents.get(agent)
         return "unknown" if found is None else found.model
+
+    def _finished(self, event: AgentFinished) -> None:
+        model, metrics = self._model(event.agent), self._metrics
+        metrics.agents_finished.labels(model, event.reason).inc()
+        metrics.prompt_tokens.labels(model).inc(event.prompt_tokens)
+        metrics.cached_tokens.labels(model).inc(event.cached_tokens)
+        metrics.completion_tokens.labels(model).inc(event.completion_tokens)
+        metrics.drafted_tokens.labels(model).inc(event.drafted_tokens)
+        metrics.accepted_tokens.labels(model).inc(event.accepted_tokens)
+        if (token_s := self._trace.agents[event.agent].token_s) is not None:
+            metrics.output_token_seconds.labels(model).observe(token_s)
 
     def _written(self, event: AgentTokens | AgentThought | AggregationSkipped) -> None:
         if not self._answered and event.agent in self._answering:

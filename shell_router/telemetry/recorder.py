@@ -1,4 +1,4 @@
-"""Trace files: one JSON object per line, written by a thread of its own, so that neither loop nor request waits."""
+"""What leaves the process off the event loop; trace files, with one JSON object per line."""
 
 import contextlib
 import logging
@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, TypeVar
 
 import orjson
 
 log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 Lines = Callable[[], Sequence[Mapping[str, Any]]]
 """Makes the lines of one run. Called in the recorder's thread: counting tokens takes longer than the loop has."""
@@ -30,41 +32,95 @@ class RecordTo:
     max_file_bytes: int = 64 * 2**20
 
 
-class Recorder:
-    """Writes lines to `<folder>/<start, UTC>-<process>-<number>.jsonl`.
+class Outbox(Generic[Item]):
+    """Items that a thread of its own takes where they belong, `at_once` of them together, so that no request waits.
 
-    What cannot be written is lost, and no request with it: `count` is called with how many lines were "written" or
-    "lost", and the log says why when losing begins, and that it is over.
+    What cannot be taken is lost, and no request with it: `count` is called with how many of `what` were `done` or
+    "lost", and the log says why when losing begins, and that it is over. With `linger_s` it waits for more items to
+    take together.
     """
 
-    def __init__(self, to: RecordTo, count: Callable[[Literal["written", "lost"], int], None]) -> None:
-        self.prompts = to.prompts
-        self._to = to
-        self._count = count
-        self._waiting: queue.Queue[Lines | None] = queue.Queue(MOST_WAITING)
-        self._stem = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
-        self._number = 0
+    def __init__(
+        self,
+        what: str,
+        done: str,
+        count: Callable[[str, int], None],
+        *,
+        most_waiting: int,
+        at_once: int = 1,
+        linger_s: float = 0.0,
+    ) -> None:
+        self._what, self._done_word, self._count = what, done, count
+        self._at_once, self._linger_s = at_once, linger_s
+        self._waiting: queue.Queue[Item | None] = queue.Queue(most_waiting)
+        self._ending = threading.Event()
         self._losing = False
-        self._thread = threading.Thread(target=self._write_until_end, name="recorder", daemon=True)
+        self._thread = threading.Thread(target=self._take_until_end, name=what, daemon=True)
         self._thread.start()
 
-    def add(self, lines: Lines) -> None:
-        """Have `lines` written. Returns at once."""
+    def add(self, item: Item) -> None:
+        """Have `item` taken. Returns at once."""
         try:
-            self._waiting.put_nowait(lines)
+            self._waiting.put_nowait(item)
         except queue.Full:
-            self._lost(1, f"{MOST_WAITING} runs wait to be written")
+            self._lost(self._size(item), f"{self._waiting.maxsize} runs wait")
 
     def close(self, limit_s: float = 10.0) -> None:
-        """Write what waits, and end; what is not written by the limit is lost. To be called off the event loop."""
+        """Take what waits, and end; what is not taken by the limit is lost. To be called off the event loop."""
+        self._ending.set()
+        until_s = time.monotonic() + limit_s
         with contextlib.suppress(queue.Full):  # logged below
             self._waiting.put(None, timeout=limit_s)
-        self._thread.join(limit_s)
+        self._thread.join(max(0.0, until_s - time.monotonic()))
         if self._thread.is_alive():
-            log.warning("trace files: %d runs were not written before the end", self._waiting.qsize())
+            log.warning("%s of %d runs were not %s before the end", self._what, self._waiting.qsize(), self._done_word)
 
-    def _write_until_end(self) -> None:
-        while (lines := self._waiting.get()) is not None:
+    def _take_until_end(self) -> None:
+        ended = False
+        while not ended:
+            items = [self._waiting.get()]
+            if self._waiting.qsize() < self._at_once:
+                self._ending.wait(self._linger_s)
+            with contextlib.suppress(queue.Empty):
+                while len(items) < self._at_once:
+                    items.append(self._waiting.get_nowait())
+            ended = None in items
+            if found := [item for item in items if item is not None]:
+                self._take(found)
+
+    def _take(self, items: Sequence[Item]) -> None:
+        """Take them, and say `_done` or `_lost` of each part; must not raise."""
+        raise NotImplementedError
+
+    def _size(self, item: Item) -> int:
+        """How many of `what` an item is, which the caller has no time to make."""
+        return 1
+
+    def _done(self, count: int) -> None:
+        if self._losing:
+            log.warning("%s are %s again", self._what, self._done_word)
+            self._losing = False
+        self._count(self._done_word, count)
+
+    def _lost(self, count: int, why: str) -> None:
+        if not self._losing:
+            log.error("%s are lost: %s", self._what, why)
+        self._losing = True
+        self._count("lost", count)
+
+
+class Recorder(Outbox[Lines]):
+    """Writes lines to `<folder>/<start, UTC>-<process>-<number>.jsonl`."""
+
+    def __init__(self, to: RecordTo, count: Callable[[str, int], None]) -> None:
+        self.prompts = to.prompts
+        self._to = to
+        self._stem = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
+        self._number = 0
+        super().__init__("trace files: lines", "written", count, most_waiting=MOST_WAITING)
+
+    def _take(self, items: Sequence[Lines]) -> None:
+        for lines in items:
             try:
                 made = b"".join(orjson.dumps(line) + b"\n" for line in lines())
             except Exception as error:  # one run's line must not end the recording of all others
@@ -81,10 +137,7 @@ class Recorder:
         except OSError as error:
             self._lost(count, f"{self._to.folder}: {error.strerror}")
             return
-        if self._losing:
-            log.warning("trace files: lines are written again")
-            self._losing = False
-        self._count("written", count)
+        self._done(count)
 
     def _file(self) -> Path:
         self._to.folder.mkdir(parents=True, exist_ok=True)
@@ -93,12 +146,6 @@ class Recorder:
             self._number += 1
             return self._to.folder / f"{self._stem}-{self._number}.jsonl"
         return file
-
-    def _lost(self, count: int, why: str) -> None:
-        if not self._losing:
-            log.error("trace files: lines are lost: %s", why)
-        self._losing = True
-        self._count("lost", count)
 
 
 def _private(path: str, flags: int) -> int:

@@ -1,8 +1,9 @@
 """One request's trace, built from its events, and the store of the latest ones."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 from shell_router.core.engine import Placement
@@ -23,6 +24,7 @@ from shell_router.core.events import (
     PromptReady,
     StepChosen,
 )
+from shell_router.core.spans import SpanContext, span_of_run
 from shell_router.errors import UnknownTrace
 
 
@@ -64,6 +66,9 @@ def critical_path(root: str, precursors: Mapping[str, Sequence[str]], ended_s: M
     return tuple(reversed(path))
 
 
+OUTCOMES = ("running", "finished", "failed", "cancelled")
+"""Of runs."""
+
 End = AgentFinished | AggregationSkipped | AgentStopped | AgentErred
 
 
@@ -77,6 +82,7 @@ class AgentTrace:
     ready: PromptReady | None = None
     placed: AgentPlaced | None = None
     first_token_s: float | None = None
+    first_tokens: int = 0
     tokens: int = 0
     end: End | None = None
 
@@ -96,9 +102,23 @@ class AgentTrace:
                 return "failed"
 
     @property
+    def usage(self) -> tuple[int, int]:
+        """Tokens of its prompt and of its output, as far as they are known."""
+        if isinstance(self.end, AgentFinished):
+            return self.end.prompt_tokens, self.end.completion_tokens
+        return self.ready.prompt_tokens if self.ready else 0, self.tokens
+
+    @property
     def confidence(self) -> float | None:
         """Geometric mean token probability of the output, where measured."""
         return self.end.confidence if isinstance(self.end, AgentFinished | AggregationSkipped) else None
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds per token after the first ones, where more came; None before the end."""
+        if self.end is None or self.first_token_s is None or self.tokens <= self.first_tokens:
+            return None
+        return (self.end.at_s - self.first_token_s) / (self.tokens - self.first_tokens)
 
     def prefill_times(self, inputs_done_s: float) -> PrefillTimes | None:
         """Hidden and exposed prefill, once the first token is there."""
@@ -119,7 +139,7 @@ class AgentTrace:
             facts["engines"] = [asdict(one) for one in self.placed.placed]
         if self.end is not None:
             facts["ended_s"] = since(self.end.at_s, origin_s)
-            facts |= {name: getattr(self.end, name) for name in OUTCOMES[type(self.end)]}
+            facts |= {name: getattr(self.end, name) for name in END_FACTS[type(self.end)]}
         return facts | {"spans": self._spans(origin_s)}
 
     def _spans(self, origin_s: float) -> list[dict[str, Any]]:
@@ -145,7 +165,7 @@ class AgentTrace:
         return last.at_s if last else None
 
 
-OUTCOMES: Mapping[type, tuple[str, ...]] = {
+END_FACTS: Mapping[type, tuple[str, ...]] = {
     AgentFinished: (
         *("reason", "prompt_tokens", "completion_tokens", "cached_tokens", "confidence"),
         *("drafted_tokens", "accepted_tokens"),
@@ -173,7 +193,8 @@ class Trace:
 
     `precursors` is the graph, by agent; where it is not known (agent requests) an agent's inputs count as done
     when its prompt is ready. `root` answers, where steps do not choose another. `started_s` is the run's clock,
-    `wall_s` the same moment in Unix time.
+    `wall_s` the same moment in Unix time. `parent` is the client's span. `outcome` is running, finished, failed or
+    cancelled, `ended_s` None until then.
     """
 
     def __init__(
@@ -186,29 +207,51 @@ class Trace:
         started_s: float,
         wall_s: float,
         precursors: Mapping[str, Sequence[str]],
+        parent: SpanContext | None = None,
     ) -> None:
         self.id = trace_id
+        self.parent = parent
         self.tenant = tenant
         self.agents: dict[str, AgentTrace] = {}
         self.target = target
         self._root = root
         self.started_s = started_s
         self.wall_s = wall_s
-        self._precursors = precursors
+        self.precursors = precursors
         self.choices: list[ModelChosen] = []
         self.steps: list[StepChosen] = []
-        self._exits: list[ExitScored] = []
-        self._degraded: list[Degraded] = []
-        self._outcome = "running"
-        self._ended_s: float | None = None
-        self._error = ""
+        self.exits: list[ExitScored] = []
+        self.degraded: list[Degraded] = []
+        self.outcome = "running"
+        self.ended_s: float | None = None
+        self.error = ""
+
+    @property
+    def span(self) -> SpanContext:
+        """The run's span."""
+        return span_of_run(self.id, self.parent)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When the answer began, in seconds since the run did."""
+        root = self.agents.get(self._root)
+        return None if root is None or root.first_token_s is None else since(root.first_token_s, self.started_s)
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Tokens of all agents' prompts and outputs, as far as they are known."""
+        prompts = outputs = 0
+        for agent in self.agents.values():
+            prompt, output = agent.usage
+            prompts, outputs = prompts + prompt, outputs + output
+        return prompts, outputs
 
     def add(self, event: Event) -> None:
         """Take in the next event."""
         if isinstance(event, AgentTokens | AgentThought):  # the one kind of which there are many
             agent = self.agents.get(event.agent) or self._unstarted(event.agent, event.at_s)
             if agent.first_token_s is None:
-                agent.first_token_s = event.at_s
+                agent.first_token_s, agent.first_tokens = event.at_s, len(event.ids)
             agent.tokens += len(event.ids)
             return
         match event:
@@ -228,9 +271,9 @@ class Trace:
                 self.steps.append(event)
                 self._root = event.root
             case ExitScored():
-                self._exits.append(event)
+                self.exits.append(event)
             case Degraded():
-                self._degraded.append(event)
+                self.degraded.append(event)
 
     def placed(self) -> tuple[Placement, ...]:
         """Where the root's request went last, and why; empty before that."""
@@ -239,24 +282,36 @@ class Trace:
 
     def ended(self, at_s: float, outcome: str, error: str = "") -> None:
         """Close the trace; `outcome` is finished, failed or cancelled."""
-        self._ended_s, self._outcome, self._error = at_s, outcome, error
+        self.ended_s, self.outcome, self.error = at_s, outcome, error
+
+    def summary(self) -> dict[str, Any]:
+        """One line of a list of traces; `agents` counts those that were begun."""
+        return {
+            "id": self.id,
+            "model": self.target,
+            "created": int(self.wall_s),
+            "status": self.outcome,
+            "duration_ms": None if self.ended_s is None else round(1e3 * (self.ended_s - self.started_s), 3),
+            "agents": len(self.agents),
+        }
 
     def as_json(self) -> dict[str, Any]:
         """The whole trace; all times are seconds since the request began."""
+        ended = {agent: trace.end.at_s for agent, trace in self.agents.items() if trace.end is not None}
         return {
             "id": self.id,
             "object": "trace",
             "target": self.target,
-            "state": self._outcome,
+            "state": self.outcome,
             "started_at": self.wall_s,
-            "duration_s": None if self._ended_s is None else since(self._ended_s, self.started_s),
-            **({"error": self._error} if self._error else {}),
+            "duration_s": None if self.ended_s is None else since(self.ended_s, self.started_s),
+            **({"error": self.error} if self.error else {}),
             "choices": [self._timed_json(choice) for choice in self.choices],
             "steps": [self._timed_json(step) for step in self.steps],
-            "agents": {agent: self._agent_json(agent) for agent in self.agents},
-            "exits": [self._timed_json(scored) for scored in self._exits],
-            "degraded": [asdict(event) | {"at_s": since(event.at_s, self.started_s)} for event in self._degraded],
-            "overlap": self._overlap_json(),
+            "agents": {agent: self._agent_json(agent, ended) for agent in self.agents},
+            "exits": [self._timed_json(scored) for scored in self.exits],
+            "degraded": [asdict(event) | {"at_s": since(event.at_s, self.started_s)} for event in self.degraded],
+            "overlap": self._overlap_json(ended),
         }
 
     def _unstarted(self, agent: str, at_s: float) -> AgentTrace:
@@ -264,9 +319,9 @@ class Trace:
         found = self.agents[agent] = AgentTrace("unknown", at_s)
         return found
 
-    def _agent_json(self, agent: str) -> dict[str, Any]:
+    def _agent_json(self, agent: str, ended: Mapping[str, float]) -> dict[str, Any]:
         facts = self.agents[agent].as_json(self.started_s)
-        return facts | {"precursors": list(self._precursors.get(agent, ())), **times_json(self._times(agent))}
+        return facts | {"precursors": list(self.precursors.get(agent, ())), **times_json(self._times(agent, ended))}
 
     def _timed_json(self, event: ModelChosen | StepChosen | ExitScored) -> dict[str, Any]:
         facts = asdict(event)
@@ -275,24 +330,20 @@ class Trace:
         times = {"start_s": facts.pop("started_s"), "end_s": facts.pop("at_s")}
         return {name: since(at, self.started_s) for name, at in times.items()} | facts
 
-    def _times(self, agent: str) -> PrefillTimes | None:
+    def _times(self, agent: str, ended: Mapping[str, float]) -> PrefillTimes | None:
         """From when the agent's last input was complete; a leaf's inputs are there when it starts."""
         trace = self.agents[agent]
-        if agent not in self._precursors:
+        if agent not in self.precursors:
             return trace.prefill_times(trace.ready.at_s) if trace.ready else None
-        ended = self._ended_agents()
         return trace.prefill_times(
-            max((ended[p] for p in self._precursors[agent] if p in ended), default=trace.started_s)
+            max((ended[p] for p in self.precursors[agent] if p in ended), default=trace.started_s)
         )
 
-    def _ended_agents(self) -> dict[str, float]:
-        return {agent: trace.end.at_s for agent, trace in self.agents.items() if trace.end is not None}
-
-    def _overlap_json(self) -> dict[str, Any]:
+    def _overlap_json(self, ended: Mapping[str, float]) -> dict[str, Any]:
         """Over agents that read others (a leaf has nothing to hide behind), and along the slowest chain."""
-        readers = [agent for agent in self.agents if self._precursors.get(agent) or self.agents[agent].increments]
-        path = critical_path(self._root, self._precursors, self._ended_agents())
-        known = {agent: times for agent in self.agents if (times := self._times(agent)) is not None}
+        readers = [agent for agent in self.agents if self.precursors.get(agent) or self.agents[agent].increments]
+        path = critical_path(self._root, self.precursors, ended)
+        known = {agent: times for agent in self.agents if (times := self._times(agent, ended)) is not None}
         return {
             **times_json(summed(known[agent] for agent in readers if agent in known)),
             "critical_path": list(path),
@@ -328,6 +379,11 @@ class TraceStore:
         self._traces[trace.id] = trace
         while len(self._traces) > self._capacity:
             self._traces.popitem(last=False)
+
+    def latest(self, tenant: str, wanted: Callable[[Trace], bool], limit: int) -> list[Trace]:
+        """The tenant's latest `wanted` ones, at most `limit`, the last first."""
+        found = (trace for trace in reversed(self._traces.values()) if trace.tenant == tenant and wanted(trace))
+        return list(islice(found, limit))
 
     def get(self, tenant: str, trace_id: str) -> Trace:
         """Raises UnknownTrace also for another tenant's."""

@@ -1,6 +1,6 @@
 """Agent graphs: what a topology file says, checked, and drawn."""
 
-from shell_router.topology.catalog import INLINE, Catalog, Entry, LiveSettings
+from shell_router.topology.catalog import INLINE, Catalog, Entry, LiveSettings, load_files, load_with_others
 from shell_router.topology.graph import (
     AUTO,
     VOTE,
@@ -13,15 +13,7 @@ from shell_router.topology.graph import (
     Step,
     Topology,
 )
-from shell_router.topology.load import (
-    files_in,
-    load_files,
-    load_folder,
-    load_topology,
-    load_with_others,
-    parse_steps,
-    parse_topology,
-)
+from shell_router.topology.load import files_in, load_topology, parse_topology
 from shell_router.topology.syntax import json_schema
 
 __all__ = [
@@ -42,9 +34,7 @@ __all__ = [
     "files_in",
     "json_schema",
     "load_files",
-    "load_folder",
     "load_topology",
     "load_with_others",
-    "parse_steps",
     "parse_topology",
 ]

@@ -39,6 +39,10 @@ def name_problems(file: Values, models: Collection[str] | None) -> Iterator[Prob
     """Models, precursors and cluster members that do not exist or may not stand where they do."""
     agents = agents_in(file)
     yield from model_problems(file, models)
+    for agent, said in agents.items():
+        if said.get("readers_get") == "all" and "max_thinking_tokens" in said:
+            wrong = f"Agent '{agent}' has max_thinking_tokens, and its readers get all that it writes."
+            yield Problem((), wrong, "Leave max_thinking_tokens or readers_get out.")
     for agent, said in file.get("agents", {}).items():
         yield from precursor_problems("agent", agent, said.get("precursors", ()), agents)
         if "slot" in said.get("prompt", {}) and not said.get("precursors"):

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path as File
 from typing import Any
 
 import yaml
@@ -98,6 +99,22 @@ def clients_document(value: Values, source: str) -> Document:
         ]
     document.refuse([Problem((), "Values are nested too deeply.", f"Nest at most {MAX_DEPTH} levels.")])
     return document
+
+
+def read_text(path: File, error: type[ConfigError] = TopologyError) -> str:
+    """The text of a file. Raises `error`, which begins with the file and the line."""
+    try:
+        content = path.read_bytes()
+    except OSError as failed:
+        raise error(
+            f"{path}:1: The file cannot be read: {failed.strerror}.",
+            remedy="Check its name and its permissions.",
+        ) from failed
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as failed:
+        line = content.count(b"\n", 0, failed.start) + 1
+        raise error(f"{path}:{line}: This is not UTF-8 text.", remedy="Save the file as UTF-8.") from failed
 
 
 def read_document(text: str, *, source: str, error: type[ConfigError] = TopologyError) -> Document:
@@ -202,6 +219,6 @@ class _NodeReader:
             except _BAD_SCALAR:
                 pass  # reported below, as is every scalar that has no plain value
         kind = node.tag.rpartition(":")[2]
-        message = f"{node.value[:40]!r} is read as a YAML {kind}, which cannot stand here."
+        message = f"This is read as a YAML {kind}, which cannot stand here."  # unquoted, for it may be a secret
         self.problems.append(Problem(line, message, "Put it in quotes if it is meant as text."))
         return None

@@ -49,12 +49,13 @@ def check(form: Form, value: object, at: Path) -> Iterator[Problem]:
 
 
 def _not_a(form: Form, value: object, at: Path, remedy: str = "") -> Problem:
-    return Problem(at, f"{spelled(at)} must be {form.noun}, not {shown(value)}.", remedy or f"Write {form.noun}.")
+    found = _kind(value) if isinstance(form, Secret) else shown(value)
+    return Problem(at, f"{spelled(at)} must be {form.noun}, not {found}.", remedy or f"Write {form.noun}.")
 
 
 def _remedy(form: Form, value: object) -> str:
     """What to write instead. YAML takes 3 for a number where a name is meant, and 1e3 for text."""
-    if isinstance(form, Text) and isinstance(value, int | float):
+    if isinstance(form, Text | Secret) and form.fits("") and isinstance(value, int | float):
         return "Put it in quotes."
     if isinstance(form, Number) and isinstance(value, str):
         with suppress(ValueError):
@@ -85,6 +86,13 @@ def shown(value: object) -> str:
             return f"{value:.6g}" if isinstance(value, float) or abs(value) < 10**15 else "a huge number"
     text = str(value)
     return repr(text if len(text) <= 40 else text[:40] + "...")
+
+
+def _kind(value: object) -> str:
+    """What `shown` tells of a secret."""
+    if isinstance(value, str):
+        return "this text"
+    return "a number" if isinstance(value, int | float) else shown(value)
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
@@ -121,6 +129,11 @@ NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 def name_form(about: str) -> Text:
     """A name that a file gives: a topology's, an agent's, a cluster's, a step's."""
     return Text(about, NAME_PATTERN, "a name of letters, digits, '.', '_' and '-'")
+
+
+def model_name_form(about: str) -> Text:
+    """A name that requests ask for, as those of models on hubs: `Qwen/Qwen3-8B`."""
+    return Text(about, NAME_PATTERN.replace("_-", "_/-"), "a name of letters, digits, '.', '_', '-' and '/'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +320,30 @@ class Either(Form):
 
     def schema(self) -> Schema:
         return {"description": self.about, "anyOf": [form.schema() for form in self.forms]}
+
+
+@dataclass(frozen=True, slots=True)
+class Secret(Form):
+    """A value of another form that is, or holds, a secret: errors, which logs take, name its kind alone."""
+
+    form: Form
+
+    @property
+    def noun(self) -> str:
+        return self.form.noun
+
+    def fits(self, value: object) -> bool:
+        return self.form.fits(value)
+
+    def problems(self, value: object, at: Path) -> Iterator[Problem]:
+        found = self.form.problems(value, at)
+        if isinstance(value, Mapping):  # its entries are secrets themselves, or none
+            yield from found
+        elif any(found):
+            yield _not_a(self, value, at)
+
+    def schema(self) -> Schema:
+        return self.form.schema()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,16 @@
-"""Topology files to checked topologies: one file, or many whose steps may name each other's topologies."""
+"""Topology files to checked topologies, one document at a time; `catalog` has those that name each other."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 
-from shell_router.errors import ShellRouterError, TopologyError
+from shell_router.errors import TopologyError
 from shell_router.topology.assemble import assemble, assemble_steps
 from shell_router.topology.checks import form_problems, graph_problems, model_problems, name_problems
-from shell_router.topology.document import Document, Problem, read_document
+from shell_router.topology.document import Document, Problem, read_document, read_text
 from shell_router.topology.forms import check
-from shell_router.topology.graph import AUTO, Conditional, Graph, Topology
+from shell_router.topology.graph import AUTO, Graph, Topology
 from shell_router.topology.step_checks import step_form_problems, step_graph_problems, step_name_problems
 from shell_router.topology.syntax import TOPOLOGY
 
@@ -20,8 +20,7 @@ Models = Collection[str] | None
 Needs = Callable[[Graph], Iterable[Problem]]
 """What a checked graph needs and the deployment lacks."""
 
-Errors = list[tuple[Document, ShellRouterError]]
-"""What is wrong, each with the document that it is wrong with."""
+NO_GRAPHS: Mapping[str, Graph] = MappingProxyType({})
 
 
 def nothing_lacks(_: Graph) -> Iterable[Problem]:
@@ -44,36 +43,9 @@ def parse_topology(text: str, *, source: str, models: Models = None) -> Topology
     if "steps" in document.value:
         remedy = "Name one of agents, such as one that a step asks."
         document.refuse([Problem(("steps",), "A topology with steps cannot be used here.", remedy)])
-    return _topology(document, models)
-
-
-def parse_steps(
-    text: str, *, source: str, topologies: Mapping[str, Topology] | None = None, models: Models = None
-) -> Conditional:
-    """Read the topology with steps that `text` describes, which may name some of `topologies`.
-
-    Otherwise as `parse_topology`.
-    """
-    document = formed(read_document(text, source=source))
-    if "steps" not in document.value:
-        document.refuse([Problem((), "No steps are described.", "Add 'steps'.")])
-    return _conditional(document, models, topologies or {}, with_steps=())
-
-
-def read_text(path: Path) -> str:
-    """The text of a topology file. Raises TopologyError."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise TopologyError(
-            f"{path}:1: The file cannot be read: {error.strerror}.",
-            remedy="Check its name and its permissions.",
-        ) from error
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise TopologyError(f"{path}:{line}: This is not UTF-8 text.", remedy="Save the file as UTF-8.") from error
+    graph = link(document, models)
+    assert isinstance(graph, Topology)
+    return graph
 
 
 def read_file(path: Path) -> Document:
@@ -95,29 +67,32 @@ def name_of(document: Document) -> str:
     return str(document.value.get("name", Path(document.source).stem))
 
 
-def _topology(document: Document, models: Models) -> Topology:
-    document.refuse(name_problems(document.value, models))
-    document.refuse(graph_problems(document.value))
-    _refuse_a_models_name(document, models)
-    return assemble(document.value, name=name_of(document))
+def link(
+    document: Document,
+    models: Models = None,
+    needs: Needs = nothing_lacks,
+    graphs: Mapping[str, Graph] = NO_GRAPHS,
+    with_steps: Collection[str] = (),
+) -> Graph:
+    """The graph of a document whose form is checked. Raises the document's error.
 
-
-def _conditional(
-    document: Document, models: Models, topologies: Mapping[str, Topology], with_steps: Collection[str]
-) -> Conditional:
-    """The steps may name `topologies`, and none of those `with_steps`."""
-    file = document.value
-    document.refuse(chain(model_problems(file, models), step_name_problems(file, topologies, with_steps)))
-    document.refuse(step_graph_problems(file))
-    _refuse_a_models_name(document, models)
-    return assemble_steps(file, name=name_of(document), topologies=topologies)
-
-
-def _refuse_a_models_name(document: Document, models: Models) -> None:
-    name = name_of(document)
+    Steps may name topologies of `graphs`, but none that has steps itself; of those `with_steps` more is not known.
+    """
+    file, name = document.value, name_of(document)
+    plain = {one: graph for one, graph in graphs.items() if isinstance(graph, Topology)} if "steps" in file else {}
+    if "steps" in file:
+        others = {*with_steps, *(graphs.keys() - plain.keys())}
+        document.refuse(chain(model_problems(file, models), step_name_problems(file, plain, others)))
+        document.refuse(step_graph_problems(file))
+    else:
+        document.refuse(name_problems(file, models))
+        document.refuse(graph_problems(file))
     if models is not None and (name in models or name == AUTO):
         message = f"The topology's name, '{name}', is a model's too, and requests choose by name."
         document.refuse([Problem(("name",), message, "Rename one of them.")])
+    graph: Graph = assemble_steps(file, name=name, topologies=plain) if "steps" in file else assemble(file, name=name)
+    document.refuse(needs(graph))
+    return graph
 
 
 def _unnamed(stem: str) -> list[Problem]:
@@ -126,130 +101,8 @@ def _unnamed(stem: str) -> list[Problem]:
     return [Problem((), f"The file's name, {stem!r}, cannot be the topology's name.", "Add 'name'.")]
 
 
-def load_folder(path: Path, *, models: Models = None) -> dict[str, Graph]:
-    """Read every .yaml and .yml file of a folder, by topology name. Raises TopologyError naming every problem."""
-    return load_files(files_in(path), models=models)
-
-
 def files_in(path: Path) -> list[Path]:
     """The topology files of a folder, by name. Raises TopologyError where it is none."""
     if not path.is_dir():
         raise TopologyError(f"{path}:1: This is not a folder.", remedy="Name a folder of topology files.")
     return sorted(file for ending in ("*.yaml", "*.yml") for file in path.glob(ending))
-
-
-def load_files(files: Sequence[Path], *, models: Models = None, needs: Needs = nothing_lacks) -> dict[str, Graph]:
-    """Read `files`, by topology name, in their order. Raises TopologyError naming every problem.
-
-    What steps name is looked for in all of the files.
-    """
-    errors: Errors = []
-    documents: list[Document] = []
-    for file in files:
-        with kept(errors, Document(str(file), {}, {})):
-            documents.append(read_file(file))
-    named = by_name(documents, errors)
-    topologies = linked_agents(named, models, needs, errors)
-    _raise_all(errors)  # before steps are checked: a topology may be missing only because its own file is wrong
-    graphs = linked_steps(named, models, needs, topologies, errors)
-    _raise_all(errors)
-    return graphs
-
-
-def linked_agents(named: Mapping[str, Document], models: Models, needs: Needs, errors: Errors) -> dict[str, Topology]:
-    """The topologies without steps among documents by name; those that are wrong are left out, and in `errors`."""
-    found: dict[str, Topology] = {}
-    for name, document in named.items():
-        with kept(errors, document):
-            if "steps" not in document.value:
-                topology = _topology(document, models)
-                document.refuse(needs(topology))
-                found[name] = topology
-    return found
-
-
-def linked_steps(
-    named: Mapping[str, Document],
-    models: Models,
-    needs: Needs,
-    topologies: Mapping[str, Topology],
-    errors: Errors,
-) -> dict[str, Graph]:
-    """`topologies`, and those with steps, which may name them, in the documents' order."""
-    with_steps = [name for name, document in named.items() if "steps" in document.value]
-    graphs: dict[str, Graph] = dict(topologies)
-    for name in with_steps:
-        with kept(errors, named[name]):
-            graph = _conditional(named[name], models, topologies, with_steps)
-            named[name].refuse(needs(graph))
-            graphs[name] = graph
-    return {name: graphs[name] for name in named if name in graphs}
-
-
-def link_one(document: Document, models: Models, needs: Needs, topologies: Mapping[str, Graph]) -> Graph:
-    """The graph of one document whose form is checked; steps may name `topologies`. Raises the document's error."""
-    graph: Graph
-    if "steps" in document.value:
-        without = {name: one for name, one in topologies.items() if isinstance(one, Topology)}
-        graph = _conditional(document, models, without, topologies.keys() - without.keys())
-    else:
-        graph = _topology(document, models)
-    document.refuse(needs(graph))
-    return graph
-
-
-def load_with_others(files: Sequence[Path], *, models: Models = None) -> dict[Path, Graph]:
-    """Read `files`, by file; what their steps name is looked for among them, and then in their folders.
-
-    Raises TopologyError naming every problem.
-    """
-    asked = list(dict.fromkeys(files))
-    graphs = load_files([*asked, *_named_in_folders(asked)], models=models)
-    return dict(zip(asked, graphs.values(), strict=False))
-
-
-def _named_in_folders(files: Sequence[Path]) -> list[Path]:
-    """Files in the same folders that describe what the steps of `files` name, and they do not."""
-    documents = _readable(files)
-    asked = {said.get("topology") for one in documents.values() for said in one.value.get("steps", {}).values()}
-    missing = asked - {name_of(one) for one in documents.values()}
-    folders = dict.fromkeys(file.parent for file in documents)
-    others = [file for folder in folders for file in files_in(folder) if file not in documents] if missing else []
-    return [file for file, document in _readable(others).items() if name_of(document) in missing]
-
-
-def _readable(files: Sequence[Path]) -> dict[Path, Document]:
-    """Those whose form is right; `load_files` reports what is wrong with the others."""
-    documents: dict[Path, Document] = {}
-    for file in files:
-        with suppress(TopologyError):
-            documents[file] = read_file(file)
-    return documents
-
-
-def by_name(documents: Iterable[Document], errors: Errors) -> dict[str, Document]:
-    """The documents by the names of their topologies, each of which may stand once."""
-    home: dict[str, Document] = {}
-    for document in documents:
-        first = home.setdefault(name_of(document), document)
-        if first is not document:
-            wrong = f"The name '{name_of(document)}' is already that of {first.source or 'a topology that was put'}."
-            with kept(errors, document):
-                document.refuse([Problem(("name",), wrong, "Rename one of them.")])
-    return home
-
-
-@contextmanager
-def kept(errors: Errors, document: Document) -> Iterator[None]:
-    """Adds what is raised inside to `errors`, as the document's."""
-    try:
-        yield
-    except ShellRouterError as error:
-        errors.append((document, error))
-
-
-def _raise_all(errors: Errors) -> None:
-    if len(errors) == 1:
-        raise errors[0][1]
-    if errors:
-        raise TopologyError("\n".join(str(error) for _, error in errors))

@@ -18,6 +18,7 @@ from shell_router.topology.forms import (
     Schema,
     Switch,
     Text,
+    model_name_form,
     name_form,
     spelled,
 )
@@ -125,7 +126,7 @@ CLASSIFIER = Block(
 )
 
 STEP_FIELDS: dict[str, Form] = {
-    "topology": name_form("A topology's name: the step asks all of it."),
+    "topology": model_name_form("A topology's name: the step asks all of it."),
     "then": _rules("What follows: a step's id, or rules, of which the first that holds is taken; by default `end`."),
 }
 """The keys of a step that an agent lacks."""
@@ -345,7 +346,7 @@ GRAPH_FORMS = ("tree", "all_to_all", "agents", "steps")
 TOPOLOGY = Block(
     "A graph of agents that answers a question.",
     {
-        "name": name_form("The name requests ask for; by default the file's name without its ending."),
+        "name": model_name_form("The name requests ask for; by default the file's name without its ending."),
         "description": Text("One line for people."),
         "tree": _layered("Every agent is read by one successor; layer sizes divide one another."),
         "all_to_all": _layered("Every agent reads all agents of the layer before."),

@@ -20,14 +20,14 @@ from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.moa import Executor, MoaRequest
 from shell_router.standins.embedded.fleet import EmbeddedFleet
 from shell_router.standins.embedded.settings import EmbeddedSettings
-from shell_router.topology import Prefill, Topology, load_folder
+from shell_router.topology import Prefill, Topology, files_in, load_files
 from tests.fakes.moa import Recorder
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 TOPOLOGIES = {
     name: one
-    for name, one in load_folder(Path("topologies")).items()
+    for name, one in load_files(files_in(Path("topologies"))).items()
     if isinstance(one, Topology) and not one.root.votes  # a vote prefills nothing
 }
 PROMPTS = 50

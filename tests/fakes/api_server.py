@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import openai
 from aiohttp import web
 from openai.types import Batch
 
+from agent_cache import Journals
 from shell_router.api import (
     ApiSettings,
     Runs,
@@ -30,6 +31,7 @@ from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import BatchesSettings
 from shell_router.core.engine import ChatServing, NativeRoute, Placement, Relay, Relayed
+from shell_router.core.predictors import Embedder
 from shell_router.errors import InvalidRequest
 from shell_router.routing.holdout import Holdouts
 from shell_router.telemetry import Metrics
@@ -37,6 +39,9 @@ from shell_router.telemetry.recorder import Recorder
 from shell_router.topology import Agent, Catalog, Entry, Graph, LiveSettings, Prefill, Prompt, Topology
 from shell_router.topology.document import Document
 from tests.fakes.moa import ScriptedMoa
+
+if TYPE_CHECKING:
+    from shell_router.telemetry.otlp import SpanExport
 
 LIMIT = aiohttp.ClientTimeout(total=60)
 
@@ -150,7 +155,11 @@ async def api(
     wall: Callable[[], float] = time.time,
     new_id: Callable[[], str] = new_run_id,
     recorder: Recorder | None = None,
+    spans: "SpanExport | None" = None,
+    access_log: Recorder | None = None,
     holdouts: Holdouts | None = None,
+    journals: Journals | None = None,
+    embedders: Mapping[str, Embedder] | None = None,
     drain_s: float = 1,
 ) -> AsyncIterator[Api]:
     """Serve while the context is open."""
@@ -161,6 +170,7 @@ async def api(
         topologies=live(moa.models, *topologies, settings=live_settings),
         models=moa.models,
         relays=relays or {},
+        embedders=embedders or {},
         engines=dict.fromkeys(moa.models, "scripted engine"),
         checks=checks or {},
         optional_checks=optional_checks,
@@ -168,7 +178,10 @@ async def api(
         wall=wall,
         new_id=new_id,
         recorder=recorder,
+        spans=spans,
+        access_log=access_log,
         holdouts=holdouts or Holdouts(),
+        journals=journals,
     )
     app = create_app(services, settings or ApiSettings())
     extend(app)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,22 +84,24 @@ class RunningCommand:
 
 
 @asynccontextmanager
-async def running_command(*arguments: str | Path) -> AsyncIterator[RunningCommand]:
-    """Run `shell-router` with `arguments` from the repository's root; what still runs at the end is killed."""
+async def running_command(
+    *arguments: str | Path, command: Sequence[str] = COMMAND, cwd: Path = ROOT, env: Mapping[str, str] = os.environ
+) -> AsyncIterator[RunningCommand]:
+    """Run `shell-router` with `arguments`; what still runs at the end is killed."""
     process = await asyncio.create_subprocess_exec(
-        *COMMAND,
+        *command,
         *map(str, arguments),
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        cwd=cwd,
+        env={**env, "PYTHONUNBUFFERED": "1"},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    command = RunningCommand(process)
+    running = RunningCommand(process)
     try:
-        yield command
+        yield running
     finally:
-        await command.clear_away()
+        await running.clear_away()
 
 
 def survivors(pids: set[int], *, limit_s: float = 10.0) -> set[int]:

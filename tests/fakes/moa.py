@@ -2,13 +2,14 @@
 
 import asyncio
 import re
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from agent_cache.memory import MemoryAgentPromptCache
-from shell_router.core.engine import NO_OPTIONS, Generation, ServedModel
+from shell_router.core.engine import NO_OPTIONS, CallParser, Generation, ServedModel
 from shell_router.core.events import Event
 from shell_router.core.marks import ReasoningMarks
 from shell_router.core.predictors import Forecast, Forecasts, Prediction, Predictor, Prospect
@@ -31,10 +32,12 @@ class WordTokenizer:
     All tokenizers of one `family` share ids; another family numbers the same words otherwise.
     """
 
+    _families: ClassVar[defaultdict[str, dict[str, int]]] = defaultdict(dict)
+
     def __init__(self, family: str = "words") -> None:
         self.fingerprint = family
         self._offset = sum(family.encode()) * 1000
-        self._ids: dict[str, int] = {}
+        self._ids = self._families[family]
 
     def encode(self, text: str) -> list[int]:
         """Ids of the words of `text`."""
@@ -141,6 +144,7 @@ class ScriptedMoa:
         predictor: Predictor | None = None,
         reasoning: ReasoningMarks | None = None,
         call_mark: str | None = None,
+        call_parser: CallParser | None = None,
     ) -> None:
         self.tokenizers = {"other": WordTokenizer("other")} | dict.fromkeys(
             ("small", "medium", "large"), WordTokenizer()
@@ -153,7 +157,13 @@ class ScriptedMoa:
         }
         self.models = {
             alias: ServedModel(
-                alias, engine, self.tokenizers[alias], context_length, reasoning=reasoning, call_mark=call_mark
+                alias,
+                engine,
+                self.tokenizers[alias],
+                context_length,
+                reasoning=reasoning,
+                call_mark=call_mark,
+                call_parser=call_parser,
             )
             for alias, engine in self.engines.items()
         }

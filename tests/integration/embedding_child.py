@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from shell_router.core.predictors import TokenStates
-from shell_router.engines.embedder_process import embedding
 from shell_router.engines.embedding import packed_states
 from shell_router.launching.side_process import FORGET, READY, REQUEST
 from shell_router.launching.side_work import Work, serve, write_done
@@ -36,7 +35,8 @@ def load() -> Work:
         raise OSError("no weights")
     if "--slow" in sys.argv:
         threading.Event().wait()
-    return embedding(ObedientModel())
+    model = ObedientModel()
+    return lambda bodies: [packed_states(states) for states in model.embed([body.decode() for body in bodies])]
 
 
 def answer_what_was_given_up() -> None:

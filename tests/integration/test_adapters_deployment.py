@@ -122,9 +122,9 @@ async def test_loads_waits_and_failures_are_counted_by_server_and_waits_are_in_t
             await at.chat(f"large:{adapter}")
         metrics = await at.get("/metrics")
         labels = f'{{model="large",role="decode",url="{at.servers.decode.url}"}}'
-        assert f"shell_router_adapter_loads_total{labels} 3.0" in metrics
+        assert f"shell_router_adapter_load_seconds_count{labels} 3.0" in metrics
         assert f"shell_router_adapters_loaded{labels} 2.0" in metrics
-        assert f"shell_router_adapter_waited_total{labels} 3.0" in metrics
+        assert f"shell_router_adapter_wait_seconds_count{labels} 3.0" in metrics
         assert f"shell_router_adapters_missing_total{labels} 0.0" in metrics
         async with at.client.post(
             f"{at.url}/v1/chat/completions",

@@ -35,7 +35,7 @@ class StoppableServer:
 
 @asynccontextmanager
 async def server(
-    moa: ScriptedMoa, drain_s: float, relay: ScriptedRelay | None = None
+    moa: ScriptedMoa, drain_s: float, relay: ScriptedRelay | None = None, lame_duck_s: float = 0
 ) -> AsyncIterator[StoppableServer]:
     relays = {"small": relay or ScriptedRelay()}
     services = Services(moa.executor, moa.programs, live(moa.models, DUO), moa.models, relays)
@@ -44,7 +44,7 @@ async def server(
         async with aiohttp.ClientSession() as client, AsyncExitStack() as stack, asyncio.timeout(30):
             app = create_app(services, ApiSettings())
             url = await stack.enter_async_context(
-                listening(app, sockets, drain_s=drain_s, force_shutdown=force_shutdown)
+                listening(app, sockets, lame_duck_s=lame_duck_s, drain_s=drain_s, force_shutdown=force_shutdown)
             )
             yield StoppableServer(url, client, force_shutdown, stack)
 
@@ -111,3 +111,23 @@ async def test_a_native_stream_that_outlasts_the_drain_ends_with_an_error() -> N
             assert last_event(await response.text())["error"]["code"] == "router_stopping"
         await stopping
         await until(lambda: relay.left_early == 1)
+
+
+async def test_a_lame_duck_is_not_ready_and_serves_until_its_time_has_passed() -> None:
+    async with server(ScriptedMoa(), drain_s=30, lame_duck_s=3600) as served:
+        async with served.client.get(f"{served.url}/ready") as response:
+            assert response.status == 200 and "Connection" not in response.headers
+        stopping = served.stop()
+        async with asyncio.timeout(10):
+            while True:
+                async with served.client.get(f"{served.url}/ready") as response:
+                    if response.status == 503:
+                        assert (await response.json())["not_ready"] == ["stopping"]
+                        break
+        for body in (chat(), chat(stream=True)):
+            async with served.client.post(f"{served.url}/v1/chat/completions", json=body) as response:
+                assert response.status == 200 and response.headers["Connection"] == "close"
+                await response.read()
+        served.force_shutdown.set()  # a second signal ends the wait
+        await stopping
+        assert await refused(served.url)

@@ -75,6 +75,13 @@ async def test_fields_that_ask_for_nothing_or_are_the_routers_are_not_refused_an
         assert not nothing.keys() - {"rid"} & at.decode.sent[0][1].keys()
 
 
+async def test_an_assistant_message_that_says_nothing_passes() -> None:
+    async with served_chats() as (_, at, served):
+        messages = [QUESTION, {"role": "assistant", "content": None}, QUESTION]
+        assert (await served.post("/v1/chat/completions", asked(tools=[WEATHER], messages=messages)))[0] == 200
+        assert at.decode.sent[0][1]["messages"] == messages
+
+
 async def test_a_chat_without_such_fields_is_the_routers_own() -> None:
     async with served_chats() as (ai, at, served):
         answer = await ai.chat.completions.create(**asked(tools=[], n=1))
@@ -219,6 +226,7 @@ MALFORMED: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 2, "temperature": 3}, "temperature"),
     ({"n": 2, "max_tokens": 0}, "max_tokens"),
     ({"n": 2, "functions": [{}]}, "functions"),
+    ({"n": 2, "verbosity": "low"}, "verbosity"),
     ({"n": 2, "include_agents": True}, "include_agents"),
     ({"n": 2, "max_thinking_tokens": 100}, "max_thinking_tokens"),
     ({"n": 2, "top_logprobs": 3}, "top_logprobs"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -201,3 +202,46 @@ async def test_what_a_killed_router_left_half_uploaded_is_cleared_away(tmp_path:
 async def test_an_id_never_becomes_a_path(tmp_path: Path, id: str) -> None:
     async with batch_api(tmp_path) as router:
         assert (await router.served.get(f"/v1/files/{id}/content"))[1]["error"]["code"] == "unknown_file"
+
+
+async def test_a_client_that_takes_nothing_of_a_file_is_given_up(tmp_path: Path) -> None:
+    """The client's own buffer is set, because a system may let it grow beyond the file."""
+    async with batch_api(tmp_path, settings=ApiSettings(max_body_bytes=2**20, write_timeout_s=0.2)) as router:
+        id = await router.upload(b"x" * 30 * 2**20)
+        host, port = router.served.url.removeprefix("http://").split(":")
+        with socket.socket() as taking_nothing:
+            taking_nothing.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+            taking_nothing.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(taking_nothing, (host, int(port)))
+            taking_nothing.send(f"GET /v1/files/{id}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            metrics, left = router.served.services.metrics.registry, ("/v1/files/{file_id}/content", "499")
+            name, labels = "shell_router_http_requests_total", dict(zip(("route", "status"), left, strict=True))
+            await until(lambda: metrics.get_sample_value(name, labels) == 1)
+        assert len((await router.ai.files.content(id)).content) == 30 * 2**20
+
+
+async def test_the_head_of_a_file_says_its_size(tmp_path: Path) -> None:
+    async with batch_api(tmp_path) as router:
+        id = await router.upload(b"{}")
+        async with router.served.client.head(f"{router.served.url}/v1/files/{id}/content") as answer:
+            assert (answer.status, answer.headers["Content-Length"]) == (200, "2")
+
+
+async def test_files_are_deleted_when_they_expire(tmp_path: Path) -> None:
+    hours = BatchesSettings(file_ttl_s=3600)
+    async with batch_api(tmp_path, batches=hours, wall=lambda: 1000.0) as router:
+        file = await router.ai.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+        assert file.expires_at == 4600
+    async with batch_api(tmp_path, wall=lambda: 4599.0) as router:
+        assert [one.id async for one in router.ai.files.list()] == [file.id]
+        kept_one = await router.upload(b"{}")
+    async with batch_api(tmp_path, wall=lambda: 4600.0) as router:
+        await until(lambda: len(kept_names(tmp_path)) == 1)
+        assert [one.id async for one in router.ai.files.list()] == [kept_one]
+        with pytest.raises(openai.NotFoundError):
+            await router.ai.files.content(file.id)
+
+
+def kept_names(folder: Path) -> set[str]:
+    """The files that lie in the folder of the files."""
+    return {path.stem for path in (folder / "files").iterdir()}

@@ -3,10 +3,12 @@
 from typing import Any
 
 import openai
+import orjson
 import pytest
 from pydantic import BaseModel
 
 from shell_router.api.responses import ResponseTranslation
+from shell_router.engines.wire import EventSplitter
 from shell_router.errors import EngineStalled
 from tests.fakes.api_server import Api, api
 from tests.fakes.chat_engines import ChatScript, chat_pair
@@ -132,6 +134,25 @@ async def test_what_is_ignored_is_named() -> None:
         status, body = await served.post("/v1/responses", {"model": "small", "input": "x", "store": True, "colour": 1})
         assert status == 200
         assert body["warnings"] == [f"{name} was ignored: it has no effect here." for name in ("store", "colour")]
+
+
+def test_a_call_without_arguments_has_the_same_in_its_last_events() -> None:
+    call = {"index": 0, "id": "c", "function": {"name": "now", "arguments": ""}}
+    choice = {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}
+    frames = ResponseTranslation("1", 0, {}, {}).feed(
+        b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps({"choices": [choice]})
+    )
+    events = {one["type"]: one for one in map(orjson.loads, EventSplitter().feed(frames))}
+    done = events["response.function_call_arguments.done"]["arguments"]
+    assert done == events["response.output_item.done"]["item"]["arguments"] == "{}"
+
+
+def test_an_aborted_answer_failed() -> None:
+    chunk = orjson.dumps({"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "abort"}]})
+    frames = ResponseTranslation("1", 0, {}, {}).feed(b"data: %b\n\ndata: [DONE]\n\n" % chunk)
+    last = orjson.loads(EventSplitter().feed(frames)[-1])
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"]["code"] == "server_error"
 
 
 def test_a_stream_that_an_engine_ends_by_an_error_fails_once() -> None:

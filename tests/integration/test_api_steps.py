@@ -8,10 +8,11 @@ import openai
 
 from shell_router.core.marks import REASONING_PARSERS
 from shell_router.errors import EngineStalled
-from shell_router.topology import parse_steps, parse_topology
+from shell_router.topology import parse_topology
 from tests.fakes.api_server import Api, api, chat, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Gates, Hold, Script
+from tests.fakes.topologies import parse_steps
 
 TREE = parse_topology("name: tree\ntree: {shape: [2, 1], models: [small, large]}", source="tree.yaml")
 TRIAGE = parse_steps(

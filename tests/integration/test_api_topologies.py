@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+from yarl import URL
 
 from shell_router.errors import EngineUnreachable
 from shell_router.topology import LiveSettings, parse_topology
@@ -52,6 +54,18 @@ async def test_a_topology_inside_of_a_request_runs_and_the_reply_names_what_the_
         ended = {"target": "inline", "outcome": "finished"}
         assert count("shell_router_run_seconds_count", ended) == 4  # clients make up no series
         assert len(served.services.topologies._inline) == 2
+
+
+async def test_a_topology_of_one_agent_gives_a_model_a_second_name_as_on_hubs() -> None:
+    name = "Qwen/Qwen2.5-72B"
+    async with api(ScriptedMoa({"only": "it is 4"})) as served:
+        at = URL(f"{served.url}/v1/topologies/{quote(name, safe='')}", encoded=True)
+        async with served.client.put(at, json={"agents": {"only": {"model": "small"}}}) as response:
+            assert response.status == 201, await response.json()
+        status, body = await served.post("/v1/chat/completions", chat(model=name))
+        assert (status, body["model"], body["choices"][0]["message"]["content"]) == (200, name, "it is 4")
+        async with served.client.delete(at) as response:
+            assert response.status == 200
 
 
 MALFORMED: dict[str, tuple[object, str]] = {

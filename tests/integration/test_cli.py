@@ -163,7 +163,7 @@ def test_commands_that_run_agents_alone_refuse_steps_by_file_and_line(
         assert f"{steps}:2: A topology with steps cannot be used here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["serve"], ["topology"], ["demo", "--rounds", "0"], ["nonsense"]])
+@pytest.mark.parametrize("arguments", [[], ["launch"], ["topology"], ["demo", "--rounds", "0"], ["nonsense"]])
 def test_a_wrong_command_line_ends_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     printed = capsys.readouterr()
@@ -182,6 +182,16 @@ def test_version_and_examples_are_printed(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == f"shell-router {version('shell-router')}\n"
     assert main(["eval", "--help"]) == 0
     assert "\n    shell-router eval --config " in capsys.readouterr().out
+
+
+@linux
+def test_a_copy_that_fails_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path
+    while (left := 4080 - len(str(folder))) > 1:  # a path may have 4095 characters: those of the copies have more
+        folder /= "x" * min(left - 1, 200)
+    assert main(["init", str(folder)]) == 2
+    assert "not there yet" in capsys.readouterr().err
+    assert folder.parent.is_dir() and not folder.exists()
 
 
 @linux

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from shell_router.api.embeddings import sentence_vector
 from shell_router.early_exit import features, similarity
-from shell_router.engines.embedding import WEIGHTS_SHA256, HashEmbedder, SentenceTransformerEmbedder, SupervisedEmbedder
+from shell_router.engines.embedding import (
+    WEIGHTS_SHA256,
+    HashEmbedder,
+    SentenceTransformerEmbedder,
+    SupervisedEmbedder,
+    default_model,
+)
 from shell_router.errors import EngineError, EngineUnreachable
+from shell_router.launching.side_process import side_command
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,6 +45,16 @@ async def prepared(embedder, *texts):
 async def test_a_paraphrase_agrees_more_than_an_unrelated_text(embedder, entries):
     answer, paraphrase, unrelated = await prepared(embedder, ANSWER, PARAPHRASE, UNRELATED)
     assert similarity(answer, paraphrase, entries) > similarity(answer, unrelated, entries) + 0.1
+
+
+@pytest.mark.slow
+async def test_its_mean_state_is_the_vector_that_the_model_was_trained_for(embedder):
+    from sentence_transformers import SentenceTransformer  # noqa: PLC0415 # seconds
+
+    states = [await embedder.embed(text) for text in (ANSWER, PARAPHRASE, UNRELATED)]
+    found = np.array([sentence_vector(one) for one in states])
+    wanted = SentenceTransformer(str(default_model()), device="cpu").encode([ANSWER, PARAPHRASE, UNRELATED])
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
 async def test_every_token_has_its_state_and_an_empty_text_its_special_tokens(embedder):
@@ -92,9 +110,8 @@ async def test_a_process_killed_in_mid_call_fails_the_call_and_the_next_one_work
 
 async def test_weights_that_are_not_the_reviewed_ones_are_refused_at_the_start(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    options = ["--model", str(tmp_path), "--sha256", WEIGHTS_SHA256]
-    options += ["--device", "cpu", "--threads", "1", "--max-batch", "1"]
-    command = [sys.executable, "-m", "shell_router.engines.embedder_process", *options]
+    arguments = {"model": str(tmp_path), "sha256": WEIGHTS_SHA256, "device": "cpu", "threads": 1}
+    command = side_command("shell_router.engines.embedding:embedder_work", arguments, max_batch=1)
     with pytest.raises(EngineError, match=r"not the expected ones.*minilm-l6-v2==0\.1\.0"):
         await SupervisedEmbedder(command, os.environ).start()
 

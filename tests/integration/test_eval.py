@@ -17,12 +17,13 @@ from shell_router.core.engine import Generation
 from shell_router.errors import ConfigError, EngineError, EngineRejected, ShellRouterError, Unauthorized, UnknownModel
 from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
 from shell_router.lab.evaluation.run import request_seed
-from shell_router.topology import parse_steps, parse_topology
+from shell_router.topology import parse_topology
 from tests.fakes.api_server import Api, api, until
 from tests.fakes.command import running_command, survivors
 from tests.fakes.evaluations import adding_moa, asked_sum, write_sums
 from tests.fakes.moa import ScriptedMoa, agent_of
 from tests.fakes.scripted_engine import Script
+from tests.fakes.topologies import parse_steps
 
 LIMITS = {"small": 5, "medium": 5, "large": 15}
 FIRST = parse_steps(

@@ -1,6 +1,7 @@
 """What a hostile tenant sends: it gets an error of its own, no other tenant notices, and nothing is left running."""
 
 import asyncio
+import contextlib
 import io
 import json
 import re
@@ -23,6 +24,7 @@ from shell_router.engines.native_body import NativeRules
 from shell_router.engines.sglang import SglangPair
 from shell_router.routing.failures import BreakerSettings
 from tests.fakes.api_server import Api, api, chat, jsonl, line
+from tests.fakes.hostile_inputs import FAMILIES, HEADS
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_pair import LIMITS, SOON, Served, served
 
@@ -209,6 +211,35 @@ async def test_hostile_bytes_are_refused_and_no_other_tenant_notices(attacked: A
     method, path, body, headers = RAW[what]
     status, _, _ = await attacked.send(method, path, headers, body)
     assert 400 <= status < 500
+    await attacked.still_serves()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_every_input_of_a_family_is_refused_and_nothing_is_left_running(attacked: Attacked, family: str) -> None:
+    wrong = []
+    for one in FAMILIES[family]:
+        status, _, answer = await attacked.send(one.method, one.path, one.headers, one.body)
+        if not (400 <= status < 500 and answer["error"]["message"]):
+            wrong.append((status, one.method, one.path, (one.body or b"")[:300]))
+    assert wrong == [], wrong
+    await attacked.still_serves()
+
+
+async def test_there_are_as_many_hostile_inputs_as_were_asked_for() -> None:
+    assert len(BODIES) + len(RAW) + 2 * len(HEADERS) + len(HEADS) + sum(map(len, FAMILIES.values())) >= 290
+
+
+@pytest.mark.parametrize("head", HEADS)
+async def test_what_no_client_sends_is_refused_or_ends_the_connection(attacked: Attacked, head: bytes) -> None:
+    at = urlsplit(attacked.api.url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    writer.write(head)
+    writer.write_eof()
+    async with asyncio.timeout(30):
+        with contextlib.suppress(ConnectionResetError):
+            line = await reader.readline()
+            assert not line or line.split()[1].startswith(b"4"), line
+    writer.close()
     await attacked.still_serves()
 
 

@@ -1,15 +1,22 @@
 """The legs' HTTP client against servers that answer in every way there is, byte by byte, and in ways there is not."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from yarl import URL
 
+from shell_router.config.models import TlsClient
+from shell_router.engines.address import PairAddress
 from shell_router.engines.http_client import Exchange, HttpClient, endpoint
-from tests.fakes.scripted_pair import until
+from shell_router.engines.sglang import SglangPair
+from shell_router.errors import ConfigError, EngineError
+from tests.fakes.certificates import authority
+from tests.fakes.scripted_pair import ONCE, generation, until
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3;ext=1\r\nllo\r\n0\r\nTrailer: x\r\n\r\n"
@@ -29,7 +36,9 @@ class RawServer:
 
 
 @asynccontextmanager
-async def raw_server(*pieces: bytes, close: bool = False) -> AsyncIterator[RawServer]:
+async def raw_server(
+    *pieces: bytes, close: bool = False, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[RawServer]:
     """A server that writes `pieces` one by one to each request, and with `close` hangs up behind them."""
     found = RawServer()
 
@@ -50,8 +59,8 @@ async def raw_server(*pieces: bytes, close: bool = False) -> AsyncIterator[RawSe
             found.open -= 1
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    found.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+    found.url = f"http{'s' if tls else ''}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
         yield found
 
@@ -105,6 +114,42 @@ async def test_an_answer_is_the_same_however_it_is_cut_and_its_connection_is_use
         b"POST /generate HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n"
         b'{"a":1}' % server.url.removeprefix("http://").encode()
     )
+
+
+async def test_https_with_certificates_on_both_sides_and_a_key(tmp_path: Path) -> None:
+    signing = authority(tmp_path)
+    own, server = signing.signed("router"), signing.signed("engine")
+    known = TlsClient(signing.certificate, own.certificate, own.key).context("here")
+    async with raw_server(WHOLE, tls=signing.asking(server)) as engine:
+        asked = endpoint("GET", URL(engine.url) / "health", "sk-engine")
+        for tls, says in ((known, b"hello"), (signing.trusting, None), (None, None)):
+            client = HttpClient(connect_s=5, tls=tls)
+            exchange = client.begin(asked, None, read_timeout_s=5)
+            if says is None:
+                with pytest.raises(OSError):
+                    await answer(exchange)
+            else:
+                assert await answer(exchange) == (200, says)
+            await client.aclose(1)
+    (request,) = engine.requests
+    assert b"\r\nAuthorization: Bearer sk-engine\r\n" in request
+
+
+async def test_a_pairs_servers_get_their_key_with_every_request() -> None:
+    async with raw_server(WHOLE) as server:
+        pair = SglangPair(PairAddress(server.url, server.url, "127.0.0.1", 1), key="sk-engine", retries=ONCE)
+        await pair.ready()
+        with pytest.raises(EngineError):
+            async for _ in pair.generate(generation("r", 2)):
+                pass
+        await pair.aclose()
+    assert len(server.requests) >= 4, "health and generate, of both"
+    assert all(b"\r\nAuthorization: Bearer sk-engine\r\n" in request for request in server.requests)
+
+
+def test_certificates_that_cannot_be_used_are_refused_by_the_settings_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"models\.small\.engine_tls cannot be used"):
+        TlsClient(ca=tmp_path / "none.pem").context("models.small.engine_tls")
 
 
 async def test_a_body_without_a_length_ends_with_its_connection() -> None:

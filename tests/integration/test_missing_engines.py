@@ -1,17 +1,21 @@
 """A router with one model whose engines are not there: it serves the others, says so, and takes the model in later."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
+import orjson
 import pytest
 
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
 from launch.sglang_cpu.pair import free_ports
 from shell_router.app import running_server
-from shell_router.config import Config, EmbedderSettings, Limits, Listen, ModelSettings, PairSettings
-from shell_router.errors import EngineStalled
+from shell_router.config import Config, EmbedderSettings, Limits, Listen, ListenTls, ModelSettings, PairSettings
+from shell_router.config.settings import AccessLogSettings
+from shell_router.errors import ConfigError, EngineStalled
 from tests.fakes.api_server import Api, chat, until
+from tests.fakes.certificates import authority
 from tests.fakes.moa import ScriptedMoa
 
 MODEL = Path(__file__).parents[2] / "models" / "small"
@@ -63,6 +67,46 @@ async def test_the_other_models_are_served_until_the_missing_engines_are_there(
                 await late.decode.stop()
             await there.prefill.stop()
             assert (await at.get("/ready"))[0] == 503
+            assert not (await at.get("/v1/models/small"))[1]["ready"]
+
+
+async def test_a_deployments_file_of_keys_certificate_and_access_log_are_served(tmp_path: Path) -> None:
+    signing = authority(tmp_path)
+    own = signing.signed("router")
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("api_keys: {alice: {key: sk-a, models: [small]}, ops: {key: sk-o, operator: on}}\n")
+    async with ScriptedPair(SERVERS) as there, aiohttp.ClientSession() as client:
+        config = replace(
+            deployment(small=(there.prefill.url, there.decode.url)),
+            listen=Listen(port=0, tls=ListenTls(own.certificate, own.key)),
+            api_keys_file=keys,
+            access_log=AccessLogSettings(tmp_path / "log"),
+        )
+        async with running_server(config) as url:
+            for key, path, status in (("o", "/metrics", 200), ("a", "/metrics", 403), ("x", "/v1/models", 401)):
+                headers = {"Authorization": f"Bearer sk-{key}"}
+                async with client.get(url + path, headers=headers, ssl=signing.trusting) as answer:
+                    assert answer.status == status
+        keys.write_text("api_keys: {}\n")
+        with pytest.raises(ConfigError, match=r"keys\.yaml"):
+            async with running_server(config):
+                pass
+    (log,) = await asyncio.to_thread(lambda: [*(tmp_path / "log").iterdir()])
+    assert [orjson.loads(line)["tenant"] for line in log.read_bytes().splitlines()] == ["ops", "alice", None]
+
+
+@pytest.mark.parametrize("wrong", ["keys", "certificate"])
+async def test_a_wrong_file_of_keys_or_certificate_shows_before_anything_is_started(tmp_path: Path, wrong: str) -> None:
+    config = deployment(small=("http://127.0.0.1:1", "http://127.0.0.1:2"))
+    none, lines = tmp_path / "none", list[str]()
+    if wrong == "keys":
+        config = replace(config, api_keys_file=none)
+    else:
+        config = replace(config, listen=Listen(port=0, tls=ListenTls(none, none)))
+    with pytest.raises(ConfigError, match="none"):
+        async with running_server(config, on_progress=lines.append):
+            pass
+    assert not lines
 
 
 async def test_a_router_none_of_whose_models_has_engines_does_not_start() -> None:

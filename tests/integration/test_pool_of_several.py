@@ -16,7 +16,7 @@ from shell_router.errors import EngineRejected, EngineStalled, EngineUnavailable
 from shell_router.routing.dispatcher import InFlight, SchedulingSettings
 from shell_router.routing.failures import BreakerSettings
 from shell_router.routing.queue import QueueSettings
-from tests.fakes.scripted_pair import BREAKER, ONCE, ScriptedPool, collect, generation, scripted_pool
+from tests.fakes.scripted_pair import BREAKER, ONCE, ScriptedPool, collect, generation, scripted_pool, until
 
 
 def requests(servers: Sequence[ScriptedServer]) -> list[int]:
@@ -309,7 +309,7 @@ async def test_requests_wait_in_the_router_while_a_server_runs_as_many_as_it_may
 
         await asyncio.gather(*(ask(number) for number in range(8)))
         assert most == 2
-        assert pool.dispatchers[1].waited == 6
+        assert pool.dispatchers[1].waits.count == 6
         assert in_flight(pool) == [InFlight()] * 2
 
 
@@ -323,6 +323,24 @@ async def test_no_more_requests_wait_than_may() -> None:
                 await collect(pool, generation("refused"))
         await waits
         assert at.decodes[0].requests == 2
+
+
+async def test_native_requests_of_two_tenants_take_turns_however_many_one_of_them_sends() -> None:
+    async with queueing(QueueSettings("least_attained", max_running=1)) as (_, pool):
+        ended: list[str] = []
+
+        async def ask(tenant: str) -> None:
+            async with pool.forward("generate", b'{"input_ids": [1, 2, 3]}', tenant=tenant) as answer:
+                async for _ in answer.chunks:
+                    pass
+                ended.append(tenant)
+
+        async with aclosing(pool.generate(generation("holds"))) as stream:
+            await anext(stream)
+            waiting = [asyncio.create_task(ask(tenant)) for tenant in [*["flood"] * 8, "quiet"]]
+            await until(lambda: pool.dispatchers[1].waiting == len(waiting))
+        await asyncio.gather(*waiting)
+        assert ended.index("quiet") <= 1
 
 
 async def test_a_request_that_is_given_up_while_it_waits_never_reaches_a_server() -> None:

@@ -12,14 +12,14 @@ from shell_router.errors import TopologyError
 from shell_router.topology import (
     Conditional,
     Graph,
+    files_in,
     json_schema,
     load_files,
-    load_folder,
     load_topology,
-    parse_steps,
     parse_topology,
 )
 from shell_router.topology.prompting import fill_text, slot_parts
+from tests.fakes.topologies import parse_steps
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "how-to" / "write-a-topology.md"
@@ -29,7 +29,7 @@ MODELS = ("small", "medium", "large")
 
 @pytest.fixture(scope="module")
 def shipped() -> dict[str, Graph]:
-    return load_folder(ROOT / "topologies", models=MODELS)
+    return load_files(files_in(ROOT / "topologies"), models=MODELS)
 
 
 def test_the_shipped_topologies_are_there(shipped: dict[str, Graph]) -> None:

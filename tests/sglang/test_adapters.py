@@ -81,5 +81,5 @@ async def test_adapters_are_loaded_again_after_a_server_was_started_again(
     until_ready(servers.decode)
     assert await output(pool, "algebra", PROMPTS[0]) == before
     decode = pool.adapters.leases[pool.servers[1]]
-    assert (decode.counts.missing, decode.counts.loads) == (1, 2)
+    assert (decode.counts.missing, decode.counts.loads.count) == (1, 2)
     await pool.aclose()

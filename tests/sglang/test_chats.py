@@ -57,6 +57,16 @@ async def test_a_forced_call_is_a_call_whole_and_streamed(pair: SglangPair) -> N
         assert answer.usage is not None and answer.usage.completion_tokens == 4
 
 
+async def test_its_parser_finds_calls_in_a_text(pair: SglangPair) -> None:
+    assert pair.tool_parser in ("qwen", "qwen25")  # SGLang says either
+    called = '<tool_call>\n{"name": "weather", "arguments": {"wet": true}}\n</tool_call>'
+    assert await pair.parse_calls(f"I look.\n{called}", [WEATHER]) == (
+        "I look.",
+        [{"name": "weather", "arguments": {"wet": True}}],
+    )
+    assert await pair.parse_calls("Dry.", [WEATHER]) == ("Dry.", [])
+
+
 async def test_choices_and_log_probabilities(pair: SglangPair) -> None:
     async with client(pair) as ai:
         asked: Any = {"model": "small", "messages": [QUESTION], "max_tokens": 3, "n": 2, "logprobs": True}

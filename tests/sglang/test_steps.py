@@ -12,9 +12,10 @@ from shell_router.engines.embedding import HashEmbedder
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.moa import Classes, Executor, MoaRequest, ModelChooser, Scores, StepExecutor
-from shell_router.topology import load_topology, parse_steps
+from shell_router.topology import load_topology
 from tests.fakes.moa import Recorder
 from tests.fakes.pairs_under_test import PairUnderTest
+from tests.fakes.topologies import parse_steps
 
 pytestmark = pytest.mark.sglang
 

@@ -6,7 +6,7 @@ import pytest
 
 from shell_router.app import load_config
 from shell_router.app.model_files import read_files
-from shell_router.config import Config, PairSettings
+from shell_router.config import ApiKey, Config, PairSettings, read_keys
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.kind import embedded_settings
 from shell_router.standins.embedded.settings import EmbeddedSection, LoraSettings
@@ -14,6 +14,7 @@ from shell_router.standins.embedded.settings import EmbeddedSection, LoraSetting
 ROOT = Path(__file__).parents[2]
 MODELS = "models: {small: {path: m}}\n"
 PAIR = "pairs: [{prefill: 'http://a', decode: 'http://b'}]"
+LAUNCHED = PAIR.replace("}]", ", launch: {}}]")
 
 
 def _load(folder: Path, text: str, **environ: str) -> Config:
@@ -47,7 +48,7 @@ models:
 limits: {drain_s: 3}
 """,
     )
-    assert config.models["a"].engine == {"embedded": EmbeddedSection("cuda", "bfloat16", 2)}
+    assert config.models["a"].engine == {"embedded": EmbeddedSection(device="cuda", dtype="bfloat16", threads=2)}
     assert config.models["a"].context_length == 4096
     assert config.models["b"].pairs == (PairSettings("http://p:1", "http://d:2", 9, "h"),)
     assert config.limits.drain_s == 3.0
@@ -111,7 +112,7 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
 
 def test_keys_come_from_the_file_or_the_environment(tmp_path: Path) -> None:
     config = _load(tmp_path, MODELS + "api_keys: {alice: {env: ALICE}, bob: secret}\n", ALICE="from-there")
-    assert config.api_keys == {"alice": "from-there", "bob": "secret"}
+    assert config.api_keys == {"alice": ApiKey(key="from-there"), "bob": ApiKey(key="secret")}
 
 
 def test_an_unset_key_variable_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -124,6 +125,68 @@ def test_two_tenants_cannot_share_a_key(tmp_path: Path) -> None:
     error = _error(tmp_path, MODELS + "api_keys: {alice: same, bob: same}\n")
     assert "'alice' and 'bob'" in str(error)
     assert "same" not in str(error).replace("the same", "")
+
+
+def test_a_file_of_keys_adds_to_the_deployments_own_and_is_read_anew(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("api_keys:\n  bob: {env: BOB, models: [small], expires: '2027-01-31'}\n")
+    config = _load(tmp_path, MODELS + "listen: {host: 0.0.0.0}\napi_keys: {alice: k}\napi_keys_file: keys.yaml\n")
+    bob = ApiKey(key="from-there", models=("small",), expires="2027-01-31")
+    assert read_keys(config, {"BOB": "from-there"}) == {"alice": ApiKey(key="k"), "bob": bob}
+    keys.write_text("api_keys: {bob: other}\n")
+    assert read_keys(config, {})["bob"] == ApiKey(key="other")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("api_keys: {}\n", "api_keys is empty"),
+        ("", "the file is empty"),
+        ("api_keys: {alice: x}\n", "has ['alice'] already"),
+        ("api_keys: {bob: {env: NO_SUCH_VARIABLE}}\n", "keys.yaml:1: the API key of 'bob' is empty"),
+        ("api_keys: {bob: {}}\n", "either `key` or `env`"),
+        ("api_keys: {bob: {key: a, env: B}}\n", "either `key` or `env`"),
+        ("api_keys: {bob: {key: a, expires: soon}}\n", "'soon', which is no time"),
+        ("api_keys: {bob: {key: a, route: [/x]}}\n", "Did you mean 'routes'?"),
+        ("api_keys: {bob: {key: a, tokens_per_minute: 0}}\n", "at least 1"),
+        ('api_keys: {bob: "\\ud800x"}\n', "keys.yaml:1: the API key of 'bob' is not UTF-8 text"),
+        ("api_keys: {bob: x, carol: x}\n", "'bob' and 'carol' have the same API key"),
+    ],
+)
+def test_a_wrong_file_of_keys_is_refused_with_its_name(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "keys.yaml").write_text(text)
+    config = _load(tmp_path, MODELS + "api_keys: {alice: k}\napi_keys_file: keys.yaml\n")
+    with pytest.raises(ConfigError, match=r"keys\.yaml") as caught:
+        read_keys(config, {})
+    assert words in str(caught.value)
+
+
+SECRETS = [
+    ("cache: {url: 'redis//:SECRET@h'}\n", "cache.url must be a redis://, rediss:// or unix:// URL, not this text."),
+    ("cache: {password: 8271}\n", "cache.password must be text or a mapping, not a number. Put it in quotes."),
+    ("cache: {password: 8271-01-01}\n", "read as a YAML timestamp"),
+    ("api_keys: {alice: 8271}\n", "api_keys.alice must be text or a mapping, not a number. Put it in quotes."),
+    ("api_keys: {alice: {key: 8271}}\n", "api_keys.alice.key must be text, not a number. Put it in quotes."),
+    ("api_keys: SECRET\n", "api_keys must be a mapping, not this text."),
+    (f"models: {{small: {{path: m, engine_key: 8271, {PAIR}}}}}\n", "small.engine_key must be text or a mapping"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), SECRETS)
+def test_errors_show_no_secret(tmp_path: Path, text: str, words: str) -> None:
+    error = str(_error(tmp_path, text if text.startswith("models") else MODELS + text)).replace(str(tmp_path), "")
+    assert words in error
+    assert "SECRET" not in error and "8271" not in error
+
+
+def test_a_key_goes_with_engines_that_are_launched_with_one(tmp_path: Path) -> None:
+    model = f"models: {{a: {{path: x, engine_key: {{env: KEY}}, {LAUNCHED}}}}}\n"
+    assert _load(tmp_path, model + "launch: {flags: --api-key=k}\n").models["a"].engine_key is not None
+
+
+def test_settings_are_printed_without_their_secrets(tmp_path: Path) -> None:
+    cache = "cache: {url: 'redis://:SECRET@h'}\n"
+    assert "SECRET" not in repr(_load(tmp_path, MODELS + cache + "api_keys: {alice: SECRET}\n"))
 
 
 def test_an_open_address_without_keys_is_refused(tmp_path: Path) -> None:
@@ -179,6 +242,15 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(tmp_path: Path, text: str,
         ("models:\n  a: {path: x, pairs: [{prefill: a, decode: b}]}\n", 2, "http(s) URL"),
         ("models:\n  a: {path: x, pairs: [{prefill: 'http://a'}]}\n", 2, "models.a.pairs[0] lacks 'decode'"),
         (f"models:\n  a: {{path: x, embedded: {{}}, {PAIR}}}\n", 2, "not by both pairs and embedded"),
+        ("models:\n  a: {path: x, engine_key: k}\n", 2, "engine_key is for pairs, and there are none"),
+        ("models:\n  a: {path: x, engine_tls: {}}\n", 2, "engine_tls is for pairs, and there are none"),
+        (f"models:\n  a: {{path: x, engine_tls: {{}}, {PAIR}}}\n", 2, "not all of the pairs have https:// URLs"),
+        (f"models:\n  a: {{path: x, engine_key: k, {LAUNCHED}}}\n", 1, "models.a has an engine_key, and the engines"),
+        (
+            f"models:\n  a: {{path: x, engine_key: k, {LAUNCHED}}}\nlaunch: {{decode_flags: --api-key k}}\n",
+            1,
+            "models.a has an engine_key, and the engines",
+        ),
         (
             "models:\n  a: {path: x, pairs: [{prefill: 'http://a', decode: 'http://b'},"
             " {prefill: 'http://a', decode: 'http://c', bootstrap_port: 9}]}\n",

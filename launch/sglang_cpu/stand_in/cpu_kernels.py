@@ -27,7 +27,7 @@ LOADERS = (
     *("receive_weights_from_distributed", "load_weights_from_distributed"),
 )
 FEW_ROWS = 4
-"""Weights reordered for so many rows are the fastest ones from 1 row to 16, and no slower with hundreds."""
+"""Weights reordered for this number of rows are the fastest ones from 1 row to 16, and no slower with hundreds."""
 
 
 def register() -> None:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aiohttp import BodyPartReader, ClientConnectionResetError, MultipartReader, web
-from aiohttp.abc import AbstractStreamWriter
+from aiohttp import BodyPartReader, MultipartReader, web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from shell_router.api.admission import CONNECTIONS, DRAIN
+from shell_router.api.admission import DRAIN
 from shell_router.api.chat import CHATS
 from shell_router.api.fields import Fields, parse_body, read_body
 from shell_router.api.replies import common_headers, json_reply, note_ignored
-from shell_router.api.services import SERVICES, SETTINGS, TENANT
+from shell_router.api.services import KEY, SERVICES, SETTINGS, TENANT
+from shell_router.api.streaming import EventStream, open_stream
 from shell_router.batch.api.run import BatchRuns
 from shell_router.batch.api.runner import ChatLines, PoolLines, loaded_pools
 from shell_router.batch.api.storage import (
@@ -33,6 +33,7 @@ from shell_router.batch.api.storage import (
 from shell_router.config import BatchesSettings, Config
 from shell_router.errors import (
     FileTooLarge,
+    Forbidden,
     InvalidField,
     InvalidRequest,
     Overloaded,
@@ -139,7 +140,7 @@ WINDOW = re.compile(r"([1-9][0-9]{0,3})h", re.ASCII)
 MAX_LISTED_FILES = 10_000
 MOST_UNFINISHED = 100
 """Batches of one tenant."""
-SLOWEST_BYTES_PER_S = 2**14
+JSONL = "application/jsonl"
 
 BATCH_RUNS = web.AppKey("BATCH_RUNS", BatchRuns)
 BATCHES = web.AppKey("BATCHES", BatchesSettings)
@@ -171,13 +172,18 @@ def add_batches(
     At the stop lines end at once, for the requests that still run. `pools` answer lines that name one as their model.
     """
     runner = ChatLines(app[CHATS], settings.concurrency, pools)
-    runs = app[BATCH_RUNS] = BatchRuns(folder, runner, app[SERVICES], app[SETTINGS].max_body_bytes)
+    longest = app[SETTINGS].max_body_bytes
+    runs = app[BATCH_RUNS] = BatchRuns(folder, runner, app[SERVICES], longest, settings.file_ttl_s)
     app[BATCHES] = settings
+    expiring = list[asyncio.Task[None]]()
 
     async def resume(_: web.Application) -> None:
         runs.resume()
+        expiring.append(asyncio.create_task(runs.expire_files(), name="expire-files"))
 
     async def stop(_: web.Application) -> None:
+        expiring[0].cancel()
+        await asyncio.wait(expiring)
         await runs.stop()
 
     app.on_startup.append(resume)
@@ -196,13 +202,14 @@ async def upload_file(request: web.Request) -> web.Response:
         await on_disk(keep_as, draft, folder.content(id))
     finally:
         await on_disk(draft.unlink, missing_ok=True)
-    now = int(request.app[SERVICES].wall())
-    record = FileRecord(id, request[TENANT], upload.filename or "", upload.texts["purpose"], upload.bytes, now)
+    now, ttl_s = int(request.app[SERVICES].wall()), request.app[BATCHES].file_ttl_s
+    name, expires_at = upload.filename or "", None if ttl_s is None else int(now + ttl_s)
+    record = FileRecord(id, request[TENANT], name, upload.texts["purpose"], upload.bytes, now, expires_at)
     try:
         await folder.files.save(record)
     except (StorageFailed, asyncio.CancelledError):  # or the client left, and knows no id to ask for
         with contextlib.suppress(StorageFailed):  # the first one says what is wrong
-            await _remove(folder, id)
+            await folder.remove(id)
         raise
     note_ignored(request, upload.ignored)
     return json_reply(request, record.as_json())
@@ -238,49 +245,31 @@ async def show_file(request: web.Request) -> web.Response:
 
 
 async def file_content(request: web.Request) -> web.StreamResponse:
-    """GET: what it holds."""
-    file, headers = _file(request), {**common_headers(request), "Content-Type": "application/jsonl"}
-    limit_s = request.app[SETTINGS].write_timeout_s + file.bytes / SLOWEST_BYTES_PER_S
-    return _Download(_folder(request).content(file.id), limit_s, headers)
-
-
-class _Download(web.FileResponse):
-    """A file's content; a client that has not taken it within `limit_s` is given up."""
-
-    def __init__(self, path: Path, limit_s: float, headers: Mapping[str, str]) -> None:
-        super().__init__(path, headers=headers)
-        self._limit_s = limit_s
-
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        """Send all of it."""
-        assert isinstance(request, web.Request)
-        connections, transport = request.app[CONNECTIONS], request.transport
-        connections.busy(transport)
-        try:
-            async with asyncio.timeout(self._limit_s):
-                return await super().prepare(request)
-        except TimeoutError:
-            if transport is not None:
-                transport.abort()
-            raise ClientConnectionResetError(f"not taken within {self._limit_s:g} s") from None
-        finally:
-            connections.idle(transport)
+    """GET: what it holds. A client that takes nothing of it for `write_timeout_s` is given up."""
+    file = _file(request)
+    sizes = {"Content-Length": str(file.bytes)}
+    if request.method == "HEAD":
+        return web.Response(headers={**common_headers(request), **sizes}, content_type=JSONL)
+    with await on_disk(_folder(request).content(file.id).open, "rb") as content:
+        limit_s = request.app[SETTINGS].write_timeout_s
+        stream = await open_stream(request, limit_s, content_type=JSONL, headers=sizes)
+        assert isinstance(stream, EventStream)
+        while chunk := await on_disk(content.read, CHUNK_BYTES):
+            await stream.send(chunk)
+        return await stream.end()
 
 
 async def delete_file(request: web.Request) -> web.Response:
-    """DELETE: forget it. A batch that reads it has a link of its own."""
+    """DELETE: forget it."""
     record = _file(request)
-    await _remove(_folder(request), record.id)
+    await _folder(request).remove(record.id)
     return json_reply(request, {"id": record.id, "object": "file", "deleted": True})
-
-
-async def _remove(folder: BatchFolder, id: str) -> None:
-    await folder.files.remove(id)
-    await on_disk(folder.content(id).unlink, missing_ok=True)
 
 
 async def create_batch(request: web.Request) -> web.Response:
     """POST: answer the requests of a file."""
+    if request[KEY].models:
+        raise Forbidden("The API key is for some models only, and lines may name any.", remedy="Use another key.")
     services, body = request.app[SERVICES], parse_body(await read_body(request))
     record = read_batch(body, f"batch_{services.new_id()}", request[TENANT], int(services.wall()))
     if _folder(request).files.find(record.tenant, record.input_file_id).purpose != INPUT_PURPOSE:

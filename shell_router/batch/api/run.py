@@ -30,6 +30,7 @@ UNANSWERED: dict[Status, dict[str, str]] = {
     "expired": {"code": "batch_expired", "message": "The batch expired before this line was answered."},
 }
 LISTED_AT_ONCE = 1000
+EXPIRY_CHECK_S = 60.0
 
 
 class BatchRun:
@@ -163,7 +164,9 @@ class BatchRun:
             path = self._folder.content(id)
             if size := path.stat().st_size if path.exists() else 0:
                 name = f"{batch.id}_{kind}.jsonl"
-                found.append(FileRecord(id, batch.tenant, name, OUTPUT_PURPOSE, size, self._now()))
+                now, ttl_s = self._now(), self._runs.file_ttl_s
+                expires_at = None if ttl_s is None else int(now + ttl_s)
+                found.append(FileRecord(id, batch.tenant, name, OUTPUT_PURPOSE, size, now, expires_at))
         return found
 
     async def _give_up(self, fault: Fault) -> None:
@@ -184,12 +187,16 @@ class BatchRun:
 
 @dataclass(slots=True)
 class BatchRuns:
-    """Runs the batches of `folder`, each as a task. No line may be longer than `max_line_bytes`."""
+    """Runs the batches of `folder`, each as a task. No line may be longer than `max_line_bytes`.
+
+    Files expire `file_ttl_s` after they were made; with None they do not.
+    """
 
     folder: BatchFolder
     runner: LineRunner
     services: Services
     max_line_bytes: int
+    file_ttl_s: float | None = None
     _running: dict[str, tuple[BatchRun, asyncio.Task[None]]] = field(default_factory=dict)
     _stopped: bool = False
 
@@ -227,6 +234,15 @@ class BatchRuns:
             self._running[record.id][0].cut()
         await self.folder.batches.save(cancelling)
         return cancelling
+
+    async def expire_files(self) -> None:
+        """Delete files as they expire, for ever."""
+        while True:
+            try:
+                await self.folder.remove_expired(self.services.wall)
+            except StorageFailed as error:
+                log.error("files that have expired could not be deleted: %s", error)
+            await asyncio.sleep(EXPIRY_CHECK_S)
 
     async def stop(self) -> None:
         """End all running lines. Their batches go on when a router is started on this folder again."""

@@ -85,7 +85,7 @@ OUTPUT_PURPOSE = "batch_output"
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file of one tenant. Its content never changes. `created_at` is Unix time."""
+    """A file of one tenant. Its content never changes. Times are Unix times; what expires is deleted then."""
 
     id: str
     tenant: str
@@ -93,10 +93,11 @@ class FileRecord:
     purpose: str
     bytes: int
     created_at: int
+    expires_at: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's file object."""
-        fixed = {"object": "file", "status": "processed", "status_details": None, "expires_at": None}
+        fixed = {"object": "file", "status": "processed", "status_details": None}
         return {**fixed, **{name: value for name, value in asdict(self).items() if name != "tenant"}}
 
 
@@ -271,6 +272,17 @@ class BatchFolder:
         for batch in self.batches:
             if batch.ended:
                 self.input(batch.id).unlink(missing_ok=True)
+
+    async def remove(self, file_id: str) -> None:
+        """Delete the file. A batch that reads it has a link of its own. Raises StorageFailed."""
+        await self.files.remove(file_id)
+        await on_disk(self.content(file_id).unlink, missing_ok=True)
+
+    async def remove_expired(self, wall: Callable[[], float]) -> None:
+        """Delete the files that have expired, by Unix time. Raises StorageFailed."""
+        for file in self.files:
+            if file.expires_at is not None and file.expires_at <= wall():
+                await self.remove(file.id)
 
     def content(self, file_id: str) -> Path:
         """Where the file's content is, or shall be."""

@@ -5,13 +5,11 @@ As the paper says, an architecture is measured once: its components differ in th
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 from statistics import median
 from typing import Any
 
-import numpy as np
-
-from shell_router.core.statistics import non_negative
+from shell_router.core.statistics import Timing, fitted_costs, held_out_error
 from shell_router.errors import ComponentTooLarge, require
 from shell_router.experts.components.values import Component, Components, Costs, Tier
 
@@ -24,46 +22,15 @@ Weigh = Callable[[Component, str, Sequence[Any]], Awaitable[int]]
 """Runs a batch at a place; gives the bytes that it held at most besides the weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTiming:
-    """The seconds that a batch of `samples` took."""
-
-    samples: int
-    seconds: float
-
-    def __post_init__(self) -> None:
-        holds = self.samples >= 1 and 0 < self.seconds < inf
-        require(holds, f"A batch of {self.samples} cannot take {self.seconds} s.", "Correct the clock.")
-
-    @property
-    def mean_s(self) -> float:
-        """Seconds per sample."""
-        return self.seconds / self.samples
+def batch_timing(samples: int, seconds: float) -> Timing:
+    """A batch of `samples` took so long: K * n + B."""
+    return Timing(samples, (samples, 1), seconds)
 
 
-def largest_useful(timings: Sequence[BatchTiming], gain: float = GAIN) -> int:
-    """The smallest batch than which none has a mean latency per sample that is smaller by more than `gain` of it."""
-    least_s = min(one.mean_s for one in timings)
-    return min(one.samples for one in timings if one.mean_s * (1 - gain) <= least_s)
-
-
-def fit_line(timings: Sequence[BatchTiming]) -> tuple[float, float]:
-    """K and B: the line with the least squared relative errors, neither below 0. Of one size of batches all is K."""
-    rows = np.array([(one.samples / one.seconds, 1 / one.seconds) for one in timings])
-    scale = rows.max(axis=0)
-    sample_s, batch_s = non_negative(rows / scale, np.ones(len(rows))) / scale
-    return float(sample_s), float(batch_s)
-
-
-def line_error(timings: Sequence[BatchTiming]) -> float | None:
-    """The mean relative error of such lines on batches that they were not fitted to; None where they are too few."""
-    sizes = {one.samples for one in timings}
-    errors = []
-    for left_out in sizes if len(sizes) > LEAST_TIMINGS else ():
-        sample_s, batch_s = fit_line([one for one in timings if one.samples != left_out])
-        tried = (one for one in timings if one.samples == left_out)
-        errors += [abs((sample_s * one.samples + batch_s) / one.seconds - 1) for one in tried]
-    return sum(errors) / len(errors) if errors else None
+def largest_useful(timings: Sequence[Timing]) -> int:
+    """The smallest batch than which none has a mean latency per sample that is smaller by more than GAIN of it."""
+    mean_s = {int(one.terms[0]): one.seconds / one.terms[0] for one in timings}
+    return min(samples for samples, seconds in mean_s.items() if seconds * (1 - GAIN) <= min(mean_s.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +54,10 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The costs, the batches that they were fitted to and those beyond the largest useful one, and `line_error`."""
+    """The costs, the timed batches, and the mean relative error on batches that K and B were not fitted to."""
 
     costs: Costs
-    timings: tuple[BatchTiming, ...]
+    timings: tuple[Timing, ...]
     error: float | None
 
 
@@ -127,14 +94,15 @@ async def measured(bench: Bench, amount: Amount) -> Measured:
         batches, activation_bytes = await _fitting(bench, amount, free_bytes)
     finally:
         await bench.components.unload(first, bench.place)
-    read_s, load_s, batch_s = await _timed_rounds(bench, amount.rounds, batches)
-    timings = tuple(BatchTiming(samples, median(batch_s[samples])) for samples in batches)
+    read_s, load_s, timed_s = await _timed_rounds(bench, amount.rounds, batches)
+    timings = tuple(batch_timing(samples, median(timed_s[samples])) for samples in batches)
     largest, host_load_s = largest_useful(timings), median(load_s)
     # fitted to batches that will run, and to the smallest at least: of fewer, noise would decide
-    fitted = timings[: max(sum(one.samples <= largest for one in timings), FITTED)]
+    fitted = timings[: max(sum(samples <= largest for samples in batches), FITTED)]
     disk_load_s = host_load_s + median(read_s or [0.0])
-    costs = Costs(*fit_line(fitted), largest, activation_bytes, host_load_s, disk_load_s)
-    return Measured(costs, timings, line_error(fitted))
+    sample_s, batch_s = fitted_costs(fitted)
+    costs = Costs(sample_s, batch_s, largest, activation_bytes, host_load_s, disk_load_s)
+    return Measured(costs, timings, held_out_error(fitted))
 
 
 async def _fitting(bench: Bench, amount: Amount, free_bytes: int) -> tuple[list[int], int]:

@@ -1,7 +1,7 @@
-"""A component pool's YAML file: what a user writes, and what `components profile` adds."""
+"""A component pool's YAML files: what a user writes, and what `components profile` measures."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
@@ -59,20 +59,13 @@ class ComponentSection:
 
 
 @dataclass(frozen=True, slots=True)
-class ComponentPoolFile:
-    """A pool of torch modules, one file of weights each in `folder`.
+class ComponentProfile:
+    """What was measured of a pool; it may be edited."""
 
-    `folder`, `architectures`, `executors`, `host_bytes` and `rules` are the user's. `costs` (per device and
-    architecture), `components` and `component_shares` (per executor) are what was measured, and may be edited.
-    """
-
-    folder: Annotated[Path, "Weights, one file per component, named as the component."]
-    architectures: Mapping[str, ArchitectureSettings]
-    executors: Mapping[str, ExecutorSection]
-    host_bytes: Annotated[int, Number("Host memory that caches what was read from disk.", at_least=0, whole=True)] = 0
-    rules: Annotated[tuple[ChainRule, ...], "Which chains are requested."] = ()
-    costs: Mapping[str, Mapping[str, Costs]] = field(default_factory=dict)
-    components: Mapping[str, ComponentSection] = field(default_factory=dict)
+    costs: Annotated[Mapping[str, Mapping[str, Costs]], "Costs by device and architecture."] = field(
+        default_factory=dict
+    )
+    components: Annotated[Mapping[str, ComponentSection], "The components in the folder."] = field(default_factory=dict)
     component_shares: Annotated[
         Mapping[str, float],
         MappingOf(
@@ -82,6 +75,20 @@ class ComponentPoolFile:
             at_least=0,
         ),
     ] = field(default_factory=dict)
+    measured: Annotated[Mapping[str, str], "When and how, by what was measured."] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentPoolFile:
+    """A pool of torch modules, one file of weights each in `folder`."""
+
+    folder: Annotated[Path, "Weights, one file per component, named as the component."]
+    architectures: Mapping[str, ArchitectureSettings]
+    executors: Mapping[str, ExecutorSection]
+    profile: Annotated[Path, "File that `components profile` writes."]
+    host_bytes: Annotated[int, Number("Host memory that caches what was read from disk.", at_least=0, whole=True)] = 0
+    rules: Annotated[tuple[ChainRule, ...], "Which chains are requested."] = ()
+    profiled: ComponentProfile = field(default_factory=ComponentProfile, metadata={"file": False})
 
     def __post_init__(self) -> None:
         require(bool(self.architectures), "architectures is empty", remedy="Name at least one.")
@@ -107,61 +114,63 @@ class ComponentPoolFile:
         """The components, as far as they are known."""
         return [
             Component(name, one.architecture, one.memory_bytes, one.usage, frozenset(one.after))
-            for name, one in self.components.items()
+            for name, one in self.profiled.components.items()
         ]
 
     def executor_settings(self) -> list[ExecutorSettings]:
         """The executors of a profiled pool, with what was measured on their devices."""
+        costs, shares = self.profiled.costs, self.profiled.component_shares
         return [
-            ExecutorSettings(
-                name, one.memory_bytes, self.costs[one.device], self.component_shares.get(name, CASUAL_SHARE)
-            )
+            ExecutorSettings(name, one.memory_bytes, costs[one.device], shares.get(name, CASUAL_SHARE))
             for name, one in self.executors.items()
         ]
 
 
 def read_component_pool(file: Path) -> ComponentPoolFile:
-    """The pool that `file` describes, measured or not. Raises ConfigError, which begins with the file and the line."""
-    found, where = read_file(file, ComponentPoolFile, see=SEE)
-    assert isinstance(found, ComponentPoolFile)
-    _check_names(found, where)
+    """The pool that `file` describes, measured or not. Raises ConfigError, which begins with a file and the line."""
+    pool, where = read_file(file, ComponentPoolFile, see=SEE)
+    if Tier.HOST in pool.executors:
+        at = where(("executors", Tier.HOST))
+        raise ConfigError(f"{at}: an executor is named 'host'.", remedy="That is host memory: take another name.")
+    if not pool.profile.exists():
+        return pool
+    profiled, there = read_file(pool.profile, ComponentProfile, see=SEE)
+    found = replace(pool, profiled=profiled)
+    _check_names(found, there)
+    for number, rule in enumerate(pool.rules if profiled.components else ()):
+        for component in rule.chain:
+            _known(component, profiled.components, "component", where(("rules", number)))
     return found
 
 
 def read_profiled_pool(file: Path) -> ComponentPoolFile:
     """As `read_component_pool`, of a pool that was measured: it has components, and costs for each device."""
     found = read_component_pool(file)
-    if not found.components:
+    if not found.profiled.components:
         raise ConfigError(f"{file}: no components are known.", remedy=PROFILE)
     for device in found.devices:
-        if not found.costs.get(device):
+        if not found.profiled.costs.get(device):
             raise ConfigError(f"{file}: nothing is known of what components cost on {device}.", remedy=PROFILE)
     return found
 
 
+def _known(name: str, among: Mapping[str, object], what: str, at: str) -> None:
+    if name not in among:
+        shown = ", ".join(list(among)[:10])
+        raise ConfigError(f"{at}: there is no {what} {name!r}.", remedy=f"There are: {shown}.")
+
+
 def _check_names(found: ComponentPoolFile, where: Callable[[tuple[str | int, ...]], str]) -> None:
-    """Raise ConfigError, with the line, for names that lead nowhere or are reserved."""
-
-    def known(name: str, among: Mapping[str, object], what: str, *at: str | int) -> None:
-        if name not in among:
-            shown = ", ".join(list(among)[:10])
-            raise ConfigError(f"{where(at)}: there is no {what} {name!r}.", remedy=f"There are: {shown}.")
-
-    if Tier.HOST in found.executors:
-        at = where(("executors", Tier.HOST))
-        raise ConfigError(f"{at}: an executor is named 'host'.", remedy="That is host memory: take another name.")
-    for name, one in found.components.items():
-        known(one.architecture, found.architectures, "architecture", "components", name)
+    """Raise ConfigError, with the line of the profile, for names that lead nowhere."""
+    profiled = found.profiled
+    for name, one in profiled.components.items():
+        _known(one.architecture, found.architectures, "architecture", where(("components", name)))
+        at = where(("components", name, "after"))
         for before in one.after:
-            known(before, found.components, "component", "components", name, "after")
-        if name in one.after:
-            at = where(("components", name, "after"))
-            raise ConfigError(f"{at}: {name!r} cannot come before itself.", remedy="Take it out of `after`.")
-    for device, costs in found.costs.items():
+            _known(before, profiled.components, "component", at)
+        require(name not in one.after, f"{at}: {name!r} cannot come before itself.", "Take it out of `after`.")
+    for device, costs in profiled.costs.items():
         for architecture in costs:
-            known(architecture, found.architectures, "architecture", "costs", device, architecture)
-    for name in found.component_shares:
-        known(name, found.executors, "executor", "component_shares", name)
-    for number, rule in enumerate(found.rules if found.components else ()):
-        for component in rule.chain:
-            known(component, found.components, "component", "rules", number)
+            _known(architecture, found.architectures, "architecture", where(("costs", device, architecture)))
+    for name in profiled.component_shares:
+        _known(name, found.executors, "executor", where(("component_shares", name)))

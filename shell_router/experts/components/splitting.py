@@ -7,9 +7,7 @@ memory and components the rest. Otherwise the decay-window search tries shares o
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
 
-from shell_router.errors import require
 from shell_router.experts.components.values import ExecutorSettings
 
 PERCENT = 100.0
@@ -19,36 +17,17 @@ NARROWEST = 1.0
 """In percent: smaller windows change nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class SplitSettings:
-    """The paper's search, and what is added to it.
+INITIAL_WINDOW = 15.0
+"""Each window is smaller than the one before by this percentage (equation 1): by that their sizes sum to 100.
 
-    The first window is `initial_window` wide, and each is smaller than the one before by that percentage (equation 1),
-    until throughput misses the trend by more than `error_margin` (equation 3). Windows count percent of the memory: by
-    equation 1 their sizes sum to 100, whatever the first. (The paper counts components: 15, 27.75 and 38.6 are its
-    windows' ends, and 28 to 39 components its choice for task A.)
-
-    The search is for executors whose largest batch would take more than `substantial` of the memory, for which the
-    paper has no figure; here it is what its casual choice leaves. Within the last window it draws the share. Ours also
-    tries the casual choice and what the largest batch leaves, and halves the steps around the best that often
-    (`refinements`). Of all that was tried and comes within `error_margin` of the best, which is as much as a sample can
-    tell, it takes what is nearest to the casual choice.
-    """
-
-    initial_window: float = 15.0
-    error_margin: float = 0.05
-    substantial: float = 1 - CASUAL_SHARE
-    refinements: int = 3
-
-    def __post_init__(self) -> None:
-        for name, least, most in (
-            ("initial_window", NARROWEST, PERCENT),
-            ("error_margin", 0.0, 1.0),
-            ("substantial", 0.0, 1.0),
-            ("refinements", 0, inf),
-        ):
-            holds = least <= getattr(self, name) < most
-            require(holds, f"{name} is {getattr(self, name)}.", f"Give one from {least:g}, below {most:g}.")
+The paper counts components: 15, 27.75 and 38.6 are its windows' ends, and 28 to 39 components its choice for task A.
+"""
+ERROR_MARGIN = 0.05
+"""By how much throughput may miss the trend (equation 3), and as much as a sample can tell."""
+SUBSTANTIAL = 1 - CASUAL_SHARE
+"""A largest batch that would take more of the memory has its share searched. The paper has no figure for it."""
+REFINEMENTS = 3
+"""How often the steps around the best are halved (ours)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +53,20 @@ class Split:
     tried: Mapping[float, float] = field(default_factory=dict)
 
 
-def decay_window(throughput: Callable[[float], float], settings: SplitSettings, *, least: float = 0.0) -> Window:
+def decay_window(throughput: Callable[[float], float], *, least: float = 0.0, margin: float = ERROR_MARGIN) -> Window:
     """Slide a window up from 0, ever smaller, until throughput at its upper end misses the trend of those before.
 
     The trend is the line through all of them, by their number (equation 2), and no less than the best of them: so a
     decline ends the search as well. Nothing below `least` is tried, where no component would fit.
     """
-    decay = 1 - settings.initial_window / PERCENT
-    lower, size, tried = 0.0, settings.initial_window, dict[float, float]()
+    decay = 1 - INITIAL_WINDOW / PERCENT
+    lower, size, tried = 0.0, INITIAL_WINDOW, dict[float, float]()
     while True:
         upper = lower + size
         if upper >= least:
             expected = _trend(list(tried.values()))
             tried[upper] = throughput(upper)
-            if expected > 0 and (expected - tried[upper]) / expected > settings.error_margin:
+            if expected > 0 and (expected - tried[upper]) / expected > margin:
                 return Window(lower, upper, tried)
         if size * decay < NARROWEST:
             return Window(lower, min(PERCENT, upper), tried)
@@ -107,7 +86,7 @@ def _trend(values: Sequence[float]) -> float:
 
 
 def refined(
-    tried: Mapping[float, float], throughput: Callable[[float], float], least: float, times: int
+    tried: Mapping[float, float], throughput: Callable[[float], float], least: float, times: int = REFINEMENTS
 ) -> Mapping[float, float]:
     """What was `tried`, and, repeated `times` times, the middles between the best and its neighbors (ours)."""
     known = dict(tried)
@@ -121,7 +100,7 @@ def refined(
     return known
 
 
-def chosen(tried: Mapping[float, float], margin: float) -> float:
+def chosen(tried: Mapping[float, float], margin: float = ERROR_MARGIN) -> float:
     """Of the positions that come within `margin` of the best, the one nearest to the casual choice (ours)."""
     enough = (1 - margin) * max(tried.values())
     near = [position for position, throughput in tried.items() if throughput >= enough]
@@ -139,7 +118,6 @@ def memory_split(
     device_of: Mapping[str, str],
     largest_bytes: Mapping[str, int],
     throughput: Callable[[Sequence[ExecutorSettings]], float],
-    settings: SplitSettings,
 ) -> tuple[list[ExecutorSettings], list[Split]]:
     """The executors with their shares, and how each device's was found; executors of one device get the same.
 
@@ -160,19 +138,19 @@ def memory_split(
         least = (largest_bytes[device] + 1) / min(one.memory_bytes for one in alike)
         share = min(1.0, max(least, min(map(share_next_to_largest_batch, alike))))
         splits[device] = Split(device, share, least)
-        if 1 - share <= settings.substantial:
+        if 1 - share <= SUBSTANTIAL:
             found = with_share(device, share)
     for device, split in splits.items():
-        if 1 - split.share > settings.substantial:
-            splits[device] = _searched(split, partial(tried, device), settings)
+        if 1 - split.share > SUBSTANTIAL:
+            splits[device] = _searched(split, partial(tried, device))
             found = with_share(device, splits[device].share)
     return found, list(splits.values())
 
 
-def _searched(split: Split, throughput: Callable[[float], float], settings: SplitSettings) -> Split:
+def _searched(split: Split, throughput: Callable[[float], float]) -> Split:
     least = PERCENT * split.least
-    window = decay_window(throughput, settings, least=least)
+    window = decay_window(throughput, least=least)
     others = [PERCENT * share for share in (CASUAL_SHARE, split.share) if share >= split.least]
     known = {**window.tried, **{position: throughput(position) for position in others}}
-    tried = refined(known, throughput, least, settings.refinements)
-    return replace(split, share=chosen(tried, settings.error_margin) / PERCENT, window=window, tried=tried)
+    tried = refined(known, throughput, least)
+    return replace(split, share=chosen(tried) / PERCENT, window=window, tried=tried)

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import aiohttp
 import orjson
@@ -74,10 +75,16 @@ class Client:
         sent_s = self._clock()
         completion, headers = await self._fetched("POST", "/v1/chat/completions", body)
         latency_s = self._clock() - sent_s
-        return read_reply(completion, await self._trace(headers), latency_s)
+        return read_reply(completion, await self.trace(headers["x-trace-id"]), latency_s)
 
-    async def _trace(self, headers: Mapping[str, str]) -> Mapping[str, Any]:
-        return (await self._fetched("GET", f"/v1/traces/{headers['x-trace-id']}"))[0]
+    async def trace(self, trace_id: str) -> Mapping[str, Any]:
+        """One request's trace. Raises ShellRouterError."""
+        return (await self._fetched("GET", f"/v1/traces/{quote(trace_id, safe='')}"))[0]
+
+    async def traces(self, filters: Mapping[str, str]) -> Sequence[Mapping[str, Any]]:
+        """The latest requests, the last first; `filters` are those of the route. Raises ShellRouterError."""
+        found: Sequence[Mapping[str, Any]] = (await self._fetched("GET", f"/v1/traces?{urlencode(filters)}"))[0]["data"]
+        return found
 
     async def _fetched(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
@@ -132,9 +139,8 @@ async def running_router(
         if url is None:
             assert options.config is not None
             # on a free port, and without keys, which only callers on other machines would need
-            config = replace(
-                load_config(options.config, os.environ, with_keys=False), listen=Listen(port=0), api_keys={}
-            )
+            config = load_config(options.config, os.environ, with_keys=False)
+            config = replace(config, listen=Listen(port=0), api_keys={}, api_keys_file=None)
             config = replace(config, topologies=options.topologies or config.topologies)
             url, models = await _started(config, options.config, stack, on_progress), tuple(config.models)
         connector = aiohttp.TCPConnector(limit=0)  # all members of a vote ask at the same time

@@ -1,7 +1,7 @@
 """One record per question, seed and setting: read from a router's answer and trace, and back from a file of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,6 @@ class Record:
     agents: Sequence[AgentRecord] = ()
     exits: Sequence[ExitRecord] = ()
     error: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """Every field, agents and exits as objects."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

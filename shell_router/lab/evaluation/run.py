@@ -200,7 +200,7 @@ async def _ask_all(client: Client, evaluation: Evaluation, console: Console) -> 
                     for item, seed in turn.asked:
                         tasks.create_task(ask(setting, item, seed))
             if options.records is not None:
-                lines = b"".join(orjson.dumps(record.as_json()) + b"\n" for record in records[written:])
+                lines = b"".join(orjson.dumps(record) + b"\n" for record in records[written:])
                 _write("--records", options.records, "ab", lines)
 
 

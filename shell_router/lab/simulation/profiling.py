@@ -9,27 +9,20 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from math import ceil
 
 from shell_router.core.engine import Engine, Generation, Tokens
+from shell_router.core.statistics import Timing, fitted_costs, held_out_error
 from shell_router.errors import ConfigError
-from shell_router.lab.simulation.fitting import (
-    DecodeTiming,
-    PrefillTiming,
-    TransferTiming,
-    fit_decode,
-    fit_prefill,
-    fit_transfer,
-)
-from shell_router.standins.simulated import PairCosts
+from shell_router.standins.simulated import PairCosts, PrefillCosts, TransferCosts
+from shell_router.standins.simulated.costs import attended_pairs
 
 DRAWN = {"temperature": 0.7, "top_p": 0.95}
 """As most agents sample: on a small model drawing a token takes a good part of a step."""
 Clock = Callable[[], float]
 Arrivals = Sequence[tuple[float, int]]
 """When tokens of one output came, and how many had come by then."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +59,67 @@ class Amount:
         return Amount(lengths, batches, self.new_tokens, self.rounds)
 
 
+def prefill_timing(cached: int, new: int, seconds: float, limits: PrefillCosts) -> Timing:
+    """`new` tokens were prefilled behind `cached` ones, alone on the engine."""
+    terms = (ceil(new / limits.chunk_tokens), new, attended_pairs(new, cached))
+    return Timing((cached, new), terms, seconds)
+
+
+def first_token_timing(tokens: int, prefill_s: float, seconds: float) -> Timing:
+    """A prompt of `tokens` had its first token after `seconds`, of which its prefill takes `prefill_s`."""
+    return Timing(tokens, (1, tokens), seconds, prefill_s)
+
+
+def decode_timing(sequences: int, context: int, steps: int, seconds: float) -> Timing:
+    """`steps` steps of a batch of `sequences`, whose lengths summed up to `context` at their beginning."""
+    grown = sequences * steps * (steps - 1) / 2
+    return Timing(sequences, (steps, steps * sequences, steps * context + grown), seconds)
+
+
+def fitted(what: str, timings: Sequence[Timing], least: int, option: str) -> list[float]:
+    """The costs of the timings' terms. Raises ConfigError for fewer than `least` different timings."""
+    if (found := len({one.terms for one in timings})) < least:
+        raise ConfigError(
+            f"{what} cannot be fitted to {found} different timings; it takes {least}.",
+            remedy=f"Name more with {option}.",
+        )
+    return fitted_costs(timings)
+
+
 @dataclass(frozen=True, slots=True)
 class ProfiledCosts:
-    """What a pair costs, and the mean relative errors on timings that the costs were not fitted to, where known."""
+    """What a pair costs, and by work the mean relative error on timings that the costs were not fitted to, if known."""
 
     costs: PairCosts
-    prefill_error: float | None
-    transfer_error: float | None
-    decode_error: float | None
+    errors: Mapping[str, float]
+
+    @property
+    def error_words(self) -> str:
+        """The errors for people."""
+        known = ", ".join(f"{what} {error:.1%}" for what, error in self.errors.items())
+        return f"mean relative error on what the costs were not fitted to: {known or 'not known, too little was timed'}"
+
+
+def fitted_pair(
+    prefills: Sequence[Timing], firsts: Sequence[Timing], decodes: Sequence[Timing], limits: PairCosts
+) -> ProfiledCosts:
+    """The costs; `limits` are kept but for their times. Raises ConfigError where the timings are too few."""
+    forward_s, token_s, attention_s = fitted("Prefill", prefills, 3, "--lengths")
+    transfer = TransferCosts(*fitted("The transfer", firsts, 2, "--lengths"))
+    step_s, sequence_s, context_s = fitted("Decoding", decodes, 3, "--batches and --lengths")
+    found = {
+        "prefill": held_out_error(prefills, least=3),
+        "first token": held_out_error(firsts),
+        "decode": held_out_error(decodes),
+    }
+    return ProfiledCosts(
+        PairCosts(
+            replace(limits.prefill, forward_s=forward_s, token_s=token_s, attention_s=attention_s),
+            replace(limits.decode, step_s=step_s, sequence_s=sequence_s, context_s=context_s),
+            transfer,
+        ),
+        {what: error for what, error in found.items() if error is not None},
+    )
 
 
 async def profiled(
@@ -101,24 +147,19 @@ class Timings:
     clock: Clock
     _requests: int = 0
     _warm: bool = False
-    _prefills: dict[tuple[int, int], list[PrefillTiming]] = field(default_factory=lambda: defaultdict(list))
+    _prefills: dict[tuple[int, int], list[Timing]] = field(default_factory=lambda: defaultdict(list))
     _firsts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _decodes: dict[tuple[int, int], list[DecodeTiming]] = field(default_factory=lambda: defaultdict(list))
+    _decodes: dict[tuple[int, int], list[Timing]] = field(default_factory=lambda: defaultdict(list))
     _kept: dict[Hashable, list[list[int]]] = field(default_factory=dict)
 
     def fitted(self) -> ProfiledCosts:
         """The costs as far as they are known. Raises ConfigError where the timings are too few."""
-        prefill = fit_prefill([_middle(timed, _seconds) for timed in self._prefills.values()], self.limits.prefill)
-        transfer = fit_transfer(self._transfers())
-        decode = fit_decode(
-            [_middle(timed, lambda one: one.step_s) for timed in self._decodes.values()], self.limits.decode
-        )
-        return ProfiledCosts(
-            PairCosts(prefill.costs, decode.costs, transfer.costs),
-            prefill.held_out_error,
-            transfer.held_out_error,
-            decode.held_out_error,
-        )
+        prefills = {place: _middle(timed) for place, timed in self._prefills.items()}
+        firsts = [
+            first_token_timing(length, prefills[0, length].seconds, sorted(timed)[(len(timed) - 1) // 2])
+            for length, timed in self._firsts.items()
+        ]
+        return fitted_pair([*prefills.values()], firsts, [*map(_middle, self._decodes.values())], self.limits)
 
     async def round(self) -> None:
         """Time all kinds once; the first round warms up and is forgotten."""
@@ -141,17 +182,14 @@ class Timings:
             for length in self._decoded_lengths(sequences):
                 await self._decode(sequences, length)
 
-    def _transfers(self) -> list[TransferTiming]:
-        alone = {length: _middle(self._prefills[0, length], _seconds).seconds for length in self._firsts}
-        return [TransferTiming(length, alone[length], _middle(timed, float)) for length, timed in self._firsts.items()]
-
     async def _prefill(self, prefix: Sequence[int], new: int) -> None:
         request = self._request([*prefix, *self._prompt(new)])
         begun_s = self.clock()
         done = await self.engine.prefill(request)
         seconds = self.clock() - begun_s
         # what the engine found, which need not be what was there: a cache has pages, or does not keep what is prefilled
-        timing = PrefillTiming(done.cached_tokens, done.prompt_tokens - done.cached_tokens, seconds)
+        new_tokens = done.prompt_tokens - done.cached_tokens
+        timing = prefill_timing(done.cached_tokens, new_tokens, seconds, self.limits.prefill)
         self._prefills[len(prefix), new].append(timing)
 
     async def _first_token(self, length: int) -> None:
@@ -200,7 +238,7 @@ class Timings:
         )
 
 
-def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> DecodeTiming | None:
+def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> Timing | None:
     """The steps that a batch made while all its sequences decoded; None where it made none.
 
     They are counted on the sequence that ended first, from its first tokens after all others had begun.
@@ -214,23 +252,13 @@ def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> DecodeTiming | 
         return None
     (begun_s, begun), (ended_s, ended) = counted[0], counted[-1]
     context = sum(prompt_tokens + _come_by(arrivals, begun_s) for arrivals in outputs)
-    return DecodeTiming(len(outputs), context, ended - begun, ended_s - begun_s)
+    return decode_timing(len(outputs), context, ended - begun, ended_s - begun_s)
 
 
 def _come_by(arrivals: Arrivals, at_s: float) -> int:
     return max(come for came_s, come in arrivals if came_s <= at_s)
 
 
-def _seconds(timing: PrefillTiming) -> float:
-    return timing.seconds
-
-
-def _middle(values: Sequence[T], key: Callable[[T], float]) -> T:
-    """The value with the median key; of two in the middle the lower."""
-    return sorted(values, key=key)[(len(values) - 1) // 2]
-
-
-def embedding_costs(timings: Mapping[int, float]) -> tuple[float, float]:
-    """Seconds per text and per token from the seconds that texts took, by their tokens."""
-    fitted = fit_transfer([TransferTiming(tokens, 0.0, seconds) for tokens, seconds in timings.items()]).costs
-    return fitted.request_s, fitted.token_s
+def _middle(timings: Sequence[Timing]) -> Timing:
+    """That of the median seconds per first term, which are passes or steps; of two in the middle the lower."""
+    return sorted(timings, key=lambda one: one.seconds / one.terms[0])[(len(timings) - 1) // 2]

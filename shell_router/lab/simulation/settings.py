@@ -30,6 +30,7 @@ class EngineProfile:
     decode: DecodeCosts | None = None
     transfer: TransferCosts = field(default_factory=TransferCosts)
     roofline: Roofline | None = None
+    measured: Annotated[str, "When, on what, and how well the costs fit."] = ""
 
     def __post_init__(self) -> None:
         measured = self.prefill is not None and self.decode is not None
@@ -187,18 +188,9 @@ class Simulation:
         require(self.cores is None or apart, "engines that share a CPU are disaggregated here", "Leave `cores` out.")
 
 
-def load_simulation(file: Path) -> Simulation:
-    """The simulation that `file` describes. Raises ConfigError, which begins with the file and the line."""
-    found, _ = read_file(file, Simulation, see=SEE)
-    assert isinstance(found, Simulation)
-    return found
-
-
 def load_profiles(file: Path) -> Profiles:
     """The profiles in `file`. Raises ConfigError, which begins with the file and the line."""
-    found, _ = read_file(file, Profiles, see=SEE)
-    assert isinstance(found, Profiles)
-    return found
+    return read_file(file, Profiles, see=SEE)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +205,7 @@ class Loaded:
 
 def load(file: Path) -> Loaded:
     """What `file` describes. Raises ConfigError."""
-    simulation = load_simulation(file)
+    simulation, _ = read_file(file, Simulation, see=SEE)
     profiles = load_profiles(simulation.profiles)
     costs, gpus = {}, {}
     for alias, model in simulation.models.items():

@@ -4,9 +4,10 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 from shell_router.errors import ShellRouterError
-from shell_router.standins.embedded.settings import DTYPES, MODES, EmbeddedSettings, LoraSettings, ServerSettings
+from shell_router.standins.embedded.settings import MODES, EmbeddedSettings, LoraSettings, ServerSettings
 
 
 def parse_arguments(arguments: Sequence[str]) -> ServerSettings:
@@ -14,21 +15,15 @@ def parse_arguments(arguments: Sequence[str]) -> ServerSettings:
     parser = argparse.ArgumentParser(prog="python -m shell_router.standins.embedded", description=__doc__)
     parser.add_argument("--model-path", "--model", required=True, help="folder of a Qwen3 or Llama model")
     parser.add_argument("--disaggregation-mode", "--mode", required=True, choices=MODES)
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--disaggregation-bootstrap-port", type=int, default=8998, help="prefill only")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--context-length", type=int)
-    parser.add_argument("--max-total-tokens", type=int, default=65536)
-    parser.add_argument("--max-running-requests", type=int, default=32)
-    parser.add_argument("--draft-width", type=int, default=16, help="most tokens of a pass with drafts")
-    parser.add_argument("--chunked-prefill-size", type=int, default=512)
-    parser.add_argument("--incremental-streaming-output", action="store_true")
-    parser.add_argument(
-        "--kv-wait-s", type=float, default=300.0, help="how long prefill and decode wait for each other"
-    )
+    for each in fields(EmbeddedSettings):
+        flag = f"--{each.name.replace('_', '-')}"
+        if isinstance(each.default, bool):
+            parser.add_argument(flag, action="store_true")
+        elif each.name not in ("model_path", "cores", "lora"):
+            kind = int if each.default is None else type(each.default)
+            parser.add_argument(flag, type=kind, default=each.default, help="default: %(default)s")
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument(
         "--max-loaded-loras", type=int, default=LoraSettings().max_loaded_adapters, help="with --enable-lora"

@@ -41,114 +41,50 @@ PREFILL_ONLY = {
 
 
 def server_info(settings: ServerSettings, lm: CausalLm, loads: Loads) -> dict[str, Any]:
-    """Settings as they were resolved, under SGLang's names."""
+    """Settings as they were resolved, under SGLang's names, and in `internal_states` what the server does."""
     pair = settings.pair
     return {
         **asdict(pair),
-        "served_model_name": pair.model_path,
-        "tokenizer_path": pair.model_path,
         "port": settings.port,
         "disaggregation_mode": settings.mode,
         "disaggregation_bootstrap_port": settings.bootstrap_port,
         "context_length": lm.context_length,
         "max_total_num_tokens": pair.max_total_tokens,
-        "max_req_input_len": min(lm.context_length, pair.max_total_tokens) - 1,
-        "enable_metrics": True,
-        "disable_radix_cache": False,
         "enable_lora": pair.lora is not None,
-        "max_loaded_loras": pair.lora and pair.lora.max_loaded_adapters,
-        "max_loras_per_batch": pair.lora and pair.lora.max_loaded_adapters,
-        "max_lora_rank": pair.lora and pair.lora.max_rank,
         "version": VERSION,
-        "internal_states": [{"num_running_reqs": loads.running, "num_waiting_reqs": loads.waiting}],
+        "internal_states": [asdict(loads)],
     }
 
 
-def model_info(settings: ServerSettings, lm: CausalLm) -> dict[str, Any]:
-    path = settings.pair.model_path
-    return {
-        "model_path": path,
-        "served_model_name": path,
-        "tokenizer_path": path,
-        "is_generation": True,
-        "preferred_sampling_params": None,
-        "weight_version": "default",
-        "disaggregation_mode": settings.mode,
-        "has_image_understanding": False,
-        "has_audio_understanding": False,
-        "model_type": lm.model_type,
-        "architectures": list(lm.architectures),
-    }
+def model_info(settings: ServerSettings) -> dict[str, Any]:
+    path, mode = settings.pair.model_path, settings.mode
+    return {"model_path": path, "served_model_name": path, "is_generation": True, "disaggregation_mode": mode}
 
 
 def loads_report(settings: ServerSettings, loads: Loads, now: datetime) -> dict[str, Any]:
-    """One data-parallel rank. Waiting counts the queue before the batch and, on decode, before the transfer."""
-    return {
-        "timestamp": now.isoformat(),
-        "version": VERSION,
-        "accelerator": settings.pair.device,
-        "num_accelerators": 1,
-        "loads": [
-            {
-                "timestamp": now.timestamp(),
-                "dp_rank": 0,
-                "num_running_reqs": loads.running,
-                "num_waiting_reqs": loads.waiting + loads.decode_prealloc + loads.decode_transfer,
-                "num_used_tokens": loads.used_tokens,
-                "num_total_tokens": loads.used_tokens,
-                "max_total_num_tokens": settings.pair.max_total_tokens,
-                "max_running_requests": settings.pair.max_running_requests,
-                "token_usage": round(_usage(settings, loads), 4),
-                "cache_hit_rate": round(_hit_rate(loads), 4),
-                "disaggregation": {
-                    "mode": settings.mode,
-                    "prefill_bootstrap_queue_reqs": 0,
-                    "prefill_inflight_queue_reqs": loads.prefill_inflight,
-                    "decode_prealloc_queue_reqs": loads.decode_prealloc,
-                    "decode_transfer_queue_reqs": loads.decode_transfer,
-                    "decode_retracted_queue_reqs": 0,
-                },
-                "queues": {"waiting": loads.waiting, "grammar": 0, "paused": 0, "retracted": 0},
-            }
-        ],
-    }
+    """One data-parallel rank. Waiting counts the queue before the batch and, on decode, before the transfer.
 
-
-def metrics_text(settings: ServerSettings, loads: Loads, adapters: int) -> str:
-    """Prometheus text under SGLang's metric names and labels; `adapters` are loaded."""
-    labels = f'model_name="{settings.pair.model_path}",engine_type="{settings.mode}"'
-    values: dict[str, float] = {
+    The hit rate is of all prompt tokens since start; SGLang reports its last logging interval.
+    """
+    pair, prompts = settings.pair, loads.prompt_tokens_total
+    rank = {
+        "dp_rank": 0,
         "num_running_reqs": loads.running,
-        "num_queue_reqs": loads.waiting,
+        "num_waiting_reqs": loads.waiting + loads.decode_prealloc + loads.decode_transfer,
         "num_used_tokens": loads.used_tokens,
-        "token_usage": _usage(settings, loads),
-        "cache_hit_rate": _hit_rate(loads),
-        "kv_evictable_tokens": loads.evictable_tokens,
-        "num_prefill_inflight_queue_reqs": loads.prefill_inflight,
-        "num_decode_prealloc_queue_reqs": loads.decode_prealloc,
-        "num_decode_transfer_queue_reqs": loads.decode_transfer,
-        "prompt_tokens_total": loads.prompt_tokens_total,
-        "cached_tokens_total": loads.cached_tokens_total,
-        "generation_tokens_total": loads.generated_tokens_total,
+        "num_total_tokens": loads.used_tokens,
+        "max_total_num_tokens": pair.max_total_tokens,
+        "max_running_requests": pair.max_running_requests,
+        "token_usage": round(loads.used_tokens / pair.max_total_tokens, 4),
+        "cache_hit_rate": round(loads.cached_tokens_total / prompts if prompts else 0.0, 4),
+        "disaggregation": {
+            "mode": settings.mode,
+            "prefill_inflight_queue_reqs": loads.prefill_inflight,
+            "decode_prealloc_queue_reqs": loads.decode_prealloc,
+            "decode_transfer_queue_reqs": loads.decode_transfer,
+        },
     }
-    if (lora := settings.pair.lora) is not None:  # as in SGLang, none without it
-        total = lora.max_loaded_adapters
-        values["lora_pool_slots_used"], values["lora_pool_slots_total"] = adapters, total
-        values["lora_pool_utilization"] = adapters / total
-    lines = []
-    for name, value in values.items():
-        kind = "counter" if name.endswith("_tokens_total") else "gauge"
-        lines.append(f"# TYPE sglang:{name} {kind}\nsglang:{name}{{{labels}}} {value}\n")
-    return "".join(lines)
-
-
-def _usage(settings: ServerSettings, loads: Loads) -> float:
-    return loads.used_tokens / settings.pair.max_total_tokens
-
-
-def _hit_rate(loads: Loads) -> float:
-    """Of all prompt tokens since start; SGLang reports its last logging interval."""
-    return loads.cached_tokens_total / loads.prompt_tokens_total if loads.prompt_tokens_total else 0.0
+    return {"timestamp": now.isoformat(), "version": VERSION, "loads": [rank]}
 
 
 def json_response(content: Any, status: int = 200) -> web.Response:
@@ -187,13 +123,9 @@ class EngineApp:
         app = web.Application(client_max_size=BODY_LIMIT_BYTES, middlewares=[answer_refusals])
         for path, read in (
             ("/health", self._health),
-            ("/health_generate", self._health),
             ("/server_info", self._server_info),
-            ("/get_server_info", self._server_info),
             ("/model_info", self._model_info),
-            ("/get_model_info", self._model_info),
             ("/v1/loads", self._loads),
-            ("/metrics", self._metrics),
             ("/v1/models", self._models),
         ):
             app.router.add_get(path, read)
@@ -278,13 +210,10 @@ class EngineApp:
         return json_response(server_info(self.settings, self.lm, self.service.loads()))
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        return json_response(model_info(self.settings, self.lm))
+        return json_response(model_info(self.settings))
 
     async def _loads(self, _: web.Request) -> web.Response:
         return json_response(loads_report(self.settings, self.service.loads(), datetime.now(UTC)))
-
-    async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=metrics_text(self.settings, self.service.loads(), len(self.adapters.paths)))
 
     async def _models(self, _: web.Request) -> web.Response:
         model = self.settings.pair.model_path

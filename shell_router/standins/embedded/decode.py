@@ -79,7 +79,6 @@ class DecodeWorker:
     rng: random.Random
     clock: Callable[[], float] = time.perf_counter
     gate: DraftGate = field(default_factory=DraftGate)
-    generated_tokens: int = 0
     _active: list[DecodeJob] = field(default_factory=list)
     _news: list[tuple[DecodeJob, Piece]] = field(default_factory=list)
     _sampler: BatchSampler | None = None
@@ -214,7 +213,6 @@ class DecodeWorker:
 
     def _accept(self, job: DecodeJob, token_id: int, logprob: float | None) -> Piece:
         piece = job.output.accept(token_id, logprob)
-        self.generated_tokens += piece.token_id is not None
         self._news.append((job, piece))
         return piece
 
@@ -280,7 +278,6 @@ class DecodeService(Service[DecodeJob, Piece]):
             used_tokens=self._worker.stored_tokens,
             decode_prealloc=self._capacity.waiting,
             decode_transfer=self.inflight.transferring,
-            generated_tokens_total=self._worker.generated_tokens,
         )
 
     async def _decode(self, job: DecodeJob) -> None:

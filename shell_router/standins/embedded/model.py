@@ -154,8 +154,6 @@ class CausalLm:
     vocab_size: int
     context_length: int
     eos_ids: frozenset[int]
-    model_type: str
-    architectures: tuple[str, ...]
     adapted: AdaptedLinears | None = None
 
     def prefill(
@@ -224,8 +222,6 @@ def load_causal_lm(settings: EmbeddedSettings) -> CausalLm:
         vocab_size=config.vocab_size,
         context_length=_context_length(settings, config),
         eos_ids=_eos_ids(folder, config),
-        model_type=config.model_type,
-        architectures=tuple(config.architectures or ()),
         adapted=None if settings.lora is None else AdaptedLinears(network),
     )
 

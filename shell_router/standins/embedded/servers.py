@@ -3,11 +3,13 @@
 import asyncio
 import json
 import os
+import pickle
 import signal
 import sys
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -123,7 +125,7 @@ class Spawner:
             server.end(ENDED)
             return server
         self._servers[server.number] = server
-        self.send({"start": server.number, "name": name, "server": asdict(settings)})
+        self.send({"start": server.number, "name": name, "server": b64encode(pickle.dumps(settings)).decode()})
         return server
 
     async def stop(self) -> None:

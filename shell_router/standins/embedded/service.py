@@ -121,7 +121,6 @@ class Loads:
     decode_transfer: int = 0
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
-    generated_tokens_total: int = 0
 
 
 class Service(Generic[Job, Result]):

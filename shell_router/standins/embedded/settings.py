@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from shell_router.config.models import count
-from shell_router.errors import ConfigError
+from shell_router.errors import require
 from shell_router.topology.forms import ListOf, Number
 
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -22,11 +22,10 @@ class LoraSettings:
     max_rank: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("max_loaded_adapters", "max_rank"):
-            _require_positive(name, getattr(self, name))
+        _require_positive(self, "max_loaded_adapters", "max_rank")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedSection:
     """A prefill and a decode process that the router starts and ends itself; used where there are no `pairs`."""
 
@@ -51,26 +50,16 @@ class EmbeddedSection:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddedSettings:
+class EmbeddedSettings(EmbeddedSection):
     """One pair: a model folder and its limits.
 
     `model_path` is a Hugging Face folder of a causal LM with full attention (Qwen3, Llama). `context_length` counts
-    prompt and output; None takes the model's own. `max_total_tokens` bounds, per server, the tokens of requests in
-    work and, on the prefill server, separately those kept in the prefix cache. `kv_wait_s` is how long a finished
-    prefill waits for its decode partner, and a decode for its KV. float64 makes outputs independent of batching and
-    of how a prompt was cut into chunks. With `cores` both servers run on those CPU cores alone.
-    Without `lora` adapters are refused, and the network is left as it is.
+    prompt and output; None takes the model's own. `kv_wait_s` is how long a finished prefill waits for its decode
+    partner, and a decode for its KV. Without `lora` adapters are refused, and the network is left as it is.
     """
 
     model_path: str
-    device: str = "cpu"
-    dtype: Dtype = "float32"
-    threads: int = 1
-    cores: tuple[int, ...] = ()
     context_length: int | None = None
-    max_total_tokens: int = 65536
-    max_running_requests: int = 32
-    draft_width: int = 16
     chunked_prefill_size: int = 512
     incremental_streaming_output: bool = False
     kv_wait_s: float = 300.0
@@ -78,19 +67,9 @@ class EmbeddedSettings:
     lora: LoraSettings | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is unknown.", remedy=f"Choose one of {', '.join(DTYPES)}.")
-        for name in (
-            "threads",
-            "max_total_tokens",
-            "max_running_requests",
-            "draft_width",
-            "chunked_prefill_size",
-            "kv_wait_s",
-        ):
-            _require_positive(name, getattr(self, name))
-        if self.context_length is not None:
-            _require_positive("context_length", self.context_length)
+        require(self.dtype in DTYPES, f"dtype {self.dtype!r} is unknown.", f"Choose one of {', '.join(DTYPES)}.")
+        _require_positive(self, "threads", "max_total_tokens", "max_running_requests", "draft_width")
+        _require_positive(self, "chunked_prefill_size", "kv_wait_s", "context_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +82,10 @@ class ServerSettings:
     bootstrap_port: int = 0
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"mode {self.mode!r} is unknown.", remedy=f"Choose one of {', '.join(MODES)}.")
+        require(self.mode in MODES, f"mode {self.mode!r} is unknown.", f"Choose one of {', '.join(MODES)}.")
 
 
-def _require_positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise ConfigError(f"{name} is {value}.", remedy="It must be greater than zero.")
+def _require_positive(settings: object, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        require(value is None or value > 0, f"{name} is {value}.", "It must be greater than zero.")

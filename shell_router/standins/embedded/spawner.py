@@ -3,7 +3,7 @@
 Importing torch and transformers takes seconds per process; a fork takes milliseconds. The router's own process cannot
 be the one that forks: it has threads and sockets. Commands and events are JSON lines on standard input and output:
 
-    {"start": 7, "name": "small/prefill", "server": {...}}
+    {"start": 7, "name": "small/prefill", "server": its settings, pickled, in base 64}
         ->  {"ready": 7, "pid": ..., "port": ..., "bootstrap_port": ...}  or  {"failed": 7, "message": ...}
     {"signal": 15, "server": 7}  ->  that signal to the server, if it still runs
     when a server's process ends:  {"exited": 7, "code": ...}
@@ -17,6 +17,7 @@ import ctypes
 import json
 import logging
 import os
+import pickle
 import random
 import selectors
 import signal
@@ -24,6 +25,7 @@ import socket
 import sys
 import threading
 import time
+from base64 import b64decode
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -45,7 +47,7 @@ from shell_router.standins.embedded.kv_transfer import BootstrapRooms, KvClient
 from shell_router.standins.embedded.model import CausalLm, load_causal_lm
 from shell_router.standins.embedded.prefill import PrefillService
 from shell_router.standins.embedded.service import Service
-from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettings, ServerSettings
+from shell_router.standins.embedded.settings import ServerSettings
 
 SHUTDOWN_LIMIT_S = 3.0
 TERM_LIMIT_S = 5.0
@@ -165,7 +167,7 @@ class Spawner:
 
     def obey(self, command: dict[str, Any]) -> None:
         if "start" in command:
-            self._start(command["start"], command["name"], server_settings(command["server"]))
+            self._start(command["start"], command["name"], pickle.loads(b64decode(command["server"])))
             return
         for pid, number in self._running.items():
             if number == command["server"]:
@@ -239,17 +241,6 @@ def _wakeups() -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     return woken
-
-
-def server_settings(fields: dict[str, Any]) -> ServerSettings:
-    """Read back what `dataclasses.asdict` made of a `ServerSettings`."""
-    lora = fields["pair"]["lora"]
-    pair = {
-        **fields["pair"],
-        "cores": tuple(fields["pair"]["cores"]),
-        "lora": None if lora is None else LoraSettings(**lora),
-    }
-    return ServerSettings(**{**fields, "pair": EmbeddedSettings(**pair)})
 
 
 def report(**event: Any) -> None:

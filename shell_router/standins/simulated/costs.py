@@ -101,8 +101,7 @@ class DecodeCosts:
             raise ConfigError(f"reserved_tokens must be at least 0, not {self.reserved_tokens}")
 
     def steps_s(self, steps: int, tokens: int, context: int, grows: float | None = None) -> float:
-        """Seconds of `steps` steps over so many tokens each, from a context that `grows` with each; by default by those
-        tokens."""
+        """Seconds of `steps` steps over `tokens` each; with each the context `grows` by that, or by `tokens`."""
         grown = (tokens if grows is None else grows) * (steps * (steps - 1) // 2)
         return steps * (self.step_s + tokens * self.sequence_s + context * self.context_s) + grown * self.context_s
 

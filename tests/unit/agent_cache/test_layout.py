@@ -36,7 +36,7 @@ def test_a_programs_keys_share_a_hash_tag() -> None:
 def test_a_read_may_begin_at_any_boundary_within_an_entry(batch: list[Chunk], draw: st.DataObject) -> None:
     skipped = draw.draw(st.integers(0, len(batch)))
     position, total = sum(map(len, batch[:skipped])), sum(map(len, batch))
-    read = read_entries([entry(total, *batch)], position)
+    read, _ = read_entries([entry(total, *batch)], position)
     assert read.text == "".join(chunk.text for chunk in batch[skipped:])
     assert read.position == total
 
@@ -48,7 +48,38 @@ def test_a_read_may_not_begin_inside_a_chunk() -> None:
 
 def test_an_end_mark_ends_the_read() -> None:
     end = b"2-2", {b"end": b"failed", b"detail": "ä".encode()}
-    assert read_entries([entry(2, Chunk("ab")), end], 0) == LogRead("ab", (), 2, End.FAILED, "ä")
+    assert read_entries([entry(2, Chunk("ab")), end], 0) == (LogRead("ab", (), 2, End.FAILED, "ä"), 0)
+
+
+NONSENSE: list[dict[bytes, bytes]] = [
+    {},
+    {b"evil": b"x"},
+    {b"end": b"perhaps"},
+    {b"end": b"\xff"},
+    *(
+        {b"chunks": field}
+        for field in (b"", b"\xff", b'{"ab":1}', b"1", b"[[1]]", b'[["a", [1]], [2, [3]]]', b'[["a", "bc"]]')
+    ),
+    *({b"chunks": field} for field in (b'[["a", [-1]]]', b'[["a", [true]]]', b'[["a", null]]', b"[" * 100_000)),
+]
+
+
+@pytest.mark.parametrize("fields", NONSENSE)
+def test_an_entry_that_makes_no_sense_is_skipped_and_counted(fields: dict[bytes, bytes]) -> None:
+    entries = [entry(1, Chunk("a")), (b"1-7", fields), entry(2, Chunk("b"))]
+    assert read_entries(entries, 0) == (LogRead("ab", (), 2), 1)
+
+
+@pytest.mark.parametrize("last", [entry(3, Chunk("c")), (b"3-2", {b"end": b"finished", b"detail": b""})])
+def test_a_log_that_lacks_what_was_skipped_fails(last: Entry) -> None:
+    read, skipped = read_entries([entry(1, Chunk("a")), (b"2-0", {b"chunks": b"?"}), last], 0)
+    assert (read.text, read.position, read.end, skipped) == ("a", 1, End.FAILED, 1)
+    assert "damaged" in read.detail
+
+
+def test_the_mark_of_a_deletion_has_no_position() -> None:
+    mark = b"1700000000000-0", {b"end": b"aborted", b"detail": b"\xff"}
+    assert read_entries([mark], 5)[0].end is End.ABORTED
 
 
 ENTRIES = [entry(1, Chunk("a"))]

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
 from redis.asyncio import Redis
 
-from agent_cache import CacheError, Chunk, End, LogKey, LogRead
+from agent_cache import CacheError, CacheUnavailable, Chunk, End, LogKey, LogRead
 from agent_cache.redis import RedisAgentPromptCache
 from tests.fakes.redis_server import RedisServer
 
@@ -192,3 +193,109 @@ async def test_a_log_that_redis_dropped_goes_on_in_its_own_process(server: Redis
         assert cache.stats.withdrawn == 1
         assert not cache.stats.degraded
         assert server.ask("EXISTS", "agent-prompt-cache:{tenant:program}:log:agent") == 0
+
+
+LOG, AGENTS = "agent-prompt-cache:{tenant:bad}:log:agent", "agent-prompt-cache:{tenant:bad}:agents"
+BAD = LogKey("tenant", "bad", "agent")
+
+
+@asynccontextmanager
+async def writer_and_reader(server: RedisServer) -> AsyncIterator[tuple[RedisAgentPromptCache, RedisAgentPromptCache]]:
+    async with (
+        RedisAgentPromptCache(server.url, clock=time.monotonic) as writer,
+        RedisAgentPromptCache(server.url, clock=time.monotonic) as reader,
+    ):
+        yield writer, reader
+
+
+async def of_the_others(writer: RedisAgentPromptCache, reader: RedisAgentPromptCache) -> str:
+    """What another process reads of a program that is none of the bad one's business."""
+    log = await writer.create(KEY)
+    log.append(Chunk("shared"))
+    assert await writer.flush(limit_s=LIMIT_S)
+    return (await reader.read(KEY, wait_s=LIMIT_S)).text
+
+
+@pytest.mark.parametrize("name", [LOG, AGENTS])
+async def test_a_key_of_another_kind_ends_the_sharing_of_its_own_program_alone(server: RedisServer, name: str) -> None:
+    async with writer_and_reader(server) as (writer, reader):
+        server.ask("SET", name, "w")
+        log = await writer.create(BAD)
+        log.append(Chunk("a"))
+        log.end(End.FINISHED)
+        assert await of_the_others(writer, reader) == "shared"
+        assert (await writer.read(BAD, wait_s=0)).text == "a"
+        assert (writer.stats.degraded, writer.stats.withdrawn) == (False, 1)
+        await writer.forget("tenant", "bad")
+        assert not server.ask("EXISTS", name)
+
+
+@pytest.mark.parametrize("odd", [("SET", LOG, "w"), ("XADD", LOG, "9999-9", "x", "y")])
+async def test_a_log_that_is_spoiled_while_it_is_written_goes_on_in_its_own_process(
+    server: RedisServer, odd: tuple[str, ...]
+) -> None:
+    async with writer_and_reader(server) as (writer, reader):
+        log = await writer.create(BAD)
+        server.ask(*odd)
+        log.append(Chunk("a"))
+        log.end(End.FINISHED)
+        assert await of_the_others(writer, reader) == "shared"
+        assert (await writer.read(BAD, wait_s=0)).end is End.FINISHED
+        assert (writer.stats.degraded, writer.stats.withdrawn) == (False, 1)
+
+
+async def test_a_key_of_another_kind_is_no_obstacle_after_an_outage(server: RedisServer) -> None:
+    async with writer_and_reader(server) as (writer, reader):
+        await writer.create(BAD)
+        server.kill()
+        (await writer.create(LogKey("tenant", "bad", "second"))).append(Chunk("a"))
+        while not writer.stats.degraded:
+            await turn()
+        server.start()
+        server.ask("SET", LOG, "w")
+        assert await writer.flush(limit_s=LIMIT_S)
+        assert await of_the_others(writer, reader) == "shared"
+        assert (writer.stats.degraded, writer.stats.withdrawn) == (False, 1)
+
+
+async def test_a_reader_of_what_is_no_log_hears_so_at_once(server: RedisServer) -> None:
+    async with writer_and_reader(server) as (_, reader):
+        server.ask("SET", LOG, "w")
+        with pytest.raises(CacheUnavailable, match="is no log"):
+            await reader.read(BAD, wait_s=3600)
+
+
+async def test_an_entry_that_makes_no_sense_is_read_once_and_not_waited_on_in_a_circle(server: RedisServer) -> None:
+    async with writer_and_reader(server) as (_, reader), asyncio.TaskGroup() as group:
+        server.ask("XADD", LOG, "0-1", "owner", "x")
+        server.ask("XADD", LOG, "0-5", "evil", "x")
+        reading = group.create_task(reader.read(BAD, wait_s=LIMIT_S))
+        while not server.blocked_readers():
+            await turn()
+        server.ask("XADD", LOG, "1-0", "chunks", '[["a",[7]]]')
+        assert await reading == LogRead("a", (7,), 1)
+        statistics = server.ask("INFO", "commandstats")
+        assert isinstance(statistics, dict)
+        assert (statistics["cmdstat_xread"]["calls"], reader.stats.skipped) == (2, 1)
+
+
+async def test_a_program_with_a_member_that_is_no_name_is_deleted(server: RedisServer) -> None:
+    async with writer_and_reader(server) as (writer, reader):
+        await writer.create(BAD)
+        server.ask("SADD", AGENTS, b"\xff")  # type: ignore[arg-type]
+        await writer.forget("tenant", "bad")
+        assert server.keys() == {}
+        assert await of_the_others(writer, reader) == "shared"
+
+
+async def test_a_password_is_sent_and_a_wrong_one_counts_as_away(server: RedisServer) -> None:
+    server.ask("CONFIG", "SET", "requirepass", "geheim")
+    async with RedisAgentPromptCache(server.url, clock=time.monotonic, options={"password": "geheim"}) as right:
+        assert await right.healthy()
+        await right.create(KEY)
+        assert not right.stats.degraded
+    async with RedisAgentPromptCache(server.url, clock=time.monotonic, options={"password": "x"}) as wrong:
+        assert not await wrong.healthy()
+        (await wrong.create(BAD)).append(Chunk("a"))
+        assert (await wrong.read(BAD, wait_s=0)).text == "a"
+        assert wrong.stats.degraded

@@ -33,6 +33,12 @@ def test_text_parts_are_joined_and_developer_counts_as_system() -> None:
     )
 
 
+def test_an_assistant_message_that_says_nothing_is_empty_text() -> None:
+    said = {"role": "assistant", "content": None}
+    chat = read_chat(body(messages=[USER, said, USER]))
+    assert chat.messages == (USER, {"role": "assistant", "content": ""}, USER)
+
+
 TOOL, CLASHING = (
     {
         "type": "function",
@@ -77,6 +83,7 @@ TOOL, CLASHING = (
         ({"logprobs": True}, "logprobs"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"audio": {}}, "audio"),
+        ({"verbosity": "low"}, "verbosity"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"temperature": 2.5}, "temperature"),

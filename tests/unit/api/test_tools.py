@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shell_router.api.fields import Fields
-from shell_router.api.tools import NO_TOOLS, ToolUse, check_answers, read_calls, read_tools
+from shell_router.api.tools import ToolUse, check_answers, read_calls, read_tools
 from shell_router.errors import InvalidField
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -18,7 +18,7 @@ def body(**fields: object) -> Fields:
 
 def test_tools_are_read_as_a_chat_template_takes_them() -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    assert read_tools(Fields({})) == NO_TOOLS
+    assert read_tools(Fields({})) == ToolUse()
     assert read_tools(body()) == ToolUse((WEATHER,), "auto")
     assert read_tools(body(tool_choice="none")).mode == "none"
     assert read_tools(body(tool_choice="required", parallel_tool_calls=False)) == ToolUse(

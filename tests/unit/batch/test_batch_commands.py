@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import orjson
@@ -17,6 +18,7 @@ from shell_router.batch.report import on_screen
 from shell_router.batch.run import Stage
 from shell_router.batch.sessions import Sessions
 from shell_router.cli import main
+from shell_router.config.write import plain
 from tests.fakes.pools import ScriptedWorkers
 
 POOL = """
@@ -41,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / model).mkdir()
     (tmp_path / "pool.yaml").write_text(POOL, encoding="utf-8")
     profile = PoolProfile(dict.fromkeys(EXPERTS, COST), COST)
-    (tmp_path / "costs.yaml").write_text(yaml.safe_dump(profile.as_plain()), encoding="utf-8")
+    (tmp_path / "costs.yaml").write_text(yaml.safe_dump(plain(asdict(profile))), encoding="utf-8")
     lines = [orjson.dumps({"question": f"Q{number}?", "answer": "1"}) for number in ANSWERS]
     (tmp_path / "questions.jsonl").write_bytes(b"\n".join(lines))
     return tmp_path
@@ -195,7 +197,7 @@ def test_a_corrupt_profile_is_reported_by_line(folder: Path, capsys: pytest.Capt
     spoiled = (folder / "costs.yaml").read_text(encoding="utf-8").replace("mean_tokens: 10.0", "mean_tokens: many")
     (folder / "costs.yaml").write_text(spoiled, encoding="utf-8")
     assert batch(folder, "run", "--out", folder / "run") == 2
-    assert "costs.yaml:5: aggregator.mean_tokens must be a number at least 0, not 'many'" in capsys.readouterr().err
+    assert "costs.yaml:4: aggregator.mean_tokens must be a number at least 0, not 'many'" in capsys.readouterr().err
 
 
 def test_a_pool_without_an_aggregator_takes_no_tau(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

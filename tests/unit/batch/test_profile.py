@@ -1,5 +1,5 @@
 import asyncio
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from shell_router.batch.profile import ModelProfile, PoolProfile, SessionRun, pr
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.sessions import profiled
 from shell_router.config.read import read_file
+from shell_router.config.write import plain
 from shell_router.errors import ConfigError, EngineError, EngineRejected
 from tests.fakes.pools import ScriptedWorkers
 from tests.fakes.scripted_engine import Script
@@ -29,7 +30,7 @@ def prompts(number: int) -> list[Prompt]:
 def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "costs.yaml"
     for profile in (PoolProfile({"a": MODEL, "7": profile_of(RUNS[:2], 1.0)}, MODEL), PoolProfile({"a": MODEL})):
-        file.write_text(yaml.safe_dump(profile.as_plain(), sort_keys=False), encoding="utf-8")
+        file.write_text(yaml.safe_dump(plain(asdict(profile)), sort_keys=False), encoding="utf-8")
         found, _ = read_file(file, PoolProfile)
         assert found.models["a"] == MODEL
         assert found.aggregator == profile.aggregator
@@ -39,14 +40,14 @@ def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 def test_an_edited_profile_with_a_negative_figure_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "costs.yaml"
     profile = PoolProfile({"a": replace(MODEL, step_s=-0.1)})
-    file.write_text(yaml.safe_dump(profile.as_plain(), sort_keys=False), encoding="utf-8")
+    file.write_text(yaml.safe_dump(plain(asdict(profile)), sort_keys=False), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"models\.a\.step_s must be a number at least 0"):
         read_file(file, PoolProfile)
 
 
 def test_a_fast_models_seconds_per_token_are_kept_to_a_thousandth() -> None:
     fast = ModelProfile(1.0, 100.0, 200.0, 0.1, 1.23456e-5, 6.54321e-6)
-    kept = PoolProfile({"a": fast}).as_plain()["models"]["a"]
+    kept = plain(asdict(fast))
     assert kept["token_s"] == pytest.approx(fast.token_s, rel=1e-3)
     assert kept["step_s"] == pytest.approx(fast.step_s, rel=1e-3)
 

@@ -1,5 +1,7 @@
 """The Kubernetes manifests: they parse, and their names and ports fit each other. No cluster is asked."""
 
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,12 @@ import yaml
 from yarl import URL
 
 from shell_router.app import load_config
-from shell_router.config import Config
+from shell_router.config import ApiKey, Config
+from shell_router.config.models import FromEnvironment
 from shell_router.topology import load_topology
 
-FOLDER = Path(__file__).parents[3] / "launch" / "kubernetes"
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "launch" / "kubernetes"
 OBJECTS = [
     found for file in sorted(FOLDER.glob("*.yaml")) for found in yaml.safe_load_all(file.read_text(encoding="utf-8"))
 ]
@@ -38,7 +42,8 @@ def config(tmp_path: Path) -> Config:
     """What the router's pod reads."""
     for name, text in of_kind("ConfigMap")["shell-router"]["data"].items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    return load_config(tmp_path / "router.yaml", {"SHELL_ROUTER_KEY": "k"})
+    given = {one["name"]: one["name"] for one in container(DEPLOYMENTS["shell-router"])["env"]}
+    return load_config(tmp_path / "router.yaml", given)
 
 
 def test_no_two_objects_of_a_kind_share_a_name() -> None:
@@ -92,6 +97,69 @@ def test_the_router_finds_redis_and_its_topology(config: Config) -> None:
     assert load_topology(config.topologies[0], models=config.models).name == "panel"
 
 
-def test_the_router_has_time_to_drain(config: Config) -> None:
-    grace_s = DEPLOYMENTS["shell-router"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace_s > config.limits.drain_s
+def test_the_router_has_time_to_leave_and_to_drain(config: Config) -> None:
+    pod = DEPLOYMENTS["shell-router"]["spec"]["template"]["spec"]
+    word, seconds = container(DEPLOYMENTS["shell-router"])["lifecycle"]["preStop"]["exec"]["command"]
+    assert word == "sleep" and config.limits.lame_duck_s > 0
+    left_s = pod["terminationGracePeriodSeconds"] - int(seconds)
+    assert left_s > config.limits.lame_duck_s + config.limits.drain_s
+
+
+def test_redis_asks_for_the_password_that_the_router_sends(config: Config) -> None:
+    assert config.cache.password == FromEnvironment("REDIS_PASSWORD")
+    secrets = [
+        one["valueFrom"]["secretKeyRef"]
+        for name in ("shell-router", "shell-router-redis")
+        for one in container(DEPLOYMENTS[name])["env"]
+        if one["name"] == "REDIS_PASSWORD"
+    ]
+    assert len(secrets) == 2 and secrets[0] == secrets[1]
+    assert '--requirepass "$REDIS_PASSWORD"' in container(DEPLOYMENTS["shell-router-redis"])["args"][0]
+
+
+def test_only_the_operators_key_is_one(config: Config) -> None:
+    assert {name for name, key in config.api_keys.items() if isinstance(key, ApiKey) and key.operator} == {"operator"}
+
+
+@pytest.mark.parametrize("name", ["shell-router", "shell-router-redis"])
+def test_what_needs_no_gpu_runs_without_root_and_changes_nothing_of_its_image(name: str) -> None:
+    assert DEPLOYMENTS[name]["spec"]["template"]["spec"]["securityContext"]["runAsNonRoot"]
+    own = container(DEPLOYMENTS[name])["securityContext"]
+    assert own["readOnlyRootFilesystem"] and not own["allowPrivilegeEscalation"]
+    assert own["capabilities"]["drop"] == ["ALL"]
+
+
+@pytest.mark.parametrize("name", sorted(DEPLOYMENTS))
+def test_every_pod_says_what_it_needs(name: str) -> None:
+    assert {"cpu", "memory"} <= container(DEPLOYMENTS[name])["resources"]["requests"].keys()
+
+
+@pytest.mark.parametrize("name", sorted(set(DEPLOYMENTS) - {"shell-router"}))
+def test_only_what_must_reaches_engines_and_redis(name: str) -> None:
+    labels = DEPLOYMENTS[name]["spec"]["template"]["metadata"]["labels"]
+    (policy,) = [
+        one
+        for one in of_kind("NetworkPolicy").values()
+        if one["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    ]
+    sources = [peer["podSelector"]["matchLabels"]["app"] for rule in policy["spec"]["ingress"] for peer in rule["from"]]
+    assert set(sources) <= {"shell-router", labels["app"]} and "shell-router" in sources
+
+
+def test_an_image_gets_all_that_the_wheel_is_built_from() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    needed.update(wheel["only-include"])
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in lines
+    let_in = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    assert needed == let_in
+    assert all((ROOT / one).exists() for one in needed)
+
+
+def test_the_router_runs_as_the_user_of_its_image_who_is_not_root() -> None:
+    dockerfile = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
+    (user,) = re.findall(r"^USER (\d+)$", dockerfile, re.MULTILINE)
+    pod = DEPLOYMENTS["shell-router"]["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsUser"] == int(user) > 0

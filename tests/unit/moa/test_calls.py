@@ -1,5 +1,7 @@
 """Tools of a graph's root: what prompts hold, and which part of an output is a call."""
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -98,12 +100,59 @@ async def test_agreement_is_not_forwarded_past_an_agent_with_tools() -> None:
     assert without.agents["root"].state == "skipped", "the leaves agree"
 
 
+class Pythonic:
+    """A server's parser of calls like `[weather(city)]`; it keeps what it was asked."""
+
+    def __init__(self, name: str | None = "pythonic") -> None:
+        self.tool_parser = name
+        self.asked: list[str] = []
+
+    async def parse_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Any]]:
+        self.asked.append(text)
+        found = re.findall(r"(\w+)\((\w+)\)", text)
+        return text.partition("[")[0], [{"name": name, "arguments": {"city": city}} for name, city in found]
+
+
+async def test_calls_of_other_formats_are_read_by_the_models_servers() -> None:
+    parser, events = Pythonic(), Recorder()
+    moa = ScriptedMoa({"root": Script("I look. [weather(Bonn), rm(all)]", piece_words=1)}, call_parser=parser)
+    answer = await ask(moa, events=events)
+    assert (answer.text, [(call.name, call.arguments) for call in answer.calls]) == (
+        "I look. ",
+        [("weather", '{"city":"Bonn"}')],
+    )
+    assert parser.asked == ["I look. [weather(Bonn), rm(all)]"]
+    assert moa.engines["large"].generated[-1].sampling["skip_special_tokens"] is False
+    moa = ScriptedMoa({"root": "It is dry."}, call_parser=parser)
+    answer = await ask(moa)
+    assert (answer.text, answer.calls) == ("It is dry.", ())
+    forced = ScriptedMoa({"root": '[{"name": "time", "parameters": {}}]'}, call_parser=parser)
+    answer = await ask(forced, offer=ToolOffer(TOOLS, must_call=True))
+    assert [call.name for call in answer.calls] == ["time"] and len(parser.asked) == 2
+    with pytest.raises(InvalidField, match="--tool-call-parser"):
+        await ask(ScriptedMoa(call_parser=Pythonic(None)))
+
+
+async def test_text_before_a_known_mark_is_streamed_and_not_sent_to_the_parser() -> None:
+    parser, events = Pythonic("mistral"), Recorder()
+    moa = ScriptedMoa({"root": Script("I look. [TOOL_CALLS] weather(Bonn)", piece_words=1)}, call_parser=parser)
+    answer = await ask(moa, events=events)
+    assert parser.asked == ["[TOOL_CALLS] weather(Bonn)"]
+    assert (answer.text, len(answer.calls)) == ("I look. ", 1)
+    assert "".join(event.text for event in events.of(AgentTokens) if event.agent == "root") == "I look. "
+
+
 async def test_what_cannot_call_tools_is_refused() -> None:
     with pytest.raises(InvalidField, match=r"models\.large\.tool_call_parser"):
         await ask(ScriptedMoa())
     vote = replace(TREE.root, votes=True, model="vote")
     with pytest.raises(InvalidField, match="votes"):
         await ask(ScriptedMoa(call_mark="<tool_call>"), replace(TREE, agents={**TREE.agents, "root": vote}))
+    moa = ScriptedMoa(call_mark="<tool_call>")
+    moa.models["medium"] = replace(moa.models["medium"], call_mark=None)
+    with_fallback = replace(TREE, agents={**TREE.agents, "root": replace(TREE.root, fallbacks=("medium",))})
+    with pytest.raises(InvalidField, match=r"models\.medium\.tool_call_parser"):
+        await ask(moa, with_fallback)
     moa = ScriptedMoa({"root": '[{"name": "time", "parameters": {}}]'})
     answer = await ask(moa, offer=ToolOffer(TOOLS, must_call=True))
     assert [call.name for call in answer.calls] == ["time"], "a constrained output needs no parser"

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.core.events import AgentTokens, StepChosen
-from shell_router.topology import Conditional, parse_steps
+from shell_router.topology import Conditional
 from tests.fakes.moa import Recorder, ScriptedMoa, ask
+from tests.fakes.topologies import parse_steps
 
 WORDS = ("alpha", "beta", "gamma")
 Rules = list[tuple[str, str]]

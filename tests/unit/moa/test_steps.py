@@ -9,9 +9,10 @@ from shell_router.core.events import Degraded, ModelChosen, StepChosen
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable, PromptTooLong
 from shell_router.moa import Classes, ModelChooser, Scores, StepExecutor
 from shell_router.moa.steps import Deciding
-from shell_router.topology import Agent, Conditional, Prompt, Topology, parse_steps, parse_topology
+from shell_router.topology import Agent, Conditional, Prompt, Topology, parse_topology
 from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, ask
 from tests.fakes.scripted_engine import Gates, Script
+from tests.fakes.topologies import parse_steps
 
 TREE = parse_topology("name: tree\ntree: {shape: [2, 1], models: [small, large]}", source="tree.yaml")
 

@@ -58,10 +58,11 @@ async def test_thinking_counts_as_tokens_and_as_nothing_else() -> None:
 
 
 async def test_an_agent_can_give_its_readers_all_it_wrote() -> None:
-    moa, topology = thinking({"left": SAID}), tree()
-    left = replace(topology.agents["left"], readers_get="all")
-    await ask(moa, replace(topology, agents={**topology.agents, "left": left}))
+    moa, topology = thinking({"left": SAID, "root": SAID}), tree()
+    agents = {name: replace(agent, readers_get="all") for name, agent in topology.agents.items()}
+    answer = await ask(moa, replace(topology, agents=agents))
     assert SAID in moa.prompt_of("root")
+    assert answer.text == "It is seven.", "clients get the root's answer"
 
 
 @pytest.mark.parametrize("votes", ["majority", None])

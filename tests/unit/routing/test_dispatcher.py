@@ -72,7 +72,7 @@ async def test_who_waits_gets_whichever_engine_is_free_first() -> None:
     await asyncio.sleep(3.0)
     held[1].close()
     assert (await waiting).engine == "engine 1"
-    assert (at.waiting, at.waited, at.waited_s) == (0, 1, 3.0)
+    assert (at.waiting, at.waits.count, at.waits.sum_s) == (0, 1, 3.0)
 
 
 @virtually

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shell_router.errors import ConfigError
 from shell_router.routing import model_choice
 from shell_router.routing.model_choice import Candidate, ModelChoiceSettings, choose_model, scores_decide
 
@@ -158,10 +159,10 @@ IMPOSSIBLE: tuple[dict[str, float], ...] = (
 
 @pytest.mark.parametrize("bad", IMPOSSIBLE)
 def test_impossible_settings_are_refused_by_name(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
         ModelChoiceSettings(**bad)  # type: ignore[arg-type]
 
 
 def test_an_unknown_policy_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(ValueError, match=", ".join(model_choice.POLICIES)):
+    with pytest.raises(ConfigError, match=", ".join(model_choice.POLICIES)):
         ModelChoiceSettings(policy="fastest")  # type: ignore[arg-type]

@@ -134,3 +134,18 @@ def test_runs_gates_and_the_caches_state_are_there() -> None:
     assert value(metrics, "gate_decisions_total", target="duo", exited="true") == 1
     assert value(metrics, "gate_probability_sum", target="duo") == 0.8
     assert value(metrics, "cache_degraded") == 1
+
+
+def test_the_time_per_token_leaves_out_those_that_came_first() -> None:
+    metrics = Metrics()
+    counted(
+        metrics,
+        "duo",
+        "a",
+        AgentStarted(1.0, "a", "small"),
+        AgentTokens(2.0, "a", (1, 2, 3), "x"),
+        AgentTokens(2.5, "a", (4, 5), "x"),
+        AgentFinished(3.0, "a", "stop", 5, 5, 0, None),
+    )
+    assert value(metrics, "output_token_seconds_sum", model="small") == 0.5
+    assert value(metrics, "output_token_seconds_count", model="small") == 1

@@ -34,6 +34,11 @@ WRONG = {
     "self": ("agents:\n  a: {model: m, precursors: [a]}\n", 2, "Agent 'a' reads itself"),
     "precursor twice": ("agents:\n  a: {model: m}\n  b: {model: m, precursors: [a, a]}\n", 3, "reads 'a' twice"),
     "precursors of the wrong kind": ("agents:\n  a: {model: m, precursors: b}\n", 2, "must be a list, not 'b'"),
+    "a limit of thinking that readers get": (
+        "agents:\n  a: {model: m, readers_get: all, max_thinking_tokens: 9}\n",
+        1,
+        "its readers get all that it writes",
+    ),
     "two roots": (AGENTS + "  d: {model: m, precursors: [a]}\n", 5, "two roots: 'c' and 'd'"),
     "two roots and nothing else": ("agents:\n  a: {model: m}\n  b: {model: m}\n", 3, "two roots: 'a' and 'b'"),
     "unreachable": (AGENTS + "  d: {model: m}\n", 5, "Agent 'd' is unreachable"),

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.errors import TopologyError
-from shell_router.topology import parse_steps, parse_topology
+from shell_router.topology import parse_topology
 from shell_router.topology.draw import draw_mermaid, draw_steps_terminal, draw_terminal
+from tests.fakes.topologies import parse_steps
 
 TREE = """name: t
 tree: {shape: [4, 2, 1], models: [small, large], proposer: {sampling: {temperature: 0.7}}}

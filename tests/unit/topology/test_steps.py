@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from shell_router.errors import TopologyError
-from shell_router.topology import Conditional, Topology, load_files, load_with_others, parse_steps, parse_topology
+from shell_router.topology import Conditional, Topology, load_files, load_with_others, parse_topology
 from shell_router.topology.draw import draw_steps_mermaid, draw_steps_terminal
 from shell_router.topology.rules import Rule, When
+from tests.fakes.topologies import parse_steps
 
 TREE = parse_topology("name: tree\ntree: {shape: [2, 1], models: [m]}\nearly_exit: on\n", source="tree.yaml")
 

@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shell_router.core.statistics import Timing, fitted_costs, held_out_error
 from shell_router.errors import ComponentTooLarge, ConfigError
 from shell_router.experts.components import Component, Costs, ExecutorSettings
 from shell_router.experts.components.measuring import (
     Amount,
-    BatchTiming,
     Bench,
     Measured,
-    fit_line,
+    batch_timing,
     largest_useful,
-    line_error,
     measured,
 )
 from shell_router.experts.components.simulated import SimulatedComponents
@@ -26,9 +25,9 @@ ALL = Amount()
 SOME = [component(name) for name in "abc"]
 
 
-def timings(**means: float) -> list[BatchTiming]:
+def timings(**means: float) -> list[Timing]:
     """By size, as n3=0.2: the mean seconds per sample."""
-    return [BatchTiming(int(name[1:]), int(name[1:]) * mean_s) for name, mean_s in means.items()]
+    return [batch_timing(int(name[1:]), int(name[1:]) * mean_s) for name, mean_s in means.items()]
 
 
 def test_the_largest_useful_batch_is_where_the_mean_latency_stops_falling() -> None:
@@ -46,15 +45,15 @@ def test_a_machine_that_batches_do_not_help_takes_one_at_a_time() -> None:
 
 @given(st.floats(1e-6, 1), st.floats(0, 1), st.sets(st.integers(1, 64), min_size=3))
 def test_timings_on_a_line_give_its_k_and_b(sample_s: float, batch_s: float, sizes: set[int]) -> None:
-    timed = [BatchTiming(size, sample_s * size + batch_s) for size in sizes]
-    assert line_error(timed) == pytest.approx(0, abs=1e-4)
-    each_s, start_s = fit_line(timed)
+    timed = [batch_timing(size, sample_s * size + batch_s) for size in sizes]
+    assert held_out_error(timed) == pytest.approx(0, abs=1e-4)
+    each_s, start_s = fitted_costs(timed)
     for size in sizes:
         assert each_s * size + start_s == pytest.approx(sample_s * size + batch_s, rel=1e-3)
 
 
 def test_neither_k_nor_b_is_below_zero_whatever_was_timed() -> None:
-    sample_s, batch_s = fit_line(timings(n1=1.0, n2=2.0, n4=4.0))
+    sample_s, batch_s = fitted_costs(timings(n1=1.0, n2=2.0, n4=4.0))
     assert sample_s > 0 and batch_s == 0
 
 
@@ -91,7 +90,7 @@ def test_without_a_host_tier_a_load_is_from_disk_and_shares_nothing() -> None:
 
 
 def test_batches_that_do_not_fit_next_to_the_weights_are_not_run() -> None:
-    assert [one.samples for one in run(memory_bytes=150).timings] == [1, 2, 3, 4]
+    assert [one.kind for one in run(memory_bytes=150).timings] == [1, 2, 3, 4]
 
 
 def test_an_executor_without_room_for_a_sample_or_the_weights_says_what_to_do() -> None:

@@ -16,6 +16,7 @@ executors:
   gpu-1: {device: "cuda:0", memory_bytes: 5000}
 rules:
   - {chain: [type-1, detector-1], share: 1}
+profile: measured.yaml
 """
 MEASURED = """costs:
   cuda:0:
@@ -33,13 +34,15 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "pool.yaml"
 
 
-def written(file: Path, text: str) -> Path:
-    file.write_text(text, encoding="utf-8")
+def written(file: Path, by_hand: str, measured: str = "") -> Path:
+    file.write_text(by_hand, encoding="utf-8")
+    if measured:
+        file.with_name("measured.yaml").write_text(measured, encoding="utf-8")
     return file
 
 
 def test_a_measured_file_gives_the_catalog_and_the_executors(file: Path) -> None:
-    found = read_profiled_pool(written(file, BY_HAND + MEASURED))
+    found = read_profiled_pool(written(file, BY_HAND, MEASURED))
     assert found.folder == file.parent / "weights"
     assert found.catalog() == [
         Component("type-1", "classifier", 100, 0.5),
@@ -52,8 +55,8 @@ def test_a_measured_file_gives_the_catalog_and_the_executors(file: Path) -> None
 
 @pytest.mark.parametrize("missing", ["costs", "components"])
 def test_a_file_that_was_not_measured_says_how(file: Path, missing: str) -> None:
-    text = (BY_HAND + MEASURED).replace(f"\n{missing}:", "\nrest:").split("\nrest:")[0] + "\n"
-    assert read_component_pool(written(file, text)).architectures
+    measured = f"\n{MEASURED}".partition(f"\n{missing}:")[0]
+    assert read_component_pool(written(file, BY_HAND, measured)).architectures
     with pytest.raises(ConfigError, match="shell-router components profile"):
         read_profiled_pool(file)
 
@@ -63,27 +66,27 @@ def test_a_file_that_was_not_measured_says_how(file: Path, missing: str) -> None
     [
         (
             ("largest_batch: 8", "largest_batch: 0"),
-            r"pool\.yaml:12: costs\.cuda:0\.classifier\.largest_batch must be .* at least 1, not 0",
+            r"measured\.yaml:3: costs\.cuda:0\.classifier\.largest_batch must be .* at least 1, not 0",
         ),
-        (("sample_s: 0.1, ", ""), r"pool\.yaml:12: costs\.cuda:0\.classifier lacks 'sample_s'"),
+        (("sample_s: 0.1, ", ""), r"measured\.yaml:3: costs\.cuda:0\.classifier lacks 'sample_s'"),
         (
             ("usage: 0.5, after", "usage: often, after"),
-            r"pool\.yaml:15: components\.detector-1\.usage must be a number .*, not 'often'",
+            r"measured\.yaml:6: components\.detector-1\.usage must be a number .*, not 'often'",
         ),
         (
             ("usage: 0.5, after", "usage: 5, after"),
-            r"pool\.yaml:15: components\.detector-1\.usage must be .* at most 1, not 5",
+            r"measured\.yaml:6: components\.detector-1\.usage must be .* at most 1, not 5",
         ),
         (
             ("memory_bytes: 200", "memory_bytes: 0"),
-            r"pool\.yaml:15: components\.detector-1\.memory_bytes must be .* at least 1, not 0",
+            r"measured\.yaml:6: components\.detector-1\.memory_bytes must be .* at least 1, not 0",
         ),
-        (("after: [type-1]", "after: [detector-1]"), r"pool\.yaml:15: 'detector-1' cannot come before itself"),
+        (("after: [type-1]", "after: [detector-1]"), r"measured\.yaml:6: 'detector-1' cannot come before itself"),
         (("gpu-0: {", "host: {"), r"pool\.yaml:6: an executor is named 'host'"),
-        (("detector, memory", "dectector, memory"), r"pool\.yaml:15: there is no architecture 'dectector'"),
-        (("after: [type-1]", "after: [type-7]"), r"pool\.yaml:15: there is no component 'type-7'"),
-        (("gpu-1: 0.6", "gpu-9: 0.6"), r"pool\.yaml:17: there is no executor 'gpu-9'"),
-        (("gpu-1: 0.6", "gpu-1: 1.6"), r"pool\.yaml:17: component_shares\.gpu-1 must be .* at most 1, not 1\.6"),
+        (("detector, memory", "dectector, memory"), r"measured\.yaml:6: there is no architecture 'dectector'"),
+        (("after: [type-1]", "after: [type-7]"), r"measured\.yaml:6: there is no component 'type-7'"),
+        (("gpu-1: 0.6", "gpu-9: 0.6"), r"measured\.yaml:8: there is no executor 'gpu-9'"),
+        (("gpu-1: 0.6", "gpu-1: 1.6"), r"measured\.yaml:8: component_shares\.gpu-1 must be .* at most 1, not 1\.6"),
         (("chain: [type-1, ", "chain: [type-0, "), r"pool\.yaml:9: there is no component 'type-0'"),
         (("share: 1}", "share: 0}"), r"pool\.yaml:9: rules\[0\]\.share must be a number above 0, not 0"),
         (
@@ -95,7 +98,7 @@ def test_a_file_that_was_not_measured_says_how(file: Path, missing: str) -> None
 )
 def test_what_is_wrong_is_reported_with_its_line(file: Path, wrong: tuple[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_component_pool(written(file, (BY_HAND + MEASURED).replace(*wrong)))
+        read_component_pool(written(file, BY_HAND.replace(*wrong), MEASURED.replace(*wrong)))
 
 
 def test_an_expert_is_of_the_only_architecture_whose_patterns_it_matches(file: Path) -> None:

@@ -4,18 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.errors import ConfigError
 from shell_router.experts.components import Costs, ExecutorSettings
 from shell_router.experts.components.splitting import (
-    SplitSettings,
     chosen,
     decay_window,
     memory_split,
     refined,
     share_next_to_largest_batch,
 )
-
-PAPERS = SplitSettings()
 
 
 def peak_at(best: float, up: float = 1.0, down: float = 3.0) -> Callable[[float], float]:
@@ -24,39 +20,39 @@ def peak_at(best: float, up: float = 1.0, down: float = 3.0) -> Callable[[float]
 
 
 def test_windows_are_the_papers_each_smaller_than_the_one_before() -> None:
-    window = decay_window(peak_at(30), PAPERS)
+    window = decay_window(peak_at(30))
     assert list(window.tried) == pytest.approx([15, 27.75, 38.5875])
     assert (window.lower, window.upper) == pytest.approx((27.75, 38.5875))  # 28 to 39: the paper's for task A
 
 
 def test_a_window_that_misses_the_trend_ends_the_search_though_it_still_rises() -> None:
-    flat_from_40 = decay_window(lambda position: 10 * min(position, 40.0), PAPERS)
+    flat_from_40 = decay_window(lambda position: 10 * min(position, 40.0))
     assert flat_from_40.lower < 40 < flat_from_40.upper + 1
 
 
 def test_throughput_that_only_falls_ends_the_search_at_once() -> None:
-    window = decay_window(lambda position: 100 - position, PAPERS)
+    window = decay_window(lambda position: 100 - position)
     assert (window.lower, window.upper) == pytest.approx((15, 27.75))
 
 
 def test_throughput_that_falls_slowly_ends_it_once_it_is_below_the_best_by_the_margin() -> None:
-    window = decay_window(lambda position: 100 - position / 5, PAPERS)
+    window = decay_window(lambda position: 100 - position / 5)
     assert list(window.tried) == pytest.approx([15, 27.75, 38.5875, 47.799375])
 
 
 def test_throughput_that_only_rises_ends_it_where_memory_ends() -> None:
-    window = decay_window(lambda position: 50 + position, SplitSettings(error_margin=0.2))
+    window = decay_window(lambda position: 50 + position, margin=0.2)
     assert window.upper > 90 and len(window.tried) < 20
 
 
 def test_nothing_is_tried_where_no_expert_fits() -> None:
-    assert min(decay_window(peak_at(60), PAPERS, least=30).tried) >= 30
+    assert min(decay_window(peak_at(60), least=30).tried) >= 30
 
 
 @given(st.floats(5, 99), st.floats(0.1, 2), st.floats(0.1, 10))
 def test_what_is_chosen_is_within_the_margin_of_the_best_that_was_tried(best: float, up: float, down: float) -> None:
     throughput = peak_at(best, up, down)
-    window = decay_window(throughput, PAPERS)
+    window = decay_window(throughput)
     tried = refined(window.tried, throughput, 0, 3)
     assert throughput(chosen(tried, 0.05)) >= 0.95 * max(tried.values()) >= 0.95 * max(window.tried.values())
     assert len(tried) <= len(window.tried) + 6
@@ -91,7 +87,7 @@ DEVICES = {"gpu-0": "cuda", "gpu-1": "cuda", "cpu": "cpu"}
 
 def test_where_the_largest_batch_takes_little_experts_get_the_rest_untried() -> None:
     assert share_next_to_largest_batch(EXECUTORS[2]) == 0.75
-    found, (split,) = memory_split([EXECUTORS[2]], DEVICES, {"cpu": 100}, pytest.fail, PAPERS)
+    found, (split,) = memory_split([EXECUTORS[2]], DEVICES, {"cpu": 100}, pytest.fail)
     assert (found[0].component_share, split.share, split.window) == (0.75, 0.75, None)
 
 
@@ -102,7 +98,7 @@ def test_where_it_takes_much_shares_are_tried_on_all_executors_of_the_device() -
         tried.append(tuple(one.component_share for one in executors))
         return peak_at(45)(100 * executors[0].component_share)
 
-    found, splits = memory_split(EXECUTORS, DEVICES, {"cuda": 100, "cpu": 100}, throughput, PAPERS)
+    found, splits = memory_split(EXECUTORS, DEVICES, {"cuda": 100, "cpu": 100}, throughput)
     assert {(first == second, cpu) for first, second, cpu in tried} == {(True, 0.75)}
     assert found[0].component_share == found[1].component_share == splits[0].share == pytest.approx(0.45, abs=0.05)
     assert len(tried) == len(splits[0].tried) < 15
@@ -115,13 +111,5 @@ def test_a_share_always_holds_the_largest_expert() -> None:
         seen.extend(one.shelf_bytes for one in executors[:2])
         return 1 / executors[0].component_share
 
-    found, _ = memory_split(EXECUTORS, DEVICES, {"cuda": 333, "cpu": 100}, throughput, PAPERS)
+    found, _ = memory_split(EXECUTORS, DEVICES, {"cuda": 333, "cpu": 100}, throughput)
     assert min(seen) >= 333 and found[0].shelf_bytes >= 333
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"initial_window": 0.0}, {"initial_window": 100.0}, {"error_margin": -0.1}, {"refinements": -1}]
-)
-def test_settings_that_end_no_search_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        SplitSettings(**wrong)  # type: ignore[arg-type] # as it comes from outside

@@ -9,7 +9,7 @@ import pytest
 
 from shell_router.core.engine import Engine, Finish, Generation, Prefilled, Tokens
 from shell_router.errors import ConfigError
-from shell_router.lab.simulation.profiling import Amount, ProfiledCosts, embedding_costs, profiled, together
+from shell_router.lab.simulation.profiling import Amount, ProfiledCosts, decode_timing, profiled, together
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.standins.simulated import (
     DecodeCosts,
@@ -75,9 +75,7 @@ def test_the_costs_of_a_simulated_pair_are_found_again() -> None:
     assert costs.decode.context_s == pytest.approx(2e-7, rel=1e-3)
     assert costs.transfer.request_s == pytest.approx(0.0015, rel=1e-3)
     assert costs.transfer.token_s == pytest.approx(5e-6, rel=1e-3)
-    assert found.prefill_error == pytest.approx(0, abs=1e-3)
-    assert found.transfer_error == pytest.approx(0, abs=1e-3)
-    assert found.decode_error == pytest.approx(0, abs=1e-3)
+    assert found.errors == pytest.approx({"prefill": 0, "first token": 0, "decode": 0}, abs=1e-3)
 
 
 def test_the_limits_of_the_engines_stand_in_the_profile() -> None:
@@ -141,14 +139,8 @@ def test_lengths_and_batches_that_tell_nothing_are_refused(wrong: dict[str, tupl
 def test_steps_count_from_where_all_decode_to_where_the_first_ends() -> None:
     first = [(0.0, 1), (1.0, 2), (2.0, 3), (3.0, 4)]
     second = [(0.5, 1), (1.0, 2), (2.0, 3), (3.0, 4), (4.0, 5)]
-    found = together([first, second], prompt_tokens=10)
-    assert found is not None
-    assert (found.sequences, found.context, found.steps, found.seconds) == (2, 24, 2, 2.0)
+    assert together([first, second], prompt_tokens=10) == decode_timing(2, 24, steps=2, seconds=2.0)
 
 
 def test_sequences_that_did_not_decode_at_the_same_time_tell_nothing() -> None:
     assert together([[(0.0, 1), (1.0, 2)], [(2.0, 1), (3.0, 2)]], prompt_tokens=10) is None
-
-
-def test_an_embedding_costs_a_share_per_text_and_one_per_token() -> None:
-    assert embedding_costs({tokens: 0.01 + tokens * 1e-4 for tokens in (16, 64, 256)}) == pytest.approx((0.01, 1e-4))

@@ -1,9 +1,7 @@
 """Settings, the command line, and what the router must not import."""
 
-import json
 import subprocess
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import pytest
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.__main__ import parse_arguments
 from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettings, ServerSettings
-from shell_router.standins.embedded.spawner import server_settings
 
 
 @pytest.mark.parametrize(
@@ -35,12 +32,6 @@ def test_lora_is_off_unless_the_command_line_enables_it() -> None:
     assert parse_arguments([*line.split(), "--enable-lora"]).pair.lora == LoraSettings(
         max_loaded_adapters=3, max_rank=16
     )
-
-
-@pytest.mark.parametrize("lora", [None, LoraSettings(max_loaded_adapters=3)])
-def test_settings_reach_the_process_that_starts_the_server(lora: LoraSettings | None) -> None:
-    settings = ServerSettings(EmbeddedSettings("m", cores=(0, 1), lora=lora), "decode", port=5)
-    assert server_settings(json.loads(json.dumps(asdict(settings)))) == settings
 
 
 def test_the_command_line_takes_the_names_of_sglang() -> None:

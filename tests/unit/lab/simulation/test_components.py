@@ -6,7 +6,7 @@ import pytest
 
 from shell_router.errors import DataError
 from shell_router.experts.components.usage import ChainRule
-from shell_router.lab.simulation.component_split import drawn_chains, read_chains
+from shell_router.lab.simulation.components import drawn_chains, read_chains
 
 
 def test_a_sample_gives_its_chains_in_order(tmp_path: Path) -> None:

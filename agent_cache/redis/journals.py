@@ -1,0 +1,62 @@
+"""Journals in Redis: a list that begins with its head, and keys for the lease and for who claimed the journal last.
+
+Each call is one atomic script.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from agent_cache.protocol import CacheUnavailable, JournalDiffers
+from agent_cache.redis.connection import AWAY, Connection
+from agent_cache.redis.layout import Layout
+
+# KEYS: lease, list, owner; ARGV: owner, and milliseconds that the lease and the list live. Who claimed last is known as
+# long as the list is: a lease that ran out is still its owner's until another comes, and never again after that
+CLAIM = """
+local head, leased = redis.call('LINDEX', KEYS[2], 0), redis.call('GET', KEYS[1])
+if head and head ~= ARGV[4] then return 'differs' end
+if leased and leased ~= ARGV[1] then return 'held' end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[3])
+if not head then redis.call('RPUSH', KEYS[2], ARGV[4]) end
+redis.call('PEXPIRE', KEYS[2], ARGV[3])
+return redis.call('LRANGE', KEYS[2], 1, -1)
+"""
+APPEND = """
+local known = redis.call('LLEN', KEYS[2]) - 1 - ARGV[4]
+if redis.call('GET', KEYS[3]) ~= ARGV[1] or known < 0 then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+for at = 5 + known, #ARGV do redis.call('RPUSH', KEYS[2], ARGV[at]) end
+redis.call('PEXPIRE', KEYS[2], ARGV[3])
+redis.call('PEXPIRE', KEYS[3], ARGV[3])
+return 1
+"""
+RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
+
+
+class RedisJournals:
+    """See `Journals`. The list lives for `ttl_s` after its last write."""
+
+    def __init__(self, connection: Connection, layout: Layout, *, ttl_s: float, lease_s: float) -> None:
+        self._connection = connection
+        self._layout = layout
+        self._lives_ms = max(1, round(1000 * lease_s)), max(1, round(1000 * ttl_s))
+        self.lease_s = lease_s
+
+    async def claim(self, tenant: str, key: str, owner: str, head: str) -> Sequence[bytes] | None:
+        found = await self._run(CLAIM, tenant, key, owner, *self._lives_ms, head)
+        if found == b"differs":
+            raise JournalDiffers(f"the journal {key!r} was begun with another head")
+        return None if found == b"held" else list(found)
+
+    async def append(self, tenant: str, key: str, owner: str, position: int, records: Sequence[bytes]) -> bool:
+        return bool(await self._run(APPEND, tenant, key, owner, *self._lives_ms, position, *records))
+
+    async def release(self, tenant: str, key: str, owner: str) -> None:
+        await self._run(RELEASE, tenant, key, owner)
+
+    async def _run(self, script: str, tenant: str, key: str, *values: str | int | bytes) -> Any:
+        try:
+            return await self._connection.call("EVAL", script, 3, *self._layout.journal(tenant, key), *values)
+        except AWAY as error:
+            raise CacheUnavailable(f"Redis is away ({error!r})") from error

@@ -1,0 +1,231 @@
+"""GET /openapi.json: the routes that this router serves, the fields of their bodies, and the errors, as OpenAPI 3.1."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from shell_router import __version__
+from shell_router.api.chat import INERT, ROLES
+from shell_router.api.embeddings import MAX_TEXTS
+from shell_router.api.engine_chat import MAX_CHOICES, MAX_TOP_LOGPROBS
+from shell_router.api.fields import FLAGS, INTEGERS, MAX_TOKENS, NUMBERS
+from shell_router.api.messages import INERT as INERT_MESSAGE
+from shell_router.api.messages import SAME as SAME_MESSAGE
+from shell_router.api.replies import INTERNAL, PROBLEMS, REJECTED_BY_ENGINE, json_reply
+from shell_router.api.responses import INERT as INERT_RESPONSE
+from shell_router.api.responses import SAME
+from shell_router.api.tools import MAX_TOOLS
+from shell_router.engines.native_body import GENERATE_FIELDS
+
+Schema = Mapping[str, Any]
+Body = Mapping[str, Schema]
+
+TEXT, FLAG, OBJECT, ANY = {"type": "string"}, {"type": "boolean"}, {"type": "object"}, dict[str, Any]()
+NO_EFFECT = {"description": "Accepted without effect."}
+
+
+def _list(items: Schema, **limits: Any) -> Schema:
+    return {"type": "array", "items": items, **limits}
+
+
+def _either(*kinds: Schema) -> Schema:
+    return {"anyOf": list(kinds)}
+
+
+def _number(low: float, high: float, kind: str = "integer") -> Schema:
+    return {"type": kind, "minimum": low, "maximum": high}
+
+
+NAMES = _either(TEXT, _list(TEXT, uniqueItems=True))
+MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": [*ROLES]},
+        "content": _either(TEXT, _list(OBJECT), {"type": "null"}),
+        "tool_calls": _list(OBJECT, maxItems=MAX_TOOLS),
+        "tool_call_id": TEXT,
+        "reasoning_content": TEXT,
+    },
+}
+SAMPLING: Body = {
+    **{name: _number(low, high, "number") for name, (_, low, high) in NUMBERS.items()},
+    **{name: _number(low, high) for name, (_, low, high) in INTEGERS.items()},
+    **dict.fromkeys(FLAGS, FLAG),
+    "stop": _either(TEXT, _list(TEXT)),
+    "stop_token_ids": _list({"type": "integer", "minimum": 0}),
+    "regex": TEXT,
+    "ebnf": TEXT,
+    "json_schema": _either(TEXT, OBJECT),
+    "response_format": OBJECT,
+}
+ENGINES_OWN: Body = {
+    "n": _number(1, MAX_CHOICES),
+    "logit_bias": OBJECT,
+    "stream_options": {"type": "object", "properties": {"include_usage": FLAG}},
+}
+CHAT: Body = {
+    "model": NAMES,
+    "messages": _list(MESSAGE, minItems=1),
+    "stream": FLAG,
+    **SAMPLING,
+    **ENGINES_OWN,
+    **dict.fromkeys(sorted(INERT), NO_EFFECT),
+    "tools": _list(OBJECT, maxItems=MAX_TOOLS),
+    "tool_choice": _either({"enum": ["none", "auto", "required"]}, OBJECT),
+    "parallel_tool_calls": FLAG,
+    "logprobs": FLAG,
+    "top_logprobs": _number(0, MAX_TOP_LOGPROBS),
+    "separate_reasoning": FLAG,
+    "reasoning_effort": ANY,
+    "chat_template_kwargs": OBJECT,
+    "max_thinking_tokens": _number(1, MAX_TOKENS),
+    "prediction": OBJECT,
+    "metadata": {"type": "object", "additionalProperties": TEXT},
+    "include_agents": FLAG,
+    "topology": OBJECT,
+    "models": NAMES,
+    "judge": _either(TEXT, _list(TEXT), OBJECT),
+    "quorum": {"type": "integer", "minimum": 1},
+    "grace_s": _number(0, 86_400, "number"),
+    "criteria": TEXT,
+    "fusion": OBJECT,
+    "plugins": _list(OBJECT),
+    "program": TEXT,
+    "lazy": FLAG,
+    "prefill": OBJECT,
+}
+NATIVE: Body = {**dict.fromkeys(sorted(GENERATE_FIELDS), ANY), "stream": FLAG, "model": TEXT}
+BODIES: Mapping[str, Body] = {
+    "POST /v1/chat/completions": CHAT,
+    "POST /v1/completions": {
+        "model": TEXT,
+        "prompt": _either(TEXT, _list(ANY)),
+        "stream": FLAG,
+        **{name: schema for name, schema in SAMPLING.items() if name != "max_completion_tokens"},
+        **ENGINES_OWN,
+        "logprobs": _number(0, MAX_TOP_LOGPROBS),
+        "user": NO_EFFECT,
+    },
+    "POST /v1/responses": {
+        **{name: CHAT[name] for name in CHAT if name in SAME},
+        "input": _either(TEXT, _list(OBJECT, minItems=1)),
+        "instructions": TEXT,
+        "max_output_tokens": _number(1, MAX_TOKENS),
+        "tools": _list(OBJECT, maxItems=MAX_TOOLS),
+        "tool_choice": CHAT["tool_choice"],
+        "text": OBJECT,
+        "reasoning": OBJECT,
+        "truncation": {"enum": ["disabled"]},
+        **dict.fromkeys(sorted({*INERT_RESPONSE, "store"}), NO_EFFECT),
+    },
+    "POST /v1/messages": {
+        **{name: CHAT[name] for name in CHAT if name in SAME_MESSAGE},
+        "messages": _list(OBJECT, minItems=1),
+        "max_tokens": _number(1, MAX_TOKENS),
+        "system": _either(TEXT, _list(OBJECT)),
+        "stop_sequences": _list(TEXT),
+        "tools": _list(OBJECT, maxItems=MAX_TOOLS),
+        "tool_choice": OBJECT,
+        "thinking": OBJECT,
+        "output_config": OBJECT,
+        **dict.fromkeys(sorted(INERT_MESSAGE), NO_EFFECT),
+    },
+    "POST /v1/embeddings": {
+        "model": TEXT,
+        "input": _either(TEXT, _list(TEXT, minItems=1, maxItems=MAX_TEXTS)),
+        "encoding_format": {"enum": ["float", "base64"]},
+        "dimensions": {"type": "integer"},
+        "user": NO_EFFECT,
+    },
+    "POST /v1/agent/requests": {
+        "program": TEXT,
+        "agent": TEXT,
+        "model": NAMES,
+        "prompt": _either(TEXT, _list(_either(TEXT, OBJECT))),
+        "messages": _list(OBJECT),
+        "chat_template_kwargs": OBJECT,
+        "sampling_params": OBJECT,
+        **SAMPLING,
+        "stream": FLAG,
+        "wait_s": {"type": "number", "minimum": 0},
+        "timeout_s": {"type": "number", "exclusiveMinimum": 0},
+        "prefill": {"type": "object", "properties": {"incremental": FLAG, "chunk_tokens": ANY}},
+    },
+    "POST /generate": NATIVE,
+    "POST /prefill_only": NATIVE,
+    "PUT /v1/topologies/{name}": {"name": TEXT},
+    "POST /v1/batches": {"input_file_id": TEXT, "endpoint": TEXT, "completion_window": TEXT, "metadata": OBJECT},
+}
+"""The fields of JSON bodies. What is not in them has no effect, or is forwarded: the reference says which."""
+REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "POST /v1/chat/completions": ("messages",),
+    "POST /v1/completions": ("model", "prompt"),
+    "POST /v1/responses": ("input",),
+    "POST /v1/messages": ("messages", "max_tokens"),
+    "POST /v1/embeddings": ("model", "input"),
+    "POST /v1/agent/requests": ("program", "agent", "model"),
+    "POST /v1/batches": ("input_file_id", "endpoint", "completion_window"),
+}
+OTHER_BODIES = {
+    "POST /v1/files": ("multipart/form-data", {"type": "object", "properties": {"purpose": TEXT, "file": TEXT}}),
+    "PUT /v1/agent/outputs/{program}/{agent}": ("text/plain", TEXT),
+}
+QUERIES = {
+    "GET /v1/agent/outputs/{marker}": ("wait_s",),
+    "GET /v1/traces": ("model", "status", "since", "limit"),
+    "GET /v1/files": ("purpose", "order", "limit", "after"),
+    "GET /v1/batches": ("limit", "after"),
+}
+
+
+def document(routes: Iterator[web.AbstractRoute]) -> Mapping[str, Any]:
+    """The description of `routes`; the sentence about each is its handler's own."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        if route.method in ("GET", "POST", "PUT", "DELETE") and route.resource is not None:
+            path = route.resource.canonical
+            paths.setdefault(path, {})[route.method.lower()] = _operation(f"{route.method} {path}", route.handler)
+    codes = sorted({problem.code for problem in (*PROBLEMS.values(), REJECTED_BY_ENGINE, INTERNAL)})
+    error = {"message": TEXT, "type": TEXT, "param": _either(TEXT, {"type": "null"}), "code": {"enum": codes}}
+    envelope = {"type": "object", "properties": {"error": {"type": "object", "properties": error}}}
+    header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "shell-router", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": {"Error": envelope},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}, "x-api-key": header},
+        },
+        "security": [{"key": []}, {"x-api-key": []}, {}],
+    }
+
+
+def _operation(name: str, handler: Any) -> dict[str, Any]:
+    placed = [{"name": one, "in": "path", "required": True, "schema": TEXT} for one in re.findall(r"{(\w+)}", name)]
+    asked = [{"name": one, "in": "query", "schema": TEXT} for one in QUERIES.get(name, ())]
+    body, content = BODIES.get(name), {"application/json": {"schema": OBJECT}}
+    if body is not None and "stream" in body:
+        content["text/event-stream"] = {"schema": TEXT}
+    failed = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    operation: dict[str, Any] = {
+        "operationId": handler.__name__,
+        "summary": re.sub(r"^[A-Z]+( \S+)?: ", "", (handler.__doc__ or "").partition("\n")[0]),
+        "parameters": placed + asked,
+        "responses": {"2XX": {"description": "Done.", "content": content}, "default": {"description": "An error."}},
+    }
+    operation["responses"]["default"]["content"] = failed
+    kind, schema = OTHER_BODIES.get(name, ("application/json", None))
+    if body is not None:
+        schema = {"type": "object", "properties": body, "required": [*REQUIRED.get(name, ())]}
+    if schema is not None:
+        operation["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
+    return operation
+
+
+async def show(request: web.Request) -> web.Response:
+    """This document."""
+    return json_reply(request, document(iter(request.app.router.routes())))

@@ -1,0 +1,137 @@
+"""Chat completions in the forms of other APIs, whose answers are items that follow each other."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import orjson
+
+from shell_router.core.engine import error_message
+from shell_router.engines.wire import EventSplitter
+from shell_router.errors import EngineAborted
+
+Kind = Literal["reasoning", "message", "function_call"]
+Events = Sequence[tuple[str, Mapping[str, Any]]]
+ABORTED = "The engine ended the answer early. Send the request again."
+
+
+class ItemTranslation:
+    """Reads a chat completion, or its chunks, as items: thinking, text, calls (streaming.Translation).
+
+    A subclass writes them. Its methods give the events to send; what it has at the end is `answer`. `reason` and
+    `usage` are those of the chat, known by then.
+    """
+
+    def __init__(self) -> None:
+        self.reason = "stop"
+        self.usage: Mapping[str, Any] = {}
+        self._chunks = EventSplitter()
+        self._kind: Kind | None = None
+        self._call = -1
+        self._has_begun = self._has_failed = False
+
+    def begun(self) -> Events:
+        """The answer begins."""
+        raise NotImplementedError
+
+    def opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+        """An item begins; a call has an `id` and a `name`."""
+        raise NotImplementedError
+
+    def grown(self, text: str) -> Events:
+        """The open item goes on; for a call these are arguments."""
+        raise NotImplementedError
+
+    def closed(self) -> Events:
+        """The open item is complete."""
+        raise NotImplementedError
+
+    def ended(self) -> Events:
+        """All items are complete."""
+        raise NotImplementedError
+
+    def failed(self, error: Mapping[str, Any]) -> Events:
+        """There will be no more. `error` has a `message` and, where it is the router's own, a `code`."""
+        raise NotImplementedError
+
+    def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        raise NotImplementedError
+
+    def whole(self, found: dict[str, Any]) -> dict[str, Any]:
+        """See `Translation`."""
+        choice = found["choices"][0]
+        self.usage, self.reason = found.get("usage") or {}, choice["finish_reason"]
+        if self.reason == "abort":
+            raise EngineAborted(ABORTED)
+        self._delta(choice["message"])
+        self._close()
+        return self.answer()
+
+    def feed(self, chunk: bytes) -> bytes:
+        """See `Translation`."""
+        return b"".join(self._frames(payload) for payload in self._chunks.feed(chunk))
+
+    def error(self, envelope: dict[str, Any]) -> bytes:
+        """See `Translation`."""
+        self._has_failed = True
+        return self._written([*self._begin(), *self.failed(envelope["error"])])
+
+    def _frames(self, payload: bytes) -> bytes:
+        if self._has_failed:
+            return b""
+        if payload == b"[DONE]":
+            if self.reason == "abort":
+                return self.error({"error": {"message": ABORTED}})
+            return self._written([*self._begin(), *self._close(), *self.ended()])
+        found = orjson.loads(payload)
+        if "error" in found:
+            return self.error({"error": {"message": error_message(payload)}})
+        self.usage = found.get("usage") or self.usage
+        events = [*self._begin()]
+        for choice in found.get("choices", ()):
+            events += self._delta(choice["delta"])
+            self.reason = choice.get("finish_reason") or self.reason
+        return self._written(events)
+
+    def _begin(self) -> Events:
+        if self._has_begun:
+            return ()
+        self._has_begun = True
+        return self.begun()
+
+    def _delta(self, delta: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+        events = [
+            *self._text("reasoning", delta.get("reasoning_content")),
+            *self._text("message", delta.get("content")),
+        ]
+        for place, call in enumerate(delta.get("tool_calls") or ()):
+            function, index = call.get("function") or {}, call.get("index", place)
+            if (self._kind, self._call) != ("function_call", index):
+                self._call = index
+                events += self._open("function_call", {"id": call.get("id"), "name": function.get("name")})
+            events += self._text("function_call", function.get("arguments"))
+        return events
+
+    def _text(self, kind: Kind, text: str | None) -> Events:
+        if not text:
+            return ()
+        return [*(() if self._kind == kind else self._open(kind, {})), *self.grown(text)]
+
+    def _open(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+        closed = self._close()
+        self._kind = kind
+        return [*closed, *self.opened(kind, call)]
+
+    def _close(self) -> Events:
+        if self._kind is None:
+            return ()
+        self._kind = None
+        return self.closed()
+
+    def _written(self, events: Events) -> bytes:
+        frames = [(kind.encode(), orjson.dumps(self.numbered({"type": kind, **facts}))) for kind, facts in events]
+        return b"".join(b"event: %b\ndata: %b\n\n" % frame for frame in frames)
+
+    def numbered(self, event: dict[str, Any]) -> dict[str, Any]:
+        """The event with its number, in APIs whose events have one."""
+        return event

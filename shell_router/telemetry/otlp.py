@@ -1,0 +1,105 @@
+"""Sends finished runs to an OTLP/HTTP receiver, as OpenTelemetry spans that a process of its own makes and encodes.
+
+The router only pickles a run's trace, which takes a twentieth of the CPU that making and encoding its spans takes.
+"""
+
+import importlib.util
+import pickle
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from shell_router.errors import ConfigError
+from shell_router.telemetry.recorder import Outbox
+from shell_router.telemetry.trace import Trace
+
+SIZE = struct.Struct("<I")
+"""Of a message that follows: a list of traces to the process, the number of their spans and why they are lost back."""
+
+MOST_WAITING, AT_ONCE = 2_000, 64
+"""Runs."""
+SPANS_AT_ONCE = 500
+"""Pickling more would hold up the event loop, which shares the interpreter with this thread."""
+
+
+class SpanExport(Outbox[Trace]):
+    """Sends the spans of finished runs to `endpoint`, each time within `limit_s`.
+
+    Headers, certificates, compression, the service's name and further attributes of it come from OpenTelemetry's own
+    environment variables (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME`, ...). The process starts with the first
+    run, and again after its end. Raises ConfigError without the extra `otel`.
+    """
+
+    def __init__(
+        self, endpoint: str, count: Callable[[str, int], None], *, linger_s: float = 1.0, limit_s: float = 5.0
+    ) -> None:
+        if not _is_installed():
+            raise ConfigError(
+                "traces.otlp is set, and OpenTelemetry's exporter is not installed.",
+                remedy="pip install 'shell-router[otel]'",
+            )
+        self._command = [sys.executable, "-m", "shell_router.telemetry.otlp_process", endpoint, str(limit_s)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+        super().__init__("spans", "exported", count, most_waiting=MOST_WAITING, at_once=AT_ONCE, linger_s=linger_s)
+
+    def close(self, limit_s: float = 10.0) -> None:
+        """See `Outbox.close`."""
+        super().close(limit_s)
+        self._is_closed = True
+        if self._process is not None:
+            self._process.kill()  # it has answered, or is late
+            self._process.communicate()
+
+    def _take(self, items: Sequence[Trace]) -> None:
+        part, spans = list[Trace](), 0
+        for item in items:
+            if part and spans + self._size(item) > SPANS_AT_ONCE:
+                self._export(part)
+                part, spans = [], 0
+            part.append(item)
+            spans += self._size(item)
+        self._export(part)
+
+    def _export(self, items: Sequence[Trace]) -> None:
+        try:
+            spans, why = self._asked(pickle.dumps(list(items), pickle.HIGHEST_PROTOCOL))
+        except Exception as error:  # one run must not end the export of all others
+            self._lost(sum(map(self._size, items)), f"their process ended, or cannot take them: {error!r}")
+            return
+        if why:
+            self._lost(spans, why)
+        else:
+            self._done(spans)
+
+    def _asked(self, body: bytes) -> tuple[int, str]:
+        process = self._process
+        if self._is_closed:
+            raise EOFError("the router ends")
+        if process is None or process.poll() is not None:
+            if process is not None:
+                process.communicate()
+            # a Ctrl-C at the terminal is for the router, which then closes the pipe
+            process = self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(SIZE.pack(len(body)) + body)
+        process.stdin.flush()
+        head = process.stdout.read(SIZE.size)
+        if len(head) < SIZE.size:
+            raise EOFError("no answer")
+        found: tuple[int, str] = pickle.loads(process.stdout.read(*SIZE.unpack(head)))
+        return found
+
+    def _size(self, item: Trace) -> int:
+        agents = item.agents.values()
+        return 1 + len(item.exits) + sum(1 + len(one.increments) + (one.ready is not None) for one in agents)
+
+
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        return False

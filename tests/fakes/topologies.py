@@ -1,0 +1,21 @@
+"""Topologies with steps from text, as tests want them."""
+
+from collections.abc import Collection, Mapping
+
+from shell_router.topology import Conditional, Topology
+from shell_router.topology.document import read_document
+from shell_router.topology.load import NO_GRAPHS, formed, link, nothing_lacks
+
+
+def parse_steps(
+    text: str,
+    *,
+    source: str,
+    topologies: Mapping[str, Topology] | None = None,
+    models: Collection[str] | None = None,
+) -> Conditional:
+    """The topology with steps that `text` describes, which may name some of `topologies`. Raises TopologyError."""
+    document = formed(read_document(text, source=source))
+    graph = link(document, models, nothing_lacks, topologies or NO_GRAPHS)
+    assert isinstance(graph, Conditional)
+    return graph

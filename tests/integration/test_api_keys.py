@@ -1,0 +1,257 @@
+"""Keys over HTTP: what each may ask, how much, and how files of keys and certificates change while the router runs."""
+
+import asyncio
+import json
+import logging
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from shell_router.api import ApiSettings, bound_sockets, create_app, listening
+from shell_router.api.keys import Keys
+from shell_router.app.serving import Rereads, renew, served_tls
+from shell_router.batch.api.routes import add_batches
+from shell_router.batch.api.storage import opened_folder
+from shell_router.config import ApiKey, BatchesSettings, ListenTls
+from shell_router.config.models import TlsClient
+from shell_router.core.engine import Relay
+from shell_router.errors import ConfigError, Unauthorized
+from tests.fakes.api_server import Api, ScriptedRelay, api, chat
+from tests.fakes.certificates import authority
+
+UNKNOWING = ssl.create_default_context()
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHAT, AGENT = "/v1/chat/completions", "/v1/agent/requests"
+SETTINGS = ApiSettings(
+    keys={
+        "alice": ApiKey(key="sk-a", models=("small", "duo")),
+        "bob": "sk-b",
+        "carol": ApiKey(key="sk-c", tokens_per_minute=10),
+        "dora": ApiKey(key="sk-d", routes=("/v1/models",)),
+        "ops": ApiKey(key="sk-o", operator=True),
+    },
+    max_agents_per_tenant=4,
+)
+NATIVE = b'{"text":"ok","meta_info":{"prompt_tokens":30,"completion_tokens": 12}}'
+
+
+def now() -> float:
+    return 0.0
+
+
+def bearing(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer sk-{name[0]}"}
+
+
+ALICE, BOB, CAROL, DORA, OPS = map(bearing, ("alice", "bob", "carol", "dora", "ops"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
+    relays: dict[str, Relay] = {"small": ScriptedRelay((NATIVE,)), "medium": ScriptedRelay((NATIVE,))}
+    with opened_folder(tmp_path_factory.mktemp("batches")) as folder:
+        batches = BatchesSettings()
+        async with api(
+            settings=SETTINGS, relays=relays, extend=lambda app: add_batches(app, folder, batches, {})
+        ) as running:
+            yield running
+
+
+MINE = {"agents": {"root": {"model": "small"}}}
+INLINE = {"name": "x", "agents": {"root": {"model": "small", "fallbacks": ["medium"]}}}
+ALLOWED = [
+    (CHAT, chat(model="small")),
+    (CHAT, chat(model="duo")),
+    (CHAT, chat(topology={"name": "x", "agents": {"root": {"model": "small"}}}, model="x")),
+    (AGENT, {"program": "p", "agent": "a", "model": "small", "prompt": "Hi"}),
+    ("/v1/responses", {"model": "small", "input": "Hi"}),
+    ("/generate", {"model": "small", "text": "x"}),
+]
+REFUSED = [
+    (CHAT, chat(model="medium")),
+    (CHAT, chat(model="auto")),
+    (CHAT, chat(model=["small", "medium"])),
+    (CHAT, chat(topology=INLINE, model="duo")),
+    (CHAT, chat(judge="small", models=["small", "medium"], model="duo")),
+    (CHAT, chat(model="medium", program="p", lazy=True)),
+    (AGENT, {"program": "p", "agent": "b", "model": "medium", "prompt": "Hi"}),
+    (AGENT, {"program": "p", "agent": "b", "model": ["small", "medium"], "prompt": "Hi"}),
+    ("/v1/responses", {"model": "medium", "input": "Hi"}),
+    ("/v1/completions", {"model": "medium", "prompt": "Hi"}),
+    ("/v1/messages", {"model": "medium", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}),
+    ("/v1/embeddings", {"model": "medium", "input": "Hi"}),
+    ("/generate", {"model": "medium", "text": "x"}),
+    ("/prefill_only", {"model": "medium", "text": "x"}),
+    ("/v1/batches", {"input_file_id": "x", "endpoint": CHAT, "completion_window": "1h"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ALLOWED)
+async def test_a_key_for_some_models_may_use_them(served: Api, path: str, body: object) -> None:
+    assert (await served.post(path, body, **ALICE))[0] == 200
+
+
+@pytest.mark.parametrize(("path", "body"), REFUSED)
+async def test_a_key_for_some_models_may_use_no_others(served: Api, path: str, body: object) -> None:
+    status, answer = await served.post(path, body, **ALICE)
+    assert (status, answer["error"]["type"]) == (403, "permission_error"), answer
+    assert (await served.post(path, body, **BOB))[0] in (200, 400, 404, 409), "another key may"
+
+
+async def test_lists_name_what_the_key_may_use(served: Api) -> None:
+    _, models = await served.get("/v1/models", **ALICE)
+    assert {one["id"] for one in models["data"]} == {"small", "duo"}
+    assert (await served.get("/v1/models/medium", **ALICE))[0] == 403
+    assert len((await served.get("/v1/models", **BOB))[1]["data"]) > 2
+    assert (await served.get("/v1/topologies", **ALICE))[1]["data"][0]["name"] == "duo"
+
+
+async def test_figures_of_all_tenants_and_administration_are_the_operators(served: Api) -> None:
+    assert (await served.get("/metrics", **BOB))[0] == 403
+    async with served.client.get(f"{served.url}/metrics", headers=OPS) as answer:
+        assert answer.status == 200
+    for headers, status in ((BOB, 403), (OPS, 201)):
+        async with served.client.put(f"{served.url}/v1/topologies/mine", json=MINE, headers=headers) as answer:
+            assert answer.status == status
+    for headers, status in ((BOB, 403), (OPS, 200)):
+        async with served.client.delete(f"{served.url}/v1/topologies/mine", headers=headers) as answer:
+            assert answer.status == status
+
+
+async def test_a_key_for_some_routes_may_ask_no_others(served: Api) -> None:
+    assert (await served.get("/v1/models/small", **DORA))[0] == 200
+    assert (await served.post(CHAT, chat(), **DORA))[0] == 403
+    assert (await served.get("/health"))[0] == 200, "probes need no key"
+
+
+async def test_a_put_whose_path_ends_in_cancel_is_admitted_as_any_other(served: Api) -> None:
+    """It once took no place, and so no limit counted it."""
+    body = {"program": "p", "agent": "waits", "model": "small", "prompt": [{"output_of": "never"}], "wait_s": 60}
+    running = [asyncio.create_task(served.post(AGENT, {**body, "agent": f"a{n}"}, **BOB)) for n in range(4)]
+    while len((await served.get(f"{AGENT}/p", **BOB))[1].get("agents", ())) < 4:
+        pass
+    async with served.client.put(f"{served.url}/v1/agent/outputs/p/cancel", data=b"x", headers=BOB) as answer:
+        assert answer.status == 429
+    assert (await served.post("/v1/batches/none/cancel", {}, **BOB))[0] == 404, "what makes space is not refused"
+    async with served.client.delete(f"{served.url}{AGENT}/p", headers=BOB) as answer:
+        assert answer.status == 200
+    await asyncio.gather(*running)
+
+
+async def test_a_request_that_alone_needs_too_many_agents_is_wrong_and_not_early(served: Api) -> None:
+    agents = {f"a{n}": {"model": "small"} for n in range(4)}
+    tree = {"name": "x", "agents": {**agents, "root": {"model": "small", "precursors": [*agents]}}}
+    status, answer = await served.post(CHAT, chat(topology=tree), **BOB)
+    assert status == 400 and "max_agents_per_tenant" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate"])
+async def test_over_its_tokens_a_minute_a_tenant_may_still_read(path: str) -> None:
+    relays: dict[str, Relay] = {"small": ScriptedRelay((NATIVE,))}
+    body = chat("word " * 20) if path == CHAT else {"text": "x"}
+    async with api(settings=SETTINGS, relays=relays) as fresh:
+        assert (await fresh.post(path, body, **CAROL))[0] == 200
+        async with fresh.client.post(fresh.url + path, json=body, headers=CAROL) as answer:
+            assert answer.status == 429 and 1 <= int(answer.headers["Retry-After"]) <= 120
+            assert "10 tokens" in (await answer.json())["error"]["message"]
+        assert (await fresh.get("/v1/models", **CAROL))[0] == 200
+        async with fresh.client.delete(f"{fresh.url}{AGENT}/none", headers=CAROL) as answer:
+            assert answer.status == 404
+        assert (await fresh.post(path, body, **BOB))[0] == 200
+
+
+async def test_tokens_of_native_streams_count(served: Api) -> None:
+    frames = tuple(
+        b"data: " + json.dumps({"meta_info": {"prompt_tokens": 30, "completion_tokens": n}}).encode() + b"\n\n"
+        for n in range(1, 4)
+    )
+    relay = ScriptedRelay((*frames, b"data: [DONE]\n\n"), content_type="text/event-stream")
+    async with api(settings=SETTINGS, relays={"small": relay}) as fresh:
+        async with fresh.client.post(f"{fresh.url}/generate", json={"text": "x"}, headers=CAROL) as answer:
+            await answer.read()
+        now_s = fresh.services.clock()
+        assert fresh.services.rates.wait_s("carol", 33, now_s) > 0
+        assert fresh.services.rates.wait_s("carol", 34, now_s) == 0
+
+
+async def test_a_file_that_changes_counts_and_a_wrong_one_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, keys = tmp_path / "keys", Keys({"alice": "old"})
+    file.write_text("new")
+
+    def read() -> dict[str, str]:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        text = file.read_text()
+        if text == "spoilt":
+            raise ValueError("of a reader")
+        return {"alice": text}
+
+    rereads = Rereads()
+    rereads.add(read, keys.take, file)
+    await rereads.look()
+    assert keys.caller("Bearer old", None, now).tenant == "alice", "nothing has changed since it was added"
+    file.write_text("newer")
+    await rereads.look()
+    assert keys.caller("Bearer newer", None, now).tenant == "alice"
+    with pytest.raises(Unauthorized):
+        keys.caller("Bearer old", None, now)
+    for spoil in (lambda: file.write_text(""), lambda: file.write_text("spoilt"), file.unlink):
+        spoil()
+        await rereads.look()
+        assert keys.caller("Bearer newer", None, now).tenant == "alice"
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 3 and "what was before stays" in errors[0].message
+
+
+async def test_an_encrypted_key_is_refused_and_the_terminal_asked_for_nothing(tmp_path: Path) -> None:
+    own = authority(tmp_path).signed("router")
+    locked = tmp_path / "locked.key"
+    encrypt = ["openssl", "pkey", "-in", own.key, "-aes256", "-passout", "pass:secret", "-out", locked]
+    subprocess.run(encrypt, check=True, capture_output=True)  # noqa: ASYNC221
+    with pytest.raises(ConfigError, match=r"listen\.tls: .*locked\.key is encrypted.*openssl pkey"):
+        served_tls(ListenTls(own.certificate, locked))
+    with pytest.raises(ConfigError, match=r"engine_tls: .*locked\.key is encrypted"):
+        TlsClient(None, own.certificate, locked).context("engine_tls")
+
+
+async def test_https_is_served_and_a_renewed_certificate_counts_without_a_restart(tmp_path: Path, served: Api) -> None:
+    signing = authority(tmp_path)
+    one = signing.signed("router")
+    files = ListenTls(one.certificate, one.key)
+    context, app = served_tls(files), create_app(served.services, SETTINGS)
+    with bound_sockets() as sockets:
+        async with listening(app, sockets, tls=context) as url:
+
+            async def serial() -> object:
+                for path, body in (("/health", None), (CHAT, chat(stream=True))):
+                    asked = served.client.request(
+                        "GET" if body is None else "POST", url + path, json=body, headers=BOB, ssl=signing.trusting
+                    )
+                    async with asked as answer:
+                        assert answer.status == 200 and await answer.read()
+                host, port = url.removeprefix("https://").split(":")
+                _, writer = await asyncio.open_connection(host, int(port), ssl=signing.trusting)
+                writer.close()
+                certificate: dict[str, object] = writer.get_extra_info("peercert")
+                return certificate["serialNumber"]
+
+            before = await serial()
+            key = files.key.read_bytes()
+            signing.signed("router")
+            new_key = files.key.read_bytes()
+            files.key.write_bytes(key)
+            with pytest.raises(ConfigError, match=r"listen\.tls"):
+                renew(context, files)  # half of it is here
+            assert await serial() == before
+            files.key.write_bytes(new_key)
+            renew(context, files)
+            assert await serial() != before
+            with pytest.raises((ssl.SSLError, OSError)):
+                await asyncio.open_connection(*url.removeprefix("https://").split(":"), ssl=UNKNOWING)

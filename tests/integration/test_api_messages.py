@@ -1,0 +1,208 @@
+"""/v1/messages: Anthropic's shape, of topologies and of plain models on servers with chats of their own."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from shell_router.api import ApiSettings
+from shell_router.api.messages import MessageTranslation
+from shell_router.api.replies import anthropic_error, problem_body
+from shell_router.engines.wire import EventSplitter
+from shell_router.errors import EngineAborted, EngineStalled, PromptTooLong, RouterStopping, ShellRouterError
+from tests.fakes.api_server import Api, api
+from tests.fakes.chat_engines import ChatScript, call, chat_pair
+from tests.fakes.moa import ScriptedMoa
+from tests.fakes.scripted_engine import Script
+
+ROOT_SAYS = "root thinks and root speaks and then root is done"
+WEATHER = {"name": "weather", "description": "The weather.", "input_schema": {"type": "object"}}
+RAIN = {"role": "user", "content": "Rain?"}
+
+
+def asked(**fields: object) -> dict[str, Any]:
+    return {"model": "small", "max_tokens": 64, "messages": [RAIN], **fields}
+
+
+def image(source: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+
+
+async def events_of(served: Api, **fields: object) -> list[dict[str, Any]]:
+    async with served.stream(asked(stream=True, **fields), "/v1/messages") as response:
+        assert response.status == 200
+        return [orjson.loads(one) for one in EventSplitter().feed(await response.read())]
+
+
+async def test_a_topology_answers_whole_and_streamed_in_the_published_order_of_events() -> None:
+    async with api() as served:
+        status, whole = await served.post("/v1/messages", asked(model="duo", system="Be brief."))
+        assert (status, whole["type"], whole["role"], whole["model"]) == (200, "message", "assistant", "duo")
+        assert whole["content"] == [{"type": "text", "text": ROOT_SAYS}]
+        assert (whole["stop_reason"], whole["stop_sequence"]) == ("end_turn", None)
+        assert whole["usage"]["output_tokens"] == 30 and whole["usage"]["input_tokens"] > 0
+        events = await events_of(served, model="duo")
+        kinds = [one["type"] for one in events]
+        assert kinds[:2] == ["message_start", "content_block_start"]
+        assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+        assert {*kinds[2:-3]} == {"content_block_delta"}
+        assert "".join(one["delta"]["text"] for one in events[2:-3]) == ROOT_SAYS
+        assert events[-2]["usage"]["output_tokens"] == 30
+
+
+async def test_an_answer_cut_at_its_limit_says_so_and_a_failed_stream_ends_with_an_error() -> None:
+    scripts = {"small": Script("a b c d", reason="length")}
+    async with api(ScriptedMoa(scripts)) as served:
+        _, whole = await served.post("/v1/messages", asked(max_tokens=4))
+        assert whole["stop_reason"] == "max_tokens"
+    translation = MessageTranslation("1", {"model": "m"}, {})
+    frames = translation.feed(b'data: {"error": {"message": "no room"}}\n\ndata: [DONE]\n\n')
+    assert [line for line in frames.splitlines() if line.startswith(b"event")] == [
+        b"event: message_start",
+        b"event: error",
+    ]
+    assert b"no room" in frames
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(RouterStopping("x"), "overloaded_error"), (EngineStalled("x"), "api_error"), (PromptTooLong("x"), None)],
+)
+async def test_a_failed_stream_names_the_kind_of_error(error: ShellRouterError, kind: str | None) -> None:
+    frames = MessageTranslation("1", {"model": "m"}, {}).error(problem_body(error, "1"))
+    last = orjson.loads(EventSplitter().feed(frames)[-1])
+    assert last == {"type": "error", "error": {"type": kind or "invalid_request_error", "message": "x"}}
+
+
+def test_an_aborted_answer_is_an_error_whole_and_streamed() -> None:
+    aborted = {"index": 0, "finish_reason": "abort"}
+    with pytest.raises(EngineAborted):
+        MessageTranslation("1", {"model": "m"}, {}).whole({"choices": [{**aborted, "message": {"content": "a"}}]})
+    chunk = orjson.dumps({"choices": [{**aborted, "delta": {"content": "a"}}]})
+    frames = MessageTranslation("1", {"model": "m"}, {}).feed(b"data: %b\n\ndata: [DONE]\n\n" % chunk)
+    assert orjson.loads(EventSplitter().feed(frames)[-1])["error"]["type"] == "api_error"
+
+
+async def test_errors_have_anthropics_shape() -> None:
+    async with api(settings=ApiSettings(keys={"me": "sk-1"})) as served:
+        for fields, key, status, kind in (
+            ({}, "sk-2", 401, "authentication_error"),
+            ({"model": "none"}, "sk-1", 404, "not_found_error"),
+            ({"temperature": 3}, "sk-1", 400, "invalid_request_error"),
+        ):
+            answered, body = await served.post("/v1/messages", asked(**fields), **{"x-api-key": key})
+            assert (answered, body["type"], body["error"].keys()) == (status, "error", {"type", "message"})
+            assert body["error"]["type"] == kind and body["request_id"]
+
+
+@pytest.mark.parametrize(("status", "kind"), [(413, "request_too_large"), (429, "rate_limit_error")])
+def test_an_error_is_named_by_its_status(status: int, kind: str) -> None:
+    assert anthropic_error({"message": "x"}, status) == {"type": kind, "message": "x"}
+
+
+async def test_thoughts_tools_and_results_reach_a_model_with_chats_of_its_own() -> None:
+    def says(body: Any) -> Any:
+        if body["messages"][-1]["role"] == "tool":
+            return {"role": "assistant", "content": "Dry.", "reasoning_content": "Hm."}
+        return call("weather", {"city": "Paris"})
+
+    async with chat_pair(ChatScript(say=says)) as at, api(relays={"small": at.pair}) as served:
+        _, first = await served.post("/v1/messages", asked(tools=[WEATHER], tool_choice={"type": "any"}))
+        (block,) = first["content"]
+        assert (first["stop_reason"], block["type"], block["input"]) == ("tool_use", "tool_use", {"city": "Paris"})
+        sent = at.decode.sent[0][1]
+        assert (sent["tool_choice"], sent["parallel_tool_calls"], sent["max_completion_tokens"]) == (
+            "required",
+            True,
+            64,
+        )
+        assert sent["tools"][0]["function"]["parameters"] == {"type": "object"}
+        dry = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "dry"}]}
+        thought = {"type": "thinking", "thinking": "Ask.", "signature": ""}
+        history = [
+            RAIN,
+            {"role": "assistant", "content": [thought, *first["content"]]},
+            {"role": "user", "content": [dry]},
+        ]
+        events = await events_of(served, messages=history, tools=[WEATHER], output_config={"effort": "low"})
+        started = [one["content_block"]["type"] for one in events if one["type"] == "content_block_start"]
+        deltas = [one["delta"] for one in events if one["type"] == "content_block_delta"]
+        assert (deltas, started) == ([{"type": "text_delta", "text": "Dry."}], ["text"])
+        sent = at.decode.sent[1][1]
+        assert [one["role"] for one in sent["messages"]] == ["user", "assistant", "tool"]
+        assert sent["messages"][1]["reasoning_content"] == "Ask." and sent["messages"][2]["content"] == "dry"
+        assert sent["reasoning_effort"] == "low"
+        _, whole = await served.post("/v1/messages", asked(messages=history, tools=[WEATHER]))
+        assert [one["type"] for one in whole["content"]] == ["thinking", "text"]
+        events = await events_of(served, tools=[WEATHER])
+        parts = [one["delta"]["partial_json"] for one in events if one["type"] == "content_block_delta"]
+        assert len(parts) > 1 and orjson.loads("".join(parts)) == {"city": "Paris"}
+
+
+async def test_arguments_that_were_cut_off_are_wrapped() -> None:
+    translation = MessageTranslation("1", {"model": "m"}, {})
+    cut = {"id": "c", "function": {"name": "weather", "arguments": '{"city": "Pa'}}
+    found = translation.whole({"choices": [{"message": {"tool_calls": [cut]}, "finish_reason": "length"}]})
+    assert found["content"][0]["input"] == {"INVALID_JSON": '{"city": "Pa'}
+
+
+async def test_images_stops_and_thinking_are_translated() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
+    async with chat_pair() as at, api(relays={"small": at.pair}) as served:
+        body = asked(messages=[{"role": "user", "content": content}], stop_sequences=["END"], top_k=5)
+        status, answer = await served.post("/v1/messages", body | {"thinking": {"type": "disabled"}})
+        assert status == 200, answer
+        sent = at.decode.sent[0][1]
+        assert sent["messages"][0]["content"][0]["image_url"]["url"] == "data:image/png;base64,AAAA"
+        assert (sent["stop"], sent["top_k"]) == (["END"], 5)
+        assert sent["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "at"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_token": 3}, "max_token"),
+        ({"messages": []}, "messages"),
+        ({"messages": [3]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+        ({"messages": [RAIN, {"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[1].content[0].name"),
+        ({"messages": [RAIN, {"role": "assistant", "content": "Well"}]}, "messages[1].role"),
+        ({"messages": [{"role": "system", "content": "x"}, RAIN]}, "messages[0].role"),
+        (image({"type": "file", "file_id": "f"}), "messages[0].content[0].source.type"),
+        (image({"type": "base64", "data": "AAAA"}), "messages[0].content[0].source.media_type"),
+        (image({"type": "base64", "media_type": "image/png"}), "messages[0].content[0].source.data"),
+        (image({"type": "url"}), "messages[0].content[0].source.url"),
+        (image(None), "messages[0].content[0].source"),
+        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": "x"}, "chat_template_kwargs"),
+        ({"system": 3}, "system"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "no spaces"}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"thinking": {"type": "much"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"temperature": 3}, "temperature"),
+        ({"output_config": {"format": {"type": "xml"}}}, "response_format.type"),
+    ],
+)
+async def test_malformed_requests_are_refused_by_field(fields: dict[str, Any], at: str) -> None:
+    async with api() as served:
+        status, body = await served.post("/v1/messages", asked(**fields))
+        assert (status, body["error"]["type"]) == (400, "invalid_request_error"), body
+        assert body["error"]["message"].startswith(f"{at} "), body
+
+
+async def test_what_is_ignored_is_named_and_keys_come_in_either_header() -> None:
+    async with api(settings=ApiSettings(keys={"me": "sk-1"})) as served:
+        headers = {"x-api-key": "sk-1", "anthropic-version": "2023-06-01"}
+        status, body = await served.post("/v1/messages", asked(container="c", cache_control={}), **headers)
+        assert status == 200
+        assert body["warnings"] == ["container was ignored: it has no effect here."]
+        assert (await served.post("/v1/messages", asked(), **{"x-api-key": "sk-2"}))[0] == 401
+        assert (await served.post("/v1/messages", asked(), Authorization="Bearer sk-1"))[0] == 200

@@ -1,0 +1,115 @@
+"""Journals in a real Redis: one owner at a time, nothing written twice, and nothing for good."""
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from agent_cache import CacheUnavailable, JournalDiffers
+from agent_cache.redis import RedisAgentPromptCache
+from agent_cache.redis.journals import RedisJournals
+from tests.fakes.redis_server import RedisServer
+
+RUN = ("tenant", "key")
+LEASE_S = 60.0
+
+
+@pytest.fixture
+async def journals(server: RedisServer) -> AsyncIterator[RedisJournals]:
+    async with RedisAgentPromptCache(server.url, clock=time.monotonic, lease_s=LEASE_S, journal_ttl_s=600) as cache:
+        yield cache.journals
+
+
+async def expire(server: RedisServer) -> None:
+    """What the lease's time does."""
+    server.ask("DEL", next(name for name, _ in server.keys().items() if name.endswith(":lease")))
+
+
+async def test_the_next_owner_reads_what_the_last_one_wrote(journals: RedisJournals) -> None:
+    assert await journals.claim(*RUN, "a", "head") == []
+    assert await journals.append(*RUN, "a", 0, [b"one", b"\xff two"])
+    assert await journals.append(*RUN, "a", 2, [b"three"])
+    await journals.release(*RUN, "a")
+    assert await journals.claim(*RUN, "b", "head") == [b"one", b"\xff two", b"three"]
+
+
+async def test_a_journal_has_one_owner_until_its_lease_ends(journals: RedisJournals, server: RedisServer) -> None:
+    assert await journals.claim(*RUN, "a", "head") == []
+    assert await journals.claim(*RUN, "b", "head") is None
+    assert not await journals.append(*RUN, "b", 0, [b"stranger's"])
+    await journals.release(*RUN, "b")
+    assert await journals.claim(*RUN, "b", "head") is None
+    await expire(server)
+    assert await journals.claim(*RUN, "b", "head") == []
+    assert not await journals.append(*RUN, "a", 0, [b"late"])
+
+
+async def test_another_head_is_refused_whether_the_journal_is_owned_or_not(journals: RedisJournals) -> None:
+    await journals.claim(*RUN, "a", "head")
+    for _ in range(2):
+        with pytest.raises(JournalDiffers):
+            await journals.claim(*RUN, "b", "another head")
+        await journals.release(*RUN, "a")
+
+
+async def test_tenants_do_not_share_keys(journals: RedisJournals) -> None:
+    await journals.claim("alice", "key", "a", "head")
+    assert await journals.claim("bob", "key", "b", "another head") == []
+
+
+async def test_a_write_that_was_sent_before_is_not_repeated(journals: RedisJournals) -> None:
+    await journals.claim(*RUN, "a", "head")
+    await journals.append(*RUN, "a", 0, [b"one", b"two"])  # its reply was lost
+    assert await journals.append(*RUN, "a", 0, [b"one", b"two", b"three"])
+    await journals.release(*RUN, "a")
+    assert await journals.claim(*RUN, "b", "head") == [b"one", b"two", b"three"]
+
+
+async def test_an_owner_that_was_silent_too_long_goes_on_unless_another_came(
+    journals: RedisJournals, server: RedisServer
+) -> None:
+    await journals.claim(*RUN, "a", "head")
+    await expire(server)
+    assert await journals.append(*RUN, "a", 0, [b"one"])
+    assert await journals.claim(*RUN, "b", "head") is None
+
+
+@pytest.mark.parametrize("left", ["released", "expired"])
+async def test_an_owner_that_was_away_adds_nothing_once_another_came(
+    journals: RedisJournals, server: RedisServer, left: str
+) -> None:
+    await journals.claim(*RUN, "a", "head")
+    await expire(server)
+    await journals.claim(*RUN, "b", "head")
+    await journals.append(*RUN, "b", 0, [b"b's"])
+    await (journals.release(*RUN, "b") if left == "released" else expire(server))
+    assert not await journals.append(*RUN, "a", 0, [b"a's", b"too"])
+    assert await journals.claim(*RUN, "c", "head") == [b"b's"]
+
+
+async def test_a_claim_whose_reply_was_lost_can_be_sent_again(journals: RedisJournals) -> None:
+    await journals.claim(*RUN, "a", "head")
+    assert await journals.claim(*RUN, "a", "head") == []
+
+
+async def test_a_journal_that_redis_has_lost_is_reported(journals: RedisJournals, server: RedisServer) -> None:
+    await journals.claim(*RUN, "a", "head")
+    await journals.append(*RUN, "a", 0, [b"one"])
+    server.ask("FLUSHALL")
+    assert not await journals.append(*RUN, "a", 1, [b"two"])
+    assert server.keys() == {}
+
+
+async def test_lease_and_journal_expire(journals: RedisJournals, server: RedisServer) -> None:
+    await journals.claim(*RUN, "a", "head")
+    await journals.append(*RUN, "a", 0, [b"one"])
+    lives_ms = {name.rpartition(":")[2]: left for name, left in server.keys().items()}
+    assert 0 < lives_ms["lease"] <= 60_000
+    assert all(60_000 < lives_ms[name] <= 600_000 for name in ("journal", "owner"))
+
+
+async def test_a_redis_that_is_away_is_reported_as_that(journals: RedisJournals, server: RedisServer) -> None:
+    await journals.claim(*RUN, "a", "head")
+    server.kill()
+    with pytest.raises(CacheUnavailable):
+        await journals.append(*RUN, "a", 0, [b"one"])
