@@ -228,23 +228,22 @@ class Admission:
         }
 
     def count(self, request: Request, agents: int) -> None:
-        """Count `agents` more for a running request; raises Overloaded where its tenant has too many by then.
+        """Count `agents` more for a running request.
 
-        Raises InvalidRequest where the request alone has too many.
-
-        A tenant alone has all of the router. Others must not be refused for what one of several asks for.
+        One of several tenants may not take the places of others; a single tenant has all of the router.
+        Raises InvalidRequest where the request alone needs too many, and Overloaded where its tenant has too many now.
         """
         tenant, limit, several = request[TENANT], self._settings.max_agents_per_tenant, self.keys.several
         if several and (whole := request.get(AGENTS, 0) + agents) > limit:
             raise InvalidRequest(
                 f"The request needs {whole} agents, and a tenant may have {limit} at a time.",
-                remedy="Ask for fewer, or raise max_agents_per_tenant.",
+                remedy="Ask for fewer, or raise limits.max_agents_per_tenant.",
             )
         if several and self._agents[tenant] + agents > limit:
             raise Overloaded(
                 f"{self._agents[tenant]} agents of {tenant!r} are running or waiting, of at most {limit}, and this"
                 f" request needs {agents} more.",
-                remedy=f"Try again in {self._settings.retry_after_s} s, or raise max_agents_per_tenant.",
+                remedy=f"Try again in {self._settings.retry_after_s} s, or raise limits.max_agents_per_tenant.",
             )
         self._agents[tenant] += agents
         request[AGENTS] = request.get(AGENTS, 0) + agents

@@ -273,7 +273,7 @@ class ChatRun:
         return await (self.run(self.asked, also) if self.kept is None else self.kept.follow(also))
 
     async def run(self, asked: MoaRequest, also: Emit | None) -> Answer:
-        """Run as `asked`, whoever waits for it."""
+        """Run as `asked`, for one or several requests."""
         self._seen.also = also
         async with self._chats.drain.deadline():
             with self._seen as seen:

@@ -134,8 +134,8 @@ class NativeAnswer:
         """Note the tokens that the engine has reported; where it has not, about as many as were sent either way."""
         if not (self._last or self._seen):  # it was refused
             return
-        told = [each.findall(self._last) for each in _REPORTED]  # a stream's events count on
-        prompt, output = (sum(map(int, each[-1:] if self._seen else each)) for each in told)
+        reported = [each.findall(self._last) for each in _REPORTED]  # a stream's events count on
+        prompt, output = (sum(map(int, each[-1:] if self._seen else each)) for each in reported)
         request, services = self._request, self._request.app[SERVICES]
         used = request[TOKENS] = (prompt, output) if prompt else (sum(map(len, bodies)) // 4, self._seen)
         services.rates.add(request[TENANT], sum(used), services.clock())

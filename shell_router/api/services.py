@@ -102,15 +102,13 @@ class TokenRates:
 class Services:
     """Everything a route may call.
 
-    `engines` says in words what serves each model, where that is known, `embedders` give vectors by their names,
-    `serving` says whether its engines seem to
-    serve. `checks` are named as operators should read
-    them ("engine small", "cache"); those named in `optional_checks` only make requests slower or less shared when they
-    fail, so they do not make the router unready. Nor does a model's engine, while another model's serves. A `recorder`
-    gets the lines of every run, an `access_log` one of every request, `spans` the finished runs. `journals` keep runs
-    with an Idempotency-Key. `holdouts` knows what incremental prefill and drafts save, `rates` what tokens tenants
-    used. `clock` is the runs' clock in monotonic seconds, `wall` Unix time,
-    `new_id` gives a fresh unguessable id.
+    `engines` says in words what serves each model, where that is known, and `serving` whether those engines seem to
+    serve; `embedders` give vectors, by their names. `checks` are named as operators should read them ("engine small",
+    "cache"); those named in `optional_checks` only make requests slower or less shared when they fail, so they do not
+    make the router unready. Nor does a model's engine, while another model's serves. A `recorder` gets the lines of
+    every run, an `access_log` one of every request, `spans` the finished runs. `journals` keep runs with an
+    Idempotency-Key. `holdouts` knows what incremental prefill and drafts save, `rates` how many tokens tenants used.
+    `clock` is the runs' clock in monotonic seconds, `wall` Unix time, `new_id` gives a fresh unguessable id.
     """
 
     executor: Runs

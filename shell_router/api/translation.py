@@ -1,5 +1,6 @@
 """Chat completions in the forms of other APIs, whose answers are items that follow each other."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ Events = Sequence[tuple[str, Mapping[str, Any]]]
 ABORTED = "The engine ended the answer early. Send the request again."
 
 
-class ItemTranslation:
+class ItemTranslation(ABC):
     """Reads a chat completion, or its chunks, as items: thinking, text, calls (streaming.Translation).
 
     A subclass writes them. Its methods give the events to send; what it has at the end is `answer`. `reason` and
@@ -29,33 +30,33 @@ class ItemTranslation:
         self._call = -1
         self._has_begun = self._has_failed = False
 
+    @abstractmethod
     def begun(self) -> Events:
         """The answer begins."""
-        raise NotImplementedError
 
+    @abstractmethod
     def opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
         """An item begins; a call has an `id` and a `name`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def grown(self, text: str) -> Events:
         """The open item goes on; for a call these are arguments."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closed(self) -> Events:
         """The open item is complete."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ended(self) -> Events:
         """All items are complete."""
-        raise NotImplementedError
 
+    @abstractmethod
     def failed(self, error: Mapping[str, Any]) -> Events:
         """There will be no more. `error` has a `message` and, where it is the router's own, a `code`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        raise NotImplementedError
 
     def whole(self, found: dict[str, Any]) -> dict[str, Any]:
         """See `Translation`."""

@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class RecordTo:
     max_file_bytes: int = 64 * 2**20
 
 
-class Outbox(Generic[Item]):
+class Outbox(ABC, Generic[Item]):
     """Items that a thread of its own takes where they belong, `at_once` of them together, so that no request waits.
 
     What cannot be taken is lost, and no request with it: `count` is called with how many of `what` were `done` or
@@ -88,9 +89,9 @@ class Outbox(Generic[Item]):
             if found := [item for item in items if item is not None]:
                 self._take(found)
 
+    @abstractmethod
     def _take(self, items: Sequence[Item]) -> None:
         """Take them, and say `_done` or `_lost` of each part; must not raise."""
-        raise NotImplementedError
 
     def _size(self, item: Item) -> int:
         """How many of `what` an item is, which the caller has no time to make."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ class Loads:
     cached_tokens_total: int = 0
 
 
-class Service(Generic[Job, Result]):
+class Service(ABC, Generic[Job, Result]):
     """One side of the pair: the model's thread, and what the event loop does for its requests."""
 
     def __init__(self, worker: "Worker[Job, Result]", deliver: Callable[[Job, Result], None]) -> None:
@@ -147,16 +148,17 @@ class Service(Generic[Job, Result]):
                 f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={request.rid!r}"
             )
 
+    @abstractmethod
     async def work(self, inflight: Inflight) -> None:
         """Put the request's output, piece by piece. Cancelling it frees everything within one step."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def forget(self, adapter: Adapter) -> None:
         """Let go of all that was computed with an adapter that no request uses any more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loads(self) -> Loads:
-        raise NotImplementedError
+        """How much work there is."""
 
 
 async def output_of(service: Service[Any, Any], inflight: Inflight) -> AsyncGenerator[Sequence[Piece], None]:
