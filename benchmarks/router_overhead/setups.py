@@ -59,13 +59,23 @@ class Process:
 
     def cpu_s(self) -> float:
         """CPU seconds it has used, in the kernel's ticks."""
-        fields = Path(f"/proc/{self.child.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) * _TICK_S
+        return _cpu_s(self.child.pid)
+
+    def children_cpu_s(self) -> float:
+        """CPU seconds of the processes that it started and that run, in the kernel's ticks."""
+        children = Path(f"/proc/{self.child.pid}/task").glob("*/children")
+        found = [int(pid) for file in children for pid in file.read_text(encoding="utf-8").split()]
+        return sum(_cpu_s(pid) for pid in found)
 
     def require_running(self) -> None:
         """RuntimeError with its last words if it has ended."""
         if self.child.poll() is not None:
             raise RuntimeError(f"{self.log.stem} ended: {self.log.read_text(errors='replace')[-2000:]}")
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 @contextmanager
@@ -109,12 +119,16 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Wall-clock and CPU seconds while something ran. `router_s` is None where there is none."""
+    """Wall-clock and CPU seconds while something ran. `router_s` is None where there is none.
+
+    `children_s` are those of the router's own child processes.
+    """
 
     wall_s: float
     router_s: float | None
     engine_s: float
     client_s: float
+    children_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +143,12 @@ class Watched:
         before, started_s = self._cpu_s(), time.monotonic()
         await load()
         wall_s, after = time.monotonic() - started_s, self._cpu_s()
-        router_s, engine_s, client_s = (one - other for one, other in zip(after, before, strict=True))
-        return Spent(wall_s, router_s if self.router else None, engine_s, client_s)
+        router_s, engine_s, client_s, children_s = (one - other for one, other in zip(after, before, strict=True))
+        return Spent(wall_s, router_s if self.router else None, engine_s, client_s, children_s)
 
-    def _cpu_s(self) -> tuple[float, float, float]:
-        return self.router.cpu_s() if self.router else 0.0, self.engine.cpu_s(), time.process_time()
+    def _cpu_s(self) -> tuple[float, float, float, float]:
+        router_s, children_s = (self.router.cpu_s(), self.router.children_cpu_s()) if self.router else (0.0, 0.0)
+        return router_s, self.engine.cpu_s(), time.process_time(), children_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +325,32 @@ async def running_setups(cores: Cores, folder: Path, new_tokens: int) -> AsyncIt
         yield Setups(setups, (prefill, decode), ours, rust, watched_ours, watched_rust)
 
 
-def _write_deployment(folder: Path, prefill: str, decode: str, new_tokens: int) -> Path:
+@asynccontextmanager
+async def running_engine(cores: Cores, folder: Path, *, token_s: float) -> AsyncIterator[tuple[DirectTarget, Process]]:
+    """A scripted pair alone, which writes a token every `token_s` seconds."""
+    prefill_port, decode_port = free_ports(2)
+    target = DirectTarget(f"http://127.0.0.1:{prefill_port}", f"http://127.0.0.1:{decode_port}")
+    with running("engine", _engine_command(prefill_port, decode_port, token_s=token_s), cores.engine, folder) as engine:
+        await answering(target, engine)
+        yield target, engine
+
+
+@asynccontextmanager
+async def running_ours(
+    cores: Cores, folder: Path, pair: DirectTarget, engine: Process, new_tokens: int, more: str
+) -> AsyncIterator[Setup]:
+    """This router in front of `pair`; `more` is added to its deployment's file."""
+    (port,) = free_ports(1)
+    name = f"shell-router-{port}"
+    (folder / name).mkdir()
+    config = _write_deployment(folder / name, pair.prefill_url, pair.decode_url, new_tokens, more)
+    with running(name, ours_command(config, port), cores.router, folder) as router:
+        target = RouterTarget(f"http://127.0.0.1:{port}")
+        await answering(target, router)
+        yield Setup(name, target, Watched(router, engine))
+
+
+def _write_deployment(folder: Path, prefill: str, decode: str, new_tokens: int, more: str = "") -> Path:
     """A config with three models of one tokenizer, all served by the one pair, and two trees."""
     model = make_checkpoint(folder / "model", hidden=32, layers=1, heads=2, kv_heads=1)
     for name, incremental in (("plain", "false"), ("incremental", "true")):
@@ -319,15 +359,16 @@ def _write_deployment(folder: Path, prefill: str, decode: str, new_tokens: int) 
     pair = f"{{path: {model}, context_length: 32768, pairs: [{{prefill: '{prefill}', decode: '{decode}'}}]}}"
     models = "".join(f"  {alias}: {pair}\n" for alias in ("small", "medium", "large"))
     config = folder / "router.yaml"
-    text = f"models:\n{models}topologies: [plain.yaml, incremental.yaml]\nembedder: {{model: none}}\n"
+    text = f"models:\n{models}topologies: [plain.yaml, incremental.yaml]\nembedder: {{model: none}}\n{more}"
     config.write_text(text, encoding="utf-8")
     return config
 
 
-def _engine_command(prefill_port: int, decode_port: int) -> list[str]:
+def _engine_command(prefill_port: int, decode_port: int, *, token_s: float = 0.0) -> list[str]:
     module = "benchmarks.scripted.server"
     ports = ["--prefill-port", str(prefill_port), "--decode-port", str(decode_port)]
-    return [sys.executable, "-m", module, *ports, "--script", '{"stamped": true, "cache_tokens": 65536}']
+    script = json.dumps({"stamped": True, "cache_tokens": 65536, "token_s": token_s})
+    return [sys.executable, "-m", module, *ports, "--script", script]
 
 
 def ours_command(config: Path, port: int) -> list[str]:

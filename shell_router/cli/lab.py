@@ -66,18 +66,24 @@ def asking(
     }
 
 
-@app.command(epilog=examples("shell-router demo --rounds 5"))
+@app.command(
+    epilog=examples("shell-router demo --rounds 5", 'shell-router demo --real --question "Why is the sky blue?"')
+)
 def demo(
-    rounds: Annotated[int, option("Questions per topology.", least=1)] = 3,
+    rounds: Annotated[int, option("Questions per topology, of the tiny models.", least=1)] = 3,
     seed: Seed = 0,
+    real: Annotated[bool, option("Ask a real instruct model, SmolLM2-135M, in the place of the tiny ones.")] = False,
+    question: Annotated[str | None, option("What to ask it.", metavar="TEXT")] = None,
 ) -> None:
-    """Start everything on this machine and ask questions.
+    """Start everything on this machine, ask questions, and show what each mechanism gains and costs.
 
-    Needs neither a GPU nor a download.
+    Needs neither a GPU nor a download; `--real` needs packages, which it names.
     """
-    from shell_router.lab.demo import run_demo
+    from shell_router.lab.demo import EXAMPLE, run_demo
 
-    run(run_demo(rounds, seed))
+    if question is not None and not real:
+        raise ConfigError("--question goes with --real.", remedy="The tiny models solve word problems alone.")
+    run(run_demo(rounds, seed, (question or EXAMPLE) if real else None))
 
 
 @app.command(

@@ -1,23 +1,37 @@
 """The demo as a stranger runs it."""
 
+import re
+
 import pytest
 
 from tests.fakes.command import running_command, survivors
 
 pytestmark = pytest.mark.slow
 
+SETTINGS = ("all-to-all", "tree", "tree-incremental", "full", "full-drafts")
 
-async def test_the_demo_compares_two_topologies_draws_them_and_leaves_no_process() -> None:
+
+async def test_the_demo_adds_one_mechanism_at_a_time_draws_both_ends_and_leaves_no_process() -> None:
     async with running_command("demo", "--rounds", "2") as command:
-        await command.line_with("Asking 2 questions in 2 settings", limit_s=180)
+        page = await command.line_with("Watch it while the demo runs", limit_s=180)
+        assert re.search(r"http://127\.0\.0\.1:\d+/ui$", page.strip())
+        await command.line_with("Asking 2 questions in 5 settings", limit_s=180)
         started = command.started()
         code, output = await command.ended(limit_s=180)
         assert (code, survivors(started)) == (0, set()), output
     lines = output.splitlines()
     assert "(real engines)" in output
-    baseline, tree = (next(line for line in lines if line.startswith(f"│ {name} ")) for name in ("all-to-all", "full"))
-    assert baseline.split("│")[8].strip() == "1.00", "latency, relative to the baseline"
-    assert float(tree.split("│")[8]) > 0
-    assert sum(line.endswith(" s)") and ("(right, " in line or "(wrong, " in line) for line in lines) == 2
-    assert any(line.startswith("aggregator") and "█" in line for line in lines), "the tree is drawn"
-    assert "0% of the prefill was hidden" in output, "all-to-all hides none"
+    rows = [next(line.split("│") for line in lines if line.startswith(f"│ {name} ")) for name in SETTINGS]
+    assert rows[0][8].strip() == "1.00", "latency, relative to the baseline"
+    assert all(float(row[8]) > 0 for row in rows)
+    answers = [line for line in lines if re.match(rf"({'|'.join(SETTINGS)}): .*\((right|wrong), [0-9.]+ s\)$", line)]
+    assert len(answers) == len(SETTINGS)
+    assert any(line.startswith("aggregator") and "█" in line for line in lines), "the baseline is drawn"
+    axes = [line.split() for line in lines if re.match(r" +0\.0s ", line)]
+    assert len(axes) == 2 and axes[0] == axes[1], "both timelines have one scale"
+    shares = {name: next(line for line in reversed(lines) if line.startswith(f"│ {name} ")) for name in SETTINGS[1:]}
+    for name, words in zip(
+        SETTINGS[1:], ("13 agents instead of 19", "% of the prefill", "cut off", "drafted"), strict=True
+    ):
+        assert words in shares[name]
+    assert lines[-1].startswith("Next: shell-router serve"), "the next command to type"

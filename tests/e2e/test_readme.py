@@ -24,9 +24,9 @@ async def url() -> AsyncIterator[str]:
         yield (await command.line_with("Serving on", limit_s=180)).split()[-1]
 
 
-def _example(name: str) -> str:
-    """The block of the README that stands under the comment `command: name`."""
-    text = Path(ROOT / "README.md").read_text(encoding="utf-8")
+def _example(name: str, page: str = "README.md") -> str:
+    """The block of the page that stands under the comment `command: name`."""
+    text = Path(ROOT / page).read_text(encoding="utf-8")
     found = re.search(rf"<!-- command: {name} -->\n```bash\n(.*?)```", text, re.DOTALL)
     assert found is not None
     return found.group(1)
@@ -57,7 +57,7 @@ async def test_the_curl_examples_work(url: str) -> None:
     choices = [chunk["choices"][0] for chunk in chunks]
     assert "".join(choice["delta"].get("content", "") for choice in choices), "a busy router joins pieces, but has all"
     assert choices[-1]["finish_reason"] in ("stop", "length")
-    agents = await _run(_example("agent-request"), url)
+    agents = await _run(_example("agent-request", "docs/how-to/connect-clients.md"), url)
     assert '"error"' not in agents
     assert '"writer"' in agents
     assert '"planner"' in agents

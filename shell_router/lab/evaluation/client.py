@@ -37,7 +37,7 @@ class Client:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._limit = aiohttp.ClientTimeout(total=limit_s)
         self._clock = clock
@@ -50,24 +50,24 @@ class Client:
                     await asyncio.sleep(0.1)
         except TimeoutError:
             raise EngineStalled(
-                f"The router at {self._url} was not ready within {limit_s:g} s.",
+                f"The router at {self.url} was not ready within {limit_s:g} s.",
                 remedy="Ask its /ready, or look at its log, for the reason.",
             ) from None
 
     async def _ready(self) -> bool:
         try:
-            async with self._session.get(f"{self._url}/ready", timeout=self._limit) as response:
+            async with self._session.get(f"{self.url}/ready", timeout=self._limit) as response:
                 if response.status not in (OK, UNAVAILABLE):
-                    raise _no_router(self._url, f"its /ready answered {response.status}")
+                    raise _no_router(self.url, f"its /ready answered {response.status}")
                 return response.status == OK
         except aiohttp.ClientError as error:
-            raise _unreachable(self._url, error) from error
+            raise _unreachable(self.url, error) from error
 
     async def served(self) -> list[Setting]:
         """What the router serves, in its own order. Raises ShellRouterError."""
         listed, _ = await self._fetched("GET", "/v1/models")
         if not all("kind" in one for one in listed["data"]):
-            raise _no_router(self._url, "its models have no kind")
+            raise _no_router(self.url, "its models have no kind")
         return [Setting(one["id"], one["kind"], one.get("engine", "")) for one in listed["data"]]
 
     async def ask(self, body: Mapping[str, Any]) -> Reply:
@@ -91,11 +91,11 @@ class Client:
     ) -> tuple[dict[str, Any], Mapping[str, str]]:
         try:
             async with self._session.request(
-                method, self._url + path, json=body, headers=self._headers, timeout=self._limit
+                method, self.url + path, json=body, headers=self._headers, timeout=self._limit
             ) as response:
                 return _checked(response.status, await response.read()), response.headers
         except aiohttp.ClientError as error:
-            raise _unreachable(self._url, error) from error
+            raise _unreachable(self.url, error) from error
         except TimeoutError:
             raise EngineStalled(
                 f"The router did not answer within {self._limit.total:g} s.", remedy="Allow more with --timeout-s."
@@ -140,7 +140,7 @@ async def running_router(
             assert options.config is not None
             # on a free port, and without keys, which only callers on other machines would need
             config = load_config(options.config, os.environ, with_keys=False)
-            config = replace(config, listen=Listen(port=0), api_keys={}, api_keys_file=None)
+            config = replace(config, listen=Listen(port=0, ui=config.listen.ui), api_keys={}, api_keys_file=None)
             config = replace(config, topologies=options.topologies or config.topologies)
             url, models = await _started(config, options.config, stack, on_progress), tuple(config.models)
         connector = aiohttp.TCPConnector(limit=0)  # all members of a vote ask at the same time

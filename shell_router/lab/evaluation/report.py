@@ -95,23 +95,6 @@ def exposed_s(record: Record) -> float:
     return sum(longest.values())
 
 
-def saved_tokens(records: Sequence[Record]) -> float:
-    """An estimate, per answer, of the tokens that cut agents would still have written.
-
-    An agent would have written as many as agents of its model and layer did on average, of those that finished in these
-    `records`; where none did, nothing is counted.
-    """
-    written: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for record in records:
-        for agent in record.agents:
-            if agent.state == "finished":
-                written[agent.model, agent.layer].append(agent.completion_tokens)
-    usual = {kind: fmean(tokens) for kind, tokens in written.items()}
-    cut = [agent for record in records for agent in record.agents if agent.state in CUT_OFF]
-    saved = (usual.get((agent.model, agent.layer), 0.0) - agent.completion_tokens for agent in cut)
-    return sum(max(0.0, one) for one in saved) / len(records)
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """One setting. Tokens and agents are means per answer; None where nothing was answered to take it from.
@@ -137,7 +120,6 @@ class Row:
     models: Mapping[str, ModelUse]
     agents_cut: float
     exits: Exits | None
-    saved_tokens: float
 
 
 def rows_of(records: Sequence[Record], settings: Sequence[str], baseline: str) -> list[Row]:
@@ -177,7 +159,6 @@ def _row(records: Sequence[Record], baseline: Sequence[Record], is_baseline: boo
         models=model_uses(answered),
         agents_cut=fmean(sum(agent.state in CUT_OFF for agent in one.agents) for one in answered) if answered else 0.0,
         exits=exits_of(answered),
-        saved_tokens=saved_tokens(answered) if answered else 0.0,
     )
 
 
@@ -286,7 +267,6 @@ def _activity(row: Row) -> dict[str, str]:
         "clusters exited": _number(exits.clusters_exited if exits else None, ".0%"),
         "answers with exit": _number(exits.questions_with_exit if exits else None, ".0%"),
         "exit cost": _number(exits.exposed_share if exits else None, ".1%"),
-        "tokens saved (est.)": f"{row.saved_tokens:.0f}",
     }
 
 

@@ -61,11 +61,11 @@ def test_the_tables_have_a_line_per_setting_with_a_dash_where_nothing_is_known()
     cells = {name: [line[1:] for line in lines if line[0] == name] for name in NAMES}
     assert cells["small"] == [
         ["1", "0", "0.0% [0.0, 79.3]", "-100.0 [-100.0, +51.0]", "0.50", "0.50", "0.25", "100", "80%", "10"],
-        ["small 1, 1 of 1", "0.00", "-", "-", "-", "0"],
+        ["small 1, 1 of 1", "0.00", "-", "-", "-"],
     ]
     assert cells["large"][0][:2] == ["1", "1"]
     assert cells["large"][0][4:] == ["-"] * 6
-    assert cells["tree"][1] == ["small 1, 1 of 1", "1.00", "100%", "100%", "5.0%", "0"]
+    assert cells["tree"][1] == ["small 1, 1 of 1", "1.00", "100%", "100%", "5.0%"]
     assert "large 1, 0 of 1" in _printed(_report())
 
 

@@ -92,14 +92,6 @@ def test_an_exit_costs_the_longest_deciding_judgement_of_each_layer() -> None:
     assert (row.exits.exposed_s, row.exits.exposed_share) == (pytest.approx(0.4), pytest.approx(0.2))
 
 
-def test_saved_tokens_are_what_agents_of_the_same_model_and_layer_write_less_what_was_written() -> None:
-    finished = (agent(tokens=40), agent(tokens=60), agent(tokens=900, layer=1), agent("large", tokens=7))
-    leaves = (agent(state="early_exit", tokens=20), agent(state="unneeded", tokens=70))
-    cut = (*leaves, agent(state="unneeded", tokens=0, layer=1, started=False))
-    [row] = rows_of([record("a", 0, agents=finished), record("a", 1, agents=cut)], ["a"], "a")
-    assert row.saved_tokens == (50 - 20 + 900) / 2  # one leaf wrote more than they usually do: nothing saved
-
-
 def test_an_agent_that_votes_counts_to_no_model() -> None:
     [row] = rows_of([record("a", 0, agents=(agent(), agent("vote", "skipped")))], ["a"], "a")
     assert list(row.models) == ["small"]

@@ -1,0 +1,33 @@
+"""Renders a chart with Helm's own code and holds it to Kubernetes' schemas: `python render_chart.py CHART VALUES`.
+
+Prints a JSON object: `objects`, or what Helm or a schema says in `error`. Runs in the environment of test_chart.py.
+"""
+
+import json
+import sys
+
+import helm_python
+import kubernetes_validate
+import yaml
+
+UNKNOWN = ("ServiceMonitor",)  # the Prometheus Operator's, of which Kubernetes has no schema
+
+
+def main() -> None:
+    chart, values = sys.argv[1], json.loads(sys.argv[2])
+    try:
+        linted = helm_python.chart.lint(chart, values, strict=True)
+        with helm_python.Chart.load(chart) as loaded:
+            loaded.validate_schema(values)
+            texts = loaded.render(values, name="moa", namespace="prod").values()
+    except helm_python.HelmError as error:
+        print(json.dumps({"error": str(error)}))
+        return
+    objects = [found for text in texts for found in yaml.safe_load_all(text) if found]
+    for found in objects:
+        if found["kind"] not in UNKNOWN:
+            kubernetes_validate.validate(found, "1.30", strict=True)
+    print(json.dumps({"objects": objects, "lint": linted["messages"]}))
+
+
+main()
