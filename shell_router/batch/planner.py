@@ -1,16 +1,15 @@
 """Which worker loads which models: a workload, and plans for it (MOSAIC, section 4.1).
 
 Workers are alike; each holds one model at a time and runs its sessions one after the other. A session loads one model
-and has it answer some of its prompts. Plans are quick ones, and MOSAIC's integer program (equations 4 to 10), solved by
-OR-tools CP-SAT.
+and has it answer some of its prompts. Plans are quick ones, and MOSAIC's integer program (equations 4 to 10), which
+OR-tools CP-SAT solves from the best quick one.
 """
 
-import heapq
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import inf
 from typing import Annotated, Any
 
@@ -35,7 +34,7 @@ class ModelWork:
 
     A session of x prompts takes `load_s` + `fixed_s` + x * `per_prompt_s`. The paper's cost is `load_s` = l_m,
     `fixed_s` = 0 and `per_prompt_s` = tau_m (equation 3); with `fixed_s` above 0 a small session costs more per prompt
-    (its Observation 3). `most_workers` caps the workers that load it; None takes equation 8.
+    (its Observation 3).
     """
 
     name: Annotated[str, "The model's name."]
@@ -84,12 +83,15 @@ class ModelWork:
 class Workload:
     """Models to run on `workers` alike, each of which loads at most `capacity` of them (K in equation 9).
 
-    Raises ConfigError where no plan can exist.
+    A worker's first load takes `first_s` longer, as an engine starts for it, and `together_s` for every other worker in
+    use, as all of these start at the same time. Raises ConfigError where no plan can exist.
     """
 
     models: tuple[ModelWork, ...]
     workers: Annotated[int, "Number of workers, all alike."]
     capacity: Annotated[int, "Models that a worker loads at most (K)."]
+    first_s: Annotated[float, _seconds("Seconds that a worker's first load takes longer.")] = 0.0
+    together_s: Annotated[float, _seconds("Seconds more of a first load for each other worker in use.")] = 0.0
 
     def __post_init__(self) -> None:
         names = [model.name for model in self.models]
@@ -111,15 +113,14 @@ class Workload:
                 f"or the workers to {-(-len(self.asked) // self.capacity)}.",
             )
 
+    def begin_s(self, used: int) -> float:
+        """When a worker's first session would begin, if its load were like later ones, with `used` workers in use."""
+        return self.first_s + self.together_s * (used - 1)
+
     @property
     def asked(self) -> tuple[ModelWork, ...]:
         """The models that have prompts; the others are not loaded."""
         return tuple(model for model in self.models if model.prompts)
-
-    @property
-    def bound_s(self) -> float:
-        """A bound on every makespan: each model is loaded at least once, and all work is spread evenly."""
-        return sum(model.session_s(model.prompts) for model in self.asked) / self.workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The plan as JSON-like values."""
-        sessions = [asdict(session) for session in self.sessions]
-        figures = {"makespan_s": self.makespan_s, "bound_s": self.bound_s, "gap": self.gap}
-        return {"method": self.method, **figures, "sessions": sessions}
+        return {**asdict(self), "makespan_s": self.makespan_s, "gap": self.gap}
 
 
 Shares = Sequence[Mapping[str, int]]
@@ -170,31 +169,130 @@ Shares = Sequence[Mapping[str, int]]
 def sessions_of(workload: Workload, shares: Shares) -> tuple[Session, ...]:
     """One session after the other on every worker, the longest first, so that what fails late costs little."""
     models = {model.name: model for model in workload.models}
+    begin_s = workload.begin_s(sum(map(bool, shares)))
     sessions = []
     for worker, share in enumerate(shares):
-        now_s = 0.0
+        ends_s = [0.0]
         for name, prompts in sorted(share.items(), key=lambda item: (-models[item[0]].session_s(item[1]), item[0])):
-            end_s = now_s + models[name].session_s(prompts)
-            sessions.append(Session(worker, name, prompts, now_s, end_s))
-            now_s = end_s
+            ends_s.append(models[name].session_s(prompts) + (ends_s[-1] if len(ends_s) > 1 else begin_s))
+            sessions.append(Session(worker, name, prompts, *ends_s[-2:]))
     return tuple(sessions)
 
 
-def shares_of(workload: Workload, plan: Plan) -> Shares:
+def shares_of(workload: Workload, sessions: Sequence[Session]) -> Shares:
     """What `sessions_of` was given."""
-    by_worker = {
-        worker: {session.model: session.prompts for session in sessions}
-        for worker, sessions in groupby(plan.sessions, key=lambda session: session.worker)
-    }
-    return [by_worker.get(worker, {}) for worker in range(workload.workers)]
+    shares: list[dict[str, int]] = [{} for _ in range(workload.workers)]
+    for session in sessions:
+        shares[session.worker][session.model] = session.prompts
+    return shares
 
 
-BISECTIONS = 40
+BISECTIONS = 50
+FINE = 1e-3
 TICKS = 100_000_000
 TICKS_PER_PROMPT = 100_000
 """The integer units of time that the best known plan takes: rounding is then far below the gap."""
-SEARCHERS = 8
+WORTH_OF_LOAD = 0.1
+"""A part of a model is not placed where it would run for less than this share of its load."""
+SEARCHERS = 4
 """Threads that search in different ways; one alone takes a hundred times as long on some small workloads."""
+
+
+def counting_bound_s(workload: Workload) -> float:
+    """The shortest makespan at which the sessions that each model needs fit into the workers' time and loads.
+
+    A session is no longer than the makespan, so a model needs at least N_m / floor((C - s_m) / tau_m) of them, rounded
+    up, each with its s_m = load_s + fixed_s.
+    """
+
+    def fits(limit_s: float, used: int) -> bool:
+        each_s = limit_s - workload.begin_s(used)
+        sessions, total_s = 0, 0.0
+        for model in workload.asked:
+            most = model.fitting(each_s)
+            needed = -(-model.prompts // most) if most else used + 1
+            if needed > min(used, model.replicas(workload.workers)):
+                return False
+            sessions += needed
+            total_s += needed * model.session_s(0) + model.prompts * model.per_prompt_s
+        return sessions <= used * workload.capacity and total_s <= used * each_s
+
+    if not workload.asked:
+        return 0.0
+    low_s = 0.0
+    high_s = max(session.end_s for session in sessions_of(workload, _even(workload, inf) or ()))
+    fewest = 1 if workload.together_s else workload.workers  # only a load that others slow down may be spared
+    for _ in range(BISECTIONS):
+        middle_s = (low_s + high_s) / 2
+        if any(fits(middle_s, used) for used in range(workload.workers, fewest - 1, -1)):
+            high_s = middle_s
+        else:
+            low_s = middle_s
+    return low_s
+
+
+class _Filling:
+    """Workers that take sessions while these end within `limit_s`; first loads count as any others."""
+
+    def __init__(self, workload: Workload, limit_s: float) -> None:
+        self.shares: list[dict[str, int]] = [{} for _ in range(workload.workers)]
+        self.left_s = [limit_s] * workload.workers
+        self._capacity = workload.capacity
+
+    def loads(self, worker: int) -> int:
+        """How many models it may still load."""
+        return self._capacity - len(self.shares[worker])
+
+    def emptiest(self, model: ModelWork) -> int | None:
+        """Of the workers that may load it the one with the most time left."""
+        return max(self._open_to(model), key=self.left_s.__getitem__, default=None)
+
+    def fullest(self, model: ModelWork, prompts: int) -> int | None:
+        """Of those that have time for such a session of it the one with the least left."""
+        needed_s = model.session_s(prompts)
+        fitting = (worker for worker in self._open_to(model) if self.left_s[worker] >= needed_s)
+        return min(fitting, key=self.left_s.__getitem__, default=None)
+
+    def _open_to(self, model: ModelWork) -> list[int]:
+        return [worker for worker, share in enumerate(self.shares) if self.loads(worker) and model.name not in share]
+
+    def put(self, worker: int, model: ModelWork, prompts: int) -> None:
+        """Give the worker a session."""
+        self.left_s[worker] -= model.session_s(prompts)
+        self.shares[worker][model.name] = prompts
+
+    def put_whole(self, worker: int, models: list[ModelWork], most: int) -> None:
+        """Give the worker at most `most` whole models that fit, each the first of those left, and take them out."""
+        for _ in range(most):
+            left_s = self.left_s[worker]
+            fitting = (place for place, model in enumerate(models) if model.session_s(model.prompts) <= left_s)
+            if (place := next(fitting, None)) is None:
+                return
+            model = models.pop(place)
+            self.put(worker, model, model.prompts)
+
+    def put_next(self, worker: int, cut: list[tuple[ModelWork, int, int]], *, parts: bool) -> bool:
+        """Give the worker what is left of the first model; with `parts` of further ones, and a part of the next.
+
+        `cut` has models, the prompts left of each and the sessions that it may still have. Whether anything fits.
+        """
+        before = len(self.shares[worker])
+        while cut and self.loads(worker):
+            model, left, sessions = cut[0]
+            left_s = self.left_s[worker]
+            part = left if model.session_s(left) <= left_s else min(model.fitting(left_s), left - 1)
+            worth = part * model.per_prompt_s >= WORTH_OF_LOAD * model.session_s(0)
+            if part < left and not (parts and part and worth and sessions > 1):
+                break
+            self.put(worker, model, part)
+            cut[:1] = [(model, left - part, sessions - 1)] if part < left else []
+            if part < left or not parts:
+                break
+        return len(self.shares[worker]) > before
+
+
+def _longest(workload: Workload) -> list[ModelWork]:
+    return sorted(workload.asked, key=lambda model: -model.session_s(model.prompts))
 
 
 def round_robin(workload: Workload) -> Plan:
@@ -207,67 +305,114 @@ def round_robin(workload: Workload) -> Plan:
 
 def longest_first(workload: Workload) -> Plan:
     """Whole models, the longest first, each to the worker that is done first and may load another (LPT)."""
-    shares: list[dict[str, int]] = [{} for _ in range(workload.workers)]
-    free = [(0.0, worker) for worker in range(workload.workers)]
-    for model in sorted(workload.asked, key=lambda model: -model.session_s(model.prompts)):
-        done_s, worker = heapq.heappop(free)
-        shares[worker][model.name] = model.prompts
-        if len(shares[worker]) < workload.capacity:
-            heapq.heappush(free, (done_s + model.session_s(model.prompts), worker))
-    return _planned("longest-first", workload, shares)
+    return _planned("longest-first", workload, _even(workload, inf) or ())
 
 
-def split(workload: Workload) -> Plan | None:
-    """Models split over workers where they do not fit into one; None where that is no shorter.
+def wrap_around(workload: Workload) -> Plan:
+    """The best of the quick plans, most often models that are cut at the borders of workers filled one after the other.
 
-    The shortest makespan, by bisection, for which each model in turn, the longest first, fits into the fullest worker
-    that can take it whole, or fills up the emptiest until it does.
+    Each way of filling workers has its shortest makespan found by bisection.
     """
-    low_s, high_s = workload.bound_s, longest_first(workload).makespan_s
-    best: Shares | None = None
+    best = min(longest_first(workload), round_robin(workload), key=lambda made: made.makespan_s)
+    for fill in FILLINGS:
+        low_s, high_s = max(0.0, best.bound_s - workload.begin_s(workload.workers)), best.makespan_s
+        while high_s - low_s > FINE * best.makespan_s:
+            middle_s = (low_s + high_s) / 2
+            if shares := fill(workload, middle_s):
+                high_s = middle_s
+                made = replace(best, sessions=sessions_of(workload, shares))
+                best = min(best, made, key=lambda made: made.makespan_s)
+            else:
+                low_s = middle_s
+    return replace(best, method="wrap-around")
+
+
+def _even(workload: Workload, limit_s: float) -> Shares | None:
+    """As few sessions of each model as `limit_s` allows, the longest first to the emptiest worker, and then leveled.
+
+    That may take longer than `limit_s`; None where it needs too many sessions.
+    """
+    filling = _Filling(workload, 0.0)
+    pieces = []
+    for model in workload.asked:
+        sessions = -(-model.prompts // most) if (most := model.fitting(limit_s)) else workload.workers + 1
+        if sessions > model.replicas(workload.workers):
+            return None
+        pieces += [(model, (model.prompts + number) // sessions) for number in range(sessions)]
+    for model, prompts in sorted(pieces, key=lambda piece: -piece[0].session_s(piece[1])):
+        if (worker := filling.emptiest(model)) is None:
+            return None
+        filling.put(worker, model, prompts)
+    for model in _longest(workload):
+        at = [worker for worker, share in enumerate(filling.shares) if model.name in share]
+        for worker in at:
+            filling.left_s[worker] += model.session_s(filling.shares[worker].pop(model.name))
+        busy_s = {worker: -filling.left_s[worker] for worker in at}
+        for worker, prompts in shared_out(model, busy_s).items():
+            filling.put(worker, model, prompts)
+    return filling.shares
+
+
+def shared_out(work: ModelWork, busy_s: Mapping[int, float]) -> dict[int, int]:
+    """How many of the model's prompts each worker gets, so that the last one is done earliest.
+
+    `busy_s` says how long each worker that may take some is still busy; there is at least one.
+    """
+    low_s, high_s = min(busy_s.values()), min(busy_s.values()) + work.session_s(work.prompts)
     for _ in range(BISECTIONS):
         middle_s = (low_s + high_s) / 2
-        if shares := _filled(workload, middle_s):
-            best, high_s = shares, middle_s
+        if sum(work.fitting(middle_s - busy) for busy in busy_s.values()) >= work.prompts:
+            high_s = middle_s
         else:
             low_s = middle_s
-    return None if best is None else _planned("split", workload, best)
+    fitting = {worker: work.fitting(high_s - busy) for worker, busy in busy_s.items()}
+    taken, left = dict.fromkeys(busy_s, 0), work.prompts
+    for worker in sorted(fitting, key=lambda worker: -fitting[worker]):
+        taken[worker] = min(fitting[worker], left)
+        left -= taken[worker]
+    taken[min(busy_s, key=busy_s.__getitem__)] += left  # by rounding
+    return {worker: prompts for worker, prompts in taken.items() if prompts}
 
 
 def _filled(workload: Workload, limit_s: float) -> Shares | None:
-    shares: list[dict[str, int]] = [{} for _ in range(workload.workers)]
-    left_s = [limit_s] * workload.workers
-
-    def put(worker: int, model: ModelWork, prompts: int) -> None:
-        shares[worker][model.name] = prompts
-        left_s[worker] -= model.session_s(prompts)
-
-    for model in sorted(workload.asked, key=lambda model: -model.session_s(model.prompts)):
-        left = model.prompts
-        for _ in range(model.replicas(workload.workers)):
-            open_to = [
-                w for w, share in enumerate(shares) if len(share) < workload.capacity and model.name not in share
-            ]
-            whole = [worker for worker in open_to if model.session_s(left) <= left_s[worker]]
-            if whole:
-                put(min(whole, key=left_s.__getitem__), model, left)
-                left = 0
-                break
-            emptiest = max(open_to, key=left_s.__getitem__, default=None)
-            fits = 0 if emptiest is None else min(left - 1, model.fitting(left_s[emptiest]))
-            if emptiest is None or fits < 1:
+    """Each model in turn, the longest first: whole in the fullest worker that takes it, or in parts of the emptiest."""
+    filling = _Filling(workload, limit_s)
+    for model in _longest(workload):
+        cut = [(model, model.prompts, model.replicas(workload.workers))]
+        while cut:
+            left = cut[0][1]
+            worker = filling.fullest(model, left)
+            worker = filling.emptiest(model) if worker is None else worker
+            if worker is None or not filling.put_next(worker, cut, parts=True):
                 return None
-            put(emptiest, model, fits)
-            left -= fits
-        if left:
-            return None
-    return shares
+    return filling.shares
+
+
+def _wrapped(workload: Workload, limit_s: float, small: float) -> Shares | None:
+    """Worker after worker: the rest of a model that was cut, whole small ones, and a part that fills what is left."""
+    filling = _Filling(workload, limit_s)
+    models = _longest(workload)
+    whole = [model for model in models if model.session_s(model.prompts) <= small * limit_s]
+    cut = [(model, model.prompts, model.replicas(workload.workers)) for model in models[: len(models) - len(whole)]]
+    for worker, share in enumerate(filling.shares):
+        filling.put_next(worker, cut, parts=False)
+        due = -(-len(whole) // (workload.workers - worker)) if cut else workload.capacity
+        filling.put_whole(worker, whole, min(due, filling.loads(worker) - bool(cut and not share)))
+        filling.put_next(worker, cut, parts=True)
+        filling.put_whole(worker, whole, filling.loads(worker))
+    return None if cut or whole else filling.shares
 
 
 def _planned(method: str, workload: Workload, shares: Shares) -> Plan:
-    return Plan(method, sessions_of(workload, shares), workload.bound_s)
+    return Plan(method, sessions_of(workload, shares), counting_bound_s(workload))
 
 
+SMALL = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+"""Models that take no longer than this share of the makespan are placed whole; the best of these counts."""
+FILLINGS: Sequence[Callable[[Workload, float], Shares | None]] = (
+    *(_even, _filled),
+    *(partial(_wrapped, small=small) for small in SMALL),
+)
 WITHOUT_SOLVER: Mapping[str, Callable[[Workload], Plan]] = {
     "round-robin": round_robin,
     "longest-first": longest_first,
@@ -283,17 +428,17 @@ def plan(workload: Workload, limit_s: float = 10.0, *, seed: int = 0) -> Plan:
     """
     if not 0 < limit_s < inf:
         raise ConfigError(f"A plan cannot be searched for {limit_s} s.", remedy="Give a positive number.")
-    known = [longest_first(workload), round_robin(workload), split(workload)]
-    start = min((made for made in known if made), key=lambda made: made.makespan_s)
-    if start.makespan_s < SHORTEST_S:
-        return Plan("ilp", start.sessions, 0.0)
-    return _Program(workload, start).solved(limit_s, seed)
+    start = replace(wrap_around(workload), method="ilp")
+    return start if start.makespan_s < SHORTEST_S or start.optimal else _Program(workload, start).solved(limit_s, seed)
 
 
 def answer() -> None:
-    """Read a workload from standard input and write its plan, or the ConfigError, to standard output; pickled."""
+    """Read the arguments of `plan` from standard input and write its plan, or the ConfigError, to standard output.
+
+    Both are pickled.
+    """
     try:
-        found: Plan | ConfigError = plan(pickle.load(sys.stdin.buffer))
+        found: Plan | ConfigError = plan(*pickle.load(sys.stdin.buffer))
     except ConfigError as error:
         found = error
     sys.stdout.buffer.write(pickle.dumps(found))
@@ -321,8 +466,9 @@ class _Program:
         self._all_ticks = max(TICKS, TICKS_PER_PROMPT * max(model.prompts for model in workload.asked))
         self._tick_s = start.makespan_s / self._all_ticks
         self._program = self._cp.CpModel()
+        self._used = [self._program.new_bool_var(f"U {worker}") for worker in range(workload.workers)]
         self._variables = [self._variables_of(model) for model in workload.asked]
-        self._makespan = self._program.new_int_var(0, self._all_ticks, "C")
+        self._makespan = self._program.new_int_var(self._ticks(start.bound_s), self._all_ticks, "C")
         self._limit_workers()
         self._hint()
         self._program.minimize(self._makespan)  # (10)
@@ -336,7 +482,7 @@ class _Program:
         solver.parameters.num_workers = SEARCHERS
         status = solver.solve(self._program)
         assert status in (self._cp.OPTIMAL, self._cp.FEASIBLE, self._cp.UNKNOWN), solver.status_name(status)
-        bound_s = max(self._workload.bound_s, solver.best_objective_bound * self._tick_s)
+        bound_s = max(self._start.bound_s, solver.best_objective_bound * self._tick_s)
         found = [self._start.sessions]
         if status != self._cp.UNKNOWN:
             found.append(sessions_of(self._workload, self._shares(solver)))
@@ -348,14 +494,16 @@ class _Program:
         loaded = [program.new_bool_var(f"Y {model.name} {worker}") for worker in workers]
         prompts = [program.new_int_var(0, most, f"X {model.name} {worker}") for worker in workers]
         program.add(sum(prompts) == model.prompts)  # (5)
-        for is_loaded, count in zip(loaded, prompts, strict=True):
+        for is_used, is_loaded, count in zip(self._used, loaded, prompts, strict=True):
             program.add(count <= most * is_loaded)  # (6)
             program.add(count >= is_loaded)
+            program.add(is_used >= is_loaded)  # one of them is its first
         program.add_linear_constraint(sum(loaded), 1, model.replicas(self._workload.workers))  # (7)
         return _Variables(model, loaded, prompts)
 
     def _limit_workers(self) -> None:
-        for worker in range(self._workload.workers):
+        together = self._ticks(self._workload.together_s) * (sum(self._used) - 1)
+        for worker, is_used in enumerate(self._used):
             self._program.add(
                 sum(of.loaded[worker] for of in self._variables) <= min(self._workload.capacity, len(self._variables))
             )  # (9)
@@ -364,17 +512,17 @@ class _Program:
                 + self._ticks(of.model.per_prompt_s) * of.prompts[worker]
                 for of in self._variables
             )  # (4)
-            self._program.add(time <= self._makespan)
+            self._program.add(time + self._ticks(self._workload.first_s) * is_used + together <= self._makespan)
 
     def _ticks(self, seconds: float) -> int:
         return int(seconds / self._tick_s)
 
     def _hint(self) -> None:
-        shares = shares_of(self._workload, self._start)
+        shares = shares_of(self._workload, self._start.sessions)
         for of in self._variables:
-            for share, loaded, prompts in zip(shares, of.loaded, of.prompts, strict=True):
-                self._program.add_hint(loaded, of.model.name in share)
-                self._program.add_hint(prompts, share.get(of.model.name, 0))
+            for worker, share in enumerate(shares):
+                self._program.add_hint(of.loaded[worker], of.model.name in share)
+                self._program.add_hint(of.prompts[worker], share.get(of.model.name, 0))
 
     def _shares(self, solver: Any) -> Shares:
         return [

@@ -4,35 +4,11 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shell_router.batch.planner import ModelWork, Plan
+from shell_router.batch.planner import ModelWork, Plan, shared_out
 from shell_router.batch.prompts import Prompt
 
-BISECTIONS = 50
 TRIES = 3
 """A model that does not load on this many workers, or answers nothing in this many sessions, is given up."""
-
-
-def shared_out(work: ModelWork, busy_s: Mapping[int, float]) -> dict[int, int]:
-    """How many of the model's prompts each worker gets, so that the last one is done earliest.
-
-    `busy_s` says how long each worker that may take some is still busy; there is at least one.
-    """
-    low_s, high_s = min(busy_s.values()), min(busy_s.values()) + work.session_s(work.prompts)
-    for _ in range(BISECTIONS):
-        middle_s = (low_s + high_s) / 2
-        if sum(work.fitting(middle_s - busy) for busy in busy_s.values()) >= work.prompts:
-            high_s = middle_s
-        else:
-            low_s = middle_s
-    fitting = {worker: work.fitting(high_s - busy) for worker, busy in busy_s.items()}
-    taken: dict[int, int] = {}
-    for worker, count in sorted(fitting.items(), key=lambda item: -item[1]):
-        if take := min(count, work.prompts - sum(taken.values())):
-            taken[worker] = take
-    if left := work.prompts - sum(taken.values()):  # by rounding
-        first = min(busy_s, key=busy_s.__getitem__)
-        taken[first] = taken.get(first, 0) + left
-    return taken
 
 
 @dataclass(frozen=True, slots=True)

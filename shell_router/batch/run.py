@@ -1,6 +1,10 @@
 """A whole batch: proposers planned and run, then the gate, then the aggregator where they do not agree."""
 
+import asyncio
 import logging
+import pickle
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +16,7 @@ from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.results import Result, results_of
 from shell_router.batch.sessions import Clock, Sessions, Workers, ungrouped
 from shell_router.errors import ConfigError
+from shell_router.launching.with_parent import with_parent
 
 log = logging.getLogger(__name__)
 
@@ -105,3 +110,24 @@ def _cost(profile: PoolProfile, role: Role, model: str, prompts: int, workers: i
         raise ConfigError("The profile has no aggregator.", remedy="Run shell-router batch profile again.")
     # MOSAIC runs it on all GPUs (section 5.3); equation 8 would spare loads that nothing else waits for
     return replace(profile.aggregator.cost(model, prompts), most_workers=workers)
+
+
+async def plan_apart(workload: Workload, limit_s: float = 10.0) -> Plan:
+    """`planner.plan` in a process of its own, which ends with the caller: it would hold up an event loop for seconds.
+
+    Raises ConfigError.
+    """
+    command = with_parent((sys.executable, "-c", "from shell_router.batch.planner import answer; answer()"))
+    child = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        answered, _ = await child.communicate(pickle.dumps((workload, limit_s)))
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode:
+        raise ConfigError(f"The planner ended with status {child.returncode}.", remedy="Look at what it printed.")
+    found: Plan | ConfigError = pickle.loads(answered)
+    if isinstance(found, ConfigError):
+        raise found
+    return found

@@ -3,7 +3,7 @@
 import json as jsonlib
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,9 +21,6 @@ from shell_router.cli.options import (
     write,
 )
 
-if TYPE_CHECKING:
-    from shell_router.batch.planner import Plan, Workload
-
 app = typer.Typer(help="Answer a file of questions with a pool of models.", no_args_is_help=True)
 
 Method = Literal["ilp", "round-robin", "longest-first"]
@@ -33,13 +30,6 @@ Limit = Annotated[int | None, option("Ask at most this many questions.", least=1
 Planner = Annotated[Method, option("Planner: the integer linear program, or a heuristic.")]
 LimitS = Annotated[float, option("Longest time to plan a stage, in seconds.", "--limit-s")]
 SIZES = WholeNumbers((8, 16, 32, 64))
-
-
-def planned(workload: "Workload", method: str, limit_s: float) -> "Plan":
-    """The workload's plan by one of the methods."""
-    from shell_router.batch.planner import WITHOUT_SOLVER, plan
-
-    return plan(workload, limit_s) if method == "ilp" else WITHOUT_SOLVER[method](workload)
 
 
 @app.command(epilog=examples("shell-router batch profile pool.yaml --data questions.jsonl"))
@@ -73,12 +63,13 @@ def plan(
     from rich.console import Console
 
     from shell_router.batch.planner import WITHOUT_SOLVER, Workload
+    from shell_router.batch.planner import plan as solved
     from shell_router.batch.report import plan_summary, plan_table
     from shell_router.config.read import read_file
 
     require_writable(json)
     found, _ = read_file(workload, Workload, see="docs/how-to/batch-a-file.md explains workloads.")
-    made = planned(found, method, limit_s)
+    made = solved(found, limit_s) if method == "ilp" else WITHOUT_SOLVER[method](found)
     Console().print(plan_table(made))
     others = [other(found) for name, other in WITHOUT_SOLVER.items() if name != method]
     print("\n".join(plan_summary(made, others)))
@@ -100,15 +91,17 @@ def answer(
     """Answer a file of questions, or continue an interrupted run."""
     from rich.console import Console
 
+    from shell_router.batch.planner import WITHOUT_SOLVER
     from shell_router.batch.pool import load_pool
     from shell_router.batch.pool_run import questions_for, run_pool
     from shell_router.batch.report import on_screen, outcome
+    from shell_router.batch.run import plan_apart
 
     found = load_pool(pool).with_tau(tau)
     questions = questions_for(found, data, limit)
 
     async def ran() -> None:
-        planner = partial(planned, method=method, limit_s=limit_s)
+        planner = partial(plan_apart, limit_s=limit_s) if method == "ilp" else WITHOUT_SOLVER[method]
         with on_screen(Console()) as follow:
             finished = await run_pool(found, questions, out, planner, follow, seed=seed)
         print("\n".join(outcome(finished.results, finished.stages)))

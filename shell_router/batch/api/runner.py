@@ -2,10 +2,7 @@
 
 import asyncio
 import logging
-import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -20,15 +17,13 @@ from shell_router.api.fields import Fields
 from shell_router.api.replies import INTERNAL, is_retryable, problem_body, problem_of
 from shell_router.app.topologies import load_topologies
 from shell_router.batch.api.lines import BatchLine, Keep, LineResult
-from shell_router.batch.planner import Plan, Workload
 from shell_router.batch.pool import Pool, load_pool
 from shell_router.batch.pool_run import run_pool
 from shell_router.batch.questions import Question, Questions
 from shell_router.batch.results import Result
-from shell_router.batch.run import Follow
+from shell_router.batch.run import Follow, plan_apart
 from shell_router.config import Config
 from shell_router.errors import ConfigError, EngineError, InvalidField, ShellRouterError
-from shell_router.launching.with_parent import with_parent
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 """An engine that died is started again, and loads its model, within about two minutes."""
@@ -187,27 +182,6 @@ class PoolLines:
             },
             "pool": {"by": result.by, "confidence": result.confidence, "error": result.error or None},
         }
-
-
-async def plan_apart(workload: Workload) -> Plan:
-    """`planner.plan` in a process of its own, which ends with the caller: it would hold up an event loop for seconds.
-
-    Raises ConfigError.
-    """
-    command = with_parent((sys.executable, "-c", "from shell_router.batch.planner import answer; answer()"))
-    child = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        answered, _ = await child.communicate(pickle.dumps(workload))
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
-    if child.returncode:
-        raise ConfigError(f"The planner ended with status {child.returncode}.", remedy="Look at what it printed.")
-    found: Plan | ConfigError = pickle.loads(answered)
-    if isinstance(found, ConfigError):
-        raise found
-    return found
 
 
 def _question(line: BatchLine) -> Question:

@@ -1,6 +1,6 @@
 import pytest
 
-from shell_router.batch.planner import ModelWork, Workload, longest_first, round_robin, shares_of, split
+from shell_router.batch.planner import ModelWork, Workload, longest_first, round_robin, shares_of, wrap_around
 from shell_router.errors import ConfigError
 
 THREE = (ModelWork("a", 10, 5.0, 1.0), ModelWork("b", 20, 5.0, 1.0), ModelWork("c", 60, 5.0, 1.0))
@@ -35,24 +35,27 @@ def test_what_fits_does_not_take_longer_and_one_more_would(seconds: float) -> No
 
 
 def test_round_robin_places_whole_experts_in_turn() -> None:
-    assert shares_of(Workload(THREE, 2, 2), round_robin(Workload(THREE, 2, 2))) == [{"a": 10, "c": 60}, {"b": 20}]
+    assert shares_of(Workload(THREE, 2, 2), round_robin(Workload(THREE, 2, 2)).sessions) == [
+        {"a": 10, "c": 60},
+        {"b": 20},
+    ]
 
 
 def test_longest_first_gives_each_expert_to_the_worker_that_is_done_first() -> None:
     made = longest_first(Workload(THREE, 2, 2))
-    assert shares_of(Workload(THREE, 2, 2), made) == [{"c": 60}, {"b": 20, "a": 10}]
+    assert shares_of(Workload(THREE, 2, 2), made.sessions) == [{"c": 60}, {"b": 20, "a": 10}]
     assert made.makespan_s == 65.0
 
 
-def test_splitting_fills_workers_evenly() -> None:
-    made = split(Workload(THREE, 2, 3))
-    assert made is not None
-    assert made.makespan_s == pytest.approx(55.0, abs=1.0)  # of 65 with whole models; no plan is below 52.5
+def test_wrapping_around_fills_workers_evenly() -> None:
+    made = wrap_around(Workload(THREE, 2, 3))
+    assert made.makespan_s == pytest.approx(55.0, abs=1.0)  # of 65 with whole models; no plan is below 55
+    assert made.bound_s == pytest.approx(55.0)
     assert sum(session.prompts for session in made.sessions) == 90
 
 
-def test_splitting_stops_where_it_shortens_nothing() -> None:
-    assert split(Workload(THREE[:2], 2, 1)) is None
+def test_wrapping_around_cuts_nothing_where_that_shortens_nothing() -> None:
+    assert wrap_around(Workload(THREE[:2], 2, 1)).makespan_s == 25.0
 
 
 def test_too_many_experts_for_the_workers_says_what_would_be_enough() -> None:

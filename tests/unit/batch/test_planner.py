@@ -5,8 +5,18 @@ from itertools import product
 
 import pytest
 
-from shell_router.batch.api.runner import plan_apart
-from shell_router.batch.planner import OPTIMAL_GAP, WITHOUT_SOLVER, ModelWork, Plan, Workload, plan, round_robin
+from shell_router.batch.planner import (
+    OPTIMAL_GAP,
+    WITHOUT_SOLVER,
+    ModelWork,
+    Plan,
+    Workload,
+    counting_bound_s,
+    plan,
+    round_robin,
+    wrap_around,
+)
+from shell_router.batch.run import plan_apart
 from shell_router.errors import ConfigError
 
 
@@ -26,7 +36,9 @@ def workload(seed: int, *, models: int = 6, workers: int = 4, prompts: int = 200
     ]
     on = draw.randint(1, workers)
     asked = sum(model.prompts > 0 for model in drawn)
-    return Workload(tuple(drawn), on, draw.randint(max(1, -(-asked // on)), max(1, asked)))
+    capacity = draw.randint(max(1, -(-asked // on)), max(1, asked))
+    first_s, together_s = draw.choice((0.0, draw.uniform(0, 90))), draw.choice((0.0, 0.0, draw.uniform(0, 9)))
+    return Workload(tuple(drawn), on, capacity, first_s, together_s)
 
 
 def broken(work: Workload, made: Plan) -> Iterator[str]:
@@ -45,7 +57,10 @@ def broken(work: Workload, made: Plan) -> Iterator[str]:
         if session.begin_s < free_s[session.worker] - 1e-9:
             yield f"{session} begins before the one before it ends"
         took_s = session.end_s - session.begin_s
-        if took_s != pytest.approx(models[session.model].session_s(session.prompts)):
+        model = models[session.model]
+        first_s = work.first_s + work.together_s * (len({one.worker for one in made.sessions}) - 1)
+        is_first = session.begin_s == 0 and hosted[session.worker] == [session.model]
+        if took_s != pytest.approx(model.session_s(session.prompts) + first_s * is_first):
             yield f"{session} does not take as long as it should"
         free_s[session.worker] = session.end_s
     for model in work.models:
@@ -84,18 +99,19 @@ def brute_force_s(work: Workload) -> float:
         columns = list(zip(*placed, strict=True)) or [()]
         if any(sum(map(bool, column)) > work.capacity for column in columns):
             return float("inf")
-        return max(
-            sum(model.session_s(count) for model, count in zip(work.asked, column, strict=True) if count)
-            for column in columns
-        )
+        held = [[(model, n) for model, n in zip(work.asked, column, strict=True) if n] for column in columns]
+        first_s = work.first_s + work.together_s * (sum(map(bool, held)) - 1)
+        return max((sum(model.session_s(n) for model, n in share) + first_s for share in held if share), default=0.0)
 
     return min(makespan_s(placed) for placed in product(*options))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(200))
 def test_trying_every_placement_finds_none_that_is_shorter(seed: int) -> None:
     work = workload(seed, models=3, workers=3, prompts=7)
-    made, best_s = plan(work, 60.0), brute_force_s(work)
+    made, best_s = plan(work, 60.0), brute_force_s(work) if work.asked else 0.0
+    assert wrap_around(work).makespan_s >= made.makespan_s
+    assert counting_bound_s(work) <= best_s * (1 + 1e-9)
     assert made.makespan_s <= best_s * (1 + OPTIMAL_GAP) + 1e-9
     assert made.bound_s <= best_s * (1 + 1e-9)
 
@@ -125,6 +141,35 @@ def test_an_expert_that_is_split_pays_its_fixed_cost_on_every_worker() -> None:
     assert len(plan(cheap).sessions) == 4
     assert plan(cheap).makespan_s == pytest.approx(26.0)
     assert plan(dear).makespan_s == pytest.approx(125.0)
+
+
+def test_workers_that_start_slowly_together_are_fewer() -> None:
+    model = ModelWork("a", 100, 10.0, 1.0)
+    assert {one.worker for one in plan(Workload((model,), 4, 1, first_s=20.0)).sessions} == {0, 1, 2, 3}
+    crowded = plan(Workload((model,), 4, 1, first_s=20.0, together_s=60.0))
+    assert len(crowded.sessions) == 1
+    assert crowded.makespan_s == pytest.approx(130.0)
+    assert crowded.optimal
+
+
+@pytest.mark.parametrize(("models", "workers", "capacity"), [(100, 64, 3), (100, 64, 2), (64, 100, 2), (64, 100, 3)])
+def test_a_large_workload_is_planned_close_to_the_bound_without_a_solver(
+    models: int, workers: int, capacity: int
+) -> None:
+    draw = random.Random(f"{models}/{workers}/{capacity}")  # as benchmarks/mosaic.py does
+    drawn = [
+        ModelWork(
+            f"e{number}",
+            draw.randint(50, 2000),
+            draw.uniform(38, 47),
+            draw.uniform(0.1, 0.2) * draw.choice((1, 1, 12)),
+        )
+        for number in range(models)
+    ]
+    work = Workload(tuple(drawn), workers, capacity)
+    made = wrap_around(work)
+    assert not list(broken(work, made))
+    assert made.gap < 0.03
 
 
 def test_nothing_to_do_takes_no_time() -> None:

@@ -3,8 +3,7 @@ from itertools import product
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shell_router.batch.planner import ModelWork
-from shell_router.batch.queues import shared_out
+from shell_router.batch.planner import ModelWork, shared_out
 
 SECONDS = st.sampled_from((0.0, 0.5, 1.0, 7.0, 100.0)) | st.floats(1e-3, 1e3)
 COSTS = st.builds(
