@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 from shell_router.app import load_config
-from shell_router.app.model_files import read_files
 from shell_router.config import ApiKey, Config, PairSettings, read_keys
 from shell_router.errors import ConfigError
-from shell_router.standins.embedded.kind import embedded_settings
-from shell_router.standins.embedded.settings import EmbeddedSection, LoraSettings
+from shell_router.standins.embedded.settings import EmbeddedSection
 
 ROOT = Path(__file__).parents[2]
 MODELS = "models: {small: {path: m}}\n"
@@ -52,15 +50,6 @@ limits: {drain_s: 3}
     assert config.models["a"].context_length == 4096
     assert config.models["b"].pairs == (PairSettings("http://p:1", "http://d:2", 9, "h"),)
     assert config.limits.drain_s == 3.0
-
-
-def test_adapters_and_an_embedded_engine_agree_on_how_many_are_loaded(tmp_path: Path) -> None:
-    adapters = "adapters: {folder: a, max_loaded_adapters: 3, max_rank: 16}"
-    model = _load(tmp_path, f"models: {{a: {{path: {ROOT / 'models/small'}, embedded: {{}}, {adapters}}}}}\n").models[
-        "a"
-    ]
-    files = read_files({"a": model})["a"]
-    assert embedded_settings(model, files, "127.0.0.1").lora == LoraSettings(3, 16)
 
 
 @pytest.mark.parametrize("engine", ["embedded: ", f"embedded: null, {PAIR}"])

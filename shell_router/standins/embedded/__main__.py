@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from shell_router.errors import ShellRouterError
-from shell_router.standins.embedded.settings import MODES, EmbeddedSettings, LoraSettings, ServerSettings
+from shell_router.standins.embedded.settings import MODES, EmbeddedSettings, ServerSettings
 
 
 def parse_arguments(arguments: Sequence[str]) -> ServerSettings:
@@ -21,18 +21,12 @@ def parse_arguments(arguments: Sequence[str]) -> ServerSettings:
         flag = f"--{each.name.replace('_', '-')}"
         if isinstance(each.default, bool):
             parser.add_argument(flag, action="store_true")
-        elif each.name not in ("model_path", "cores", "lora"):
+        elif each.name not in ("model_path", "cores"):
             kind = int if each.default is None else type(each.default)
             parser.add_argument(flag, type=kind, default=each.default, help="default: %(default)s")
-    parser.add_argument("--enable-lora", action="store_true")
-    parser.add_argument(
-        "--max-loaded-loras", type=int, default=LoraSettings().max_loaded_adapters, help="with --enable-lora"
-    )
-    parser.add_argument("--max-lora-rank", type=int, default=LoraSettings().max_rank, help="with --enable-lora")
     given = parser.parse_args(arguments)
     names = given.__dict__.keys() & EmbeddedSettings.__dataclass_fields__.keys()
-    lora = LoraSettings(given.max_loaded_loras, given.max_lora_rank) if given.enable_lora else None
-    pair = EmbeddedSettings(**{name: getattr(given, name) for name in names}, lora=lora)
+    pair = EmbeddedSettings(**{name: getattr(given, name) for name in names})
     return ServerSettings(pair, given.disaggregation_mode, given.port, given.disaggregation_bootstrap_port)
 
 
