@@ -154,12 +154,7 @@ def calibrate(
     run(run_calibration(topology, tried, bound, EvaluationOptions(config=config, **asked)))
 
 
-@app.command(
-    epilog=examples(
-        "shell-router simulate configs/simulations/six-h200.yaml --topology full",
-        "shell-router simulate configs/simulations/six-h200.yaml --topology full --what-if-gpus 12 --p95-s 20",
-    )
-)
+@app.command(epilog=examples("shell-router simulate configs/simulations/six-h200.yaml --topology full"))
 def simulate(
     simulation: Annotated[
         list[Path],
@@ -172,12 +167,6 @@ def simulate(
     seed: Seed = 0,
     json: Json = None,
     picture: Picture = None,
-    what_if_gpus: Annotated[
-        int | None, option("Search the cheapest arrangement of at most N GPUs.", metavar="N", least=1)
-    ] = None,
-    p95_s: Annotated[
-        float | None, option("The arrangement's p95 latency may be S seconds.", "--p95-s", metavar="S")
-    ] = None,
 ) -> None:
     """Predict latencies on engines that you do not have.
 
@@ -186,15 +175,8 @@ def simulate(
     from shell_router.lab.simulation.settings import load
 
     files = [simulation[0], *(compare or ()), *simulation[1:]]
-    if (what_if_gpus is None) != (p95_s is None):
-        raise ConfigError("--what-if-gpus and --p95-s go together.", remedy="Give both, or none.")
-    if what_if_gpus is not None and (len(files) > 1 or json or picture):
-        raise ConfigError("--what-if-gpus prints a table of one simulation.", remedy="Leave the other options out.")
     require_writable(json, picture)
     loaded = [_only(load(file), file, topology) for file in files]
-    if what_if_gpus is not None and p95_s is not None:
-        _arrange(loaded[0], what_if_gpus, p95_s, seed)
-        return
     stems = [file.stem for file in files]
     stems = stems if len(set(stems)) == len(stems) else list(map(str, files))
     _simulate(dict(zip(stems if len(files) > 1 else [""], loaded, strict=True)), seed, json, picture)
@@ -236,28 +218,8 @@ def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None, pict
         write(picture, timelines_svg(traces, "One request (simulated)"))
 
 
-def _arrange(loaded: "Loaded", gpus: int, p95_s: float, seed: int) -> None:
-    from rich.console import Console
-
-    from shell_router.lab.simulation.screen import arrangement_table
-    from shell_router.lab.simulation.summary import arranged, cheapest
-
-    if len(loaded.topologies) > 1:
-        raise ConfigError("An arrangement is for one topology.", remedy="Choose it by --topology.")
-    tried = list(arranged(loaded, gpus, p95_s, seed))
-    best = cheapest(tried, p95_s)
-    Console().print(arrangement_table(tried, best))
-    if best is None:
-        print(f"No arrangement of {gpus} GPUs has a p95 latency of {p95_s:g} s or less.")
-        raise typer.Exit(1)
-    print(f"The cheapest takes {best.gpus} GPUs: {', '.join(f'{n} x {m}' for m, n in best.pairs.items())}.")
-
-
 @app.command(
-    epilog=examples(
-        "shell-router trace --status failed",
-        "shell-router trace 5c3e9d0a7b1f4e28a6d2c80f9b7e4a13 --perfetto run.json",
-    )
+    epilog=examples("shell-router trace --status failed", "shell-router trace 5c3e9d0a7b1f4e28a6d2c80f9b7e4a13")
 )
 def trace(
     id: Annotated[
@@ -273,9 +235,6 @@ def trace(
         float | None, option("List only requests of the last S seconds.", "--last-s", metavar="S")
     ] = None,
     limit: Annotated[int, option("List at most this many.", least=1)] = 20,
-    perfetto: Annotated[
-        Path | None, option("Write the request for ui.perfetto.dev or chrome://tracing, as JSON.", metavar="FILE")
-    ] = None,
 ) -> None:
     """List a router's latest requests, or draw one.
 
@@ -287,12 +246,10 @@ def trace(
     from rich.console import Console
 
     from shell_router.lab.timeline import draw_timeline
-    from shell_router.lab.traces import as_perfetto, fetch_trace, list_rows
+    from shell_router.lab.traces import fetch_trace, list_rows
 
     key = secret(api_key_env)
     if id is None:
-        if perfetto:
-            raise ConfigError("--perfetto writes one request.", remedy="Name it by its x-trace-id.")
         since = None if last_s is None else f"{time.time() - last_s:.3f}"
         given = {"model": model, "status": status, "since": since, "limit": str(limit)}
         rows = asyncio.run(list_rows(url, key, {name: one for name, one in given.items() if one is not None}))
@@ -301,7 +258,6 @@ def trace(
         else:
             say("The router keeps no such request.")
         return
-    require_writable(perfetto)
     found = asyncio.run(fetch_trace(url, key, id))
     console = Console()
     duration = "" if found["duration_s"] is None else f", {found['duration_s']:.3f} s"
@@ -310,8 +266,6 @@ def trace(
         console.print(line, no_wrap=True, crop=True)
     if found.get("error"):
         console.print(found["error"], markup=False)
-    if perfetto:
-        write(perfetto, jsonlib.dumps(as_perfetto(found)) + "\n")
 
 
 @app.command(epilog=examples("shell-router profile configs/embedded.yaml --out configs/engines/mine.yaml"))

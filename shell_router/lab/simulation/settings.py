@@ -195,19 +195,18 @@ def load_profiles(file: Path) -> Profiles:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A simulation, its topologies by name, and per model a pair's costs and the GPUs that an engine of it takes."""
+    """A simulation, its topologies by name, and per model a pair's costs."""
 
     simulation: Simulation
     topologies: Mapping[str, Topology]
     costs: Mapping[str, PairCosts]
-    gpus_per_engine: Mapping[str, int]
 
 
 def load(file: Path) -> Loaded:
     """What `file` describes. Raises ConfigError."""
     simulation, _ = read_file(file, Simulation, see=SEE)
     profiles = load_profiles(simulation.profiles)
-    costs, gpus = {}, {}
+    costs = {}
     for alias, model in simulation.models.items():
         if model.profile not in profiles.models:
             raise ConfigError(
@@ -220,14 +219,13 @@ def load(file: Path) -> Loaded:
         except ConfigError as error:
             where = f"{simulation.profiles}: models.{model.profile}"
             raise ConfigError(f"{where}: {error.args[0]}", remedy=error.remedy) from error
-        gpus[alias] = profile.roofline.gpus if profile.roofline else 1
     topologies = [load_topology(one, models=simulation.models) for one in simulation.topologies]
     if simulation.max_new_tokens is not None:
         topologies = [widened(topology, simulation.max_new_tokens) for topology in topologies]
     by_name = {topology.name: topology for topology in topologies}
     if len(by_name) < len(topologies):
         raise ConfigError(f"{file}: two of the topologies have one name.", remedy="Rename one.")
-    return Loaded(simulation, by_name, costs, gpus)
+    return Loaded(simulation, by_name, costs)
 
 
 def widened(topology: Topology, max_new_tokens: int) -> Topology:

@@ -17,7 +17,7 @@ from shell_router.cli import main
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.errors import ConfigError, DataError
 from shell_router.lab.simulation.run import Simulated, simulate
-from shell_router.lab.simulation.settings import Drafted, Length, Loaded, SimulatedModel, Simulation, Workload, load
+from shell_router.lab.simulation.settings import Drafted, Length, SimulatedModel, Simulation, Workload, load
 from shell_router.lab.simulation.summary import summary_of
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.engine_selection import SelectionSettings
@@ -353,49 +353,11 @@ def test_simulations_are_compared_by_the_names_of_their_files(
     capsys.readouterr()
 
 
-def test_the_cheapest_arrangement_that_is_fast_enough_is_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = small(tmp_path)
-    busy = file.read_text(encoding="utf-8").replace("requests: 3", "requests: 30")
-    busy = busy.replace("arrivals: one_by_one", "arrivals: closed\n  clients: 30")
-    file.write_text(busy, encoding="utf-8")
-    loaded = load(file)
-    tree = Loaded(loaded.simulation, {"tree": loaded.topologies["tree"]}, loaded.costs, loaded.gpus_per_engine)
-    alone = summary_of(simulate(tree.simulation, tree.topologies["tree"], tree.costs))
-    wanted = [str(file), "--topology", "tree", "--what-if-gpus", "8", "--p95-s"]
-    assert main(["simulate", *wanted, f"{alone.p95_s * 1.01}"]) == 0
-    assert "The cheapest takes 6 GPUs: 1 x small, 1 x medium, 1 x large." in capsys.readouterr().out
-    assert main(["simulate", *wanted, f"{alone.p95_s * 0.99}"]) == 0
-    assert "The cheapest takes 8 GPUs: 1 x small, 1 x medium, 2 x large." in capsys.readouterr().out
-    assert main(["simulate", *wanted, "0.1"]) == 1
-    assert "No arrangement of 8 GPUs has a p95 latency of 0.1 s or less." in capsys.readouterr().out
-
-
-def test_an_arrangement_that_answers_nothing_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = small(tmp_path)
-    file.write_text(f"{file.read_text(encoding='utf-8')}timeout_s: 0.1\n", encoding="utf-8")
-    assert main(["simulate", str(file), "--topology", "tree", "--what-if-gpus", "8", "--p95-s", "1"]) == 1
-    printed = capsys.readouterr().out
-    assert (
-        len([line for line in printed.splitlines() if line.split("│")[-2:-1] and line.split("│")[-2].strip() == "all"])
-        == 4
-    )
-    assert "No arrangement of 8 GPUs has a p95 latency of 1 s or less" in printed
-
-
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
         (["--topology", "star"], "has no topology 'star'. Choose one of: all-to-all, tree"),
-        (["--what-if-gpus", "8"], "--what-if-gpus and --p95-s go together."),
-        (["--what-if-gpus", "8", "--p95-s", "1"], "An arrangement is for one topology. Choose it by --topology."),
-        (
-            ["--what-if-gpus", "5", "--p95-s", "1", "--topology", "tree"],
-            "5 GPUs are too few for a pair of every model.",
-        ),
         (["--json", "/nowhere/at/all.json"], "/nowhere/at/all.json cannot be written."),
-        (["--what-if-gpus", "8", "--p95-s", "1", "--json", "x.json"], "Leave the other options out."),
     ],
 )
 def test_invalid_options_are_reported(
