@@ -15,7 +15,6 @@ from shell_router.cli.options import (
     KeyVariable,
     Names,
     Numbers,
-    Picture,
     Seed,
     WholeNumbers,
     argument,
@@ -160,13 +159,9 @@ def simulate(
         list[Path],
         argument("FILE", "YAML: topologies, engines and their costs, a workload."),
     ],
-    compare: Annotated[
-        list[Path] | None, option("Another simulation, compared with the first.", metavar="FILE")
-    ] = None,
     topology: Annotated[str | None, option("Simulate only this topology.", metavar="NAME")] = None,
     seed: Seed = 0,
     json: Json = None,
-    picture: Picture = None,
 ) -> None:
     """Predict latencies on engines that you do not have.
 
@@ -174,12 +169,11 @@ def simulate(
     """
     from shell_router.lab.simulation.settings import load
 
-    files = [simulation[0], *(compare or ()), *simulation[1:]]
-    require_writable(json, picture)
-    loaded = [_only(load(file), file, topology) for file in files]
-    stems = [file.stem for file in files]
-    stems = stems if len(set(stems)) == len(stems) else list(map(str, files))
-    _simulate(dict(zip(stems if len(files) > 1 else [""], loaded, strict=True)), seed, json, picture)
+    require_writable(json)
+    loaded = [_only(load(file), file, topology) for file in simulation]
+    stems = [file.stem for file in simulation]
+    stems = stems if len(set(stems)) == len(stems) else list(map(str, simulation))
+    _simulate(dict(zip(stems if len(simulation) > 1 else [""], loaded, strict=True)), seed, json)
 
 
 def _only(loaded: "Loaded", file: Path, name: str | None) -> "Loaded":
@@ -190,13 +184,12 @@ def _only(loaded: "Loaded", file: Path, name: str | None) -> "Loaded":
     return replace(loaded, topologies={name: loaded.topologies[name]})
 
 
-def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None, picture: Path | None) -> None:
+def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> None:
     from rich.console import Console
 
     from shell_router.lab.simulation.run import simulate
     from shell_router.lab.simulation.screen import as_json, report
-    from shell_router.lab.simulation.summary import middle, summary_of
-    from shell_router.lab.timeline import timelines_svg
+    from shell_router.lab.simulation.summary import summary_of
 
     done = {
         " ".join(filter(None, (of, name))): simulate(one.simulation, topology, one.costs, seed)
@@ -213,9 +206,6 @@ def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None, pict
             print(f"{name} answered no request: {one.runs[0].error}")
     if json:
         write(json, jsonlib.dumps(as_json(summaries), indent=2) + "\n")
-    if picture:
-        traces = {name: middle(one) for name, one in answered.items()}
-        write(picture, timelines_svg(traces, "One request (simulated)"))
 
 
 @app.command(

@@ -65,7 +65,6 @@ def argument(metavar: str, help: str) -> Any:
 
 
 Json = Annotated[Path | None, option("Write the figures to this file, as JSON.", metavar="FILE")]
-Picture = Annotated[Path | None, option("Draw a picture into this file, as SVG.", metavar="FILE")]
 Seed = Annotated[int, option("Fixes every random draw.")]
 KeyVariable = Annotated[
     str | None, option("Environment variable that holds the server's key.", "--api-key-env", metavar="NAME")

@@ -17,7 +17,7 @@ from shell_router.topology.forms import Number
 SEE = "docs/how-to/simulate.md explains simulations."
 Engines = Literal["disaggregated", "data_parallel", "data_parallel_chunked"]
 ENDLESS_TOKENS = 1 << 30
-Arrivals = Literal["one_by_one", "poisson", "bursty", "closed"]
+Arrivals = Literal["one_by_one", "poisson", "closed"]
 TOKENS = Number("", at_least=1, whole=True)
 Share = Annotated[float, Number("", at_least=0, at_most=1)]
 
@@ -119,9 +119,9 @@ class Workload:
     """What is asked, how often, and what comes back.
 
     `one_by_one` asks the next question when the one before is answered, `closed` does so for `clients` at a time,
-    `poisson` asks `per_s` a second, `bursty` the same in bursts of `burst`. An agent writes
-    `outputs` tokens by its model, is right with probability `right`, and sure of every token with `confidence`; wrong
-    answers all differ. `drafts` are what agents that ask for drafts gain, by role (aggregator, root) or by agent.
+    `poisson` asks `per_s` a second. An agent writes `outputs` tokens by its model, is right with probability `right`,
+    and sure of every token with `confidence`; wrong answers all differ. `drafts` are what agents that ask for drafts
+    gain, by role (aggregator, root) or by agent.
     """
 
     requests: Count
@@ -129,7 +129,6 @@ class Workload:
     question: Length = Length(tokens=128)
     arrivals: Arrivals = "one_by_one"
     per_s: Positive = 1.0
-    burst: Count = 8
     clients: Count = 8
     right: Share = 0.7
     confidence: Annotated[float, Number("", above=0, at_most=1)] = 0.9

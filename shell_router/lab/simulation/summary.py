@@ -191,9 +191,3 @@ def path_s(trace: Mapping[str, Any]) -> dict[str, float]:
         spent[PREFILL] += agent.get("exposed_prefill_s", 0.0)
     spent[WAITING] = max(0.0, trace["duration_s"] - sum(spent.values()))
     return dict(spent)
-
-
-def middle(simulated: Simulated) -> Mapping[str, Any]:
-    """The trace of the answered request that took the median time; at least one was answered."""
-    traces = sorted((run.trace for run in simulated.runs if not run.error), key=lambda trace: trace["duration_s"])
-    return traces[(len(traces) - 1) // 2]
