@@ -63,14 +63,14 @@ def test_how_requests_are_scheduled_is_read_with_the_scorers_weights(tmp_path: P
         MODELS
         + """
 scheduling:
-  selection: {policy: scored, weights: {wait: 2, prefix: 0.5}, gimbal: {theta_kv: 0.8}}
+  selection: {policy: scored, weights: {wait: 2, affinity: 0.5}, gimbal: {theta_kv: 0.8}}
   queue: {order: shortest_prefill, bind: arrival, max_running: 32}
   poll_s: 0.5
 """,
     )
     selection, queue = config.scheduling.selection, config.scheduling.queue
     assert (selection.policy, selection.gimbal.theta_kv) == ("scored", 0.8)
-    assert selection.weights == {"wait": 2.0, "prefix": 0.5}
+    assert selection.weights == {"wait": 2.0, "affinity": 0.5}
     assert (queue.order, queue.bind, queue.max_running, queue.age_s) == ("shortest_prefill", "arrival", 32, 5.0)
 
 
