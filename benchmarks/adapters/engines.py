@@ -1,4 +1,4 @@
-"""What the benchmark runs on: an embedded pair, or real SGLang on this machine's CPU, with room for some adapters."""
+"""What the benchmark runs on: real SGLang on this machine's CPU, with room for some adapters."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,20 +6,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.adapters.made import MODULES
 from benchmarks.random_checkpoint import RandomWeights, make_random_model
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 from launch.sglang_cpu.pair import CpuPair, make_pair
 from shell_router.engines.address import PairAddress
 from shell_router.errors import ConfigError
-from shell_router.standins.embedded.fleet import EmbeddedFleet
-from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettings
 
 RANK = 64
-WEIGHTS = {
-    "embedded": RandomWeights(hidden=128, layers=2, seed=3),
-    "sglang": RandomWeights(hidden=256, layers=4, seed=3),
-}
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WEIGHTS = RandomWeights(hidden=256, layers=4, seed=3)
 
 
 @dataclass(frozen=True)
@@ -31,26 +26,15 @@ class Running:
     words: str
 
 
-def make_model(engine: str, folder: Path) -> Path:
+def make_model(folder: Path) -> Path:
     """The model of random weights that the pair serves."""
-    return make_random_model(WEIGHTS[engine], folder / "model")
+    return make_random_model(WEIGHTS, folder / "model")
 
 
 @asynccontextmanager
-async def running(engine: str, model: Path, room: int, folder: Path) -> AsyncIterator[Running]:
+async def running(model: Path, room: int, folder: Path) -> AsyncIterator[Running]:
     """A pair that serves while the context is open. Raises ConfigError and EngineError."""
-    weights = WEIGHTS[engine]
-    words = f"{weights}, adapters of rank {RANK}"
-    if engine == "embedded":
-        # float64 makes outputs independent of what else is in a batch
-        settings = EmbeddedSettings(
-            str(model), dtype="float64", incremental_streaming_output=True, lora=LoraSettings(room, RANK)
-        )
-        async with EmbeddedFleet({"model": settings}) as fleet:
-            pair = fleet["model"]
-            address = pair.address
-            yield Running(address, model, f"embedded pair, cpu, float64; {words}")
-        return
+    words = f"{WEIGHTS}, adapters of rank {RANK}"
     sglang = _sglang(model, room, folder)
     try:
         await asyncio.to_thread(sglang.start, progress=print)

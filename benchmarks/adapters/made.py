@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from shell_router.errors import ConfigError
-from shell_router.standins.embedded.adapter_files import MODULES
+from shell_router.launching.plan import ADAPTED as MODULES
 
 
 def make_adapter(

@@ -118,7 +118,6 @@ async def _answer(pool: SglangPair, asked: Asked) -> tuple[int, ...]:
 STEP_S, REQUEST_S, UNLOAD_S = 0.010, 0.002, 0.005
 LOADS_S = (0.05, 0.5)
 WINDOWS_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-EVICT = ("lru", "queue-aware")
 SEEDS = 3
 
 
@@ -146,15 +145,14 @@ class VirtualServer:
 
 
 def windows(amount: Amount) -> list[Row]:
-    """One row per load time, order of eviction and window: means over the seeds."""
+    """One row per load time and window: means over the seeds."""
     rows = []
     for load_s in LOADS_S:
-        for evict in EVICT:
-            for window_s in WINDOWS_S:
-                settings = AdapterSettings(max_loaded_adapters=amount.room, window_s=window_s, evict=evict, wait_s=1e6)
-                runs = [_run(amount, settings, load_s, seed) for seed in range(SEEDS)]
-                means = {key: fmean(run[key] for run in runs) for key in runs[0]}
-                rows.append({"load_s": load_s, "evict": evict, "window_s": window_s, **means})
+        for window_s in WINDOWS_S:
+            settings = AdapterSettings(max_loaded_adapters=amount.room, window_s=window_s, wait_s=1e6)
+            runs = [_run(amount, settings, load_s, seed) for seed in range(SEEDS)]
+            means = {key: fmean(run[key] for run in runs) for key in runs[0]}
+            rows.append({"load_s": load_s, "window_s": window_s, **means})
     return rows
 
 

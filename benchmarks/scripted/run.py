@@ -45,9 +45,9 @@ class ScriptedSettings:
     token; with `token_s` 0 a whole answer is written at once. `warms` names the prefill-only requests that fill
     the prefix cache, which holds `cache_tokens`; without `route` there is no such route. `cut_bytes` above 0
     writes in pieces of that size, `crlf` ends lines as some proxies do. `log_bodies` keeps the bodies of that
-    many last requests. `priorities` says whether it claims to schedule by priority, and which go first. With `stamped`
-    every output says in `meta_info.sent_s` when it was written, in seconds of the machine's monotonic clock. With
-    `max_loaded_adapters` above 0 it takes LoRA adapters, each of which takes `adapter_load_s` to load.
+    many last requests. With `stamped` every output says in `meta_info.sent_s` when it was written, in seconds of
+    the machine's monotonic clock. With `max_loaded_adapters` above 0 it takes LoRA adapters, each of which takes
+    `adapter_load_s` to load.
     """
 
     role: Literal["prefill", "decode"] = "decode"
@@ -62,7 +62,6 @@ class ScriptedSettings:
     cut_bytes: int = 0
     crlf: bool = False
     log_bodies: int = 0
-    priorities: Literal["none", "low_first", "high_first"] = "none"
     stamped: bool = False
     max_loaded_adapters: int = 0
     adapter_load_s: float = 0.0

@@ -168,8 +168,6 @@ class ScriptedServer:
         info = {
             "version": "scripted",
             "disaggregation_mode": self.settings.role,
-            "enable_priority_scheduling": self.settings.priorities != "none",
-            "schedule_low_priority_values_first": self.settings.priorities == "low_first",
             "enable_lora": self.settings.max_loaded_adapters > 0,
         }
         exchange.answer_json({**info, "context_length": self.settings.context_length, "internal_states": [{}]})

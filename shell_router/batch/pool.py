@@ -98,7 +98,9 @@ class PoolModel:
     path: Annotated[Path, "Folder of the model."]
     system: Annotated[str, "A system prompt."] = ""
     context_length: Annotated[int | None, count("Tokens of prompt and output together.")] = None
-    adapter: Annotated[Path | None, "Folder of a LoRA adapter with which it answers; not on a Ray cluster."] = None
+    adapter: Annotated[
+        Path | None, "Folder of a LoRA adapter with which it answers; needs SGLang pairs, and no Ray cluster."
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +168,9 @@ class Pool:
         )
         adapted = [name for name, model in self.models.items() if model.adapter is not None]
         require(
-            self.ray is None or not adapted,
-            f"model {(*adapted, '')[0]!r} has an adapter, which workers on a Ray cluster do not load",
-            remedy="Run the pool on this machine, or merge the adapter into the model's weights.",
+            not adapted or (self.ray is None and all(worker.pair for worker in self.workers)),
+            f"model {(*adapted, '')[0]!r} has an adapter, which embedded workers and a Ray cluster's do not load",
+            remedy="Give the pool SGLang pairs on this machine, or merge the adapter into the model's weights.",
         )
         for name in self.proposers:
             require(name in self.models, f"proposers names {name!r}, which is none of the models")

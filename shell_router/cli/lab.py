@@ -1,4 +1,4 @@
-"""`shell-router demo`, `eval`, `calibrate`, `simulate` and `profile`."""
+"""`shell-router demo`, `eval`, `simulate`, `trace` and `profile`."""
 
 import json as jsonlib
 from collections.abc import Mapping
@@ -14,15 +14,12 @@ from shell_router.cli.options import (
     Json,
     KeyVariable,
     Names,
-    Numbers,
-    Picture,
     Seed,
     WholeNumbers,
     argument,
     examples,
     listed,
     names,
-    numbers,
     option,
     print_table,
     require_writable,
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-FIRST, THRESHOLDS = WholeNumbers((0,)), Numbers((0.5, 0.6, 0.7, 0.8, 0.9, 0.95))
+FIRST = WholeNumbers((0,))
 LENGTHS, BATCHES = WholeNumbers((32, 128, 512, 1024, 2048)), WholeNumbers((1, 2, 4, 8, 16))
 
 
@@ -58,7 +55,7 @@ def asking(
     json: Annotated[Path | None, option("Write the whole report, as JSON.", metavar="FILE")] = None,
     records: Annotated[Path | None, option("Write every answer, as JSONL.", metavar="FILE")] = None,
 ) -> dict[str, Any]:
-    """The fields of EvaluationOptions that `eval` and `calibrate` share."""
+    """The fields of EvaluationOptions that say what is asked and what is written."""
     require_writable(json, records)
     return {
         **{"data": data, "grader": grader, "offset": offset, "limit": limit, "seeds": seeds},
@@ -134,56 +131,15 @@ def evaluate(
     run(run_evaluation(options))
 
 
-@app.command(
-    epilog=examples(
-        "shell-router calibrate tree.yaml --config configs/evaluation.yaml --data models/data/test.jsonl --bound 1"
-    )
-)
-@takes(asked=asking)
-def calibrate(
-    topology: Annotated[Path, argument("TOPOLOGY", "A file, with early exit or without.")],
-    config: Annotated[Path, option("The deployment that serves its models.", metavar="FILE")],
-    asked: dict[str, Any],
-    bound: Annotated[float, option("Points of accuracy that early exit may lose.")] = 0.5,
-    policy: Annotated[Literal["in_flight", "threshold"], option("The early exit's policy.")] = "in_flight",
-    scope: Annotated[Literal["cluster", "layer"], option("Which agents it judges together.")] = "cluster",
-    tau: Annotated[float, option("Its tau, for the policy `threshold`.")] = 0.7,
-    thresholds: Annotated[Numbers, listed(numbers, "Thresholds to try.", "0.8,0.9,…")] = THRESHOLDS,
-) -> None:
-    """Choose the threshold of a topology's early exit by its loss of accuracy.
-
-    Takes the fastest one whose loss, and that of more cautious thresholds, stays within the bound.
-    """
-    from shell_router.lab.evaluation import EvaluationOptions, Tried, run_calibration
-
-    tried = Tried(thresholds, policy, scope, tau)
-    run(run_calibration(topology, tried, bound, EvaluationOptions(config=config, **asked)))
-
-
-@app.command(
-    epilog=examples(
-        "shell-router simulate configs/simulations/six-h200.yaml --topology full",
-        "shell-router simulate configs/simulations/six-h200.yaml --topology full --what-if-gpus 12 --p95-s 20",
-    )
-)
+@app.command(epilog=examples("shell-router simulate configs/simulations/six-h200.yaml --topology full"))
 def simulate(
     simulation: Annotated[
         list[Path],
         argument("FILE", "YAML: topologies, engines and their costs, a workload."),
     ],
-    compare: Annotated[
-        list[Path] | None, option("Another simulation, compared with the first.", metavar="FILE")
-    ] = None,
     topology: Annotated[str | None, option("Simulate only this topology.", metavar="NAME")] = None,
     seed: Seed = 0,
     json: Json = None,
-    picture: Picture = None,
-    what_if_gpus: Annotated[
-        int | None, option("Search the cheapest arrangement of at most N GPUs.", metavar="N", least=1)
-    ] = None,
-    p95_s: Annotated[
-        float | None, option("The arrangement's p95 latency may be S seconds.", "--p95-s", metavar="S")
-    ] = None,
 ) -> None:
     """Predict latencies on engines that you do not have.
 
@@ -191,19 +147,11 @@ def simulate(
     """
     from shell_router.lab.simulation.settings import load
 
-    files = [simulation[0], *(compare or ()), *simulation[1:]]
-    if (what_if_gpus is None) != (p95_s is None):
-        raise ConfigError("--what-if-gpus and --p95-s go together.", remedy="Give both, or none.")
-    if what_if_gpus is not None and (len(files) > 1 or json or picture):
-        raise ConfigError("--what-if-gpus prints a table of one simulation.", remedy="Leave the other options out.")
-    require_writable(json, picture)
-    loaded = [_only(load(file), file, topology) for file in files]
-    if what_if_gpus is not None and p95_s is not None:
-        _arrange(loaded[0], what_if_gpus, p95_s, seed)
-        return
-    stems = [file.stem for file in files]
-    stems = stems if len(set(stems)) == len(stems) else list(map(str, files))
-    _simulate(dict(zip(stems if len(files) > 1 else [""], loaded, strict=True)), seed, json, picture)
+    require_writable(json)
+    loaded = [_only(load(file), file, topology) for file in simulation]
+    stems = [file.stem for file in simulation]
+    stems = stems if len(set(stems)) == len(stems) else list(map(str, simulation))
+    _simulate(dict(zip(stems if len(simulation) > 1 else [""], loaded, strict=True)), seed, json)
 
 
 def _only(loaded: "Loaded", file: Path, name: str | None) -> "Loaded":
@@ -214,13 +162,12 @@ def _only(loaded: "Loaded", file: Path, name: str | None) -> "Loaded":
     return replace(loaded, topologies={name: loaded.topologies[name]})
 
 
-def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None, picture: Path | None) -> None:
+def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> None:
     from rich.console import Console
 
     from shell_router.lab.simulation.run import simulate
     from shell_router.lab.simulation.screen import as_json, report
-    from shell_router.lab.simulation.summary import middle, summary_of
-    from shell_router.lab.timeline import timelines_svg
+    from shell_router.lab.simulation.summary import summary_of
 
     done = {
         " ".join(filter(None, (of, name))): simulate(one.simulation, topology, one.costs, seed)
@@ -237,33 +184,10 @@ def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None, pict
             print(f"{name} answered no request: {one.runs[0].error}")
     if json:
         write(json, jsonlib.dumps(as_json(summaries), indent=2) + "\n")
-    if picture:
-        traces = {name: middle(one) for name, one in answered.items()}
-        write(picture, timelines_svg(traces, "One request (simulated)"))
-
-
-def _arrange(loaded: "Loaded", gpus: int, p95_s: float, seed: int) -> None:
-    from rich.console import Console
-
-    from shell_router.lab.simulation.screen import arrangement_table
-    from shell_router.lab.simulation.summary import arranged, cheapest
-
-    if len(loaded.topologies) > 1:
-        raise ConfigError("An arrangement is for one topology.", remedy="Choose it by --topology.")
-    tried = list(arranged(loaded, gpus, p95_s, seed))
-    best = cheapest(tried, p95_s)
-    Console().print(arrangement_table(tried, best))
-    if best is None:
-        print(f"No arrangement of {gpus} GPUs has a p95 latency of {p95_s:g} s or less.")
-        raise typer.Exit(1)
-    print(f"The cheapest takes {best.gpus} GPUs: {', '.join(f'{n} x {m}' for m, n in best.pairs.items())}.")
 
 
 @app.command(
-    epilog=examples(
-        "shell-router trace --status failed",
-        "shell-router trace 5c3e9d0a7b1f4e28a6d2c80f9b7e4a13 --perfetto run.json",
-    )
+    epilog=examples("shell-router trace --status failed", "shell-router trace 5c3e9d0a7b1f4e28a6d2c80f9b7e4a13")
 )
 def trace(
     id: Annotated[
@@ -279,9 +203,6 @@ def trace(
         float | None, option("List only requests of the last S seconds.", "--last-s", metavar="S")
     ] = None,
     limit: Annotated[int, option("List at most this many.", least=1)] = 20,
-    perfetto: Annotated[
-        Path | None, option("Write the request for ui.perfetto.dev or chrome://tracing, as JSON.", metavar="FILE")
-    ] = None,
 ) -> None:
     """List a router's latest requests, or draw one.
 
@@ -293,12 +214,10 @@ def trace(
     from rich.console import Console
 
     from shell_router.lab.timeline import draw_timeline
-    from shell_router.lab.traces import as_perfetto, fetch_trace, list_rows
+    from shell_router.lab.traces import fetch_trace, list_rows
 
     key = secret(api_key_env)
     if id is None:
-        if perfetto:
-            raise ConfigError("--perfetto writes one request.", remedy="Name it by its x-trace-id.")
         since = None if last_s is None else f"{time.time() - last_s:.3f}"
         given = {"model": model, "status": status, "since": since, "limit": str(limit)}
         rows = asyncio.run(list_rows(url, key, {name: one for name, one in given.items() if one is not None}))
@@ -307,7 +226,6 @@ def trace(
         else:
             say("The router keeps no such request.")
         return
-    require_writable(perfetto)
     found = asyncio.run(fetch_trace(url, key, id))
     console = Console()
     duration = "" if found["duration_s"] is None else f", {found['duration_s']:.3f} s"
@@ -316,8 +234,6 @@ def trace(
         console.print(line, no_wrap=True, crop=True)
     if found.get("error"):
         console.print(found["error"], markup=False)
-    if perfetto:
-        write(perfetto, jsonlib.dumps(as_perfetto(found)) + "\n")
 
 
 @app.command(epilog=examples("shell-router profile configs/embedded.yaml --out configs/engines/mine.yaml"))

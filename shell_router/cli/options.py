@@ -25,10 +25,6 @@ class WholeNumbers(tuple[int, ...]):
     """Whole numbers, on the command line with commas between them."""
 
 
-class Numbers(tuple[float, ...]):
-    """Numbers, on the command line with commas between them."""
-
-
 NONE = Names()
 
 
@@ -40,11 +36,6 @@ def names(text: str) -> Names:
 def whole_numbers(text: str) -> WholeNumbers:
     """`8,16` as two numbers."""
     return WholeNumbers(int(number) for number in names(text))
-
-
-def numbers(text: str) -> Numbers:
-    """`0.8,0.9` as two numbers."""
-    return Numbers(float(number) for number in names(text))
 
 
 def option(help: str, *names: str, metavar: str | None = None, least: int | None = None, parser: Any = None) -> Any:
@@ -65,7 +56,6 @@ def argument(metavar: str, help: str) -> Any:
 
 
 Json = Annotated[Path | None, option("Write the figures to this file, as JSON.", metavar="FILE")]
-Picture = Annotated[Path | None, option("Draw a picture into this file, as SVG.", metavar="FILE")]
 Seed = Annotated[int, option("Fixes every random draw.")]
 KeyVariable = Annotated[
     str | None, option("Environment variable that holds the server's key.", "--api-key-env", metavar="NAME")

@@ -127,17 +127,16 @@ def check(files: Topologies, models: Aliases = None) -> None:
         print(f"{file}: {found.name} is right: {shape}")
 
 
-@topology.command(epilog=examples("shell-router topology show topologies/tree-9-3-1.yaml --mermaid"))
+@topology.command(epilog=examples("shell-router topology show topologies/tree-9-3-1.yaml"))
 def show(
     file: Annotated[Path, argument("FILE", "A topology file.")],
     models: Aliases = None,
-    mermaid: Annotated[bool, option("Print a Mermaid flowchart.", "--mermaid")] = False,
 ) -> None:
     """Draw a topology."""
     from shell_router.topology import load_with_others
     from shell_router.topology.draw import draw
 
-    print(draw(load_with_others([file], models=models)[file], mermaid=mermaid), end="")
+    print(draw(load_with_others([file], models=models)[file]), end="")
 
 
 @topology.command()

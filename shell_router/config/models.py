@@ -160,7 +160,6 @@ class AdaptersSection:
             at_least=0,
         ),
     ] = 10.0
-    evict: Annotated[str, "Which adapter is unloaded first: `queue-aware` or `lru`."] = "queue-aware"
     wait_s: Annotated[float, seconds("Longest wait for an adapter before the request fails.")] = 60.0
     load_s: Annotated[float, seconds("Longest time to load an adapter; raise it for slow disks.")] = 60.0
 
@@ -169,7 +168,7 @@ class AdaptersSection:
 
     def of(self, folders: Mapping[str, Path]) -> AdapterSettings:
         """The settings of the model's adapters, `folders` by the adapters' names. Raises ConfigError."""
-        return AdapterSettings(folders, self.max_loaded_adapters, self.window_s, self.evict, self.wait_s, self.load_s)
+        return AdapterSettings(folders, self.max_loaded_adapters, self.window_s, self.wait_s, self.load_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +236,7 @@ class ModelSettings:
             f"a model is served by one kind of engine, not by both {' and '.join(named)}",
             remedy="Leave one of them out.",
         )
-        for name in ("engine_key", "engine_tls"):
+        for name in ("engine_key", "engine_tls", "adapters"):
             require(bool(self.pairs) or getattr(self, name) is None, f"{name} is for pairs, and there are none")
         urls = [url for pair in self.pairs for url in (pair.prefill, pair.decode)]
         require(

@@ -91,17 +91,16 @@ class Generation:
 
     `rid` names the request on every engine it reaches and is unique per attempt. `sampling` holds SGLang's
     `sampling_params`, checked by `core.sampling`, and is sent unchanged. With `logprobs` every output token comes with
-    its natural-log probability. `priority` is the engine's scheduling priority, where it has one. Requests of one
-    `affinity` grow one prompt: where several servers prefill, they go to the one that holds its KV. `adapter` names the
-    one of the model's adapters that answers; it is loaded where it has to be. `hints` are for the schedulers.
-    `on_placed` is called with the engines it goes to. Only requests of one `cache_key` share a prefix cache.
+    its natural-log probability. Requests of one `affinity` grow one prompt: where several servers prefill, they
+    go to the one that holds its KV. `adapter` names the one of the model's adapters that answers; it is loaded where it
+    has to be. `hints` are for the schedulers. `on_placed` is called with the engines it goes to. Only requests of one
+    `cache_key` share a prefix cache.
     """
 
     rid: str
     input_ids: Sequence[int]
     sampling: Mapping[str, Any] = field(default_factory=dict)
     logprobs: bool = False
-    priority: int | None = None
     affinity: str | None = None
     adapter: str | None = None
     hints: Hints = NO_HINTS

@@ -13,16 +13,13 @@ min(n1, h) * min(n2, h) * h multiplications, and two correlation matrices only h
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
-Entries = Literal["full", "off_diagonal"]
 
 _NO_SIGNAL = float(np.finfo(np.float32).eps)
-_NO_ENERGY = 1e-8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,22 +51,17 @@ def features(states: NDArray[np.floating]) -> Features:
     return Features(matrix, correlated, present, float(np.vdot(self_product, self_product)))
 
 
-def similarity(first: Features, second: Features, entries: Entries = "full") -> float:
-    """FrobCosSim of the correlation matrices (line 7): in [0, 1] with `full` entries.
+def similarity(first: Features, second: Features) -> float:
+    """FrobCosSim of the correlation matrices (line 7), in [0, 1].
 
-    `off_diagonal` compares the matrices without their diagonals of ones; it lies in [-1, 1]. An output
-    without signal in the compared entries is like nothing: 0. ValueError when the numbers of features differ.
+    An output without signal is like nothing: 0. ValueError when the numbers of features differ.
     """
     if first.present.shape != second.present.shape:
         raise ValueError(
             f"outputs of {first.present.size} and {second.present.size} features come from different models"
         )
-    product, energies = _product(first, second), (first.energy, second.energy)
-    if entries == "off_diagonal":
-        product -= int(np.count_nonzero(first.present & second.present))
-        energies = (_off_diagonal_energy(first), _off_diagonal_energy(second))
-    norms = math.sqrt(energies[0]) * math.sqrt(energies[1])
-    return min(max(product / norms, -1.0), 1.0) if norms > 0 else 0.0
+    norms = math.sqrt(first.energy) * math.sqrt(second.energy)
+    return min(max(_product(first, second) / norms, 0.0), 1.0) if norms > 0 else 0.0
 
 
 def _unit_columns(states: NDArray[np.floating]) -> tuple[Matrix, NDArray[np.bool_]]:
@@ -94,12 +86,6 @@ def _product(first: Features, second: Features) -> float:
         return float(np.vdot(first.matrix @ second.matrix, first.matrix))
     gram = first.matrix @ second.matrix.T
     return float(np.vdot(gram, gram))
-
-
-def _off_diagonal_energy(one: Features) -> float:
-    """|Corr|_F^2 less its diagonal of ones; what lies within rounding of nothing is 0."""
-    energy = one.energy - int(np.count_nonzero(one.present))
-    return energy if energy > _NO_ENERGY * one.energy else 0.0
 
 
 class Confidence:
@@ -188,13 +174,11 @@ class ClusterGate:
         *,
         tau: float,
         min_completed: int,
-        similarity: Entries = "full",
         self_similarity: bool = True,
         threshold: float | None = None,
     ) -> None:
         self._tau = tau
         self._min_completed = min_completed
-        self._similarity: Entries = similarity
         self._self_similarity = self_similarity
         self._threshold = threshold
         self._confidences: list[float] = []
@@ -207,7 +191,7 @@ class ClusterGate:
     def completed(self, agent: str, confidence: float, output: Features | None) -> None:
         """Take in one completed output (lines 4 to 9). ValueError if it is of another embedding model."""
         assert output is not None, "this policy judges embedded outputs"
-        row = [similarity(earlier, output, self._similarity) for earlier in self._features]
+        row = [similarity(earlier, output) for earlier in self._features]
         self._rows.append([*row, 1.0])
         self._confidences.append(confidence)
         self._features.append(output)

@@ -38,13 +38,11 @@ class EarlyExit:
     reads unfinished outputs too, and exits when the leading answer's support (`InFlightGate`) reaches `threshold`;
     `quorum` reads no output, and exits `grace_s` after `min_completed` agents have ended.
     `tau` is the preferred similarity. The gate is silent until `min_completed` outputs are there (the paper's
-    is 1), or, with `in_flight`, that many state the leading answer and one of them is there. `similarity` chooses the
-    correlation matrices' entries: `full` is the paper's; `off_diagonal` leaves out the diagonal of ones, which makes
-    unrelated long texts look alike. P counts each output as similar to itself, as the paper's does, unless
-    `self_similarity` is off. `scope` says which agents are judged together: those with the same successors, or
-    all of a layer, as in the paper. With `skip_aggregation`, which needs `in_flight`, an agent that reads just this
-    cluster is skipped where the leading answer's support reaches `threshold`: its output is the surest complete one of
-    the cluster that it could have written.
+    is 1), or, with `in_flight`, that many state the leading answer and one of them is there. P counts each output as
+    similar to itself, as the paper's does, unless `self_similarity` is off. `scope` says which agents are judged
+    together: those with the same successors, or all of a layer, as in the paper. With `skip_aggregation`, which needs
+    `in_flight`, an agent that reads just this cluster is skipped where the leading answer's support reaches
+    `threshold`: its output is the surest complete one of the cluster that it could have written.
     """
 
     policy: str = "stochastic"
@@ -52,7 +50,6 @@ class EarlyExit:
     tau: float = 0.7
     threshold: float = 0.8
     min_completed: int = 2
-    similarity: Literal["full", "off_diagonal"] = "full"
     self_similarity: bool = True
     skip_aggregation: bool = False
     grace_s: float = 0.0
@@ -76,8 +73,6 @@ class EarlyExit:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        if self.similarity not in ("full", "off_diagonal"):
-            raise ValueError(f"similarity must be 'full' or 'off_diagonal', not {self.similarity!r}")
         if self.scope not in ("cluster", "layer"):
             raise ValueError(f"scope must be 'cluster' or 'layer', not {self.scope!r}")
         if self.skip_aggregation and self.scope == "layer":
@@ -110,7 +105,6 @@ def _embedding(settings: EarlyExit, members: Sequence[str]) -> Gate:
     return ClusterGate(
         tau=settings.tau,
         min_completed=settings.min_completed,
-        similarity=settings.similarity,
         self_similarity=settings.self_similarity,
         threshold=settings.threshold if settings.policy == "threshold" else None,
     )

@@ -111,7 +111,6 @@ class AdapterLeases:
         Raises AdapterFailed where it does not load, EngineError where the server fails, EngineUnavailable where no
         place for it comes free within `wait_s`, or it is still being loaded then.
         """
-        self._cache.requested(adapter)
         self._cache.drain(self._clock())
         if self._cache.serves(adapter):
             return self._granted(adapter, 0.0)

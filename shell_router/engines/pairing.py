@@ -43,17 +43,6 @@ class Pair:
         prefill, decode = self.leases
         return self.prefill.placement(prefill.waited_s), self.decode.placement(decode.waited_s)
 
-    @property
-    def priorities(self) -> tuple[int | None, int | None] | None:
-        """Each server's priority for it, as that server counts, or None if it has none; None if neither has one."""
-        if self.prefill.priority is None and self.decode.priority is None:
-            return None
-        prefill, decode = self.prefill.engine.priority_sign, self.decode.engine.priority_sign
-        return (
-            None if prefill is None or self.prefill.priority is None else prefill * self.prefill.priority,
-            None if decode is None or self.decode.priority is None else decode * self.decode.priority,
-        )
-
     def prefilled(self) -> None:
         """The prefill server has done its part."""
         if self.leases is not None:

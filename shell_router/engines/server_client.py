@@ -40,8 +40,7 @@ class ServerClient:
     """Posts to one server, turns what goes wrong into the router's errors, and aborts.
 
     `running` counts requests under way, `failures` those that were the server's fault. `answers` is whether it answered
-    when it was last asked for something about itself. `priority_sign` is 1 where it is known to schedule low priorities
-    first, -1 where high ones, else None.
+    when it was last asked for something about itself.
     """
 
     def __init__(self, server: Server, transport: Transport) -> None:
@@ -54,7 +53,6 @@ class ServerClient:
         self.running = 0
         self.failures = 0
         self.answers = False
-        self.priority_sign: int | None = None
         self._http = transport.http
         self._clock = transport.clock
         self._key = transport.key

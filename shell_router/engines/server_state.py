@@ -92,16 +92,6 @@ async def chat_of(servers: Sequence[ServerClient]) -> ChatServing | None:
     return ChatServing(parsers.pop() if len(parsers) == 1 else None)
 
 
-async def learn_priority(server: ServerClient) -> None:
-    """Find out whether `server` schedules by priority: its `priority_sign`."""
-    found = await server_info(server)
-    server.priority_sign = None
-    if found.get("enable_priority_scheduling"):
-        server.priority_sign = 1 if found.get("schedule_low_priority_values_first") else -1
-    else:
-        log.warning("the %s does not schedule by priority: its own queue keeps its own order", server)
-
-
 async def state_of(server: ServerClient, limit_s: float) -> EngineReport:
     """What `server` reports by `/v1/loads`, over its data-parallel ranks: it is as full as its fullest rank.
 

@@ -35,7 +35,6 @@ from shell_router.engines.server_state import (
     any_healthy,
     capabilities_of,
     chat_of,
-    learn_priority,
     require_healthy,
     state_of,
     version_of,
@@ -151,8 +150,7 @@ class SglangPair:
             legs: Legs | None = None
             try:
                 request.on_placed(*pair.placed)
-                priorities = None if sent.priority is not None else pair.priorities
-                bodies = leg_bodies(sent, pair.bootstrap.fields(), priorities)
+                bodies = leg_bodies(sent, pair.bootstrap.fields())
                 prefill, decode, stall_s = pair.prefill.engine, pair.decode.engine, self._limits.stall_s
                 legs = Legs(prefill, decode, (sent.rid,), bodies, stall_s, pair.prefilled, attempts.blame)
                 while not isinstance(event := await legs.next(logprobs=request.logprobs), Finish):
@@ -190,8 +188,6 @@ class SglangPair:
         slot = await engine_slot(self._pairing.prefills, PlacementRequest.of(request, update=True))
         try:
             only = self._prefill_only[slot.engine]
-            if slot.priority is not None and slot.engine.priority_sign is not None:
-                request = replace(request, priority=slot.engine.priority_sign * slot.priority)
             if only.way == "pair" or request.adapter is None:  # a pair takes its leases itself, decode's first
                 return await only.prefill(request)
             async with self.adapters.leased(slot.engine, request.adapter) as lease:
@@ -242,8 +238,6 @@ class SglangPair:
         self.chat = await chat_of(self.servers)
         if self.adapter_settings.folders:
             await self.adapters.begin()
-        if self._scheduling.queue.engine_priority:
-            await asyncio.gather(*map(learn_priority, self.servers))
         for server, capabilities in zip(self.servers, found, strict=True):
             if server in self._prefill_only:
                 await self._prefill_only[server].probe(tokens, vocabulary, route=capabilities.known)

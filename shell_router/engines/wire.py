@@ -17,11 +17,8 @@ _ABORTED = "Aborted by AbortReq"
 
 _TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
 
-_NO_ADAPTER = re.compile(
-    r"LoRA adapters? (that has never been|are not) loaded|prefill holds other weights as LoRA adapter", re.IGNORECASE
-)
-"""SGLang's words for a `lora_path` that it does not have, after a restart or an unloading; and an embedded decode's for
-one that prefill has read from other files."""
+_NO_ADAPTER = re.compile(r"LoRA adapters? (that has never been|are not) loaded", re.IGNORECASE)
+"""SGLang's words for a `lora_path` that it does not have, after a restart or an unloading."""
 
 
 def body_fields(request: Generation) -> dict[str, Any]:
@@ -37,25 +34,16 @@ def body_fields(request: Generation) -> dict[str, Any]:
         fields["lora_path"] = request.adapter  # SGLang's field for an adapter's name
     if request.cache_key is not None:
         fields["extra_key"] = request.cache_key
-    if request.priority is not None:
-        fields["priority"] = request.priority
     return fields
 
 
-def leg_bodies(
-    request: Generation, fields: dict[str, Any], priorities: tuple[int | None, int | None] | None = None
-) -> tuple[bytes, bytes]:
+def leg_bodies(request: Generation, fields: dict[str, Any]) -> tuple[bytes, bytes]:
     """The `/generate` bodies of a request's prefill and decode legs, with the bootstrap `fields` that both need.
 
-    The prefill leg is not streamed, so that its errors come as HTTP statuses. `priorities` are each server's.
+    The prefill leg is not streamed, so that its errors come as HTTP statuses.
     """
-    prefill = decode = orjson.dumps({**body_fields(request), **fields})[:-1]
-    if priorities is not None:
-        if priorities[0] is not None:
-            prefill += b',"priority":%d' % priorities[0]
-        if priorities[1] is not None:
-            decode += b',"priority":%d' % priorities[1]
-    return prefill + b',"stream":false}', decode + b',"stream":true}'
+    body = orjson.dumps({**body_fields(request), **fields})[:-1]
+    return body + b',"stream":false}', body + b',"stream":true}'
 
 
 Refusal = AdapterMissing | EngineAborted | EngineRejected | PromptTooLong
@@ -214,7 +202,7 @@ def rejected(where: str, status: int, message: str) -> Refusal:
 
 
 def tells_missing_adapter(message: str) -> bool:
-    """Whether the engine says that it does not have the request's adapter, or not the one that its partner has."""
+    """Whether the engine says that it does not have the request's adapter."""
     return _NO_ADAPTER.search(message) is not None
 
 

@@ -1,17 +1,13 @@
-"""Finished requests as bars on a time axis, for a terminal or as SVG."""
+"""Requests as bars on a time axis, for a terminal."""
 
-import io
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from shell_router.lab.evaluation.report import CUT_OFF
 
 Trace = Mapping[str, Any]
-COLUMNS = 140
 PAINT: Mapping[str, tuple[str, str]] = {
     "queue": ("·", "dim"),
     "prefill_increment": ("▒", "cyan"),
@@ -27,11 +23,11 @@ LEGEND = (
 )
 
 
-def draw_timeline(trace: Trace, *, columns: int, until_s: float = 0.0) -> Iterator[Text]:
-    """A line per agent, precursors first, then the axis, which ends at `until_s` seconds or later, and the legend."""
+def draw_timeline(trace: Trace, *, columns: int) -> Iterator[Text]:
+    """A line per agent, precursors first, then the axis and the legend."""
     agents: Mapping[str, Mapping[str, Any]] = trace["agents"]
     ends = [span["end_s"] or 0.0 for record in agents.values() for span in record["spans"]]
-    duration_s = max([until_s, trace["duration_s"] or 0.0, *ends])
+    duration_s = max([trace["duration_s"] or 0.0, *ends])
     margin = max(map(len, agents), default=0) + 2
     width = max(20, columns - margin - 8)
     for agent, record in agents.items():
@@ -45,18 +41,6 @@ def draw_timeline(trace: Trace, *, columns: int, until_s: float = 0.0) -> Iterat
     yield Text(" " * margin + axis(duration_s, width), "dim")
     for words in LEGEND:
         yield Text(" " * margin + words, "dim")
-
-
-def timelines_svg(traces: Mapping[str, Trace], title: str) -> str:
-    """The SVG's text: a timeline under each name. All have one scale, so that what ends earlier was faster."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), color_system="truecolor")
-    longest_s = max(trace["duration_s"] for trace in traces.values())
-    for name, trace in traces.items():
-        console.print(Text(f"\n{name}: {trace['duration_s']:.2f} s", "bold"))
-        for line in draw_timeline(trace, columns=COLUMNS, until_s=longest_s):
-            console.print(line, no_wrap=True, crop=True)
-    drawn = console.export_svg(title=title, unique_id="shell-router")
-    return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # so that it loads nothing from elsewhere
 
 
 def bar(spans: Sequence[Mapping[str, Any]], duration_s: float, width: int) -> Text:

@@ -2,11 +2,11 @@
 
 Requests for one adapter stand together in groups, in the order in which the groups were opened (as CoServe's expert
 queues, section 4.2). Within `window_s` loaded adapters serve every request that comes. Then as many of them are drained
-as there are other adapters that have been awaited for so long: an adapter in steady use would else never leave.
+as there are other adapters that have been awaited for so long: an adapter in steady use would else never leave. The
+one whose last use was first leaves first; orders that know more gained nothing within the window (docs/benchmarks).
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -18,8 +18,6 @@ W = TypeVar("W")
 
 REACH = 1000
 """Groups of the queue that are looked at; adapters of groups behind them count as not awaited."""
-REMEMBERED = 1000
-"""Requests after which all counts of use are halved, so that old requests count little."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,49 +31,17 @@ class LoadedAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
-    """An adapter that may leave: `share` of the requests are for it, `turn` is its first group's, None without one."""
-
-    at: LoadedAdapter
-    share: float
-    turn: int | None
-
-
-def queue_aware(residents: Sequence[Resident]) -> list[Resident]:
-    """First what no request awaits, the least requested first; then what is awaited, the last in the queue first.
-
-    For awaited adapters it is Belady's choice, as far as the queue reaches.
-    """
-    unneeded = sorted((one for one in residents if one.turn is None), key=lambda one: one.share)
-    awaited = sorted((one for one in residents if one.turn is not None), key=lambda one: -(one.turn or 0))
-    return [*unneeded, *awaited]
-
-
-def least_recently_used(residents: Sequence[Resident]) -> list[Resident]:
-    """The one whose last use was first."""
-    return sorted(residents, key=lambda one: one.at.used)
-
-
-EVICTIONS: Mapping[str, Callable[[Sequence[Resident]], list[Resident]]] = {
-    "queue-aware": queue_aware,
-    "lru": least_recently_used,
-}
-"""Every order in which adapters leave, by the name that settings give it."""
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterSettings:
     """A model's adapters: the folder of each as servers see it, at most `max_loaded_adapters` on a server at a time.
 
     Within `window_s` requests for adapters that are loaded go before one that waits for another; then that one gets the
-    next place. 0 is first come, first served. `evict` names one of EVICTIONS. A request waits `wait_s` at most, and a
-    server has `load_s` to load an adapter.
+    next place. 0 is first come, first served. A request waits `wait_s` at most, and a server has `load_s` to load an
+    adapter.
     """
 
     folders: Mapping[str, Path] = field(default_factory=dict)
     max_loaded_adapters: int = 1
     window_s: float = 10.0
-    evict: str = "queue-aware"
     wait_s: float = 60.0
     load_s: float = 60.0
 
@@ -87,8 +53,6 @@ class AdapterSettings:
         for name in ("wait_s", "load_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name):g}.", remedy="Give more than 0 seconds.")
-        if self.evict not in EVICTIONS:
-            raise ConfigError(f"evict is {self.evict!r}.", remedy=f"Take one of {', '.join(EVICTIONS)}.")
 
 
 @dataclass(slots=True, eq=False)
@@ -112,13 +76,10 @@ class AdapterCache(Generic[W]):
         self.taken = 0
         """Places that are taken: by loaded adapters, by one that is being loaded, by one that is being unloaded."""
         self._settings = settings
-        self._order = EVICTIONS[settings.evict]
         self._loaded: dict[str, LoadedAdapter] = {}
         self._loading: str | None = None
         self._ahead: dict[str, None] = {}
         self._draining: tuple[str, ...] = ()
-        self._requests: Counter[str] = Counter()
-        self._total = 0
         self._numbers = count()
 
     def __contains__(self, adapter: str) -> bool:
@@ -131,14 +92,6 @@ class AdapterCache(Generic[W]):
     def waiting(self) -> int:
         """Requests that wait for theirs."""
         return sum(len(group.waiters) for group in self.groups)
-
-    def requested(self, adapter: str) -> None:
-        """A request wants it."""
-        self._requests[adapter] += 1
-        self._total += 1
-        if self._total >= REMEMBERED:
-            self._requests = Counter({name: times // 2 for name, times in self._requests.items() if times > 1})
-            self._total = self._requests.total()
 
     def is_coming(self, adapter: str) -> bool:
         """Whether it is loaded, or being loaded."""
@@ -188,7 +141,7 @@ class AdapterCache(Generic[W]):
             self._draining = ()
             return
         turn = next((at for at, group in enumerate(self.groups) if not self.is_coming(group.adapter)), None)
-        order = [one.at.name for one in self._order(self._residents(turn, in_use=True))]
+        order = self._leaving(turn, in_use=True)
         kept = [name for name in self._draining if name in order]
         places = len(late) - (self._settings.max_loaded_adapters - self.taken)
         self._draining = (*kept, *(name for name in order if name not in kept))[: max(0, places)]
@@ -221,7 +174,7 @@ class AdapterCache(Generic[W]):
         missing = 1 + self.taken - self._settings.max_loaded_adapters
         if missing <= 0:
             return []
-        leaving = [one.at.name for one in self._order(self._residents(turn))[:missing]]
+        leaving = self._leaving(turn)[:missing]
         return leaving if len(leaving) == missing else None
 
     def in_use(self, adapter: str) -> bool:
@@ -253,13 +206,10 @@ class AdapterCache(Generic[W]):
         at.used = next(self._numbers)
         return at
 
-    def _residents(self, keep_before: int | None, *, in_use: bool = False) -> list[Resident]:
+    def _leaving(self, keep_before: int | None, *, in_use: bool = False) -> list[str]:
+        """The adapters that may leave, in that order. Those whose turn comes no later than `keep_before` stay."""
         turns: dict[str, int] = {}
         for turn, group in enumerate(islice(self.groups, REACH)):
             turns.setdefault(group.adapter, turn)
-        found = [
-            Resident(at, self._requests[at.name] / self._total if self._total else 0.0, turns.get(at.name))
-            for at in self._loaded.values()
-            if in_use or not at.pins
-        ]
-        return [one for one in found if keep_before is None or one.turn is None or one.turn > keep_before]
+        found = [at for at in sorted(self._loaded.values(), key=lambda at: at.used) if in_use or not at.pins]
+        return [at.name for at in found if keep_before is None or turns.get(at.name, REACH) > keep_before]

@@ -24,7 +24,7 @@ from shell_router.routing.engine_selection import (
 )
 from shell_router.routing.failures import Breaker
 from shell_router.routing.prompt_index import PromptIndex
-from shell_router.routing.queue import QueueEntry, QueueMemory, QueueSettings, RequestQueue, priority
+from shell_router.routing.queue import QueueEntry, QueueMemory, QueueSettings, RequestQueue
 
 E = TypeVar("E")
 
@@ -117,7 +117,6 @@ class EngineSlot(Generic[E]):
     """A request's slot on `engine`, from the moment it may be sent there until `close`, which must be called.
 
     `prefilled` and `wrote` keep what is known of the engine's load true; after `close` they change nothing.
-    `priority` is for the engine's own queue (the lower, the sooner), None where it is not sent.
     """
 
     def __init__(
@@ -127,9 +126,8 @@ class EngineSlot(Generic[E]):
         features: RoutingFeatures,
         why: str,
         waited_s: float = 0.0,
-        priority: int | None = None,
     ) -> None:
-        self.engine, self.name, self.why, self.waited_s, self.priority = at.engine, at.name, why, waited_s, priority
+        self.engine, self.name, self.why, self.waited_s = at.engine, at.name, why, waited_s
         self._dispatcher = dispatcher
         self._features = features
         self._load = load = at.in_flight
@@ -268,11 +266,8 @@ class Dispatcher(Generic[E]):
         features = self._prompts.features(request, prefills=self._prefills, decodes=self._decodes)
         if not self.holds:
             choice = self._choice(features, _not_excluded(serving, excluded) if excluded else serving)
-            rank = None
-            if self.settings.queue.engine_priority:
-                rank = priority(QueueEntry(features, now_s), self._queue_memory, self.settings.queue)
             self._memory.note(features, choice.index, now_s)
-            return self._take(choice, features, now_s, rank=rank)
+            return self._take(choice, features, now_s)
         most = self.settings.queue.max_waiting
         if self.waiting >= most and not features.update:  # no client waits for an update
             raise Overloaded(f"{self.waiting} requests wait for an engine.", remedy=f"Try again; {most} may wait.")
@@ -391,11 +386,10 @@ class Dispatcher(Generic[E]):
 
     def _grant_to(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
         """A slot on the engine that the entry is bound to, if that is among these, or else on one of these."""
-        now_s, queue = self._clock(), self.settings.queue
+        now_s = self._clock()
         choice = entry.bound if entry.bound and any(at.index == entry.bound.index for at in among) else None
         if choice is None:
             choice = self._choice(entry.features, _not_excluded(among, entry.excluded))
-        rank = priority(entry, self._queue_memory, queue) if queue.engine_priority else None
         if entry.bound is None:
             self._memory.note(entry.features, choice.index, now_s)
         waited_s = now_s - entry.arrived_s if entry.waits else 0.0
@@ -403,16 +397,10 @@ class Dispatcher(Generic[E]):
             self.waits.add(waited_s)
         self._queue.leave(entry)
         self._unbind(entry)
-        entry.slot = self._take(choice, entry.features, now_s, rank, waited_s, entry.missed)
+        entry.slot = self._take(choice, entry.features, now_s, waited_s, entry.missed)
 
     def _take(
-        self,
-        choice: Choice,
-        features: RoutingFeatures,
-        now_s: float,
-        rank: int | None = None,
-        waited_s: float = 0.0,
-        missed: int = 0,
+        self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0, missed: int = 0
     ) -> EngineSlot[E]:
         at = self.tracked[choice.index]
         features = self._prompts.sent(features, choice.index)
@@ -422,7 +410,7 @@ class Dispatcher(Generic[E]):
         if self.holds:
             queue = self.settings.queue
             self._queue_memory.chosen(features, missed // queue.starvation_misses, queue.quantum)
-        return EngineSlot(self, at, features, choice.why, waited_s, rank)
+        return EngineSlot(self, at, features, choice.why, waited_s)
 
 
 _NONE: frozenset[int] = frozenset()

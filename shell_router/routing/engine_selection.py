@@ -154,10 +154,6 @@ class ChoiceMemory:
             self._homes.popitem(last=False)
 
 
-UNKNOWN = 0.5
-"""The score of an engine of which a scorer knows nothing fresh."""
-
-
 @value
 class Scene:
     """What policies and scorers see: the request, the engines that serve, at least one, and the choices before.
@@ -191,17 +187,6 @@ def wait(scene: Scene) -> Sequence[float]:
     return [least / one for one in work]
 
 
-def requests(scene: Scene) -> Sequence[float]:
-    """The fewest requests on any engine over those on this one."""
-    counts = [1 + one.running + one.waiting for one in scene.engines]
-    return [min(counts) / count for count in counts]
-
-
-def kv_usage(scene: Scene) -> Sequence[float]:
-    """The share of the engine's KV that is free, by what it reported."""
-    return [UNKNOWN if one.reported is None else 1 - min(1.0, one.reported.kv_usage) for one in scene.engines]
-
-
 def affinity(scene: Scene) -> Sequence[float]:
     """1 for the engine that had the last request of this user and place in a topology."""
     home = scene.memory.home(scene.features.place, scene.now_s)
@@ -213,19 +198,10 @@ def adapter(scene: Scene) -> Sequence[float]:
     return [float(one.has_adapter) for one in scene.engines]
 
 
-def prefix(scene: Scene) -> Sequence[float]:
-    """The share of the prompt that the engine has had before."""
-    whole = max(1, scene.features.prompt_tokens)
-    return [scene.features.overlaps.get(one.index, 0) / whole for one in scene.engines]
-
-
 SCORERS: dict[str, Scorer] = {
     "wait": wait,
-    "requests": requests,
-    "kv_usage": kv_usage,
     "affinity": affinity,
     "adapter": adapter,
-    "prefix": prefix,
 }
 """Every scorer by the name that settings give it."""
 

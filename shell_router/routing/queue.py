@@ -99,8 +99,7 @@ class QueueSettings:
     is set, requests do not wait here. `bind` says when the engine is chosen: at the request's `arrival`, or when an
     engine has a `place` for it. After `wait_s` a request is refused.
 
-    `age_s` is Algorithm 2's aging. `starvation_misses` and `quantum` are Chimera's S and Q. With `engine_priority` the
-    order is also sent to engines that schedule by priority.
+    `age_s` is Algorithm 2's aging. `starvation_misses` and `quantum` are Chimera's S and Q.
     """
 
     order: Annotated[
@@ -126,7 +125,6 @@ class QueueSettings:
     )
     starvation_misses: int = field(default=100, metadata={"file": False})
     quantum: int = field(default=4, metadata={"file": False})
-    engine_priority: Annotated[bool, "Also send the order to SGLang, which then needs priority scheduling."] = False
 
     def __post_init__(self) -> None:
         require(self.order in ORDERS, f"order {self.order!r} is none of: {', '.join(ORDERS)}")
@@ -238,17 +236,6 @@ def turn(one: QueueEntry, memory: QueueMemory, settings: QueueSettings, now_s: f
     if ages and now_s - one.arrived_s >= settings.age_s:
         return (0, one.arrived_s)
     return (2 if one.features.update else 1, *ORDERS[settings.order](one, memory, settings), one.arrived_s)
-
-
-_LAST = 2**30
-
-
-def priority(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> int:
-    """The order as a number for an engine's own queue: the lower, the sooner; updates last. It does not age there."""
-    if one.features.update:
-        return _LAST
-    first, *second = (*ORDERS[settings.order](one, memory, settings), 0.0)
-    return round(1_000_000 * first + second[0]) if second[1:] else round(first)
 
 
 class RequestQueue:

@@ -21,8 +21,8 @@ class Node:
 class PrefixCache:
     """Holds at most `capacity` tokens of prompts; the least recently used leave first, ends before beginnings.
 
-    Prompts are all lists, all tuples or all bytes. Each `owner` has prefixes of its own (SGLang's extra key), since no
-    adapter can use the KV of another; all share the capacity. Not thread-safe.
+    Prompts are all lists, all tuples or all bytes. Each `owner` has prefixes of its own (SGLang's extra key);
+    all share the capacity. Not thread-safe.
     """
 
     def __init__(self, capacity: int) -> None:

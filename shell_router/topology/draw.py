@@ -1,19 +1,17 @@
-"""Topologies as text for the terminal, and as Mermaid flowcharts."""
+"""Topologies as text for the terminal."""
 
 from collections.abc import Iterator, Sequence
 
 from shell_router.early_exit import EarlyExit
 from shell_router.topology.graph import Cluster, Conditional, Graph, Step, Topology
-from shell_router.topology.rules import END, START, Rule
+from shell_router.topology.rules import START, Rule
 
 _ABOVE = "↑ above"
 
 
-def draw(graph: Graph, *, mermaid: bool) -> str:
-    """A topology of either kind as a Mermaid flowchart, or as text for the terminal."""
-    if isinstance(graph, Conditional):
-        return draw_steps_mermaid(graph) if mermaid else draw_steps_terminal(graph)
-    return draw_mermaid(graph) if mermaid else draw_terminal(graph)
+def draw(graph: Graph) -> str:
+    """A topology of either kind."""
+    return draw_steps_terminal(graph) if isinstance(graph, Conditional) else draw_terminal(graph)
 
 
 def draw_terminal(topology: Topology) -> str:
@@ -26,24 +24,6 @@ def draw_terminal(topology: Topology) -> str:
     head = [f"{topology.name}: {sizes}"]
     head += [topology.description] if topology.description else []
     return "\n".join([*head, "", *_tree(topology), "", *_cluster_lines(topology), _prefill_line(topology)]) + "\n"
-
-
-def draw_mermaid(topology: Topology) -> str:
-    """The graph as a Mermaid flowchart, leaves on the left, clusters as subgraphs."""
-    names = {agent: f"a{number}" for number, agent in enumerate(topology.agents)}
-    nodes = {
-        agent.id: f'{names[agent.id]}["{escaped(agent.id)}<br/>{escaped(agent.model_name)}"]'
-        for agent in topology.agents.values()
-    }
-    lines = ["flowchart LR"]
-    for number, cluster in enumerate(topology.clusters):
-        lines.append(f'    subgraph c{number}["{escaped(cluster.id)}: {escaped(_exit_text(cluster.early_exit))}"]')
-        lines += [f"        {nodes[agent]}" for agent in cluster.agents]
-        lines.append("    end")
-    lines += [f"    {node}" for agent, node in nodes.items() if agent not in topology.cluster_of]
-    for agent in topology.agents.values():
-        lines += [f"    {names[precursor]} --> {names[agent.id]}" for precursor in agent.precursors]
-    return "\n".join(lines) + "\n"
 
 
 def _tree(topology: Topology) -> Iterator[str]:
@@ -120,13 +100,6 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def escaped(text: str) -> str:
-    """Text for a quoted Mermaid label, which knows `#name;` for what would end or break it."""
-    for character, code in (("#", "#35;"), ("&", "#38;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
-        text = text.replace(character, code)
-    return " ".join(text.split())
-
-
 def draw_steps_terminal(topology: Conditional) -> str:
     """The steps in order, each with what it asks and its rules; then the classifiers."""
     sizes = f"{count(len(topology.steps), 'step')}, {count(len(topology.agents), 'agent')}"
@@ -136,19 +109,6 @@ def draw_steps_terminal(topology: Conditional) -> str:
     for step in topology.steps.values():
         lines += [_asked(step), *_rule_branches(step.then)]
     return "\n".join([*lines, *_classifier_lines(topology)]) + "\n"
-
-
-def draw_steps_mermaid(topology: Conditional) -> str:
-    """The steps as a Mermaid flowchart, each rule on its way."""
-    names = {START: "start", END: "done"} | {step: f"s{number}" for number, step in enumerate(topology.steps)}
-    lines = ["flowchart LR", "    start((start))", "    done((end))"]
-    lines += [
-        f'    {names[step.id]}["{escaped(step.id)}<br/>{escaped(_what(step))}"]' for step in topology.steps.values()
-    ]
-    places = {START: topology.start} | {step.id: step.then for step in topology.steps.values()}
-    for place, rules in places.items():
-        lines += [f'    {names[place]} -- "{escaped(label)}" --> {names[rule.go]}' for label, rule in _labeled(rules)]
-    return "\n".join(lines) + "\n"
 
 
 def _rule_branches(rules: Sequence[Rule]) -> Iterator[str]:

@@ -213,10 +213,6 @@ _EARLY_EXIT_FIELDS = Block(
         "grace_s": Number(
             "With 'quorum': seconds that the others get once min_completed have ended.", at_least=0, at_most=86_400
         ),
-        "similarity": OneOf(
-            "'full' is the paper's; 'off_diagonal' leaves out the correlation matrices' diagonals.",
-            ("full", "off_diagonal"),
-        ),
         "self_similarity": Switch("Whether P counts each output as similar to itself, as the paper's does."),
         "skip_aggregation": Switch(
             "With 'in_flight': if the cluster agrees, agents that read only it are skipped and forward its answer."

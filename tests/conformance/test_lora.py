@@ -1,6 +1,6 @@
-"""LoRA adapters on the wire, asked of the embedded pair and of real SGLang in the same words.
+"""LoRA adapters on the wire, asked of real SGLang.
 
-What both must say is what merged weights say: W + alpha / r * B A, merged by hand and run by transformers.
+What it must say is what merged weights say: W + alpha / r * B A, merged by hand and run by transformers.
 """
 
 import asyncio
@@ -15,19 +15,16 @@ import pytest
 import pytest_asyncio
 import torch
 
-from benchmarks.adapters.made import make_adapter
+from benchmarks.adapters.made import MODULES, make_adapter
 from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.environment import built_environment
 from launch.sglang_cpu.pair import cpu_pair
 from shell_router.engines.address import PairAddress
-from shell_router.standins.embedded.adapter_files import MODULES
-from shell_router.standins.embedded.settings import LoraSettings
 from tests.conformance.test_wire import Wire, prompt
-from tests.fakes.pairs_under_test import PairUnderTest, embedded, of_model
-from tests.fakes.shared_engines import SharedEngines
+from tests.fakes.pairs_under_test import PairUnderTest, of_model
 from tests.fakes.tiny_models import merge, plain
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.sglang]
 ADAPTERS: Mapping[str, dict[str, Any]] = {
     "algebra": {"seed": 1},
     "history": {"seed": 2, "rank": 8, "alpha": 4.0},
@@ -67,22 +64,13 @@ class Adapted:
 
 
 @pytest.fixture(scope="module")
-def sglang_with_lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairUnderTest]:
+def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairUnderTest]:
     venv = built_environment()
     if venv is None:
         pytest.skip("real SGLang is not built for these tests")
     model = make_checkpoint(tmp_path_factory.mktemp("sglang-lora-model"), context_length=2048)
     with cpu_pair(model, venv, tmp_path_factory.mktemp("sglang-lora"), options=SGLANG_FLAGS) as pair:
         yield of_model(PairAddress(pair.prefill.url, pair.decode.url, pair.bootstrap_host, pair.bootstrap_port), model)
-
-
-@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
-def under_test(request: pytest.FixtureRequest) -> PairUnderTest:
-    if request.param == "embedded":
-        engines: SharedEngines = request.getfixturevalue("engines")
-        return embedded(engines, incremental=True, lora=LoraSettings(max_loaded_adapters=4, max_rank=8))
-    pair: PairUnderTest = request.getfixturevalue("sglang_with_lora")
-    return pair
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -23,7 +23,7 @@ from shell_router.core.engine import Generation, Tokens
 from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair, random_rid
 from shell_router.routing.adapter_cache import AdapterSettings
-from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettings
+from shell_router.standins.embedded.settings import EmbeddedSettings
 from tests.fakes.scripted_pair import collect
 from tests.fakes.shared_engines import SharedEngines
 
@@ -61,10 +61,10 @@ async def scripted(*, incremental: bool) -> AsyncIterator[PairUnderTest]:
         yield PairUnderTest(address, None, CONTEXT_LENGTH, settings.vocabulary)
 
 
-def embedded(engines: SharedEngines, *, incremental: bool, lora: LoraSettings | None = None) -> PairUnderTest:
+def embedded(engines: SharedEngines, *, incremental: bool) -> PairUnderTest:
     """An embedded pair with a tiny model of random weights, which other tests ask, too."""
     model = engines.model(context_length=CONTEXT_LENGTH)
-    settings = EmbeddedSettings(str(model), dtype="float64", incremental_streaming_output=incremental, lora=lora)
+    settings = EmbeddedSettings(str(model), dtype="float64", incremental_streaming_output=incremental)
     return of_model(engines.pair(settings).address, model)
 
 

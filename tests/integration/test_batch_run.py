@@ -8,7 +8,6 @@ import orjson
 import pytest
 import yaml
 
-from benchmarks.adapters.made import make_adapter
 from tests.fakes.command import running_command, survivors
 from tests.fakes.pools import ROOT, write_pool, write_questions
 
@@ -51,21 +50,6 @@ def without_confidence(result: dict[str, Any]) -> dict[str, Any]:
     """What engines compute in another batch may differ in a last digit."""
     found = [{name: value for name, value in one.items() if name != "confidence"} for one in result["proposals"]]
     return {**result, "proposals": found}
-
-
-@pytest.mark.slow
-async def test_an_expert_may_be_an_adapter_of_a_model_that_is_an_expert_too(tmp_path: Path) -> None:
-    make_adapter(tmp_path / "adapters" / "odd", ROOT / "models/small", seed=1)
-    small = {"path": str(ROOT / "models/small")}
-    odd = {**small, "adapter": "adapters/odd"}
-    models = {"small": small, "odd": odd, "large": {"path": str(ROOT / "models/large")}}
-    pool = write_pool(tmp_path, models=models, proposers=["small", "odd"])
-    code, printed = await ran(pool, "--data", write_questions(tmp_path, 6), "--out", tmp_path / "out")
-    assert code == 0, printed
-    opinions = [{proposer["model"]: proposer for proposer in one["proposals"]} for one in results(tmp_path / "out")]
-    assert len(opinions) == 6
-    assert not any(proposer["error"] for one in opinions for proposer in one.values())
-    assert all(one["small"]["confidence"] != one["odd"]["confidence"] for one in opinions)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from shell_router.lab.simulation.summary import prefilled_tokens
 
 ROOT = Path(__file__).parents[2]
 SHORT = {
-    "adapters": ("--requests", "20", "--clients", "4", "--adapters", "4", "--room", "2"),
+    "adapters": ("--engine", "simulated", "--requests", "20", "--clients", "4", "--adapters", "4", "--room", "2"),
     "auto": ("--questions", "8", "--block", "4", "--clients", "2", "--slacks", "1", "--worths", "1"),
     "agent_cache_cost": ("--rounds", "1", "--chunks", "50"),
     "batch": ("--rounds", "1", "--questions", "6", "--sizes", "1,2"),

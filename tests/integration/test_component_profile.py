@@ -110,7 +110,7 @@ def test_without_rules_and_sample_the_command_says_what_it_leaves(
         (("tests.fakes.nets:linear", "tests.fakes.nets:no"), "architectures.linear: tests.fakes.nets:no cannot be"),
         (("device: cpu", "device: abacus"), "executors.one: 'abacus' is no device"),
         (('["shared"]', '["shard"]'), "Component 'shared' is of 0 architectures"),
-        (("folder: weights", "folder: nowhere"), "holds 0 files of weights"),
+        (("folder: weights", "folder: nowhere"), "holds no weights"),
         (("sample: [16]}\n  wide", "sample: [15]}\n  wide"), "linear cannot be measured on cpu: RuntimeError"),
         (("memory_bytes: 3000000", "memory_bytes: 300"), "no architecture fits on cpu. Raise the executor's memory"),
     ],

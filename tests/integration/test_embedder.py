@@ -41,10 +41,9 @@ async def prepared(embedder, *texts):
     return [features(states) for states in await asyncio.gather(*map(embedder.embed, texts))]
 
 
-@pytest.mark.parametrize("entries", ["full", "off_diagonal"])
-async def test_a_paraphrase_agrees_more_than_an_unrelated_text(embedder, entries):
+async def test_a_paraphrase_agrees_more_than_an_unrelated_text(embedder):
     answer, paraphrase, unrelated = await prepared(embedder, ANSWER, PARAPHRASE, UNRELATED)
-    assert similarity(answer, paraphrase, entries) > similarity(answer, unrelated, entries) + 0.1
+    assert similarity(answer, paraphrase) > similarity(answer, unrelated) + 0.1
 
 
 @pytest.mark.slow

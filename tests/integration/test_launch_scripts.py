@@ -62,6 +62,6 @@ def test_several_pairs_share_one_gpu_on_ports_of_their_own(commands_of_python: P
         assert line.endswith("--max-total-tokens 32768 --cuda-graph-max-bs 16 --quiet")
 
 
-@pytest.mark.parametrize("script", ["gpu/pairs.sh", "sglang-pair.sh", "router.sh", "redis.sh", "embedded.sh"])
+@pytest.mark.parametrize("script", ["gpu/pairs.sh", "sglang-pair.sh", "router.sh", "redis.sh"])
 def test_a_script_says_how_it_is_used(script: str) -> None:
     assert output(f"launch/{script}", "--help")[0].startswith(f"usage: launch/{script} ")

@@ -44,12 +44,12 @@ async def test_every_way_of_writing_a_stream_reads_the_same(settings: ScriptedSe
 
 async def test_both_servers_get_the_same_fields_but_only_decode_streams() -> None:
     async with served(ScriptedSettings(log_bodies=4)) as at:
-        await collect(at.pair, Generation("r", [1, 2, 3], {"max_new_tokens": 2, "top_k": 7}, priority=3))
+        await collect(at.pair, Generation("r", [1, 2, 3], {"max_new_tokens": 2, "top_k": 7}))
         prefill, decode = (orjson.loads(server.bodies[0]) for server in (at.servers.prefill, at.servers.decode))
         assert (prefill.pop("stream"), decode.pop("stream")) == (False, True)
         assert prefill == decode
         assert prefill["sampling_params"] == {"max_new_tokens": 2, "top_k": 7}
-        assert (prefill["rid"], prefill["priority"], prefill["input_ids"]) == ("r", 3, [1, 2, 3])
+        assert (prefill["rid"], prefill["input_ids"]) == ("r", [1, 2, 3])
 
 
 async def test_every_attempt_has_a_room_of_its_own() -> None:

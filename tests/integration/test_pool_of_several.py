@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
-import orjson
 import pytest
 
 from benchmarks.scripted.server import Fault, ScriptedServer, ScriptedSettings
@@ -380,26 +379,6 @@ async def test_each_attempts_placement_is_reported_with_its_reason() -> None:
         assert isinstance(events[-1], Finish)
     assert [[one.engine for one in placed] for placed in seen] == [["prefill-0", "decode-0"], ["prefill-0", "decode-1"]]
     assert [one.why for one in seen[0]] == ["only_engine", "fewest_requests"]
-
-
-@pytest.mark.parametrize(("priorities", "sign"), [("low_first", 1), ("high_first", -1), ("none", None)])
-async def test_a_server_that_schedules_by_priority_gets_the_order_as_it_counts(
-    priorities: str, sign: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = ScriptedSettings(priorities=priorities, log_bodies=10)  # type: ignore[arg-type]
-    async with scripted_pool(settings=settings) as at:
-        queue = QueueSettings("shortest_prefill", engine_priority=True)
-        pool = SglangPair(*at.pool.addresses, scheduling=SchedulingSettings(queue=queue))
-        await pool.probe()
-        await collect(pool, generation("r", 40))
-        await collect(pool, replace(generation("own", 40), priority=7))
-        for servers in (at.prefills, at.decodes):
-            bodies = [orjson.loads(body) for body in servers[0].bodies]
-            found = {body["rid"]: body.get("priority") for body in bodies}
-            assert found["r"] == (None if sign is None else 40 * sign)
-            assert found["own"] == 7, "a caller's own stays"
-        assert ("does not schedule by priority" in caplog.text) == (sign is None)
-        await pool.aclose()
 
 
 async def test_updates_by_real_pairs_and_real_requests_never_wait_for_each_other_in_a_circle() -> None:

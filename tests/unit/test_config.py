@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 from shell_router.app import load_config
-from shell_router.app.model_files import read_files
 from shell_router.config import ApiKey, Config, PairSettings, read_keys
 from shell_router.errors import ConfigError
-from shell_router.standins.embedded.kind import embedded_settings
-from shell_router.standins.embedded.settings import EmbeddedSection, LoraSettings
+from shell_router.standins.embedded.settings import EmbeddedSection
 
 ROOT = Path(__file__).parents[2]
 MODELS = "models: {small: {path: m}}\n"
@@ -54,15 +52,6 @@ limits: {drain_s: 3}
     assert config.limits.drain_s == 3.0
 
 
-def test_adapters_and_an_embedded_engine_agree_on_how_many_are_loaded(tmp_path: Path) -> None:
-    adapters = "adapters: {folder: a, max_loaded_adapters: 3, max_rank: 16}"
-    model = _load(tmp_path, f"models: {{a: {{path: {ROOT / 'models/small'}, embedded: {{}}, {adapters}}}}}\n").models[
-        "a"
-    ]
-    files = read_files({"a": model})["a"]
-    assert embedded_settings(model, files, "127.0.0.1").lora == LoraSettings(3, 16)
-
-
 @pytest.mark.parametrize("engine", ["embedded: ", f"embedded: null, {PAIR}"])
 def test_an_engine_kind_without_settings_is_as_if_it_were_left_out(tmp_path: Path, engine: str) -> None:
     assert _load(tmp_path, f"models: {{a: {{path: a, {engine}}}}}\n").models["a"].engine == {}
@@ -74,14 +63,14 @@ def test_how_requests_are_scheduled_is_read_with_the_scorers_weights(tmp_path: P
         MODELS
         + """
 scheduling:
-  selection: {policy: scored, weights: {wait: 2, prefix: 0.5}, gimbal: {theta_kv: 0.8}}
+  selection: {policy: scored, weights: {wait: 2, affinity: 0.5}, gimbal: {theta_kv: 0.8}}
   queue: {order: shortest_prefill, bind: arrival, max_running: 32}
   poll_s: 0.5
 """,
     )
     selection, queue = config.scheduling.selection, config.scheduling.queue
     assert (selection.policy, selection.gimbal.theta_kv) == ("scored", 0.8)
-    assert selection.weights == {"wait": 2.0, "prefix": 0.5}
+    assert selection.weights == {"wait": 2.0, "affinity": 0.5}
     assert (queue.order, queue.bind, queue.max_running, queue.age_s) == ("shortest_prefill", "arrival", 32, 5.0)
 
 

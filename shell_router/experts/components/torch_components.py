@@ -61,15 +61,12 @@ _DTYPES = {
 
 
 def read_weights(file: Path) -> Weights:
-    """The tensors of a safetensors file or of a torch one, on the CPU.
+    """The tensors of a safetensors file, on the CPU.
 
-    Those of safetensors are read into the memory where they stay, all of them into one block: neither mapped, since the
-    system may drop what is mapped and read it again at any time, nor there a second time meanwhile. Raises what
-    safetensors, torch and the system raise for a file that is missing, cut off or malformed.
+    They are read into the memory where they stay, all of them into one block: neither mapped, since the system may drop
+    what is mapped and read it again at any time, nor there a second time meanwhile. Raises what safetensors and the
+    system raise for a file that is missing, cut off or malformed.
     """
-    if file.suffix != ".safetensors":
-        weights: Weights = torch.load(file, map_location="cpu", weights_only=True)
-        return weights
     with safe_open(file, framework="pt"):
         pass  # has the header checked: offsets, shapes and the file's length agree
     with file.open("rb") as data:
@@ -90,7 +87,7 @@ def read_weights(file: Path) -> Weights:
     return tensors
 
 
-SUFFIXES = (".safetensors", ".pt")
+SUFFIX = ".safetensors"
 
 
 def components_in(
@@ -99,14 +96,11 @@ def components_in(
     """One component per file of weights, named as the file without its suffix.
 
     It takes as much memory as its file is long, which is a little more than its weights. Raises ConfigError for a
-    folder without any, and for two files of one name.
+    folder without any.
     """
-    files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES) if folder.is_dir() else []
-    if not files or len({file.stem for file in files}) < len(files):
-        raise ConfigError(
-            f"{folder} holds {len(files)} files of weights, or two of one name.",
-            remedy=f"Put one {' or '.join(SUFFIXES)} file per component there.",
-        )
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if not files:
+        raise ConfigError(f"{folder} holds no weights.", remedy=f"Put one {SUFFIX} file per component there.")
     return [
         Component(file.stem, architecture_of(file.stem), file.stat().st_size, usage_of(file.stem)) for file in files
     ]
@@ -116,8 +110,8 @@ class TorchComponents:
     """Meets `values.Components` with modules on torch devices; a sample is a tensor, and a batch their stack.
 
     `architectures` makes a module without weights of its own for each architecture; `devices` names each executor's
-    device. Reading, copying and inference happen on threads, so that the event loop goes on. A .pt file is in memory
-    once more than the pool's budgets say while it is read; so are weights on their way to another device.
+    device. Reading, copying and inference happen on threads, so that the event loop goes on. Weights on their way to
+    another device are in memory once more than the pool's budgets say.
     """
 
     def __init__(
@@ -174,8 +168,7 @@ class TorchComponents:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _file(self, name: str) -> Path:
-        file = self._folder / f"{name}.safetensors"
-        return file if file.exists() else self._folder / f"{name}.pt"
+        return self._folder / f"{name}{SUFFIX}"
 
     def _made(self, component: Component, weights: Weights, device: torch.device, *, copied: bool) -> torch.nn.Module:
         with torch.device("meta"):

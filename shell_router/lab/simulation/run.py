@@ -285,13 +285,11 @@ class _Client:
                 for _ in range(1 if workload.arrivals == "one_by_one" else workload.clients):
                     group.create_task(self._ask_each(numbers))
                 return
-            size = workload.burst if workload.arrivals == "bursty" else 1
             draws = random.Random(f"{self.seed}/arrivals")
-            for first in range(0, workload.requests, size):
-                if first:
-                    await asyncio.sleep(draws.expovariate(workload.per_s / size))
-                for number in range(first, min(first + size, workload.requests)):
-                    group.create_task(self._ask(number))
+            for number in range(workload.requests):
+                if number:
+                    await asyncio.sleep(draws.expovariate(workload.per_s))
+                group.create_task(self._ask(number))
 
     async def _ask_each(self, numbers: Iterator[int]) -> None:
         for number in numbers:

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from shell_router.lab.simulation.run import EngineUse
-from shell_router.lab.simulation.summary import Arrangement, Summary
+from shell_router.lab.simulation.summary import Summary
 
 BUSY = 0.9
 Row = Mapping[str, str]
@@ -106,26 +106,6 @@ def _bound(name: str, one: Summary) -> str:
     ]
     engines = f" Always busy: {', '.join(full)}." if full else " No engine is always busy."
     return f"{name} is bound by {kind}, {share:.0%} of an answer's time.{engines}"
-
-
-def arrangement_table(tried: Sequence[Arrangement], best: Arrangement | None) -> Table:
-    """What was tried, the chosen one marked."""
-    return _table(
-        "Arrangements (simulated)",
-        [
-            {"": "chosen" if one is best else ""}
-            | {f"{model} pairs": str(number) for model, number in one.pairs.items()}
-            | {"GPUs": str(one.gpus)}
-            | _percentiles(one.summary)
-            for one in tried
-        ],
-    )
-
-
-def _percentiles(found: Summary | None) -> dict[str, str]:
-    if found is None:
-        return {"p50 s": "-", "p95 s": "-", "failed": "all"}
-    return {"p50 s": _seconds(found.p50_s), "p95 s": _seconds(found.p95_s), "failed": str(found.failed)}
 
 
 def as_json(summaries: Mapping[str, Summary]) -> dict[str, Any]:

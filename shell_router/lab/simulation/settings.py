@@ -17,7 +17,7 @@ from shell_router.topology.forms import Number
 SEE = "docs/how-to/simulate.md explains simulations."
 Engines = Literal["disaggregated", "data_parallel", "data_parallel_chunked"]
 ENDLESS_TOKENS = 1 << 30
-Arrivals = Literal["one_by_one", "poisson", "bursty", "closed"]
+Arrivals = Literal["one_by_one", "poisson", "closed"]
 TOKENS = Number("", at_least=1, whole=True)
 Share = Annotated[float, Number("", at_least=0, at_most=1)]
 
@@ -119,9 +119,9 @@ class Workload:
     """What is asked, how often, and what comes back.
 
     `one_by_one` asks the next question when the one before is answered, `closed` does so for `clients` at a time,
-    `poisson` asks `per_s` a second, `bursty` the same in bursts of `burst`. An agent writes
-    `outputs` tokens by its model, is right with probability `right`, and sure of every token with `confidence`; wrong
-    answers all differ. `drafts` are what agents that ask for drafts gain, by role (aggregator, root) or by agent.
+    `poisson` asks `per_s` a second. An agent writes `outputs` tokens by its model, is right with probability `right`,
+    and sure of every token with `confidence`; wrong answers all differ. `drafts` are what agents that ask for drafts
+    gain, by role (aggregator, root) or by agent.
     """
 
     requests: Count
@@ -129,7 +129,6 @@ class Workload:
     question: Length = Length(tokens=128)
     arrivals: Arrivals = "one_by_one"
     per_s: Positive = 1.0
-    burst: Count = 8
     clients: Count = 8
     right: Share = 0.7
     confidence: Annotated[float, Number("", above=0, at_most=1)] = 0.9
@@ -195,19 +194,18 @@ def load_profiles(file: Path) -> Profiles:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A simulation, its topologies by name, and per model a pair's costs and the GPUs that an engine of it takes."""
+    """A simulation, its topologies by name, and per model a pair's costs."""
 
     simulation: Simulation
     topologies: Mapping[str, Topology]
     costs: Mapping[str, PairCosts]
-    gpus_per_engine: Mapping[str, int]
 
 
 def load(file: Path) -> Loaded:
     """What `file` describes. Raises ConfigError."""
     simulation, _ = read_file(file, Simulation, see=SEE)
     profiles = load_profiles(simulation.profiles)
-    costs, gpus = {}, {}
+    costs = {}
     for alias, model in simulation.models.items():
         if model.profile not in profiles.models:
             raise ConfigError(
@@ -220,14 +218,13 @@ def load(file: Path) -> Loaded:
         except ConfigError as error:
             where = f"{simulation.profiles}: models.{model.profile}"
             raise ConfigError(f"{where}: {error.args[0]}", remedy=error.remedy) from error
-        gpus[alias] = profile.roofline.gpus if profile.roofline else 1
     topologies = [load_topology(one, models=simulation.models) for one in simulation.topologies]
     if simulation.max_new_tokens is not None:
         topologies = [widened(topology, simulation.max_new_tokens) for topology in topologies]
     by_name = {topology.name: topology for topology in topologies}
     if len(by_name) < len(topologies):
         raise ConfigError(f"{file}: two of the topologies have one name.", remedy="Rename one.")
-    return Loaded(simulation, by_name, costs, gpus)
+    return Loaded(simulation, by_name, costs)
 
 
 def widened(topology: Topology, max_new_tokens: int) -> Topology:

@@ -1,17 +1,15 @@
-"""A simulation in figures, and the cheapest arrangement of engine pairs that is fast enough."""
+"""A simulation in figures."""
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from shell_router.errors import ConfigError, DataError
-from shell_router.lab.simulation.run import EngineUse, Simulated, simulate
-from shell_router.lab.simulation.settings import Loaded
+from shell_router.errors import DataError
+from shell_router.lab.simulation.run import EngineUse, Simulated
 from shell_router.topology import Topology
 
 Agents = Mapping[str, Mapping[str, Any]]
@@ -193,64 +191,3 @@ def path_s(trace: Mapping[str, Any]) -> dict[str, float]:
         spent[PREFILL] += agent.get("exposed_prefill_s", 0.0)
     spent[WAITING] = max(0.0, trace["duration_s"] - sum(spent.values()))
     return dict(spent)
-
-
-def middle(simulated: Simulated) -> Mapping[str, Any]:
-    """The trace of the answered request that took the median time; at least one was answered."""
-    traces = sorted((run.trace for run in simulated.runs if not run.error), key=lambda trace: trace["duration_s"])
-    return traces[(len(traces) - 1) // 2]
-
-
-ENGINES_PER_PAIR = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """Pairs per model, the GPUs they take, and what came of it; None where no request was answered."""
-
-    pairs: Mapping[str, int]
-    gpus: int
-    summary: Summary | None
-
-    def meets(self, p95_s: float) -> bool:
-        """Whether every request was answered, with a p95 latency of at most `p95_s`."""
-        return self.summary is not None and not self.summary.failed and self.summary.p95_s <= p95_s
-
-
-def arranged(loaded: Loaded, most_gpus: int, p95_s: float, seed: int = 0) -> Iterator[Arrangement]:
-    """Arrangements of at most `most_gpus`, simulated from the cheapest on, up to the first that meets `p95_s`.
-
-    Of those that take equally many GPUs all are tried. `loaded` has one topology. Raises ConfigError where the GPUs are
-    too few for a pair of every model.
-    """
-    simulation, (topology,) = loaded.simulation, loaded.topologies.values()
-    asked = topology.models
-    simulation = replace(simulation, models={name: one for name, one in simulation.models.items() if name in asked})
-    prices = {model: ENGINES_PER_PAIR * loaded.gpus_per_engine[model] for model in simulation.models}
-    if sum(prices.values()) > most_gpus:
-        raise ConfigError(
-            f"{most_gpus} GPUs are too few for a pair of every model.", remedy=f"Allow {sum(prices.values())} or more."
-        )
-    spare = most_gpus - sum(prices.values())
-    by_price: dict[int, list[Mapping[str, int]]] = {}
-    for numbers in product(*(range(1, 2 + spare // price) for price in prices.values())):
-        gpus = sum(price * number for price, number in zip(prices.values(), numbers, strict=True))
-        if gpus <= most_gpus:
-            by_price.setdefault(gpus, []).append(dict(zip(prices, numbers, strict=True)))
-    for gpus in sorted(by_price):
-        tried = []
-        for pairs in by_price[gpus]:
-            models = {name: replace(model, pairs=pairs[name]) for name, model in simulation.models.items()}
-            done = simulate(replace(simulation, models=models), topology, loaded.costs, seed)
-            tried.append(Arrangement(pairs, gpus, summary_of(done) if done.answered else None))
-            yield tried[-1]
-        if any(one.meets(p95_s) for one in tried):
-            return
-
-
-def cheapest(tried: Sequence[Arrangement], p95_s: float) -> Arrangement | None:
-    """Of those that meet `p95_s` the one with the fewest GPUs, and of equals the fastest."""
-    met = [
-        (one.gpus, one.summary.p95_s, number) for number, one in enumerate(tried) if one.summary and one.meets(p95_s)
-    ]
-    return tried[min(met)[2]] if met else None

@@ -1,7 +1,7 @@
 """The HTTP routes of an embedded server, the same on both sides, and what the server says about itself."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -12,8 +12,6 @@ from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
 from shell_router.errors import InvalidRequest
-from shell_router.standins.embedded.adapter_files import AdapterRefused
-from shell_router.standins.embedded.adapters import LoadedAdapters
 from shell_router.standins.embedded.grammar import Grammars
 from shell_router.standins.embedded.model import CausalLm
 from shell_router.standins.embedded.output import Answer
@@ -26,7 +24,6 @@ from shell_router.standins.embedded.wire import (
     MalformedBody,
     RequestLimits,
     parse_body,
-    parse_object,
     read_request,
 )
 
@@ -50,7 +47,7 @@ def server_info(settings: ServerSettings, lm: CausalLm, loads: Loads) -> dict[st
         "disaggregation_bootstrap_port": settings.bootstrap_port,
         "context_length": lm.context_length,
         "max_total_num_tokens": pair.max_total_tokens,
-        "enable_lora": pair.lora is not None,
+        "enable_lora": False,
         "version": VERSION,
         "internal_states": [asdict(loads)],
     }
@@ -116,7 +113,6 @@ class EngineApp:
     settings: ServerSettings
     lm: CausalLm
     service: Service[Any, Any]
-    adapters: LoadedAdapters
     grammars: Grammars
 
     def application(self) -> web.Application:
@@ -133,8 +129,6 @@ class EngineApp:
         app.router.add_post("/generate", self._generate)
         if self.settings.mode == "prefill":
             app.router.add_post("/prefill_only", self._prefill_only)
-        app.router.add_post("/load_lora_adapter", self._load_adapter)
-        app.router.add_post("/unload_lora_adapter", self._unload_adapter)
         return app
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -147,15 +141,14 @@ class EngineApp:
 
     @asynccontextmanager
     async def _in_work(self, body: Mapping[str, Any]) -> AsyncIterator[Inflight]:
-        """The request among those in work, its adapter kept, for the length of the block. Raises `InvalidRequest`."""
+        """The request among those in work for the length of the block. Raises `InvalidRequest`."""
         pair = self.settings.pair
         limits = RequestLimits(self.lm.context_length, pair.max_total_tokens, self.lm.vocab_size)
         request = read_request(body, self.lm.tokenizer, limits)
-        with self.adapters.used(request.lora_path) as adapter:
-            grammar = await self.grammars.of(request.sampling.grammar)
-            self.service.check(request)
-            with self.service.inflight.add(request, adapter, grammar) as inflight:
-                yield inflight
+        grammar = await self.grammars.of(request.sampling.grammar)
+        self.service.check(request)
+        with self.service.inflight.add(request, grammar) as inflight:
+            yield inflight
 
     async def _whole(self, body: Mapping[str, Any]) -> web.Response:
         async with self._in_work(body) as inflight:
@@ -217,52 +210,17 @@ class EngineApp:
 
     async def _models(self, _: web.Request) -> web.Response:
         model = self.settings.pair.model_path
-        cards = [_card(model, model, None, self.lm.context_length)]
-        cards += [_card(name, path, model, None) for name, path in self.adapters.paths.items()]
-        return json_response({"object": "list", "data": cards})
-
-    async def _load_adapter(self, request: web.Request) -> web.Response:
-        body = parse_object(await request.read())
-        return await self._changed(self.adapters.load(_text(body, "lora_name"), _text(body, "lora_path")))
-
-    async def _unload_adapter(self, request: web.Request) -> web.Response:
-        return await self._changed(self.adapters.unload(_text(parse_object(await request.read()), "lora_name")))
-
-    async def _changed(self, change: Awaitable[None]) -> web.Response:
-        """SGLang's answer to a change, with the adapters that are loaded after it."""
-        message = ""
-        try:
-            await change
-        except AdapterRefused as error:
-            message = str(error)
-        result = {
-            "rid": None,
-            "http_worker_ipc": None,
-            "success": not message,
-            "error_message": message,
-            "loaded_adapters": self.adapters.paths,
+        card = {
+            "id": model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "shell-router",
+            "root": model,
+            "parent": None,
+            "max_model_len": self.lm.context_length,
         }
-        return json_response(result, 400 if message else 200)
+        return json_response({"object": "list", "data": [card]})
 
 
 def _event(content: Any) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
-
-
-def _card(name: str, root: str, parent: str | None, context_length: int | None) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "shell-router",
-        "root": root,
-        "parent": parent,
-        "max_model_len": context_length,
-    }
-
-
-def _text(body: Mapping[str, Any], name: str) -> str:
-    value = body.get(name)
-    if not isinstance(value, str) or not value:
-        raise MalformedBody(f"{name}: expected a string that is not empty.", remedy=f"Send {name}.")
-    return value

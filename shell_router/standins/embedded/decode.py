@@ -12,7 +12,6 @@ from torch import Tensor
 
 from shell_router.core.drafts import MOST_DRAFTED, Drafter, DraftGate, matching
 from shell_router.errors import InvalidRequest
-from shell_router.standins.embedded.adapters import AdaptedRows, Adapter, rows_by_adapter
 from shell_router.standins.embedded.kv_transfer import KvClient, KvTransferError, Prefilled
 from shell_router.standins.embedded.model import CausalLm, SlotKv
 from shell_router.standins.embedded.output import Output, Piece, abort_reason
@@ -55,9 +54,6 @@ class DecodeJob:
         tokens, wanted = self.prefilled.kv.shape[3], len(self.inflight.request.input_ids)
         if tokens != wanted:
             raise KvTransferError(f"the room holds {tokens} tokens, not {wanted}")
-        adapter = self.inflight.adapter
-        if self.prefilled.adapter != ("" if adapter is None else adapter.fingerprint):
-            raise KvTransferError(f"prefill holds other weights as LoRA adapter {self.inflight.request.lora_path}")
         self.inflight.cached_tokens = self.prefilled.cached_tokens
 
 
@@ -82,7 +78,6 @@ class DecodeWorker:
     _active: list[DecodeJob] = field(default_factory=list)
     _news: list[tuple[DecodeJob, Piece]] = field(default_factory=list)
     _sampler: BatchSampler | None = None
-    _adapted: tuple[AdaptedRows, ...] = ()
 
     @property
     def busy(self) -> bool:
@@ -137,7 +132,7 @@ class DecodeWorker:
         failed = [(job, Piece(finish_reason=abort_reason(message, 500))) for job in self._active]
         news, self._news = self._news, []
         self._active.clear()
-        self._sampler, self._adapted = None, ()
+        self._sampler = None
         return [*news, *failed]
 
     def _decode(self) -> None:
@@ -163,7 +158,7 @@ class DecodeWorker:
             for job, draft in zip(self._active, drafts, strict=True)
         ]
         positions = torch.tensor([job.stored_tokens for job in self._active], device=device)
-        return self.lm.decode(self.slots, torch.tensor(ids, device=device), positions, self._adapted)
+        return self.lm.decode(self.slots, torch.tensor(ids, device=device), positions)
 
     def _draw(self, logits: Tensor) -> list[Drawn]:
         """One token for each row, by its logits `[rows, vocab]`."""
@@ -195,7 +190,6 @@ class DecodeWorker:
         """What stays the same until the batch changes."""
         draws = [job.output.draw for job in self._active]
         self._sampler = BatchSampler(draws, with_logprobs=self._with_logprobs, rng=self.rng)
-        self._adapted = rows_by_adapter([job.inflight.adapter for job in self._active], self.lm.kv_shape.device)
 
     def _write(self, job: DecodeJob, draft: Sequence[int], written: Sequence[Drawn]) -> bool:
         """Add what a pass wrote to the request's output; whether that ended it."""
@@ -224,7 +218,7 @@ class DecodeWorker:
             self.slots.move(last, row, moved.stored_tokens + 1)
             self._active[row] = moved
         self._active.pop()
-        self._sampler, self._adapted = None, ()
+        self._sampler = None
 
 
 class DecodeService(Service[DecodeJob, Piece]):
@@ -266,10 +260,6 @@ class DecodeService(Service[DecodeJob, Piece]):
         finally:
             if not taken:
                 await self._kv.give_up(*room)
-
-    async def forget(self, adapter: Adapter) -> None:
-        """Its rows end with their requests: nothing is left once the thread has obeyed."""
-        await self.thread.between_steps(lambda: None)
 
     def loads(self) -> Loads:
         return Loads(

@@ -14,7 +14,7 @@ from shell_router.config import Config, ModelSettings
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.fleet import EmbeddedFleet
 from shell_router.standins.embedded.servers import Spawner
-from shell_router.standins.embedded.settings import EmbeddedSection, EmbeddedSettings, LoraSettings
+from shell_router.standins.embedded.settings import EmbeddedSection, EmbeddedSettings
 
 LOOPBACK = "127.0.0.1"
 NEEDED = ("torch", "transformers", "safetensors")
@@ -60,12 +60,10 @@ class Embedded:
 def embedded_settings(model: ModelSettings, files: ModelFiles, host: str) -> EmbeddedSettings:
     """The settings of the model's servers, which listen on `host`."""
     section = model.engine.get("embedded") or EmbeddedSection()
-    adapters = model.adapters
     return EmbeddedSettings(
         str(files.folder),
         **asdict(section),
         context_length=files.context_length,
         incremental_streaming_output=True,
         host=host,
-        lora=None if adapters is None else LoraSettings(adapters.max_loaded_adapters, adapters.max_rank),
     )

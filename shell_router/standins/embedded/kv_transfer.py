@@ -30,20 +30,19 @@ class Prefilled:
     """A computed prompt: its KV `[layers, 2, kv_heads, tokens, head_dim]` and the first output token.
 
     `input_logprobs` are those of the prompt's tokens from where they were asked for; the first of them has none, and
-    they do not travel. `adapter` is the fingerprint of the one that computed it.
+    they do not travel.
     """
 
     kv: Tensor
     cached_tokens: int
     token_id: int
     logprob: float | None
-    adapter: str = ""
     input_logprobs: tuple[float | None, ...] = ()
 
     def headers(self) -> dict[str, str]:
         """What describes the bytes of the KV."""
         about = {"shape": list(self.kv.shape), "dtype": str(self.kv.dtype), "cached_tokens": self.cached_tokens}
-        first = {"token_id": self.token_id, "logprob": self.logprob, "adapter": self.adapter}
+        first = {"token_id": self.token_id, "logprob": self.logprob}
         return {HEADER: json.dumps({**about, **first})}
 
     def to_bytes(self) -> memoryview:

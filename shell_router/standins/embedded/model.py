@@ -1,7 +1,6 @@
 """A Hugging Face causal LM folder, loaded: its KV storage, the two forward passes that serving needs, the tokenizer."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from shell_router.core.drafts import MOST_DRAFTED
 from shell_router.errors import ConfigError
-from shell_router.standins.embedded.adapters import AdaptedLinears, AdaptedRows, Adapter
 from shell_router.standins.embedded.settings import EmbeddedSettings
 
 
@@ -143,10 +141,7 @@ def _doubled(have: int, wanted: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CausalLm:
-    """A model ready to serve. `eos_ids` end an answer unless the request ignores them.
-
-    `adapted` is None where no adapter may be loaded.
-    """
+    """A model ready to serve. `eos_ids` end an answer unless the request ignores them."""
 
     network: Any
     tokenizer: Tokenizer
@@ -154,50 +149,35 @@ class CausalLm:
     vocab_size: int
     context_length: int
     eos_ids: frozenset[int]
-    adapted: AdaptedLinears | None = None
 
-    def prefill(
-        self, prompt: PromptKv, input_ids: Tensor, start: int, kept: int = 1, adapter: Adapter | None = None
-    ) -> Tensor:
+    def prefill(self, prompt: PromptKv, input_ids: Tensor, start: int, kept: int = 1) -> Tensor:
         """Compute `input_ids` `[n]` at positions from `start`; returns the last tokens' logits `[kept, vocab]`."""
         stop = start + input_ids.shape[0]
         prompt.start, prompt.stop = start, stop
         positions = torch.arange(start, stop, device=input_ids.device)
         mask = torch.arange(stop, device=input_ids.device) <= positions[:, None]
-        adapted = () if adapter is None else (AdaptedRows(adapter),)
-        return self._forward(input_ids[None], positions[None], mask[None, None], prompt.cache, adapted, kept)[0]
+        return self._forward(input_ids[None], positions[None], mask[None, None], prompt.cache, kept)[0]
 
-    def decode(
-        self, slots: SlotKv, input_ids: Tensor, positions: Tensor, adapted: tuple[AdaptedRows, ...] = ()
-    ) -> Tensor:
+    def decode(self, slots: SlotKv, input_ids: Tensor, positions: Tensor) -> Tensor:
         """One step for rows 0 to n-1: `input_ids` `[n, tokens]`, the first of each row at `positions` `[n]`.
 
-        Returns logits `[n, tokens, vocab]`. `adapted` says which of the rows have which adapter.
+        Returns logits `[n, tokens, vocab]`.
         """
         tokens = input_ids.shape[1]
         places = positions[:, None] + torch.arange(tokens, device=positions.device)
         slots.begin(places)
         mask = torch.arange(slots.longest, device=input_ids.device) <= places[:, :, None]
-        return self._forward(input_ids, places, mask[:, None], slots.cache, adapted, tokens)
+        return self._forward(input_ids, places, mask[:, None], slots.cache, tokens)
 
-    def _forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        mask: Tensor,
-        cache: Any,
-        adapted: tuple[AdaptedRows, ...],
-        kept: int = 1,
-    ) -> Tensor:
-        with nullcontext() if self.adapted is None else self.adapted.adding(adapted):
-            output = self.network(
-                input_ids=input_ids,
-                position_ids=positions,
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=kept,
-            )
+    def _forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, kept: int) -> Tensor:
+        output = self.network(
+            input_ids=input_ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=kept,
+        )
         logits: Tensor = output.logits
         return logits
 
@@ -222,7 +202,6 @@ def load_causal_lm(settings: EmbeddedSettings) -> CausalLm:
         vocab_size=config.vocab_size,
         context_length=_context_length(settings, config),
         eos_ids=_eos_ids(folder, config),
-        adapted=None if settings.lora is None else AdaptedLinears(network),
     )
 
 

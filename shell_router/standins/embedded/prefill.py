@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shell_router.errors import InvalidRequest
-from shell_router.standins.embedded.adapters import Adapter
 from shell_router.standins.embedded.kv_transfer import BootstrapRoom, BootstrapRooms, KvTransferError, Prefilled
 from shell_router.standins.embedded.model import CausalLm, PromptKv
 from shell_router.standins.embedded.output import Output, Piece
@@ -102,9 +101,9 @@ class PrefillJob:
         return self.inflight.request.input_ids
 
     @property
-    def owner(self) -> tuple[Adapter | None, str | None]:
+    def owner(self) -> str | None:
         """Whose prefixes it may use."""
-        return self.inflight.adapter, self.inflight.request.extra_key
+        return self.inflight.request.extra_key
 
     @property
     def reusable_ids(self) -> tuple[int, ...]:
@@ -207,7 +206,7 @@ class PrefillWorker:
         scored_from = job.inflight.request.scored_from
         first = stop if scored_from is None else max(start, scored_from)
         kept = max(1, stop - first)
-        logits = self.lm.prefill(running.prompt, running.ids[start:stop], start, kept, job.inflight.adapter)
+        logits = self.lm.prefill(running.prompt, running.ids[start:stop], start, kept)
         self.cache.keep(job.ids[:stop], running.prompt.kv, job.owner)
         if first < stop:
             scored = running.ids[first + 1 : stop + 1]
@@ -216,13 +215,12 @@ class PrefillWorker:
         return logits[-1:]
 
     def _finish(self, running: _Running, logits: Tensor) -> tuple[PrefillJob, Prefilled]:
-        job, adapter = running.job, running.job.inflight.adapter
+        job = running.job
         sample = BatchSampler([job.output.draw], with_logprobs=job.inflight.request.return_logprob, rng=self.rng)
         (token_id,), logprobs = sample(logits)
         self._leave(running)
-        fingerprint = "" if adapter is None else adapter.fingerprint
         logprob, scored = None if logprobs is None else logprobs[0], tuple(running.input_logprobs)
-        return job, Prefilled(running.prompt.kv, running.match.length, token_id, logprob, fingerprint, scored)
+        return job, Prefilled(running.prompt.kv, running.match.length, token_id, logprob, scored)
 
     def _leave(self, running: _Running) -> None:
         self.cache.unpin(running.match.node)
@@ -271,9 +269,6 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
             inflight.fail(f"Prefill transfer failed for request {inflight.request.rid} {room_id=} with {error}")
         finally:
             room.fail("Aborted by AbortReq.")
-
-    async def forget(self, adapter: Adapter) -> None:
-        await self.thread.between_steps(lambda: self._worker.cache.forget(adapter))
 
     def loads(self) -> Loads:
         running, waiting = self._worker.requests

@@ -14,7 +14,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from shell_router.errors import InvalidRequest
-from shell_router.standins.embedded.adapters import Adapter
 from shell_router.standins.embedded.grammar import Grammar
 from shell_router.standins.embedded.output import Piece, abort_reason
 from shell_router.standins.embedded.wire import GenerateRequest
@@ -31,11 +30,8 @@ class Inflight:
     `cached_tokens` is set before the first piece, `transferring` while its KV is on its way.
     """
 
-    def __init__(
-        self, request: GenerateRequest, adapter: Adapter | None = None, grammar: Grammar | None = None
-    ) -> None:
+    def __init__(self, request: GenerateRequest, grammar: Grammar | None = None) -> None:
         self.request = request
-        self.adapter = adapter
         self.grammar = grammar
         self.cached_tokens = 0
         self.transferring = False
@@ -79,15 +75,13 @@ class InflightRequests:
         return len(self._by_rid)
 
     @contextmanager
-    def add(
-        self, request: GenerateRequest, adapter: Adapter | None = None, grammar: Grammar | None = None
-    ) -> Iterator[Inflight]:
+    def add(self, request: GenerateRequest, grammar: Grammar | None = None) -> Iterator[Inflight]:
         """Register a request for the length of the block. Raises `InvalidRequest` on an id in use."""
         if request.rid in self._by_rid:
             raise InvalidRequest(
                 f"Duplicate request ID detected: {request.rid}", remedy="Use a new id for every attempt."
             )
-        inflight = Inflight(request, adapter, grammar)
+        inflight = Inflight(request, grammar)
         self._by_rid[request.rid] = inflight
         try:
             yield inflight
@@ -151,10 +145,6 @@ class Service(ABC, Generic[Job, Result]):
     @abstractmethod
     async def work(self, inflight: Inflight) -> None:
         """Put the request's output, piece by piece. Cancelling it frees everything within one step."""
-
-    @abstractmethod
-    async def forget(self, adapter: Adapter) -> None:
-        """Let go of all that was computed with an adapter that no request uses any more."""
 
     @abstractmethod
     def loads(self) -> Loads:
@@ -237,17 +227,6 @@ class ModelThread(Generic[Job, Result]):
 
     def drop(self, job: Job) -> None:
         self._commands.put(partial(self._worker.drop, job))
-
-    async def between_steps(self, action: Callable[[], None]) -> None:
-        """Run `action` in the thread, after what was submitted and dropped before it. It must not raise."""
-        ran = asyncio.Event()
-
-        def run() -> None:
-            action()
-            self._loop.call_soon_threadsafe(ran.set)
-
-        self._commands.put(run)
-        await ran.wait()
 
     async def stop(self) -> None:
         """End after the current step."""

@@ -14,17 +14,6 @@ DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float64")
 MODES: tuple[str, ...] = ("prefill", "decode")
 
 
-@dataclass(frozen=True, slots=True)
-class LoraSettings:
-    """LoRA adapters on a pair: the most that each server loads at a time, and their highest rank."""
-
-    max_loaded_adapters: int = 8
-    max_rank: int = 64
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "max_loaded_adapters", "max_rank")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedSection:
     """A prefill and a decode process that the router starts and ends itself; used where there are no `pairs`."""
@@ -55,7 +44,7 @@ class EmbeddedSettings(EmbeddedSection):
 
     `model_path` is a Hugging Face folder of a causal LM with full attention (Qwen3, Llama). `context_length` counts
     prompt and output; None takes the model's own. `kv_wait_s` is how long a finished prefill waits for its decode
-    partner, and a decode for its KV. Without `lora` adapters are refused, and the network is left as it is.
+    partner, and a decode for its KV.
     """
 
     model_path: str
@@ -64,7 +53,6 @@ class EmbeddedSettings(EmbeddedSection):
     incremental_streaming_output: bool = False
     kv_wait_s: float = 300.0
     host: str = "127.0.0.1"
-    lora: LoraSettings | None = None
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, f"dtype {self.dtype!r} is unknown.", f"Choose one of {', '.join(DTYPES)}.")

@@ -39,7 +39,6 @@ import uvloop
 from aiohttp import web
 
 from shell_router.errors import ConfigError
-from shell_router.standins.embedded.adapters import AdapterReader, LoadedAdapters
 from shell_router.standins.embedded.app import EngineApp
 from shell_router.standins.embedded.decode import DecodeService
 from shell_router.standins.embedded.grammar import Grammars
@@ -100,14 +99,9 @@ async def _serve(settings: ServerSettings, lm: CausalLm, on_listening: Callable[
             kv = KvClient(await stack.enter_async_context(session), lm.kv_shape, wait_s=pair.kv_wait_s)
             service = DecodeService(pair, lm, kv, random.Random())
         stack.push_async_callback(service.stop)
-        max_rank, limit = (0, 0) if pair.lora is None else (pair.lora.max_rank, pair.lora.max_loaded_adapters)
-        shapes = {} if lm.adapted is None else lm.adapted.shapes
-        read = AdapterReader(shapes=shapes, max_rank=max_rank, dtype=lm.kv_shape.dtype, device=lm.kv_shape.device)
-        adapters = LoadedAdapters(limit, read, service.forget)
-        stack.push_async_callback(adapters.stop)
         listener = stack.enter_context(socket.create_server((pair.host, settings.port), backlog=512))
         taken = replace(settings, port=listener.getsockname()[1], bootstrap_port=bootstrap_port)
-        async with _site(EngineApp(taken, lm, service, adapters, Grammars(lm)).application(), listener):
+        async with _site(EngineApp(taken, lm, service, Grammars(lm)).application(), listener):
             on_listening(taken)
             await stopped.wait()
             service.inflight.abort_all()

@@ -29,6 +29,7 @@ UNSUPPORTED = (
     "return_sampling_mask",
     "session_params",
     "custom_logit_processor",
+    "lora_path",
 )
 UNSUPPORTED_SAMPLING = ("stop_regex", "structural_tag", "beam_width", "watermark", "choice")
 GRAMMARS = ("json_schema", "regex", "ebnf")
@@ -86,8 +87,8 @@ class SamplingParams:
 class GenerateRequest:
     """One request, checked; `input_ids` are given or tokenized from `text`.
 
-    `scored_from` is the first prompt token whose log probability is asked for. `lora_path` is an adapter's name, and
-    only requests of one `extra_key` share a prefix cache, as in SGLang.
+    `scored_from` is the first prompt token whose log probability is asked for. Only requests of one `extra_key` share
+    a prefix cache, as in SGLang.
     """
 
     rid: str
@@ -101,7 +102,6 @@ class GenerateRequest:
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
-    lora_path: str | None = None
     extra_key: str | None = None
 
     @property
@@ -152,14 +152,13 @@ _FIELDS = {
     "return_text_in_logprobs": _FLAG,
     "logprob_start_len": _INTEGER,
     "priority": _INTEGER,
-    "lora_path": _TEXT,
     "extra_key": _TEXT,
     "bootstrap_host": _TEXT,
     "bootstrap_port": _INTEGER,
     "bootstrap_room": _ROOM,
 }
 # SGLang takes lists of these, with a request for each entry.
-_BATCHED = ("rid", "text", "input_ids", "sampling_params", "logprob_start_len", "lora_path", "extra_key")
+_BATCHED = ("rid", "text", "input_ids", "sampling_params", "logprob_start_len", "extra_key")
 _SAMPLING_FIELDS = {
     **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed", "stream_interval"), _INTEGER),
     **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
@@ -172,20 +171,14 @@ _SAMPLING_FIELDS = {
 }
 
 
-def parse_object(raw: bytes) -> Mapping[str, Any]:
-    """The JSON object of a request's body. Raises `MalformedBody`."""
+def parse_body(raw: bytes) -> Mapping[str, Any]:
+    """The JSON object of a request. Raises `MalformedBody`, or `ContractViolation` on a field of a wrong type."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise MalformedBody(f"The body is not JSON: {error}.", remedy="Send one JSON object.") from error
     if not isinstance(body, dict):
         raise MalformedBody("The body is not a JSON object.", remedy="Send one JSON object.")
-    return body
-
-
-def parse_body(raw: bytes) -> Mapping[str, Any]:
-    """The JSON object of a `/generate`. Raises `MalformedBody`, or `ContractViolation` on a field of a wrong type."""
-    body = parse_object(raw)
     for name, wanted in _FIELDS.items():
         value = body.get(name)
         if value is not None and not _IS[wanted](value):
@@ -214,7 +207,6 @@ def read_request(body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestL
         bootstrap_host=body.get("bootstrap_host"),
         bootstrap_port=body.get("bootstrap_port"),
         bootstrap_room=body.get("bootstrap_room"),
-        lora_path=body.get("lora_path") or None,
         extra_key=body.get("extra_key") or None,
     )
 

@@ -9,7 +9,7 @@ from shell_router.app.model_files import read_files
 from shell_router.app.serving import taken_address
 from shell_router.app.topologies import load_topologies
 from shell_router.batch.pool import Pool, PoolModel, PoolWorker, RaySettings
-from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairSettings
+from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairLaunch, PairSettings
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.settings import EmbeddedSection
 
@@ -90,9 +90,11 @@ def test_a_port_is_taken_before_the_server_listens_on_it() -> None:
             socket.create_connection(("127.0.0.1", *ports))
 
 
-def test_a_pool_on_a_ray_cluster_loads_no_adapters() -> None:
+def test_only_sglang_pairs_on_this_machine_load_a_pools_adapters() -> None:
     models = {"odd": PoolModel(Path("m"), adapter=Path("adapters/odd"))}
-    workers = (PoolWorker(embedded=EmbeddedSection()),)
-    assert Pool(models, workers).models["odd"].adapter
-    with pytest.raises(ConfigError, match="model 'odd' has an adapter, which workers on a Ray cluster do not load"):
-        Pool(models, workers, ray=RaySettings("auto"))
+    pair = PoolWorker(pair=PairSettings("http://p:1", "http://d:1", launch=PairLaunch()))
+    assert Pool(models, (pair,)).models["odd"].adapter
+    with pytest.raises(ConfigError, match="model 'odd' has an adapter, which embedded workers"):
+        Pool(models, (pair, PoolWorker(embedded=EmbeddedSection())))
+    with pytest.raises(ConfigError, match="model 'odd' has an adapter"):
+        Pool(models, (pair,), ray=RaySettings("auto"))

@@ -11,22 +11,19 @@ from shell_router.early_exit import ClusterGate, Confidence, features, similarit
 TOLERANCE = 1e-6
 
 
-def corr(matrix, entries):
+def corr(matrix):
     scale = np.sqrt(np.diag(matrix))
     outer = np.outer(scale, scale)
-    result = np.divide(matrix, outer, out=np.zeros_like(matrix), where=outer > 0)
-    if entries == "off_diagonal":
-        np.fill_diagonal(result, 0.0)
-    return result
+    return np.divide(matrix, outer, out=np.zeros_like(matrix), where=outer > 0)
 
 
-def frob_cos_sim(u, v, entries):
-    corr_u, corr_v = corr(u, entries), corr(v, entries)
+def frob_cos_sim(u, v):
+    corr_u, corr_v = corr(u), corr(v)
     norms = np.sqrt(np.trace(corr_u.T @ corr_u)) * np.sqrt(np.trace(corr_v.T @ corr_v))
     return np.trace(corr_u.T @ corr_v) / norms if norms > 0 else 0.0
 
 
-def metric_q(states, logprobs, tau, entries):
+def metric_q(states, logprobs, tau):
     """Lines 2 to 13 for all l outputs at once: C-bar, P, B, Q."""
     count = len(states)
     c = [np.exp(np.sum(logprobs[i]) / len(logprobs[i])) for i in range(count)]
@@ -36,7 +33,7 @@ def metric_q(states, logprobs, tau, entries):
     for i in range(count):
         for j in range(i + 1):
             same = i == j
-            sim[i, j] = 1.0 if same else frob_cos_sim(wide[i].T @ wide[i], wide[j].T @ wide[j], entries)
+            sim[i, j] = 1.0 if same else frob_cos_sim(wide[i].T @ wide[i], wide[j].T @ wide[j])
             sim[j, i] = sim[i, j]
     weight, weighted = 0.0, 0.0
     for i in range(count):
@@ -48,14 +45,14 @@ def metric_q(states, logprobs, tau, entries):
     return c_bar, p, b, np.sqrt(c_bar * b)
 
 
-def assert_follows_algorithm1(states, logprobs, tau, entries):
-    gate = ClusterGate(tau=tau, min_completed=1, similarity=entries)
+def assert_follows_algorithm1(states, logprobs, tau):
+    gate = ClusterGate(tau=tau, min_completed=1)
     for count in range(1, len(states) + 1):
         confidence = Confidence()
         confidence.add(logprobs[count - 1])
         gate.completed("a", confidence.value, features(states[count - 1]))
         scored = gate.score()
-        expected = metric_q(states[:count], logprobs[:count], tau, entries)
+        expected = metric_q(states[:count], logprobs[:count], tau)
         found = (scored.confidence, scored.agreement, scored.balance, scored.probability)
         assert found == pytest.approx(expected, abs=TOLERANCE)
 
@@ -76,18 +73,17 @@ def clusters(draw):
     return states, logprobs
 
 
-@given(clusters(), st.floats(0.05, 1.0), st.sampled_from(["full", "off_diagonal"]))
-def test_every_completion_scores_as_algorithm_1(cluster, tau, entries):
-    assert_follows_algorithm1(*cluster, tau, entries)
+@given(clusters(), st.floats(0.05, 1.0))
+def test_every_completion_scores_as_algorithm_1(cluster, tau):
+    assert_follows_algorithm1(*cluster, tau)
 
 
-@pytest.mark.parametrize("entries", ["full", "off_diagonal"])
 @pytest.mark.parametrize("shapes", [(200, 120, 31), (200, 500, 1), (384, 383, 400)])
-def test_it_scores_as_algorithm_1_at_the_size_of_real_outputs(shapes, entries):
+def test_it_scores_as_algorithm_1_at_the_size_of_real_outputs(shapes):
     rng = np.random.default_rng(sum(shapes))
     states = [rng.standard_normal((tokens, 384)).astype(np.float32) + 0.2 for tokens in shapes]
     logprobs = [-rng.exponential(0.2, size=tokens) for tokens in shapes]
-    assert_follows_algorithm1(states, logprobs, 0.7, entries)
+    assert_follows_algorithm1(states, logprobs, 0.7)
 
 
 small_states = st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 8)).flatmap(
@@ -97,9 +93,9 @@ small_states = st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 
 )
 
 
-@given(small_states, st.sampled_from(["full", "off_diagonal"]))
-def test_all_forms_equal_the_matrix_form(pair, entries):
+@given(small_states)
+def test_all_forms_equal_the_matrix_form(pair):
     """Small integers bring out zero columns, equal columns, single rows and more tokens than features."""
     first, second = pair
-    expected = frob_cos_sim(first.T @ first, second.T @ second, entries)
-    assert similarity(features(first), features(second), entries) == pytest.approx(expected, abs=TOLERANCE)
+    expected = frob_cos_sim(first.T @ first, second.T @ second)
+    assert similarity(features(first), features(second)) == pytest.approx(expected, abs=TOLERANCE)

@@ -115,7 +115,6 @@ def test_a_refused_output_leaves_the_gate_as_it_was():
     "bad",
     [
         {"policy": "always"},
-        {"similarity": "cosine"},
         {"scope": "tree"},
         {"tau": 0},
         {"tau": 1.1},

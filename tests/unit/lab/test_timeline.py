@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shell_router.lab.timeline import LEGEND, PAINT, axis, bar, draw_timeline, timelines_svg
+from shell_router.lab.timeline import LEGEND, PAINT, axis, bar, draw_timeline
 
 
 def _span(name: str, start_s: float, end_s: float | None) -> dict[str, Any]:
@@ -48,15 +48,6 @@ def test_the_timeline_says_how_much_of_an_output_drafts_gave() -> None:
     assert lines[0].endswith(" ⇉75%")
     assert "⇉" not in lines[1]
     assert all(len(line) <= 80 for line in lines[:2])
-
-
-def test_timelines_of_several_requests_share_one_scale_as_svg() -> None:
-    short, long = _trace(a="finished"), {**_trace(a="finished"), "duration_s": 8.0}
-    drawn = timelines_svg({"one": short, "other": long}, "Two")
-    assert drawn.count("8.0s") == 2
-    assert "2.0s" not in [
-        label for line in draw_timeline(short, columns=80, until_s=9.0) for label in line.plain.split()
-    ]
 
 
 def test_the_legend_explains_every_mark_of_a_bar() -> None:

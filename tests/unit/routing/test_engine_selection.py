@@ -151,13 +151,6 @@ def test_engines_whose_kv_is_full_are_left_out_unless_all_are() -> None:
     assert chosen("scored", [engines[0], replace(engines[1], reported=EngineReport(0.99, 0, 0, 0))]).index == 0
 
 
-def test_an_unknown_report_neither_helps_nor_harms_an_engine() -> None:
-    settings = SelectionSettings("scored", weights={"kv_usage": 1.0})
-    known = reporting((0.7, 0), (0.3, 0))
-    for engines, best in (([known[0], EngineState(1)], 1), ([EngineState(0), known[1]], 1)):
-        assert POLICIES["scored"](Scene(ALICE, engines, ChoiceMemory(300.0), settings, 0.0)).index == best
-
-
 def test_equal_engines_are_a_tie_and_take_turns() -> None:
     assert chosen("scored", [EngineState(0, chosen=2), EngineState(1, chosen=1)]) == Choice(1, "tie")
 

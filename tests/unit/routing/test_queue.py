@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shell_router.core.engine import Hints
 from shell_router.errors import ConfigError
 from shell_router.routing.engine_selection import RoutingFeatures
-from shell_router.routing.queue import ORDERS, QueueEntry, QueueMemory, QueueSettings, priority, turn
+from shell_router.routing.queue import ORDERS, QueueEntry, QueueMemory, QueueSettings, turn
 
 NEVER_AGE = 1e9
 
@@ -206,13 +206,3 @@ def test_without_aging_promotion_alone_keeps_the_shortest_total_from_starving_re
 def test_bad_settings_are_refused_by_name(fields: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         QueueSettings(**fields)  # type: ignore[arg-type]
-
-
-def test_an_engines_own_queue_gets_the_same_order_as_a_number() -> None:
-    memory = QueueMemory()
-    short, long = QueueEntry(asked(30, total_tokens=40.0), 0.0), QueueEntry(asked(900, total_tokens=1900.0), 0.0)
-    for order in ("shortest_prefill", "shortest_total"):
-        assert priority(short, memory, QueueSettings(order)) < priority(long, memory, QueueSettings(order))
-    promoted = replace(long, missed=QueueSettings().starvation_misses)
-    chosen = QueueSettings("shortest_total")
-    assert priority(promoted, memory, chosen) < priority(short, memory, chosen)

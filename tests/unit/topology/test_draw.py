@@ -1,5 +1,5 @@
 from shell_router.topology import parse_topology
-from shell_router.topology.draw import draw_mermaid, draw_terminal
+from shell_router.topology.draw import draw_terminal
 
 DIAMOND = """
 name: diamond
@@ -42,27 +42,6 @@ def test_a_long_chain_can_be_drawn() -> None:
     chain = parse_topology(f"defaults: {{model: m}}\nagents:\n  a0: {{}}\n{links}", source="f")
     assert draw_terminal(chain).count("[m]") == 1500
     assert "Clusters: none" in draw_terminal(chain)
-
-
-def test_mermaid_shows_agents_clusters_and_links() -> None:
-    assert draw_mermaid(parse_topology(DIAMOND, source="f")) == (
-        "flowchart LR\n"
-        '    subgraph c0["cluster-1: early exit at Q #gt;= 0.9, tau 0.7, from 2 outputs on"]\n'
-        '        a1["left<br/>small"]\n'
-        '        a2["right<br/>medium"]\n'
-        "    end\n"
-        '    a0["start<br/>small"]\n'
-        '    a3["judge<br/>large"]\n'
-        "    a0 --> a1\n"
-        "    a0 --> a2\n"
-        "    a1 --> a3\n"
-        "    a2 --> a3\n"
-    )
-
-
-def test_mermaid_labels_cannot_be_broken_out_of() -> None:
-    drawn = draw_mermaid(parse_topology("""agents: {a: {model: "x\\"]\\n<b>#1&"}}""", source="f"))
-    assert drawn == 'flowchart LR\n    a0["a<br/>x#quot;] #lt;b#gt;#35;1#38;"]\n'
 
 
 def test_a_quorum_is_drawn_with_its_grace_time() -> None:

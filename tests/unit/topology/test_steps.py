@@ -6,7 +6,7 @@ import pytest
 
 from shell_router.errors import TopologyError
 from shell_router.topology import Conditional, Topology, load_files, load_with_others, parse_topology
-from shell_router.topology.draw import draw_steps_mermaid, draw_steps_terminal
+from shell_router.topology.draw import draw_steps_terminal
 from shell_router.topology.rules import Rule, When
 from tests.fakes.topologies import parse_steps
 
@@ -286,10 +286,3 @@ def test_the_terminal_drawing_shows_steps_and_the_rules_between_them() -> None:
         "└─ always -> end\n"
         "Classifier subject: sums (1 example), rest (2 examples)\n"
     )
-
-
-def test_mermaid_shows_the_same_as_a_flowchart() -> None:
-    drawn = draw_steps_mermaid(steps())
-    assert drawn.startswith("flowchart LR\n    start((start))\n    done((end))\n")
-    assert '    start -- "otherwise" --> s0\n' in drawn and '    s1 -- "always" --> done\n' in drawn
-    assert "#quot;" not in drawn and drawn.count("-->") == 8

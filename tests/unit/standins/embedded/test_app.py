@@ -8,7 +8,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from shell_router.standins.embedded.adapters import Adapter, LoadedAdapters
 from shell_router.standins.embedded.app import EngineApp
 from shell_router.standins.embedded.grammar import Grammars
 from shell_router.standins.embedded.output import Piece
@@ -37,18 +36,11 @@ class EndlessService:
         finally:
             self.cancelled.set()
 
-    async def forget(self, adapter: Adapter) -> None:
-        pass
-
     def loads(self) -> Loads:
         return Loads()
 
     async def stop(self) -> None:
         pass
-
-
-def no_adapters(name: str, path: str) -> Adapter:
-    raise AssertionError(f"unexpected request for {name}")
 
 
 @pytest.mark.parametrize("cancels", [True, False], ids=["as served", "noticed by the next write"])
@@ -58,8 +50,7 @@ async def test_a_client_that_leaves_its_stream_ends_the_work_and_is_no_error(
     service = EndlessService()
     lm = SimpleNamespace(context_length=1000, vocab_size=300, tokenizer=TOKENIZER)
     settings = ServerSettings(EmbeddedSettings("unused"), "decode")
-    adapters = LoadedAdapters(0, no_adapters, service.forget)
-    app = EngineApp(settings, lm, service, adapters, Grammars(lm)).application()  # type: ignore[arg-type]
+    app = EngineApp(settings, lm, service, Grammars(lm)).application()  # type: ignore[arg-type]
     runner = web.AppRunner(app, handler_cancellation=cancels)
     await runner.setup()
     try:

@@ -81,19 +81,6 @@ async def test_an_error_in_a_step_ends_its_requests_and_not_the_thread() -> None
     assert good.results == [1, 0]
 
 
-async def test_an_action_between_steps_comes_after_the_drop_before_it() -> None:
-    worker, endless = CountingWorker(), Countdown(2**60)
-    thread: ModelThread[Countdown, int | str] = ModelThread(worker, deliver)
-    thread.start()
-    thread.submit(endless)
-    thread.drop(endless)
-    found: list[bool] = []
-    async with asyncio.timeout(10):
-        await thread.between_steps(lambda: found.append(worker.busy))
-    await thread.stop()
-    assert found == [False]
-
-
 async def test_a_dropped_job_stops_within_a_step() -> None:
     worker, endless, after = CountingWorker(), Countdown(2**60), Countdown(1)
     thread: ModelThread[Countdown, int | str] = ModelThread(worker, deliver)

@@ -1,4 +1,4 @@
-"""Settings, the command line, and what the router must not import."""
+"""Settings, and what the router must not import."""
 
 import subprocess
 import sys
@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from shell_router.errors import ConfigError
-from shell_router.standins.embedded.__main__ import parse_arguments
-from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettings, ServerSettings
+from shell_router.standins.embedded.settings import EmbeddedSettings
 
 
 @pytest.mark.parametrize(
@@ -18,40 +17,6 @@ from shell_router.standins.embedded.settings import EmbeddedSettings, LoraSettin
 def test_bad_values_are_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         EmbeddedSettings("model", **wrong)
-
-
-@pytest.mark.parametrize("wrong", [{"max_loaded_adapters": 0}, {"max_rank": -1}])
-def test_bad_values_for_adapters_are_refused_by_name(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        LoraSettings(**wrong)
-
-
-def test_lora_is_off_unless_the_command_line_enables_it() -> None:
-    line = "--model-path m --disaggregation-mode decode --max-loaded-loras 3 --max-lora-rank 16"
-    assert parse_arguments(line.split()).pair.lora is None
-    assert parse_arguments([*line.split(), "--enable-lora"]).pair.lora == LoraSettings(
-        max_loaded_adapters=3, max_rank=16
-    )
-
-
-def test_the_command_line_takes_the_names_of_sglang() -> None:
-    line = (
-        "--model-path m --disaggregation-mode prefill --disaggregation-bootstrap-port 9001 --host 0.0.0.0 --port 30001 "
-        "--max-total-tokens 500 --incremental-streaming-output --dtype float64 --chunked-prefill-size 64"
-    )
-    assert parse_arguments(line.split()) == ServerSettings(
-        EmbeddedSettings(
-            "m",
-            dtype="float64",
-            max_total_tokens=500,
-            chunked_prefill_size=64,
-            incremental_streaming_output=True,
-            host="0.0.0.0",
-        ),
-        mode="prefill",
-        port=30001,
-        bootstrap_port=9001,
-    )
 
 
 def test_launching_loads_no_torch() -> None:

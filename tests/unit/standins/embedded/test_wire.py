@@ -118,6 +118,7 @@ def test_output_is_cut_to_what_the_engine_can_hold() -> None:
         ({"input_ids": [50]}, "vocabulary"),
         ({"input_ids": [-1]}, "vocabulary"),
         ({"image_data": "x", "text": "one"}, "image_data"),
+        ({"lora_path": "sums", "text": "one"}, "lora_path"),
         ({"text": ""}, "empty"),
     ],
 )
@@ -137,7 +138,6 @@ def test_prompts_that_do_not_fit_are_refused_with_the_numbers(body: dict[str, An
         b'{"input_ids": [1.5]}',
         b'{"input_ids": [true]}',
         b'{"stream": 1}',
-        b'{"lora_path": ["a", null]}',
         b'{"sampling_params": []}',
         b'{"bootstrap_room": -1}',
         b'{"bootstrap_room": 9223372036854775808}',
@@ -146,11 +146,6 @@ def test_prompts_that_do_not_fit_are_refused_with_the_numbers(body: dict[str, An
 def test_bodies_against_the_schema_are_refused(raw: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parse_body(raw)
-
-
-@pytest.mark.parametrize(("given", "read_as"), [("sums", "sums"), ("", None), (None, None)])
-def test_an_adapter_is_asked_for_by_name(given: str | None, read_as: str | None) -> None:
-    assert read(input_ids=[1], lora_path=given).lora_path == read_as
 
 
 def test_unknown_fields_are_ignored() -> None:
