@@ -1,4 +1,4 @@
-"""`shell-router demo`, `eval`, `simulate`, `trace` and `profile`."""
+"""`shell-router demo`, `eval`, `calibrate`, `simulate` and `profile`."""
 
 import json as jsonlib
 from collections.abc import Mapping
@@ -14,12 +14,14 @@ from shell_router.cli.options import (
     Json,
     KeyVariable,
     Names,
+    Numbers,
     Seed,
     WholeNumbers,
     argument,
     examples,
     listed,
     names,
+    numbers,
     option,
     print_table,
     require_writable,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-FIRST = WholeNumbers((0,))
+FIRST, THRESHOLDS = WholeNumbers((0,)), Numbers((0.5, 0.6, 0.7, 0.8, 0.9, 0.95))
 LENGTHS, BATCHES = WholeNumbers((32, 128, 512, 1024, 2048)), WholeNumbers((1, 2, 4, 8, 16))
 
 
@@ -55,7 +57,7 @@ def asking(
     json: Annotated[Path | None, option("Write the whole report, as JSON.", metavar="FILE")] = None,
     records: Annotated[Path | None, option("Write every answer, as JSONL.", metavar="FILE")] = None,
 ) -> dict[str, Any]:
-    """The fields of EvaluationOptions that say what is asked and what is written."""
+    """The fields of EvaluationOptions that `eval` and `calibrate` share."""
     require_writable(json, records)
     return {
         **{"data": data, "grader": grader, "offset": offset, "limit": limit, "seeds": seeds},
@@ -129,6 +131,32 @@ def evaluate(
         **asked,
     )
     run(run_evaluation(options))
+
+
+@app.command(
+    epilog=examples(
+        "shell-router calibrate tree.yaml --config configs/evaluation.yaml --data models/data/test.jsonl --bound 1"
+    )
+)
+@takes(asked=asking)
+def calibrate(
+    topology: Annotated[Path, argument("TOPOLOGY", "A file, with early exit or without.")],
+    config: Annotated[Path, option("The deployment that serves its models.", metavar="FILE")],
+    asked: dict[str, Any],
+    bound: Annotated[float, option("Points of accuracy that early exit may lose.")] = 0.5,
+    policy: Annotated[Literal["in_flight", "threshold"], option("The early exit's policy.")] = "in_flight",
+    scope: Annotated[Literal["cluster", "layer"], option("Which agents it judges together.")] = "cluster",
+    tau: Annotated[float, option("Its tau, for the policy `threshold`.")] = 0.7,
+    thresholds: Annotated[Numbers, listed(numbers, "Thresholds to try.", "0.8,0.9,…")] = THRESHOLDS,
+) -> None:
+    """Choose the threshold of a topology's early exit by its loss of accuracy.
+
+    Takes the fastest one whose loss, and that of more cautious thresholds, stays within the bound.
+    """
+    from shell_router.lab.evaluation import EvaluationOptions, Tried, run_calibration
+
+    tried = Tried(thresholds, policy, scope, tau)
+    run(run_calibration(topology, tried, bound, EvaluationOptions(config=config, **asked)))
 
 
 @app.command(epilog=examples("shell-router simulate configs/simulations/six-h200.yaml --topology full"))

@@ -25,6 +25,10 @@ class WholeNumbers(tuple[int, ...]):
     """Whole numbers, on the command line with commas between them."""
 
 
+class Numbers(tuple[float, ...]):
+    """Numbers, on the command line with commas between them."""
+
+
 NONE = Names()
 
 
@@ -36,6 +40,11 @@ def names(text: str) -> Names:
 def whole_numbers(text: str) -> WholeNumbers:
     """`8,16` as two numbers."""
     return WholeNumbers(int(number) for number in names(text))
+
+
+def numbers(text: str) -> Numbers:
+    """`0.8,0.9` as two numbers."""
+    return Numbers(float(number) for number in names(text))
 
 
 def option(help: str, *names: str, metavar: str | None = None, least: int | None = None, parser: Any = None) -> Any:

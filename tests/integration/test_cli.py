@@ -152,8 +152,11 @@ def test_commands_that_run_agents_alone_refuse_steps_by_file_and_line(
         "workload: {requests: 1, outputs: {small: {tokens: 5}}}\n",
         encoding="utf-8",
     )
-    assert main(["simulate", str(simulation)]) == 2
-    assert f"{steps}:2: A topology with steps cannot be used here" in capsys.readouterr().err
+    questions = ROOT / "models" / "data" / "test.jsonl"
+    calibrate = ["calibrate", str(steps), "--config", str(ROOT / "configs/evaluation.yaml"), "--data", str(questions)]
+    for arguments in (["simulate", str(simulation)], calibrate):
+        assert main(arguments) == 2
+        assert f"{steps}:2: A topology with steps cannot be used here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["launch"], ["topology"], ["demo", "--rounds", "0"], ["nonsense"]])

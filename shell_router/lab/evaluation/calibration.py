@@ -1,0 +1,178 @@
+"""Chooses a topology's early exit: the fastest one whose loss of accuracy stays within a bound.
+
+Every early exit that is tried makes a topology of its own; all are asked the same questions with the same seeds as the
+topology without early exit, so that what differs between them is the exits' doing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from shell_router.core.statistics import Interval
+from shell_router.early_exit import EarlyExit
+from shell_router.errors import ConfigError, ShellRouterError, require
+from shell_router.lab.evaluation.report import Row
+from shell_router.lab.evaluation.run import run_evaluation
+from shell_router.lab.evaluation.settings import EvaluationOptions
+from shell_router.topology import load_topology
+
+Settings = Mapping[str, Any]
+"""Keys of an `early_exit` block."""
+OFF = (False, "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """An early exit and the thresholds that are tried. Raises ConfigError for what an early exit cannot have."""
+
+    thresholds: Sequence[float]
+    policy: str = "in_flight"
+    scope: str = "cluster"
+    tau: float = 0.7
+
+    def __post_init__(self) -> None:
+        if not self.thresholds or len(set(self.thresholds)) < len(self.thresholds):
+            raise ConfigError("--thresholds must name at least one value, and each once.")
+        try:
+            for threshold in self.thresholds:
+                tried = EarlyExit(self.policy, self.scope, self.tau, threshold)  # type: ignore[arg-type]
+                require(tried.judges, f"policy {self.policy} judges no output", "Leave it out.")
+        except ValueError as error:
+            raise ConfigError(f"This early exit cannot be tried: {error}.", remedy="Leave it out.") from error
+
+    def settings(self) -> list[Settings]:
+        """Without the keys that the policy does not read."""
+        fixed: dict[str, Any] = {"policy": self.policy, "scope": self.scope}
+        fixed |= {} if self.policy == "in_flight" else {"tau": self.tau}
+        return [fixed | {"threshold": threshold} for threshold in self.thresholds]
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """Names of topologies: the one without early exit, and the others with what is tried."""
+
+    none: str
+    exits: Mapping[str, Settings]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An early exit, what it loses against none in points of accuracy, and its median latency relative to none."""
+
+    settings: Settings
+    loss: Interval
+    latency: float
+
+    def within(self, bound: float) -> bool:
+        """Whether the whole interval stays within the bound, not only the loss that was measured."""
+        return self.loss.high <= bound
+
+
+def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> Choice | None:
+    """The fastest early exit that loses `bound` points at most; None where there is none.
+
+    Going down from the cautious end, the first threshold that loses more ends the search: one below it that loses less
+    by luck is not believed.
+    """
+    within: list[Choice] = []
+    for settings, row in sorted(rows, key=lambda one: -one[0]["threshold"]):
+        loss = loss_of(row)
+        if loss.value > bound:
+            break
+        within.append(Choice(settings, loss, math.inf if row.latency_ratio is None else row.latency_ratio))
+    return min(within, key=lambda one: one.latency, default=None)
+
+
+def loss_of(row: Row) -> Interval:
+    """What a setting loses against the baseline, in points of accuracy; below 0 where it gains."""
+    assert row.difference is not None
+    lost = (0.0 - 100 * end for end in (row.difference.value, row.difference.high, row.difference.low))  # never -0.0
+    return Interval(*lost)
+
+
+def with_exit(document: Mapping[str, Any], name: str, settings: Settings | None) -> dict[str, Any]:
+    """A topology's document with another early exit wherever it has one, or, if it has none, for all clusters.
+
+    Other keys of its blocks stay as far as they go together with `settings`. None turns early exit off.
+    """
+    changed: dict[str, Any] = deepcopy(dict(document)) | {"name": name}
+    holders: list[dict[str, Any]] = [changed, *changed.get("clusters", {}).values()]
+    if settings is None:
+        for holder in holders:
+            holder["early_exit"] = False
+        return changed
+    for holder in [one for one in holders if one.get("early_exit", "off") not in OFF] or [changed]:
+        own = holder.get("early_exit")
+        block = {**(own if isinstance(own, dict) else {}), **settings}
+        if settings["policy"] != "in_flight" or settings["scope"] == "layer":
+            block.pop("skip_aggregation", None)
+        holder["early_exit"] = block
+    return changed
+
+
+async def run_calibration(topology: Path, tried: Tried, bound: float, options: EvaluationOptions) -> Choice:
+    """Evaluate the topology file with each early exit of `tried` and without; print the tables and the choice.
+
+    `bound` is in points of accuracy. Raises what `calibrated` and `write_variants` raise, the latter before anything
+    starts.
+    """
+    with TemporaryDirectory(prefix="shell-router-calibrate-") as folder:
+        variants = write_variants(topology, tried, Path(folder))
+        return await calibrated(variants, bound, replace(options, topologies=(Path(folder),)))
+
+
+async def calibrated(variants: Variants, bound: float, options: EvaluationOptions) -> Choice:
+    """Evaluate topologies that `options` serve, print the tables and the choice.
+
+    Raises ShellRouterError where every early exit loses more than `bound`, and what `run_evaluation` raises.
+    """
+    settings = (variants.none, *variants.exits)
+    report = await run_evaluation(replace(options, settings=settings, baseline=variants.none))
+    rows = {row.setting: row for row in report.rows}
+    choice = choose([(settings, rows[name]) for name, settings in variants.exits.items()], bound)
+    questions = report.rows[0].questions
+    if choice is None:
+        raise ShellRouterError(
+            f"No early exit keeps the loss within {bound:g} points on these {questions} questions.",
+            remedy="Keep early_exit off, or try --thresholds nearer to 1.",
+        )
+    print("\n".join(outcome_lines(choice, bound, questions)))
+    return choice
+
+
+def write_variants(topology: Path, tried: Tried, folder: Path) -> Variants:
+    """A topology file per early exit, and one without. Raises ConfigError."""
+    loaded, document = load_topology(topology), yaml.safe_load(topology.read_text(encoding="utf-8"))
+    none, exits = f"{loaded.name}-without-exit", {}
+    documents = [with_exit(document, none, None)]
+    for settings in tried.settings():
+        name = "-".join([loaded.name, *map(str, settings.values())])
+        exits[name] = settings
+        documents.append(with_exit(document, name, settings))
+    for one in documents:
+        text = yaml.safe_dump(one, sort_keys=False, allow_unicode=True)
+        (folder / f"{one['name']}.yaml").write_text(text, encoding="utf-8")
+    return Variants(none, exits)
+
+
+def outcome_lines(choice: Choice, bound: float, questions: int) -> list[str]:
+    """The outcome in words, with the line for the topology file."""
+    loss = choice.loss
+    keys = ", ".join(f"{key}: {value}" for key, value in choice.settings.items())
+    outcome = (
+        f"It takes {choice.latency:.2f} of the latency and loses {loss.value:.2f} points (95 %: {loss.low:.2f} to "
+        f"{loss.high:.2f}) on {questions} questions; the bound is {bound:g}."
+    )
+    slow = ["It saves no time: keep early_exit off."] if choice.latency >= 1 else []
+    sure = (
+        "The whole interval is within the bound."
+        if choice.within(bound)
+        else f"These questions cannot rule out a loss of {loss.high:.2f} points: more of them would narrow that."
+    )
+    return [f"early_exit: {{{keys}}}", outcome, sure, *slow]
