@@ -215,7 +215,10 @@ def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> N
 
 
 @app.command(
-    epilog=examples("shell-router trace --status failed", "shell-router trace 5c3e9d0a7b1f4e28a6d2c80f9b7e4a13")
+    epilog=examples(
+        "shell-router trace --status failed",
+        "shell-router trace 5c3e9d0a7b1f4e28a6d2c80f9b7e4a13 --perfetto run.json",
+    )
 )
 def trace(
     id: Annotated[
@@ -231,6 +234,9 @@ def trace(
         float | None, option("List only requests of the last S seconds.", "--last-s", metavar="S")
     ] = None,
     limit: Annotated[int, option("List at most this many.", least=1)] = 20,
+    perfetto: Annotated[
+        Path | None, option("Write the request for ui.perfetto.dev or chrome://tracing, as JSON.", metavar="FILE")
+    ] = None,
 ) -> None:
     """List a router's latest requests, or draw one.
 
@@ -242,10 +248,12 @@ def trace(
     from rich.console import Console
 
     from shell_router.lab.timeline import draw_timeline
-    from shell_router.lab.traces import fetch_trace, list_rows
+    from shell_router.lab.traces import as_perfetto, fetch_trace, list_rows
 
     key = secret(api_key_env)
     if id is None:
+        if perfetto:
+            raise ConfigError("--perfetto writes one request.", remedy="Name it by its x-trace-id.")
         since = None if last_s is None else f"{time.time() - last_s:.3f}"
         given = {"model": model, "status": status, "since": since, "limit": str(limit)}
         rows = asyncio.run(list_rows(url, key, {name: one for name, one in given.items() if one is not None}))
@@ -254,6 +262,7 @@ def trace(
         else:
             say("The router keeps no such request.")
         return
+    require_writable(perfetto)
     found = asyncio.run(fetch_trace(url, key, id))
     console = Console()
     duration = "" if found["duration_s"] is None else f", {found['duration_s']:.3f} s"
@@ -262,6 +271,8 @@ def trace(
         console.print(line, no_wrap=True, crop=True)
     if found.get("error"):
         console.print(found["error"], markup=False)
+    if perfetto:
+        write(perfetto, jsonlib.dumps(as_perfetto(found)) + "\n")
 
 
 @app.command(epilog=examples("shell-router profile configs/embedded.yaml --out configs/engines/mine.yaml"))

@@ -23,11 +23,11 @@ LEGEND = (
 )
 
 
-def draw_timeline(trace: Trace, *, columns: int) -> Iterator[Text]:
-    """A line per agent, precursors first, then the axis and the legend."""
+def draw_timeline(trace: Trace, *, columns: int, until_s: float = 0.0) -> Iterator[Text]:
+    """A line per agent, precursors first, then the axis, which ends at `until_s` seconds or later, and the legend."""
     agents: Mapping[str, Mapping[str, Any]] = trace["agents"]
     ends = [span["end_s"] or 0.0 for record in agents.values() for span in record["spans"]]
-    duration_s = max([trace["duration_s"] or 0.0, *ends])
+    duration_s = max([until_s, trace["duration_s"] or 0.0, *ends])
     margin = max(map(len, agents), default=0) + 2
     width = max(20, columns - margin - 8)
     for agent, record in agents.items():

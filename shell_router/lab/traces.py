@@ -1,7 +1,8 @@
-"""Requests of a running router, as `shell-router trace` lists and draws them."""
+"""Requests of a running router: listed, drawn in the terminal, or written for Perfetto and chrome://tracing."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from itertools import count
 from typing import Any
 
 import aiohttp
@@ -9,7 +10,11 @@ import aiohttp
 from shell_router.lab.evaluation.client import Client
 
 Trace = Mapping[str, Any]
+Entry = dict[str, Any]
 LIMIT_S = 30.0
+PROCESS, RUN_TRACK = 1, 0
+INSIDE_S = 1e-6
+"""Before a slice's end: an arrow begins and ends in the slice that holds its time, and at its end a slice is over."""
 
 
 async def fetch_trace(url: str, api_key: str | None, trace_id: str) -> Trace:
@@ -33,3 +38,65 @@ async def list_rows(url: str, api_key: str | None, filters: Mapping[str, str]) -
         }
         for one in listed
     ]
+
+
+def as_perfetto(trace: Trace) -> Entry:
+    """The trace as Chrome's JSON: tracks of the run and of each agent, and an arrow from each output to its reader."""
+    return {"traceEvents": list(_Tracks(trace).entries()), "displayTimeUnit": "ms"}
+
+
+class _Tracks:
+    """Times are microseconds of Unix time, as the format has them."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._agents: Mapping[str, Mapping[str, Any]] = trace["agents"]
+        self._numbers = {agent: number for number, agent in enumerate(self._agents, RUN_TRACK + 1)}
+        ends = [span["end_s"] or span["start_s"] for record in self._agents.values() for span in record["spans"]]
+        self._end_s: float = max(ends, default=0.0) if trace["duration_s"] is None else trace["duration_s"]
+
+    def entries(self) -> Iterator[Entry]:
+        trace = self._trace
+        yield self._name("process_name", RUN_TRACK, f"{trace['target']} {trace['id']}")
+        yield self._name("thread_name", RUN_TRACK, "run")
+        yield self._slice(RUN_TRACK, trace["target"], 0.0, None, {"state": trace["state"]})
+        for scored in trace["exits"]:
+            facts = {name: scored[name] for name in ("confidence", "agreement", "probability", "exited", "aborted")}
+            yield self._slice(RUN_TRACK, f"early exit {scored['cluster']}", scored["start_s"], scored["end_s"], facts)
+        for agent, record in self._agents.items():
+            number = self._numbers[agent]
+            yield self._name("thread_name", number, f"{agent} ({record['model']}, {record['state']})")
+            for span in record["spans"]:
+                facts = {key: fact for key, fact in span.items() if key not in ("name", "start_s", "end_s")}
+                yield self._slice(number, span["name"], span["start_s"], span["end_s"], facts)
+        yield from self._arrows()
+
+    def _arrows(self) -> Iterator[Entry]:
+        ids = count(1)
+        for agent, record in self._agents.items():
+            for precursor, read_s in _inputs(record):
+                written = [one for one in self._agents.get(precursor, {}).get("spans", ()) if one["name"] == "decode"]
+                if written and written[-1]["end_s"] is not None:
+                    leaves_s = max(written[-1]["start_s"], written[-1]["end_s"] - INSIDE_S)
+                    facts = {"cat": "output", "name": f"output of {precursor}", "id": next(ids)}
+                    yield {"ph": "s", **facts, **self._at(self._numbers[precursor], leaves_s)}
+                    yield {"ph": "f", "bp": "e", **facts, **self._at(self._numbers[agent], read_s)}
+
+    def _slice(self, track: int, name: str, start_s: float, end_s: float | None, facts: Mapping[str, Any]) -> Entry:
+        """One that has not ended is drawn to the trace's end."""
+        begins, ends = self._at(track, start_s), self._at(track, self._end_s if end_s is None else end_s)
+        return {"ph": "X", "cat": "run", "name": name, "dur": ends["ts"] - begins["ts"], "args": facts, **begins}
+
+    def _at(self, track: int, at_s: float) -> Entry:
+        return {"pid": PROCESS, "tid": track, "ts": round(1e6 * (self._trace["started_at"] + at_s))}
+
+    def _name(self, kind: str, track: int, name: str) -> Entry:
+        return {"ph": "M", "name": kind, "pid": PROCESS, "tid": track, "args": {"name": name}}
+
+
+def _inputs(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The agents whose outputs it read, or forwarded, and when."""
+    if record["state"] == "skipped":
+        yield record["source"], max(record["started_s"], record["ended_s"] - INSIDE_S)
+    for prompt in (span for span in record["spans"] if span["name"] == "prefill"):
+        yield from ((precursor, prompt["start_s"]) for precursor in record["precursors"])

@@ -1,15 +1,22 @@
-"""Traces as their readers get them: the list and the terminal."""
+"""Traces as their readers get them: the list, the terminal, and Perfetto's file."""
 
 import asyncio
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shell_router.api import ApiSettings
 from shell_router.cli import main
 from shell_router.errors import EngineUnreachable
+from shell_router.lab.traces import as_perfetto
 from tests.fakes.api_server import api, chat
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Script
+
+Entry = dict[str, Any]
 
 
 def broken_script() -> ScriptedMoa:
@@ -61,18 +68,77 @@ async def test_a_tenant_sees_only_its_own_requests() -> None:
     assert counts == [1, 0]
 
 
-async def test_the_command_lists_and_draws(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_command_lists_draws_and_writes_for_perfetto(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
     async with api() as served:
         async with served.stream(chat()) as response:
             await response.read()
             trace_id = response.headers["x-trace-id"]
         codes = [
             await asyncio.to_thread(main, ["trace", *arguments, "--url", served.url])
-            for arguments in ([], [trace_id], ["--model", "nothing"], ["unknown"])
+            for arguments in ([], [trace_id], [trace_id, "--perfetto", str(file)], ["--model", "nothing"], ["unknown"])
         ]
-    assert codes == [0, 0, 0, 2]
+    assert codes == [0, 0, 0, 0, 2]
     printed = capsys.readouterr()
     assert trace_id in printed.out
     assert "duo: finished" in printed.out
     assert "keeps no such request" in printed.out
     assert "No trace 'unknown' is held" in printed.err
+    check_perfetto(json.loads(file.read_text(encoding="utf-8")), tracks={"run", "left", "right", "root"}, arrows=2)
+
+
+async def test_a_run_that_goes_on_is_drawn_up_to_now(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "--perfetto", "run.json"]) == 2
+    assert "x-trace-id" in capsys.readouterr().err
+    open_span = {"name": "decode", "start_s": 1.0, "end_s": None}
+    closed = {"name": "queue", "start_s": 0.0, "end_s": 2.5}
+    record = {"model": "small", "state": "running", "precursors": [], "spans": [open_span]}
+    other = {**record, "spans": [closed]}
+    trace = {"id": "t", "target": "duo", "state": "running", "started_at": 5.0, "duration_s": None, "exits": []}
+    written = as_perfetto({**trace, "agents": {"a": record, "b": other}})
+    (decode,) = (one for one in written["traceEvents"] if one["name"] == "decode")
+    assert (decode["ts"], decode["dur"]) == (6_000_000, 1_500_000)
+
+
+def test_a_skipped_agent_gets_an_arrow_from_the_output_that_it_forwards() -> None:
+    decode, queue = ({"name": "decode", "start_s": 0.5, "end_s": 1.0}, {"name": "queue", "start_s": 0.0, "end_s": 1.5})
+    writer = {"model": "small", "state": "finished", "started_s": 0.0, "precursors": [], "spans": [decode]}
+    root = {"model": "large", "state": "skipped", "started_s": 0.0, "ended_s": 1.5, "source": "a", "spans": [queue]}
+    agents = {"a": writer, "b": writer, "root": {**root, "precursors": ["a", "b"]}}
+    trace = {"id": "t", "target": "duo", "state": "finished", "started_at": 5.0, "duration_s": 1.5, "exits": []}
+    written = as_perfetto({**trace, "agents": agents})
+    check_perfetto(written, tracks={"run", "a", "b", "root"}, arrows=1)
+    assert [one["name"] for one in written["traceEvents"] if one["ph"] == "s"] == ["output of a"]
+
+
+def check_perfetto(written: Entry, *, tracks: set[str], arrows: int) -> None:
+    """What Perfetto needs: named tracks, slices that nest in theirs, and arrows from a slice to a slice."""
+    entries = written["traceEvents"]
+    names = {one["tid"]: one["args"]["name"] for one in entries if one["name"] == "thread_name"}
+    assert {name.partition(" (")[0] for name in names.values()} == tracks
+    slices: dict[int, list[Entry]] = defaultdict(list)
+    for one in entries:
+        if one["ph"] == "X":
+            assert one["dur"] >= 0
+            slices[one["tid"]].append(one)
+    assert set(slices) == set(names)
+    for track in slices.values():
+        ends: list[int] = []
+        for one in sorted(track, key=lambda one: (one["ts"], -one["dur"])):
+            while ends and ends[-1] <= one["ts"]:
+                ends.pop()
+            assert not ends or one["ts"] + one["dur"] <= ends[-1], f"{one} overlaps the slice before it"
+            ends.append(one["ts"] + one["dur"])
+    begins = {one["id"]: one for one in entries if one["ph"] == "s"}
+    ends_of = {one["id"]: one for one in entries if one["ph"] == "f"}
+    assert len(begins) == arrows
+    assert begins.keys() == ends_of.keys()
+    for number, begin in begins.items():
+        end = ends_of[number]
+        assert (begin["cat"], begin["name"]) == (end["cat"], end["name"])
+        assert end["bp"] == "e"
+        assert begin["ts"] <= end["ts"]
+        for point in (begin, end):
+            assert any(one["ts"] <= point["ts"] <= one["ts"] + one["dur"] for one in slices[point["tid"]]), point
