@@ -275,9 +275,8 @@ class ChatRun:
     async def run(self, asked: MoaRequest, also: Emit | None) -> Answer:
         """Run as `asked`, for one or several requests."""
         self._seen.also = also
-        async with self._chats.drain.deadline():
-            with self._seen as seen:
-                return await self._chats.services.executor.run(self._topology, asked, seen.emit)
+        with self._chats.drain.deadline(), self._seen as seen:
+            return await self._chats.services.executor.run(self._topology, asked, seen.emit)
 
     def reply(self, answer: Answer) -> dict[str, Any]:
         """The completion as one object."""

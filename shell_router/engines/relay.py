@@ -11,7 +11,7 @@ from shell_router.core.engine import Hints, NativeRoute, Relayed
 from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.http_client import Exchange
 from shell_router.engines.legs import Legs
-from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NativeBody, NativeRules, as_list, read_native
+from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NOTHING, NativeBody, NativeRules, as_list, read_native
 from shell_router.engines.pairing import Attempts, Pair, Pairing
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
@@ -122,13 +122,16 @@ class PairRelay:
         admit: Callable[[int], None],
     ) -> AbstractAsyncContextManager[Relayed]:
         """See `SglangPair.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
-        own = {name: found for name, found in ((ADAPTER, adapter), (CACHE_KEY, cache_key)) if found is not None}
+        own = NOTHING
+        if adapter is not None or cache_key is not None:
+            own = {name: found for name, found in ((ADAPTER, adapter), (CACHE_KEY, cache_key)) if found is not None}
         native = read_native(body, self._rid(), self._rules, own, route)
-        admit(len(native.rids))
+        if native.batch is not None:
+            admit(native.batch)
         tokens = max(1, len(body) // 4)  # about: it is not tokenized here
-        hints, update = Hints(user), route == "prefill_only"
-        wanted = PlacementRequest(tokens, hints=hints, affinity=affinity, update=update, adapter=adapter)
-        if route == "prefill_only" and all(only.way != "pair" for only in self._prefill_only.values()):
+        update = route == "prefill_only"
+        wanted = PlacementRequest(tokens, hints=Hints(user), affinity=affinity, update=update, adapter=adapter)
+        if update and all(only.way != "pair" for only in self._prefill_only.values()):
             return self._prefilled_alone(native, wanted)
         return _ByPair(self, route, native, wanted)
 

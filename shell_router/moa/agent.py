@@ -40,7 +40,7 @@ from shell_router.errors import AgentFailed, EngineError, EngineStalled, Invalid
 from shell_router.moa.calls import CallReader, ToolCall, ToolOffer, mark_of
 from shell_router.moa.choosing import LatencyEstimates
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded
-from shell_router.moa.requests import AgentUsage
+from shell_router.moa.requests import AgentUsage, Deadline
 from shell_router.routing.increments import Prefilling
 from shell_router.topology import Prefill, Prompt
 
@@ -205,7 +205,7 @@ class AgentRun:
         )
         self._prefilling = self._load.begin(ready_s, len(ids) - sent, update=False)
         try:
-            async with asyncio.timeout(task.timeout_s):
+            with Deadline(task.timeout_s):
                 if self._split is None or self._split.stage == "answer":
                     finish = await self._generated(request, confidence)
                 else:

@@ -39,6 +39,7 @@ from shell_router.moa.prompt import Message, Part, Slot, encoded, render
 from shell_router.moa.requests import (
     AgentRequest,
     Answer,
+    Deadline,
     OutputOf,
     ProgramAgentState,
     ProgramState,
@@ -430,7 +431,7 @@ class Programs:
         record.run = run = AgentRun(task, estimates, emit, clock=clock, writer=writer)
         run.start()
         try:
-            async with asyncio.timeout(request.timeout_s):
+            with Deadline(request.timeout_s):
                 load, remainder = estimates.prefill(task.model), partial(self._remainder, request)
                 prompt = await complete_prompt(task, cache, load, remainder, emit, clock)
                 if request.chat and request.reads:
