@@ -354,7 +354,7 @@ def _has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there is a lazy answer's marker in them, whole or altered."""
     texts = "\n".join([message["content"] for message in messages])
     found = WORDS[0] in texts or WORDS[1] in texts or WORDS[2] in texts
-    return found or any(marked_elsewhere(message) for message in messages)
+    return found or any(map(marked_elsewhere, messages))
 
 
 async def _agent_of_program(

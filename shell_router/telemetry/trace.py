@@ -248,7 +248,7 @@ class Trace:
 
     def add(self, event: Event) -> None:
         """Take in the next event."""
-        if isinstance(event, AgentTokens | AgentThought):  # the one kind of which there are many
+        if isinstance(event, (AgentTokens, AgentThought)):  # the one kind of which there are many
             agent = self.agents.get(event.agent) or self._unstarted(event.agent, event.at_s)
             if agent.first_token_s is None:
                 agent.first_token_s, agent.first_tokens = event.at_s, len(event.ids)
