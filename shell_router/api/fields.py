@@ -3,7 +3,7 @@
 import asyncio
 import difflib
 from collections.abc import Callable, Collection, Container, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -12,6 +12,7 @@ from shell_router.api.services import SETTINGS
 from shell_router.core.sampling import MAX_STOPS, MAX_TOKEN_IDS, check_depth
 from shell_router.errors import InvalidField, InvalidRequest
 
+N = TypeVar("N", int, float)
 SHOWN_CHARACTERS = 40
 ALIKE = 0.8
 """The similarity (difflib's ratio) from which an unknown field is taken for a misspelt one."""
@@ -108,8 +109,8 @@ class Fields:
         """A whole number from `low` to `high`."""
         return self._numeric(name, low, high, "a whole number", (int,))
 
-    def _numeric(self, name: str, low: float, high: float, kind: str, types: Any) -> Any:
-        value = self.raw(name)
+    def _numeric(self, name: str, low: N, high: N, kind: str, types: Any) -> N | None:
+        value: N | None = self.raw(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, types):
