@@ -36,6 +36,7 @@ class InputLogprobs:
 
     def __init__(self, prefill: str, answer: bytes) -> None:
         """Read `answer`, whole or a stream to its end; raises EngineRejected, naming `prefill`."""
+        self._events = EventSplitter()
         try:
             if answer.startswith(b"data:"):  # only a batch's events have an `index`
                 events = [orjson.loads(payload) for payload in EventSplitter().feed(answer) if payload != _DONE]
@@ -79,19 +80,9 @@ class InputLogprobs:
             raise broken_wire(where, f"{payload[:200]!r}") from error
         return orjson.dumps(event)
 
-
-class StreamWithInputLogprobs:
-    """Decode's stream, rewritten event by event. `where` names the decode server in errors."""
-
-    def __init__(self, found: InputLogprobs, where: str) -> None:
-        self._found = found
-        self._where = where
-        self._events = EventSplitter()
-
-    def feed(self, chunk: bytes) -> bytes:
-        """The events that `chunk` completes, as they go to the client; raises EngineRejected."""
-        payloads = self._events.feed(chunk)
-        return b"".join(b"data: %b\n\n" % self._found.in_event(self._where, payload) for payload in payloads)
+    def in_chunk(self, where: str, chunk: bytes) -> bytes:
+        """The events that the stream's next `chunk` completes, with these fields."""
+        return b"".join([b"data: %b\n\n" % self.in_event(where, payload) for payload in self._events.feed(chunk)])
 
 
 class PairRelay:
@@ -266,7 +257,6 @@ async def _merged(
     if not streamed:
         yield found.in_whole(where, b"".join([chunk async for chunk in chunks]))
         return
-    stream = StreamWithInputLogprobs(found, where)
     async for chunk in chunks:
-        if merged := stream.feed(chunk):
+        if merged := found.in_chunk(where, chunk):
             yield merged

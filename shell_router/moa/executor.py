@@ -84,7 +84,9 @@ class Executor:
         if request.journal is not None:
             request.journal.pin(plan.choices)
         with self._chooser.activity.program(plan.expected) as leave:
-            run = None if plan.is_single else _Run(self, plan, request, emit, leave)
+            graph = plan.topology
+            is_single = len(plan.tasks) == 1 and not graph.clusters and not graph.root.fallbacks
+            run = None if is_single else _Run(self, plan, request, emit, leave)
             for choice in plan.choices:
                 emit(choice)
             try:

@@ -49,11 +49,6 @@ class Plan:
     """The task of an agent with its nth fallback. Raises PromptTooLong."""
     held_out: Mapping[Compared, bool] = field(default_factory=dict)
 
-    @property
-    def is_single(self) -> bool:
-        """Whether there is but one agent, which is not judged."""
-        return len(self.tasks) == 1 and not self.topology.clusters and not self.topology.root.fallbacks
-
 
 async def plan_run(
     chooser: ModelChooser,
