@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Any
 
 from aiohttp import ClientConnectionResetError, web
@@ -28,6 +27,7 @@ from shell_router.api.services import (
 from shell_router.config import ApiKey
 from shell_router.core.spans import CURRENT, span_of_client
 from shell_router.errors import InvalidRequest, Overloaded, RouterStopping
+from shell_router.moa import Deadline
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,9 @@ class Drain:
 
         Raises TimeoutError after `limit_s`, and RouterStopping if the server ends first.
         """
-        return Deadline(self, limit_s)
+        if self.cut:
+            raise _stopping()
+        return Deadline(limit_s, self.deadlines)
 
     async def finish(self, limit_s: float, force_shutdown: asyncio.Event) -> None:
         """Return when no request runs; cut those that still run after `limit_s`, or once `force_shutdown` is set."""
@@ -91,43 +93,6 @@ class Drain:
         finally:
             for wait in waits:
                 wait.cancel()
-
-
-class Deadline:
-    """See `Drain.deadline`. asyncio's own timeout costs three times as much, which small requests feel."""
-
-    __slots__ = ("_cancelling", "_drain", "_error", "_limit_s", "_task", "_timer")
-
-    def __init__(self, drain: Drain, limit_s: float | None) -> None:
-        self._drain = drain
-        self._limit_s = limit_s
-        self._timer: asyncio.TimerHandle | None = None
-        self._error: Exception | None = None
-
-    async def __aenter__(self) -> None:
-        if self._drain.cut:
-            raise _stopping()
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._cancelling = task, task.cancelling()
-        if self._limit_s is not None:
-            self._timer = task.get_loop().call_later(self._limit_s, self.end, TimeoutError())
-        self._drain.deadlines.add(self)
-
-    def end(self, error: Exception) -> None:
-        """Cancel what is inside, which then raises `error`; the first call counts: it may still leave its engine."""
-        if self._error is None:
-            self._error = error
-            self._task.cancel()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._drain.deadlines.discard(self)
-        if self._error is not None and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise self._error from None
 
 
 def _stopping() -> RouterStopping:
@@ -162,17 +127,18 @@ class Admission:
     @web.middleware
     async def serve(self, request: Request, handler: Handler) -> Reply:
         """Answer `request` by its route, or with the error that its route raised."""
-        services, drain, started_s, route = self._services, self._drain, self._services.clock(), _route(request)
+        services, drain, started_s = self._services, self._drain, self._services.clock()
+        route, by_aiohttp = _route(request), None if isinstance(request, PlainRequest) else request
         given = request.headers.get("x-request-id", "")  # the client's own, if it is fit to be written to the log
         CURRENT.set(span_of_client(request.headers) if "traceparent" in request.headers else None)
         request[REQUEST_ID] = given if ACCEPTED_REQUEST_ID.fullmatch(given) else services.new_id()
-        status, admitted, by_aiohttp = CLIENT_GONE, False, isinstance(request, web.Request)
-        if by_aiohttp:
-            self.connections.busy(request.transport)
+        status, admitted = CLIENT_GONE, False
+        if by_aiohttp is not None:
+            self.connections.busy(by_aiohttp.transport)
         try:
             key = request[KEY] = self._key(request)
             request[TENANT] = key.tenant or ""
-            if key.routes or not key.operator:
+            if key is not LOCAL:
                 require_route(key, request.method, request.path, route)
             if request.headers.get("content-encoding", "identity").lower() != "identity":
                 raise InvalidRequest("The body is compressed, and the router unpacks none.", remedy="Send it as it is.")
@@ -198,8 +164,8 @@ class Admission:
             status = problem.status
             return problem
         finally:
-            if by_aiohttp:
-                self.connections.idle(request.transport)
+            if by_aiohttp is not None:
+                self.connections.idle(by_aiohttp.transport)
             if admitted:
                 drain.ended()
                 self._agents[request[TENANT]] -= request.get(AGENTS, 0)
@@ -266,15 +232,19 @@ class Admission:
     def _key(self, request: Request) -> ApiKey:
         if request.path in OPEN_ROUTES:
             return LOCAL
-        transport = request.transport
-        address = transport.get_extra_info("peername") if transport else None
+        if isinstance(request, PlainRequest):
+            address = request.peername
+        else:
+            address = request.transport.get_extra_info("peername") if request.transport else None
         peer = address[0] if isinstance(address, tuple) else None
-        if not self.keys and peer is not None:
-            require_local(request.headers.get("host", ""), request.headers.get("origin"))
+        if not self.keys:
+            if peer is not None:
+                require_local(request.headers.get("host", ""), request.headers.get("origin"))
+            return self.keys.caller("", peer, self._services.wall)
         key = request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"  # Anthropic's
         return self.keys.caller(key, peer, self._services.wall)
 
-    def _problem_reply(self, request: Request, error: Exception) -> web.Response:
+    def _problem_reply(self, request: Request, error: Exception) -> Reply:
         problem = problem_of(error)
         if problem is INTERNAL:
             log.error("request %s: %s failed", request[REQUEST_ID], _route(request), exc_info=error)

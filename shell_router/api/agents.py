@@ -206,7 +206,7 @@ async def write_output(request: web.Request) -> web.Response:
     program, agent = (identifier(Fields(request.match_info), name) for name in ("program", "agent"))
     asked = AgentRequest(request[TENANT], program, agent, "")
     settings = request.app[SETTINGS]
-    async with request.app[DRAIN].deadline():
+    with request.app[DRAIN].deadline():
         answer = await request.app[SERVICES].programs.write(asked, _texts(request, settings))
     body = {"object": "agent.output", "program": program, "agent": agent, "state": "finished", "text": answer.text}
     return json_reply(request, body, status=201)
@@ -276,6 +276,5 @@ class AgentRequestRun:
         """The answer; `also` gets the events. If the server ends first, raises RouterStopping."""
         self._seen.also = also
         programs = self._request.app[SERVICES].programs
-        async with self._request.app[DRAIN].deadline():
-            with self._seen:
-                return await programs.run(self.asked, self._seen.emit)
+        with self._request.app[DRAIN].deadline(), self._seen:
+            return await programs.run(self.asked, self._seen.emit)

@@ -275,9 +275,8 @@ class ChatRun:
     async def run(self, asked: MoaRequest, also: Emit | None) -> Answer:
         """Run as `asked`, for one or several requests."""
         self._seen.also = also
-        async with self._chats.drain.deadline():
-            with self._seen as seen:
-                return await self._chats.services.executor.run(self._topology, asked, seen.emit)
+        with self._chats.drain.deadline(), self._seen as seen:
+            return await self._chats.services.executor.run(self._topology, asked, seen.emit)
 
     def reply(self, answer: Answer) -> dict[str, Any]:
         """The completion as one object."""
@@ -355,7 +354,7 @@ def _has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there is a lazy answer's marker in them, whole or altered."""
     texts = "\n".join([message["content"] for message in messages])
     found = WORDS[0] in texts or WORDS[1] in texts or WORDS[2] in texts
-    return found or any(marked_elsewhere(message) for message in messages)
+    return found or any(map(marked_elsewhere, messages))
 
 
 async def _agent_of_program(

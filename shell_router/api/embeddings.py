@@ -40,7 +40,7 @@ async def create_embeddings(request: Request) -> Reply:
     warnings = note_ignored(request, body.unread)
     limit_s = request.app[SETTINGS].request_timeout_s
     try:
-        async with request.app[DRAIN].deadline(limit_s):
+        with request.app[DRAIN].deadline(limit_s):
             states = []
             async for one in _embedded(services.embedders[name], texts, request.app[EMBEDDING]):
                 if dimensions not in (None, width := one[0].size):

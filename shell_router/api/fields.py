@@ -3,7 +3,7 @@
 import asyncio
 import difflib
 from collections.abc import Callable, Collection, Container, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -12,6 +12,7 @@ from shell_router.api.services import SETTINGS
 from shell_router.core.sampling import MAX_STOPS, MAX_TOKEN_IDS, check_depth
 from shell_router.errors import InvalidField, InvalidRequest
 
+N = TypeVar("N", int, float)
 SHOWN_CHARACTERS = 40
 ALIKE = 0.8
 """The similarity (difflib's ratio) from which an unknown field is taken for a misspelt one."""
@@ -102,23 +103,18 @@ class Fields:
 
     def number(self, name: str, low: float, high: float) -> float | None:
         """A number from `low` to `high`."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.refuse(name, f"must be a number, not {shown(value)}")
-        return self._within(name, value, low, high)
+        return self._numeric(name, low, high, "a number", (int, float))
 
     def integer(self, name: str, low: int, high: int) -> int | None:
         """A whole number from `low` to `high`."""
-        value = self.raw(name)
+        return self._numeric(name, low, high, "a whole number", (int,))
+
+    def _numeric(self, name: str, low: N, high: N, kind: str, types: Any) -> N | None:
+        value: N | None = self.raw(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.refuse(name, f"must be a whole number, not {shown(value)}")
-        return int(self._within(name, value, low, high))
-
-    def _within(self, name: str, value: float, low: float, high: float) -> float:
+        if isinstance(value, bool) or not isinstance(value, types):
+            raise self.refuse(name, f"must be {kind}, not {shown(value)}")
         if not low <= value <= high:
             raise self.refuse(name, f"must be from {low} to {high}, not {value}")
         return value

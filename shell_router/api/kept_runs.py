@@ -161,7 +161,7 @@ class KeptRun:
         """The run's journal, once no other router runs it; None without a store that can keep it."""
         asked, store, limit_s = self._asked, self._store, self._asked.timeout_s
         try:
-            async with self._drain.deadline(limit_s):
+            with self._drain.deadline(limit_s):
                 records = await self._records()
         except JournalDiffers:
             raise _reused() from None

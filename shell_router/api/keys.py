@@ -94,6 +94,7 @@ def permit(request: Request, models: Collection[str], asked: str = "") -> None:
         raise Forbidden("The API key is not for all of the models.", remedy=f"It is for: {', '.join(allowed)}.")
 
 
+@functools.lru_cache(maxsize=1024)
 def require_local(host: str, origin: str | None) -> None:
     """Raise RemoteRefused for what a browser of this machine sends for a page from elsewhere.
 

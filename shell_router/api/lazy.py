@@ -142,7 +142,7 @@ async def filled(request: Request, program: str, split: SplitChat, limit_s: floa
     """The messages with the outputs in them, for a topology. Raises AgentFailed and PrecursorTimeout."""
     services, texts = request.app[SERVICES], {}
     ends_s = services.clock() + limit_s
-    async with request.app[DRAIN].deadline():
+    with request.app[DRAIN].deadline():
         for agent in split.reads:
             left_s = max(0.0, ends_s - services.clock())
             text = await services.programs.output(request[TENANT], program, agent, left_s)
@@ -172,7 +172,7 @@ async def show_output(request: web.Request) -> web.Response:
         wait_s = -1.0
     if not 0 <= wait_s <= limit_s:
         raise InvalidField(f"wait_s must be a number of seconds from 0 to {limit_s:g}.", field="wait_s")
-    async with request.app[DRAIN].deadline():
+    with request.app[DRAIN].deadline():
         text = await services.programs.output(tenant, program, agent, wait_s)
     state = "running" if text is None else "finished"
     body = {"object": "agent.output", "program": program, "agent": agent, "state": state, "text": text}

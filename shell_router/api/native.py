@@ -2,11 +2,11 @@
 
 import asyncio
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 import orjson
-from aiohttp import ClientConnectionResetError, web
+from aiohttp import ClientConnectionResetError
 
 from shell_router.api.admission import ADMISSION, DRAIN
 from shell_router.api.agents import WORD
@@ -16,8 +16,8 @@ from shell_router.api.kept_runs import refuse_key
 from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
 from shell_router.api.plain import PlainStream, Reply, Request
-from shell_router.api.replies import common_headers, json_reply, problem_reply, stream_error
-from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS
+from shell_router.api.replies import json_reply, problem_reply, stream_error, whole_reply
+from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS, Services
 from shell_router.api.streaming import EventStream, Translation, data_frame, open_stream
 from shell_router.core.engine import NativeRoute, Relay, Relayed, error_message
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
@@ -33,20 +33,22 @@ async def prefill_only(request: Request) -> Reply:
     return await _forwarded(request, "prefill_only")
 
 
-def pick_relay(relays: Mapping[str, Relay], header: str | None, body: bytes, adapters: Collection[str] = ()) -> Relay:
-    """The relay of the model named by the x-model header, else by the body's `model`, else the only one.
+def pick_relay(services: Services, header: str | None, body: bytes) -> tuple[str, Relay]:
+    """The model named by the x-model header, else by the body's `model`, else the only one, and its relay.
 
-    Those named in `adapters` are only meant where they are named.
+    Adapters are only meant where they are named.
     """
+    relays = services.relays
     name = header or (parse_body(body).text("model") if b'"model"' in body else None)  # mostly nothing is parsed
-    if name is not None:
-        if name not in relays:
-            raise UnknownModel(f"No model {name!r} takes native requests.", remedy=_known(relays))
-        return relays[name]
-    meant = [relay for model, relay in relays.items() if model not in adapters]
-    if len(meant) != 1:
-        raise InvalidRequest("Which model is meant?", remedy=f"Name it in the x-model header. {_known(relays)}")
-    return meant[0]
+    if name is None:
+        adapters = {name for name, model in services.models.items() if model.base is not None}
+        if len(meant := relays.keys() - adapters) != 1:
+            raise InvalidRequest("Which model is meant?", remedy=f"Name it in the x-model header. {_known(relays)}")
+        (name,) = meant
+    relay = relays.get(name)
+    if relay is None:
+        raise UnknownModel(f"No model {name!r} takes native requests.", remedy=_known(relays))
+    return name, relay
 
 
 def _known(relays: Mapping[str, Relay]) -> str:
@@ -68,10 +70,8 @@ async def completions(request: Request) -> Reply:
 
 async def _forwarded(request: Request, route: NativeRoute) -> Reply:
     body = await read_body(request)
-    services = request.app[SERVICES]
-    adapters = [name for name, model in services.models.items() if model.base is not None]
-    relay = pick_relay(services.relays, request.headers.get("x-model"), body, adapters)
-    permit(request, [name for name, one in services.relays.items() if one is relay])
+    name, relay = pick_relay(request.app[SERVICES], request.headers.get("x-model"), body)
+    permit(request, (name,))
     return await forwarded(request, relay, route, [body])
 
 
@@ -80,12 +80,11 @@ async def forwarded(
 ) -> Reply:
     """The engine's answer to `bodies`, which are the choices of one request."""
     refuse_key(request, "what an engine answers itself")
-    if WORD.encode() in bodies[0]:
+    if _WORD in bodies[0]:
         raise InvalidRequest("The body holds a lazy answer's marker.", remedy="Send the text that it stands for.")
     limit_s = request.app[SETTINGS].request_timeout_s
     affinity = request.headers.get("x-routing-key")
     answer = NativeAnswer(request, translation)
-
     admission = request.app[ADMISSION]
     admission.count(request, len(bodies) - 1)
 
@@ -99,7 +98,7 @@ async def forwarded(
         )
 
     try:
-        async with request.app[DRAIN].deadline(limit_s):
+        with request.app[DRAIN].deadline(limit_s):
             if len(bodies) > 1:
                 async with choices_as_one(sent, bodies) as relayed:
                     return await answer.forward(relayed)
@@ -117,6 +116,7 @@ async def forwarded(
         answer.count(bodies)
 
 
+_WORD = WORD.encode()
 _REPORTED = (re.compile(rb'"prompt_tokens": ?([0-9]{1,9})'), re.compile(rb'"completion_tokens": ?([0-9]{1,9})'))
 """As engines write them; what a model writes has its quotes escaped."""
 
@@ -167,7 +167,7 @@ class NativeAnswer:
         await self._stream.send(data_frame(envelope) if translation is None else translation.error(envelope))
         return await self._stream.end()
 
-    async def _whole(self, relayed: Relayed) -> web.Response:
+    async def _whole(self, relayed: Relayed) -> Reply:
         body = b"".join([chunk async for chunk in relayed.chunks])
         if relayed.status >= 400:
             refusal = EngineRejected(
@@ -177,5 +177,4 @@ class NativeAnswer:
         self._last = body
         if self._translation is not None:
             return json_reply(self._request, self._translation.whole(orjson.loads(body)))
-        headers = {"Content-Type": relayed.content_type, **common_headers(self._request)}
-        return web.Response(body=body, status=relayed.status, headers=headers)
+        return whole_reply(self._request, body, relayed.status, relayed.content_type)

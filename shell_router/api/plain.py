@@ -39,16 +39,25 @@ _UNUSUAL = frozenset({"content-encoding", "expect", "transfer-encoding", "upgrad
 class PlainRequest(dict[Any, Any]):
     """As much of aiohttp's request as handlers use, read already. `headers` are by their lower-case names."""
 
-    __slots__ = ("app", "body", "connection", "headers", "path", "transport")
+    __slots__ = ("app", "body", "connection", "headers", "path", "peername")
     method = "POST"
 
     def __init__(self, connection: "PlainConnection", path: str, headers: Mapping[str, str], body: bytes) -> None:
         self.connection = connection
         self.app = connection.server.app
-        self.transport = connection.transport
+        self.peername = connection.peername
         self.path = path
         self.headers = headers
         self.body = body
+
+
+@dataclass(slots=True)
+class PlainReply:
+    """A whole answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
 
 
 class PlainStream:
@@ -137,7 +146,7 @@ class Connections:
 
 
 Request = web.Request | PlainRequest
-Reply = web.StreamResponse | PlainStream
+Reply = web.StreamResponse | PlainStream | PlainReply
 Handler = Callable[[Any], Awaitable[Reply]]
 
 
@@ -181,6 +190,7 @@ class PlainConnection(asyncio.Protocol):
     """One client's connection, with one request at a time."""
 
     transport: asyncio.Transport
+    peername: object
 
     def __init__(self, server: PlainServer) -> None:
         self.server = server
@@ -195,6 +205,7 @@ class PlainConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's does not derive from it
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.peername = self.transport.get_extra_info("peername")
         self.server.connections.add(self)
         self.server.emptied.clear()
         self.server.watch.opened(self.transport)
@@ -280,13 +291,14 @@ class PlainConnection(asyncio.Protocol):
     async def _serve(self, request: PlainRequest, handler: Handler) -> None:
         try:
             reply = await self.server.admit(request, handler)
-            if self.streaming and isinstance(reply, web.Response):  # it cannot be sent in another's stream
-                self.transport.abort()
-            if isinstance(reply, web.Response) and not self.transport.is_closing():
-                body = cast(bytes, reply.body or b"")
-                head = _head(reply.status, reply.headers, b"Content-Length: %d" % len(body))
-                self.transport.write(head + body)
-            await self.drained(self.server.settings.write_timeout_s)
+            if isinstance(reply, PlainReply):
+                if self.streaming:  # it cannot be sent in another's stream
+                    self.transport.abort()
+                elif not self.transport.is_closing():
+                    head = _head(reply.status, reply.headers, b"Content-Length: %d" % len(reply.body))
+                    self.transport.write(head + reply.body)
+            if self._writable is not None:
+                await self.drained(self.server.settings.write_timeout_s)
         except ClientConnectionResetError:
             return
         except asyncio.CancelledError:  # nothing else would end the answer

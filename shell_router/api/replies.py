@@ -4,12 +4,12 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from aiohttp import web
 
-from shell_router.api.plain import Request
+from shell_router.api.plain import PlainReply, PlainRequest, Request
 from shell_router.api.services import IGNORED, LEAVING, PLACED, REQUEST_ID, TRACE
 from shell_router.core.events import ModelChosen
 from shell_router.errors import (
@@ -179,6 +179,7 @@ def _message(error: BaseException, problem: Problem, request_id: str) -> str:
 UNFIT_FOR_HEADER = re.compile(r"[^\w./-]", re.ASCII)
 NAMED_IGNORED = 16
 NAMED_CHOICES = 16
+NO_HEADERS: Mapping[str, str] = {}
 
 
 def common_headers(request: Request) -> dict[str, str]:
@@ -219,15 +220,20 @@ def note_ignored(request: Request, names: Sequence[str]) -> dict[str, list[str]]
 
 
 def json_reply(
-    request: Request, body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
+    request: Request, body: Any, *, status: int = 200, headers: Mapping[str, str] = NO_HEADERS
 ) -> web.Response:
     """`body` as JSON."""
-    return web.Response(
-        body=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
-        status=status,
-        content_type="application/json",
-        headers={**common_headers(request), **(headers or {})},
-    )
+    return whole_reply(request, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, headers=headers)
+
+
+def whole_reply(
+    request: Request, body: bytes, status: int, kind: str = "application/json", headers: Mapping[str, str] = NO_HEADERS
+) -> web.Response:
+    """`body` with the common headers. To a plain request it is a PlainReply, which costs a tenth of aiohttp's."""
+    headers = {"Content-Type": kind, **common_headers(request), **headers}
+    if isinstance(request, PlainRequest):
+        return cast(web.Response, PlainReply(status, headers, body))
+    return web.Response(body=body, status=status, headers=headers)
 
 
 def problem_reply(request: Request, error: BaseException, status: int, **headers: str) -> web.Response:

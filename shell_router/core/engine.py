@@ -222,9 +222,9 @@ class Relay(Protocol):
     ) -> AbstractAsyncContextManager[Relayed]:
         """Forward `body`, a JSON object in the route's shape as SGLang has it. `affinity` is as in `Generation`.
 
-        `admit` is called with the number of its requests, and may raise. Raises InvalidRequest for a body that is no
-        object or has fields or values that are not forwarded, PromptTooLong and EngineError. Leaving the context before
-        the answer ended aborts the request on both engines.
+        `admit` is called with the number of a batch's requests, and may raise. Raises InvalidRequest for a body that is
+        no object or has fields or values that are not forwarded, PromptTooLong and EngineError. Leaving the context
+        before the answer ended aborts the request on both engines.
         """
         ...
 

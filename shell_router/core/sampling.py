@@ -37,10 +37,13 @@ def check_sampling(params: Mapping[str, Any], vocabulary: int | None = None, pat
     `params` are SGLang's `sampling_params`, found at `path`. Token ids must lie below `vocabulary`, where it is known.
     Ranges that SGLang refuses by itself are left to it.
     """
-    for name in params.keys() & _RULES.keys():
-        if params[name] is not None and (wrong := _RULES[name](params[name], vocabulary)):
+    is_plain = True  # nothing in it can be long: most requests have numbers alone
+    for name, found in params.items():
+        rule = _RULES.get(name)
+        if rule is not None and found is not None and (wrong := rule(found, vocabulary)):
             raise _refusal(path, name, *wrong)
-    if not _is_plain(params):
+        is_plain = is_plain and isinstance(found, _SHORT)
+    if not is_plain:
         check_depth(params, path or "sampling_params")
         if len(orjson.dumps(params, option=orjson.OPT_NON_STR_KEYS)) > MAX_SAMPLING_BYTES:
             raise _refusal(path, "", f"take more than {MAX_SAMPLING_BYTES} bytes", "Send a smaller schema.")
@@ -84,9 +87,7 @@ Wrong = tuple[str, str] | None
 """What is wrong with a value, and the remedy."""
 
 
-def _is_plain(params: Mapping[str, Any]) -> bool:
-    """Whether nothing in it can be long: most requests have numbers alone."""
-    return all(isinstance(one, int | float | None) for one in params.values())
+_SHORT = (int, float, type(None))
 
 
 def _refusal(path: str, name: str, what: str, remedy: str) -> InvalidField:
@@ -154,7 +155,7 @@ def _bias(found: Any, vocabulary: int | None) -> Wrong:
 
 
 def _is_number(found: object) -> bool:
-    return isinstance(found, int | float) and not isinstance(found, bool) and abs(found) <= MAX_NUMBER
+    return isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) <= MAX_NUMBER
 
 
 def _within(ids: Any, vocabulary: int | None) -> Wrong:

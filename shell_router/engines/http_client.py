@@ -140,10 +140,11 @@ class Exchange:
 
     # --- for the connection
 
-    def carried_by(self, carrier: "Connection") -> None:
-        """The request is on its way."""
+    def carried_by(self, carrier: "Connection") -> float:
+        """The request is on its way; when it fails, as `due_s`."""
         self._carrier = carrier
-        self._last_byte_s = self._loop.time()
+        self._last_byte_s = now_s = self._loop.time()
+        return now_s + self._read_timeout_s
 
     def due_s(self) -> float:
         """When it fails, by the loop's clock, unless bytes come before."""
@@ -226,8 +227,9 @@ class Connection(asyncio.Protocol):
         self._exchange = exchange
         self._ended, self._reusable = False, True
         self.transport.write(request)
-        exchange.carried_by(self)
-        self._watch_until(exchange.due_s())
+        due_s = exchange.carried_by(self)
+        if self._watch is None or due_s < self._watch_s:
+            self._watch_until(due_s)
 
     # --- for the exchange
 
@@ -280,10 +282,9 @@ class Connection(asyncio.Protocol):
             exchange.bytes_came()
 
     def _watch_until(self, due_s: float) -> None:
-        if self._watch is None or due_s < self._watch_s:
-            if self._watch is not None:
-                self._watch.cancel()
-            self._watch, self._watch_s = self._loop.call_at(due_s, self._check_timeout), due_s
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch, self._watch_s = self._loop.call_at(due_s, self._check_timeout), due_s
 
     def _check_timeout(self) -> None:
         self._watch, exchange = None, self._exchange

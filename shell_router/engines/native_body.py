@@ -1,6 +1,6 @@
 """A client's native request body: checked once, extended as bytes, so that nothing in it is ever rewritten."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,40 +109,48 @@ def read_native(
     The id is never the client's: SGLang aborts every request whose id begins with an aborted one.
     """
     found = _read_object(body)
-    _check_fields(found, FIELDS[route] | rules.fields, own)
-    for name in ("text", "input_ids", "prompt", "token_ids_logprob"):
-        _check_prompt(name, found.get(name), rules)
+    for name, given in found.items():
+        _check_field(name, given, FIELDS[route], rules, own)
     _check_sampling(found, rules.vocabulary, openai=route.startswith("v1/"))
-    if MEDIA not in rules.fields:
-        _refuse_media(found.get("messages"))
-    for start in as_list(found.get("logprob_start_len")):
-        if isinstance(start, int) and start < -1:  # SGLang's prefill server ends at one
-            raise InvalidRequest(f"`logprob_start_len` is {start}.", remedy="Make it -1 (no prompt tokens) or more.")
-    if any(isinstance(top, int) and top > MAX_TOP_LOGPROBS for top in as_list(found.get("top_logprobs_num"))):
-        raise InvalidRequest(f"`top_logprobs_num` is above {MAX_TOP_LOGPROBS}.", remedy="Ask for fewer.")
     opened = body.rstrip()[:-1].rstrip() + (b"," if found else b"")
     return NativeBody(rid, _batch(found), found.get("stream") is True, wants_input_logprobs(found), opened, own)
 
 
-def _check_fields(found: Mapping[str, Any], forwarded: Collection[str], own: Mapping[str, str]) -> None:
-    for name, given in found.items():
-        if name.startswith(_RESERVED) or (name in own and given is not None):
-            raise InvalidField(
-                f"The body sets {name[:40]}, which the router chooses.",
-                field=name,
-                remedy="Leave it out; the answer's meta_info.id is the request's id, and models name adapters.",
-            )
-        if given is not None and name not in forwarded:
-            raise InvalidField(
-                f"The field {name[:40]!r} is not forwarded to engines.",
-                field=name,
-                remedy="Leave it out; an operator may list it in limits.native_fields.",
-            )
+def _check_field(name: str, given: object, forwarded: Set[str], rules: NativeRules, own: Mapping[str, str]) -> None:
+    if name.startswith(_RESERVED) or (name in own and given is not None):
+        raise InvalidField(
+            f"The body sets {name[:40]}, which the router chooses.",
+            field=name,
+            remedy="Leave it out; the answer's meta_info.id is the request's id, and models name adapters.",
+        )
+    if given is None:
+        return
+    if name not in forwarded and name not in rules.fields:
+        raise InvalidField(
+            f"The field {name[:40]!r} is not forwarded to engines.",
+            field=name,
+            remedy="Leave it out; an operator may list it in limits.native_fields.",
+        )
+    if name in _TOKENS_OR_TEXT:
+        _check_prompt(name, given, rules)
+    elif name == "messages" and MEDIA not in rules.fields:
+        _refuse_media(given)
+    elif name == "logprob_start_len":
+        for start in as_list(given):
+            if isinstance(start, int) and start < -1:  # SGLang's prefill server ends at one
+                raise InvalidRequest(f"`{name}` is {start}.", remedy="Make it -1 (no prompt tokens) or more.")
+    elif name == "top_logprobs_num" and any(isinstance(top, int) and top > MAX_TOP_LOGPROBS for top in as_list(given)):
+        raise InvalidRequest(f"`{name}` is above {MAX_TOP_LOGPROBS}.", remedy="Ask for fewer.")
+
+
+_LIST_OR_TEXT = (list, str)
+_KINDS: Mapping[str, tuple[type, ...]] = {"text": (str,), "input_ids": _LIST_OR_TEXT}
+_TOKENS_OR_TEXT = frozenset({"text", "input_ids", "prompt", "token_ids_logprob"})
 
 
 def _check_prompt(name: str, given: object, rules: NativeRules) -> None:
     """A text or token ids, or a list of either. What is neither is left to the engine to refuse."""
-    several = given if isinstance(given, list) and given and isinstance(given[0], list | str) else [given]
+    several = given if isinstance(given, list) and given and isinstance(given[0], _LIST_OR_TEXT) else [given]
     if len(several) > MAX_BATCH:
         raise InvalidRequest(f"`{name}` has {len(several)} prompts.", remedy=f"Send at most {MAX_BATCH} at a time.")
     for one in several:
@@ -150,15 +158,15 @@ def _check_prompt(name: str, given: object, rules: NativeRules) -> None:
 
 
 def _check_one_prompt(name: str, given: object, rules: NativeRules) -> None:
-    kinds = {"text": (str,), "input_ids": (list, str)}.get(name, ())
-    if kinds and given is not None and not (given and isinstance(given, kinds)):
+    kinds = _KINDS.get(name)
+    if kinds is not None and given is not None and not (given and isinstance(given, kinds)):
         raise InvalidRequest(f"`{name}` is empty, or of the wrong kind.", remedy="Send `text`, or token `input_ids`.")
     if isinstance(given, list) and given and isinstance(given[0], list):
         raise InvalidRequest(f"`{name}` nests lists in lists.", remedy="Send a list of token ids per prompt.")
-    if isinstance(given, str | list) and rules.context_length is not None:
+    if rules.context_length is not None:
         if isinstance(given, str):
             require_possible(len(given), rules.context_length)
-        elif len(given) > rules.context_length:
+        elif isinstance(given, list) and len(given) > rules.context_length:
             raise PromptTooLong(
                 f"`{name}` has {len(given)} token ids; the model takes {rules.context_length}.", remedy="Send fewer."
             )
@@ -191,7 +199,7 @@ def _read_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_ids(name: str, ids: Any, vocabulary: int) -> None:
-    if not ids or not isinstance(ids, list | str):
+    if not ids or not isinstance(ids, _LIST_OR_TEXT):
         return
     if isinstance(ids, str) or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary:
         raise InvalidRequest(
@@ -206,7 +214,7 @@ def _check_sampling(found: Mapping[str, Any], vocabulary: int | None, openai: bo
         check_sampling({name: found[name] for name in found.keys() - _PROMPTS}, vocabulary)
         return
     given = found.get("sampling_params")
-    for one in given if isinstance(given, list) else [given or {}]:
+    for one in given if isinstance(given, list) else (given or {},):
         if not isinstance(one, dict):
             raise InvalidRequest("`sampling_params` is not an object.", remedy="Make it one, or leave it out.")
         check_sampling(one, vocabulary, "sampling_params")
@@ -222,6 +230,8 @@ def _batch(found: Mapping[str, Any]) -> int | None:
 
 def wants_input_logprobs(found: Mapping[str, Any]) -> bool:
     """Whether this native body may get log probabilities of its prompts' tokens; a batch has lists of both fields."""
+    if "return_logprob" not in found:
+        return False
     asked, starts = as_list(found.get("return_logprob")), as_list(found.get("logprob_start_len"))
     return any(one is True for one in asked) and any(type(start) is int and start >= 0 for start in starts)
 

@@ -95,21 +95,6 @@ class Pairing:
 
         return Adapters(self.servers, self.adapter_settings, self._transport.tasks, self._transport.clock)
 
-    async def pick(self, request: PlacementRequest, avoid: Collection[ServerClient] = ()) -> Pair:
-        """Slots for one attempt, which is sent as soon as it has them and its adapter; see `engine_slot`.
-
-        The slot on decode comes first, as in SGLang's disaggregation: a request that waits for one on prefill keeps no
-        decode server from its work, and one that has that waits for nothing more but an adapter (`Adapters.of_pair`).
-        """
-        self.prefills.serving()
-        decode = await engine_slot(self.decodes, request, avoid)
-        try:
-            prefill = await engine_slot(self.prefills, request, avoid)
-        except BaseException:
-            decode.close()
-            raise
-        return Pair(prefill, decode, self.bootstraps[prefill.engine])
-
 
 def _named(servers: Collection[ServerClient]) -> list[tuple[ServerClient, str, Breaker]]:
     return [(server, f"{server.server.role}-{index}", server.breaker) for index, server in enumerate(servers)]
@@ -156,19 +141,29 @@ class Attempts:
     async def pick(self) -> Pair:
         """Slots for the next attempt, and its adapter there; an attempt that does not get its adapter is one, too.
 
+        The slot on decode comes first, as in SGLang's disaggregation: a request that waits for one on prefill keeps no
+        decode server from its work, and one that has that waits for nothing more but an adapter (`Adapters.of_pair`).
         Raises EngineUnavailable, the error of the attempt before, AdapterFailed, or UnknownModel for the adapter.
         """
+        pairing, request = self._pairing, self._request
         while True:
             try:
-                pair = await self._pairing.pick(self._request, self._avoid)
+                pairing.prefills.serving()
+                to_decode = await engine_slot(pairing.decodes, request, self._avoid)
+                try:
+                    to_prefill = await engine_slot(pairing.prefills, request, self._avoid)
+                except BaseException:
+                    to_decode.close()
+                    raise
             except EngineUnavailable as refusal:
                 raise self._last or refusal from None
-            self._pairing.retried += self.made > 0
-            if self._request.adapter is None:
+            pair = Pair(to_prefill, to_decode, pairing.bootstraps[to_prefill.engine])
+            pairing.retried += self.made > 0
+            if request.adapter is None:
                 return pair
-            prefill, decode, adapters = pair.prefill.engine, pair.decode.engine, self._pairing.adapters
+            prefill, decode, adapters = pair.prefill.engine, pair.decode.engine, pairing.adapters
             try:
-                pair.leases = await adapters.of_pair(prefill, decode, self._request.adapter)
+                pair.leases = await adapters.of_pair(prefill, decode, request.adapter)
                 return pair
             except BaseException as error:
                 pair.close()

@@ -11,7 +11,7 @@ from shell_router.core.engine import Hints, NativeRoute, Relayed
 from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.http_client import Exchange
 from shell_router.engines.legs import Legs
-from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NativeBody, NativeRules, as_list, read_native
+from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NOTHING, NativeBody, NativeRules, as_list, read_native
 from shell_router.engines.pairing import Attempts, Pair, Pairing
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
@@ -36,6 +36,7 @@ class InputLogprobs:
 
     def __init__(self, prefill: str, answer: bytes) -> None:
         """Read `answer`, whole or a stream to its end; raises EngineRejected, naming `prefill`."""
+        self._events = EventSplitter()
         try:
             if answer.startswith(b"data:"):  # only a batch's events have an `index`
                 events = [orjson.loads(payload) for payload in EventSplitter().feed(answer) if payload != _DONE]
@@ -79,19 +80,9 @@ class InputLogprobs:
             raise broken_wire(where, f"{payload[:200]!r}") from error
         return orjson.dumps(event)
 
-
-class StreamWithInputLogprobs:
-    """Decode's stream, rewritten event by event. `where` names the decode server in errors."""
-
-    def __init__(self, found: InputLogprobs, where: str) -> None:
-        self._found = found
-        self._where = where
-        self._events = EventSplitter()
-
-    def feed(self, chunk: bytes) -> bytes:
-        """The events that `chunk` completes, as they go to the client; raises EngineRejected."""
-        payloads = self._events.feed(chunk)
-        return b"".join(b"data: %b\n\n" % self._found.in_event(self._where, payload) for payload in payloads)
+    def in_chunk(self, where: str, chunk: bytes) -> bytes:
+        """The events that the stream's next `chunk` completes, with these fields."""
+        return b"".join([b"data: %b\n\n" % self.in_event(where, payload) for payload in self._events.feed(chunk)])
 
 
 class PairRelay:
@@ -122,13 +113,16 @@ class PairRelay:
         admit: Callable[[int], None],
     ) -> AbstractAsyncContextManager[Relayed]:
         """See `SglangPair.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
-        own = {name: found for name, found in ((ADAPTER, adapter), (CACHE_KEY, cache_key)) if found is not None}
+        own = NOTHING
+        if adapter is not None or cache_key is not None:
+            own = {name: found for name, found in ((ADAPTER, adapter), (CACHE_KEY, cache_key)) if found is not None}
         native = read_native(body, self._rid(), self._rules, own, route)
-        admit(len(native.rids))
+        if native.batch is not None:
+            admit(native.batch)
         tokens = max(1, len(body) // 4)  # about: it is not tokenized here
-        hints, update = Hints(user), route == "prefill_only"
-        wanted = PlacementRequest(tokens, hints=hints, affinity=affinity, update=update, adapter=adapter)
-        if route == "prefill_only" and all(only.way != "pair" for only in self._prefill_only.values()):
+        update = route == "prefill_only"
+        wanted = PlacementRequest(tokens, hints=Hints(user), affinity=affinity, update=update, adapter=adapter)
+        if update and all(only.way != "pair" for only in self._prefill_only.values()):
             return self._prefilled_alone(native, wanted)
         return _ByPair(self, route, native, wanted)
 
@@ -263,7 +257,6 @@ async def _merged(
     if not streamed:
         yield found.in_whole(where, b"".join([chunk async for chunk in chunks]))
         return
-    stream = StreamWithInputLogprobs(found, where)
     async for chunk in chunks:
-        if merged := stream.feed(chunk):
+        if merged := found.in_chunk(where, chunk):
             yield merged

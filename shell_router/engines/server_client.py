@@ -39,8 +39,8 @@ class Transport:
 class ServerClient:
     """Posts to one server, turns what goes wrong into the router's errors, and aborts.
 
-    `running` counts requests under way, `failures` those that were the server's fault. `answers` is whether it answered
-    when it was last asked for something about itself.
+    `failures` counts requests that failed by the server's fault. `answers` is whether it answered when it was last
+    asked for something about itself.
     """
 
     def __init__(self, server: Server, transport: Transport) -> None:
@@ -50,7 +50,6 @@ class ServerClient:
         self.limits = transport.limits
         self.tasks = transport.tasks
         self.breaker = Breaker(transport.breaker)
-        self.running = 0
         self.failures = 0
         self.answers = False
         self._http = transport.http
@@ -71,19 +70,12 @@ class ServerClient:
         max_buffered_bytes: int | None = MAX_BUFFERED_BYTES,
     ) -> Exchange:
         """Post `body` to `route`. The exchange fails with EngineUnreachable or EngineStalled."""
-
-        def over(exchange: Exchange) -> None:
-            self.running -= 1
-            if ended is not None:
-                ended(exchange)
-
-        self.running += 1
         span = CURRENT.get()
         return self._http.begin(
             self._endpoints.get(route) or self._endpoint("POST", route),
             body,
             read_timeout_s=read_timeout_s or self.limits.stall_s,
-            ended=over,
+            ended=ended,
             max_buffered_bytes=max_buffered_bytes,
             explain=self.failure,
             headers=b"" if span is None else span.headers(),
@@ -114,7 +106,7 @@ class ServerClient:
         return await self._whole_within(self._endpoint("GET", route), None, limit_s)
 
     async def post(self, route: str, body: bytes, *, limit_s: float) -> bytes:
-        """What `route` answers to `body`; raises EngineError. Not counted in `running`."""
+        """What `route` answers to `body`; raises EngineError."""
         return await self._whole_within(self._endpoint("POST", route), body, limit_s)
 
     async def _whole_within(self, at: Endpoint, body: bytes | None, limit_s: float) -> bytes:

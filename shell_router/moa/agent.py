@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import field, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ from shell_router.errors import AgentFailed, EngineError, EngineStalled, Invalid
 from shell_router.moa.calls import CallReader, ToolCall, ToolOffer, mark_of
 from shell_router.moa.choosing import LatencyEstimates
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded
-from shell_router.moa.requests import AgentUsage
+from shell_router.moa.requests import AgentUsage, Deadline
 from shell_router.routing.increments import Prefilling
 from shell_router.topology import Prefill, Prompt
 
@@ -205,7 +205,7 @@ class AgentRun:
         )
         self._prefilling = self._load.begin(ready_s, len(ids) - sent, update=False)
         try:
-            async with asyncio.timeout(task.timeout_s):
+            with Deadline(task.timeout_s):
                 if self._split is None or self._split.stage == "answer":
                     finish = await self._generated(request, confidence)
                 else:
@@ -238,7 +238,8 @@ class AgentRun:
 
         Raises _Enough as soon as it is; the engine's request is then aborted.
         """
-        async with aclosing(self.task.model.engine.generate(request)) as stream:
+        stream = self.task.model.engine.generate(request)
+        try:
             async for item in stream:
                 if isinstance(item, Finish):
                     return item
@@ -253,6 +254,8 @@ class AgentRun:
                 self._take(item, confidence)
                 if self._wrote is not None and self._wrote(item.text, confidence.value or 0.0 if confidence else 0.0):
                     await asyncio.sleep(0)  # the cancellation that has just been asked for arrives here
+        finally:
+            await stream.aclose()
         raise EngineError(f"The stream of agent {self.task.agent!r} ended without its last event.")
 
     # --- thinking
@@ -470,23 +473,19 @@ def could_have_written(output: Output, sampling: Mapping[str, Any], prompt: Prom
     return whole and not formed and forms_in(prompt.system + prompt.prefix + prompt.suffix) <= forms_in(output.text)
 
 
-def check_parts(task: AgentTask) -> AgentTask:
-    """Raise InvalidField for sampling parameters that no engine may get, and PromptTooLong for a hopeless prompt."""
-    check_sampling(task.sampling, task.model.vocabulary)
-    require_possible(sum(len(part) for part in task.parts if isinstance(part, str)), task.model.context_length)
-    return task
-
-
-async def check_known(task: AgentTask) -> None:
-    """Raise PromptTooLong if the parts that are known already do not fit with the output that is asked for.
+async def check_task(task: AgentTask) -> None:
+    """Raise InvalidField for sampling parameters that no engine may get, and PromptTooLong for a hopeless prompt: if
+    the parts that are known already do not fit with the output that is asked for.
 
     A text has hardly more tokens than bytes, so short ones need no tokenizing here; the complete prompt is checked
     exactly before it is decoded.
     """
+    check_sampling(task.sampling, task.model.vocabulary)
     size, texts = task.sampling["max_new_tokens"], [part for part in task.parts if isinstance(part, str)]
     for text in texts:
         size += len(text) if text.isascii() else len(text.encode())
     if size > task.model.context_length:
+        require_possible(sum(map(len, texts)), task.model.context_length)
         check_length(task, sum([len(await encoded(task.model.tokenizer, text)) for text in texts]))
 
 

@@ -19,7 +19,7 @@ from shell_router.moa.cluster_exit import ClusterExit, QuorumExit, Verdict
 from shell_router.moa.incremental import complete_prompt
 from shell_router.moa.planning import Plan, compare_drafts, drafts_of, plan_run
 from shell_router.moa.prompt import LONG_TEXT, encoded
-from shell_router.moa.requests import AgentUsage, Answer, CutOff, MoaRequest
+from shell_router.moa.requests import AgentUsage, Answer, CutOff, Deadline, MoaRequest
 from shell_router.routing.holdout import Compared, Holdouts, HoldoutSettings
 from shell_router.routing.increments import Remainder
 from shell_router.topology import VOTE, Agent, Cluster, Topology
@@ -84,11 +84,13 @@ class Executor:
         if request.journal is not None:
             request.journal.pin(plan.choices)
         with self._chooser.activity.program(plan.expected) as leave:
-            run = None if plan.is_single else _Run(self, plan, request, emit, leave)
+            graph = plan.topology
+            is_single = len(plan.tasks) == 1 and not graph.clusters and not graph.root.fallbacks
+            run = None if is_single else _Run(self, plan, request, emit, leave)
             for choice in plan.choices:
                 emit(choice)
             try:
-                async with asyncio.timeout(request.timeout_s):
+                with Deadline(request.timeout_s):
                     answer = await (self._single(plan, emit) if run is None else run.answer())
                 self._compare(plan, answer, self.clock() - started_s)
                 return answer

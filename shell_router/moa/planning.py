@@ -13,7 +13,7 @@ from shell_router.core.events import Event
 from shell_router.core.predictors import Forecast, Prospect
 from shell_router.core.sampling import require_possible
 from shell_router.errors import InvalidField, InvalidRequest, UnknownModel
-from shell_router.moa.agent import FORMS, AgentTask, Source, check_known, check_parts, limited
+from shell_router.moa.agent import FORMS, AgentTask, Source, check_task, limited
 from shell_router.moa.choosing import LatencyEstimates, ModelChooser
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, agent_parts, off_loop
 from shell_router.moa.requests import AgentRequest, AgentUsage, MoaRequest, OutputOf, Segment, place_of_question
@@ -49,11 +49,6 @@ class Plan:
     """The task of an agent with its nth fallback. Raises PromptTooLong."""
     held_out: Mapping[Compared, bool] = field(default_factory=dict)
 
-    @property
-    def is_single(self) -> bool:
-        """Whether there is but one agent, which is not judged."""
-        return len(self.tasks) == 1 and not self.topology.clusters and not self.topology.root.fallbacks
-
 
 async def plan_run(
     chooser: ModelChooser,
@@ -69,8 +64,8 @@ async def plan_run(
     Unless a prompt is so long that it has to be tokenized, nothing happens between the choice and the return, so that
     no other request is chosen for by the same load.
     """
-    asked = sum(len(message["content"]) for message in request.messages)
-    require_possible(asked, max(model.context_length for model in models.values()))
+    asked = sum([len(message["content"]) for message in request.messages])
+    require_possible(asked, max([model.context_length for model in models.values()]))
     choices: list[Event] = []
     sampling = {}
     choosing = chooser.predicts
@@ -83,7 +78,7 @@ async def plan_run(
     own = own_tokens(topology, chooser.estimates, forecasts)
     hints = hints_of(topology, request.tenant, request.id, own, forecasts)
     require_models(topology, models)
-    growing = growing_prompts(topology, request, models, sampling, own, chooser.estimates)
+    growing = growing_prompts(topology, asked, models, sampling, own, chooser.estimates)
     of, inline = _compared_as(topology), topology.name.startswith(INLINE_PREFIX)
     updates = Compared("incremental_prefill", of, "" if inline else ", ".join(sorted(topology.models)))
     drafting = [drafts_of(topology, one) for one in topology.agents.values() if may_draft(one, models) == "auto"]
@@ -91,7 +86,7 @@ async def plan_run(
     growing = {} if held_out.get(updates) else growing
     tasks = _tasks(topology, request, models, sampling, hints, chooser.estimates, growing, held_out)
     for task in tasks.values():
-        await check_known(task)
+        await check_task(task)
     expected = {}
     for agent in topology.agents.values():
         tokens = own[agent.id]
@@ -105,7 +100,7 @@ async def plan_run(
             asked, limit = replace(asked, agents={**asked.agents, agent: unlimited}), None
         wanted = replace(request, max_thinking_tokens=limit)
         task = _tasks(asked, wanted, models, sampling, hints, chooser.estimates, {}, held_out)[agent]
-        await check_known(task)
+        await check_task(task)
         # engines abort whatever begins with the id of the attempt before
         return replace(task, rid=f"{request.id}.{len(topology.agents) + attempt}.{agent}")
 
@@ -131,7 +126,7 @@ def _sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Sampling
 
 def growing_prompts(
     topology: Topology,
-    request: MoaRequest,
+    asked: int,
     models: Mapping[str, ServedModel],
     sampling: Mapping[str, Sampling],
     own: Mapping[str, float | None],
@@ -139,13 +134,13 @@ def growing_prompts(
 ) -> Mapping[str, float]:
     """The agents whose prompts may be prefilled while they grow, each with the fewest tokens of an update.
 
+    Clients' messages have `asked` characters.
     Where no update can pay, neither is one judged nor do precursors write in smaller pieces: the run is that of a
     topology without incremental prefill.
     """
     chunk, found = topology.prefill.chunk_tokens, {}
     if not topology.prefill.incremental:
         return {}
-    asked = sum(len(message["content"]) for message in request.messages)
     for agent in topology.agents.values():
         if not agent.precursors or agent.votes:
             continue
@@ -255,7 +250,7 @@ def _tasks(
         params, answers = sampling[agent.id], is_root or topology.voters.get(agent.id)
         if not is_root:
             params = {"stream_interval": _stream_interval(topology, agent, growing), **params}
-        task = AgentTask(
+        tasks[agent.id] = AgentTask(
             agent.id,
             f"{request.id}.{number}.{agent.id}",
             model,
@@ -275,7 +270,6 @@ def _tasks(
             is_read=not is_root,
             offer=offer,
         )
-        tasks[agent.id] = check_parts(task)
     return tasks
 
 

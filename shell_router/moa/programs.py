@@ -24,7 +24,7 @@ from shell_router.errors import (
     UnknownModel,
     UnknownProgram,
 )
-from shell_router.moa.agent import AgentRun, AgentTask, Source, check_known, check_parts, limited, usage_of
+from shell_router.moa.agent import AgentRun, AgentTask, Source, check_task, limited, usage_of
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.incremental import Prompt, common_prefix, complete_prompt
 from shell_router.moa.planning import (
@@ -39,6 +39,7 @@ from shell_router.moa.prompt import Message, Part, Slot, encoded, render
 from shell_router.moa.requests import (
     AgentRequest,
     Answer,
+    Deadline,
     OutputOf,
     ProgramAgentState,
     ProgramState,
@@ -216,7 +217,7 @@ class Programs:
         emit: Callable[[Event], None],
     ) -> Answer:
         todo = self._task(request, hints)
-        await check_known(todo)
+        await check_task(todo)
         await self._make_space(request)
         record = self._sent_before(asked)  # meanwhile
         if record is None:
@@ -277,7 +278,7 @@ class Programs:
                 remedy=f"Use one of: {', '.join(sorted(self._models))}.",
             )
         parts = _parts(request, model)
-        task = AgentTask(
+        return AgentTask(
             request.agent,
             f"{request.agent}.{uuid.uuid4().hex}",
             model,
@@ -295,7 +296,6 @@ class Programs:
             max_thinking_tokens=thinking_limit(request.agent, request.max_thinking_tokens, model),
             is_read=request.is_read,
         )
-        return check_parts(task)
 
     def _without_drafts(self, request: AgentRequest) -> bool:
         """Whether it is held out, as the other agents of its program are."""
@@ -430,7 +430,7 @@ class Programs:
         record.run = run = AgentRun(task, estimates, emit, clock=clock, writer=writer)
         run.start()
         try:
-            async with asyncio.timeout(request.timeout_s):
+            with Deadline(request.timeout_s):
                 load, remainder = estimates.prefill(task.model), partial(self._remainder, request)
                 prompt = await complete_prompt(task, cache, load, remainder, emit, clock)
                 if request.chat and request.reads:

@@ -30,7 +30,8 @@ _POOL = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2), thread_name_prefi
 
 async def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of `text`."""
-    return await off_loop(len(text), partial(tokenizer.encode, text))
+    short = len(text) < LONG_TEXT
+    return tokenizer.encode(text) if short else await off_loop(len(text), partial(tokenizer.encode, text))
 
 
 async def off_loop(characters: int, work: Callable[[], T]) -> T:

@@ -19,7 +19,7 @@ from shell_router.moa.agent import ended_in_thinking
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.executor import Executor
 from shell_router.moa.prompt import encoded
-from shell_router.moa.requests import Answer, MoaRequest
+from shell_router.moa.requests import Answer, Deadline, MoaRequest
 from shell_router.topology import Conditional, Graph, Step, Topology
 from shell_router.topology.rules import (
     END,
@@ -248,7 +248,7 @@ class StepExecutor:
 
     async def _run_steps(self, topology: Conditional, request: MoaRequest, emit: Emit) -> Answer:
         try:
-            async with asyncio.timeout(request.timeout_s):
+            with Deadline(request.timeout_s):
                 return await _Walk(self, topology, request, _HeldEvents(emit)).answer()
         except TimeoutError as error:
             raise DeadlineExceeded(

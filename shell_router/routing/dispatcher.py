@@ -241,11 +241,6 @@ class Dispatcher(Generic[E]):
     def serving(self) -> list[TrackedEngine[E]]:
         """The engines whose breakers are closed, or that may be probed now. EngineUnavailable where there are none."""
         now_s = self._clock()
-        for at in self.tracked:
-            if at.breaker.blocked_until_s > now_s:
-                break
-        else:
-            return self.tracked
         serving = [at for at in self.tracked if at.breaker.blocked_until_s <= now_s]
         if serving:
             return serving

@@ -102,6 +102,8 @@ class PromptIndex:
 
     def sent(self, features: RoutingFeatures, index: int) -> RoutingFeatures:
         """The prompt goes to this engine: the features with what of it is new there."""
+        if features.affinity is None and self._prefixes is None:
+            return features
         known = features.overlaps.get(index, 0)
         if features.affinity is not None:
             key = hash((features.affinity, features.adapter))

@@ -192,8 +192,7 @@ class RunMetrics:
         self._metrics.run_seconds.labels(self._target, outcome).observe(at_s - self._trace.started_s)
 
     def _model(self, agent: str) -> str:
-        found = self._trace.agents.get(agent)
-        return "unknown" if found is None else found.model
+        return self._trace.agents[agent].model
 
     def _finished(self, event: AgentFinished) -> None:
         model, metrics = self._model(event.agent), self._metrics

@@ -46,12 +46,6 @@ class PrefillTimes:
         return self.hidden_s / total if total > 0 else None
 
 
-def prefill_times(updates: Iterable[tuple[float, float]], inputs_done_s: float, first_token_s: float) -> PrefillTimes:
-    """Times of one agent whose prefill-only updates ran over the (start, end) seconds in `updates`."""
-    hidden = sum(max(0.0, min(end, inputs_done_s) - start) for start, end in updates)
-    return PrefillTimes(hidden, max(0.0, first_token_s - inputs_done_s))
-
-
 def summed(times: Iterable[PrefillTimes]) -> PrefillTimes:
     """Both times added up over agents."""
     listed = tuple(times)
@@ -124,8 +118,8 @@ class AgentTrace:
         """Hidden and exposed prefill, once the first token is there."""
         if self.first_token_s is None:
             return None
-        updates = ((one.started_s, one.at_s) for one in self.increments)
-        return prefill_times(updates, inputs_done_s, self.first_token_s)
+        hidden = sum(max(0.0, min(one.at_s, inputs_done_s) - one.started_s) for one in self.increments)
+        return PrefillTimes(hidden, max(0.0, self.first_token_s - inputs_done_s))
 
     def as_json(self, origin_s: float) -> dict[str, Any]:
         """Facts and spans; times are seconds since `origin_s`."""
@@ -248,7 +242,7 @@ class Trace:
 
     def add(self, event: Event) -> None:
         """Take in the next event."""
-        if isinstance(event, AgentTokens | AgentThought):  # the one kind of which there are many
+        if isinstance(event, (AgentTokens, AgentThought)):  # the one kind of which there are many
             agent = self.agents.get(event.agent) or self._unstarted(event.agent, event.at_s)
             if agent.first_token_s is None:
                 agent.first_token_s, agent.first_tokens = event.at_s, len(event.ids)

@@ -260,9 +260,9 @@ async def test_requests_under_way_are_counted_and_end_with_their_streams() -> No
     async with scripted_pool(settings=ScriptedSettings(token_s=5)) as at:
         async with aclosing(at.pool.generate(generation())) as stream:
             await anext(stream)
-            assert [server.running for server in at.pool.servers] == [0, 1]
+            assert [one.requests for one in in_flight(at.pool)] == [0, 1]
         await at.pool.aclose()
-        assert [server.running for server in at.pool.servers] == [0, 0]
+        assert [one.requests for one in in_flight(at.pool)] == [0, 0]
 
 
 def in_flight(pool: SglangPair) -> list[InFlight]:

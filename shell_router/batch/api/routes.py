@@ -197,7 +197,7 @@ async def upload_file(request: web.Request) -> web.Response:
     id = f"file-{request.app[SERVICES].new_id()}"
     draft = folder.draft(id)
     try:
-        async with request.app[DRAIN].deadline():
+        with request.app[DRAIN].deadline():
             upload = await receive(request, draft, min(most_bytes, request.app[BATCHES].max_file_bytes))
         await on_disk(keep_as, draft, folder.content(id))
     finally:

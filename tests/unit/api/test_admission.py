@@ -12,7 +12,7 @@ async def test_a_stop_cuts_what_still_runs_and_leaves_what_has_reached_its_own_l
     async def overdue() -> None:
         """Its limit is over, and it still has to leave its engine."""
         try:
-            async with drain.deadline(0):
+            with drain.deadline(0):
                 try:
                     await asyncio.Event().wait()
                 finally:
@@ -23,7 +23,7 @@ async def test_a_stop_cuts_what_still_runs_and_leaves_what_has_reached_its_own_l
 
     async def running() -> None:
         try:
-            async with drain.deadline(3600):
+            with drain.deadline(3600):
                 await asyncio.Event().wait()
         finally:
             all_cut.set()

@@ -5,7 +5,7 @@ import pytest
 from shell_router.core.engine import ServedModel
 from shell_router.core.sampling import check_depth, check_sampling
 from shell_router.errors import InvalidField
-from shell_router.moa.agent import AgentTask, check_parts
+from shell_router.moa.agent import AgentTask, check_task
 from tests.fakes.moa import ScriptedMoa
 
 VOCABULARY = 1000
@@ -93,8 +93,8 @@ def test_depth_is_counted_in_levels() -> None:
         check_depth([[1]] * 60_000, "schema")
 
 
-def test_every_agent_of_a_run_is_checked_against_its_models_vocabulary() -> None:
+async def test_every_agent_of_a_run_is_checked_against_its_models_vocabulary() -> None:
     moa = ScriptedMoa()
     model = ServedModel("small", moa.engines["small"], moa.tokenizers["small"], 4096, vocabulary=VOCABULARY)
     with pytest.raises(InvalidField, match="below 1000"):
-        check_parts(AgentTask("a", "r", model, ("x",), {"max_new_tokens": 1, "stop_token_ids": [VOCABULARY]}))
+        await check_task(AgentTask("a", "r", model, ("x",), {"max_new_tokens": 1, "stop_token_ids": [VOCABULARY]}))

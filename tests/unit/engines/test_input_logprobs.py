@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from shell_router.engines.native_body import wants_input_logprobs
-from shell_router.engines.relay import InputLogprobs, StreamWithInputLogprobs
+from shell_router.engines.relay import InputLogprobs
 from shell_router.errors import EngineRejected
 
 TOKENS = b'"input_token_logprobs":[[null,23,"5"],[-9.744879722595215,24,"6"],[-11.520793914794922,25,"7"]]'
@@ -105,24 +105,24 @@ def test_parallel_samples_are_matched_although_each_server_names_them_itself() -
 
 
 def test_every_event_of_a_stream_repeats_them() -> None:
-    stream = StreamWithInputLogprobs(read(output("r", FIRST)), "decode")
+    found = read(output("r", FIRST))
     sent = b"".join(event(output("r", [], at=at)) for at in range(3)) + DONE
-    assert stream.feed(sent) == b"".join(event(output("r", FIRST, at=at)) for at in range(3)) + DONE
+    assert found.in_chunk("decode", sent) == b"".join(event(output("r", FIRST, at=at)) for at in range(3)) + DONE
 
 
 def test_the_events_of_a_batch_are_distinguished_by_index() -> None:
     prefilled = event(output("r_1", SECOND, index=1)) + event(output("r_0", FIRST, index=0)) + DONE
-    stream = StreamWithInputLogprobs(read(prefilled), "decode")
+    found = read(prefilled)
     sent = [output("r_0", [], index=0), output("r_1", [], index=1), output("r_0", [], index=0)]
     expected = [output("r_0", FIRST, index=0), output("r_1", SECOND, index=1), output("r_0", FIRST, index=0)]
-    assert stream.feed(b"".join(map(event, sent))) == b"".join(map(event, expected))
+    assert found.in_chunk("decode", b"".join(map(event, sent))) == b"".join(map(event, expected))
 
 
 @pytest.mark.parametrize("size", [1, 7, 50])
 def test_events_are_whole_however_the_network_cut_the_stream(size: int) -> None:
-    stream = StreamWithInputLogprobs(read(output("r", FIRST)), "decode")
+    found = read(output("r", FIRST))
     sent = event(output("r", [])) + event(output("r", [])) + DONE
-    pieces = [stream.feed(sent[start : start + size]) for start in range(0, len(sent), size)]
+    pieces = [found.in_chunk("decode", sent[start : start + size]) for start in range(0, len(sent), size)]
     assert b"".join(pieces) == event(output("r", FIRST)) * 2 + DONE
     assert all(piece.endswith(b"\n\n") for piece in pieces if piece)
 
