@@ -13,7 +13,7 @@ is found cached, and --context words, so that prompts are long enough for update
 the first request to the answer; `vs_plain` is the median of the ratios to plain on the same question, with its 95 %
 interval. Afterwards plain is asked each prompt of the other ways: `equal` counts the same answers. In float32 a batch
 of another size may round otherwise; with --dtype float64 answers depend on the prompts alone. `updates` are prefill
-updates of the root, the mean.
+updates of the root, the mean; `early` counts the answers whose root had any.
 """
 # ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
 
@@ -138,6 +138,7 @@ def rows_of(words: int, runs: "Sequence[Mapping[str, Asked]]", equal: Sequence[M
                 "95 %": interval(ratios),
                 "equal": f"{sum(one.get(mode, True) for one in equal)} of {len(runs)}",
                 "updates": statistics.mean(run[mode].updates for run in runs),
+                "early": f"{sum(run[mode].updates > 0 for run in runs)} of {len(runs)}",
             }
         )
     return rows
