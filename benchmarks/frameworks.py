@@ -1,6 +1,7 @@
 """What a framework's program gains from lazy answers: LangGraph plain, LangGraph lazy and the same graph as a topology.
 
-    python benchmarks/frameworks.py [--questions N] [--context WORDS,WORDS] [--new-tokens N] [--dtype DTYPE] [--json]
+    python benchmarks/frameworks.py [--questions N] [--context WORDS,WORDS] [--new-tokens N] [--chunk-tokens N]
+        [--dtype DTYPE] [--json]
 
 A 9-3-1 tree answers every question in three ways, in all orders by turns, with the same prompts at temperature 0:
 
@@ -13,7 +14,9 @@ is found cached, and --context words, so that prompts are long enough for update
 the first request to the answer; `vs_plain` is the median of the ratios to plain on the same question, with its 95 %
 interval. Afterwards plain is asked each prompt of the other ways: `equal` counts the same answers. In float32 a batch
 of another size may round otherwise; with --dtype float64 answers depend on the prompts alone. `updates` are prefill
-updates of the root, the mean.
+updates of the root, the mean; `early` counts the answers whose root had any. Without --chunk-tokens the router sends
+them where they pay; with it LangGraph's root, plain and lazy, and all agents of the topology want one whenever so many
+tokens have come.
 """
 # ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
 
@@ -58,6 +61,7 @@ def main() -> int:
     found.add_argument("--questions", type=int, default=32, help="of each row (default 32)")
     found.add_argument("--context", default="0,1500", help="words before each question (default 0,1500)")
     found.add_argument("--new-tokens", type=int, default=96, help="at most, of each agent (default 96)")
+    found.add_argument("--chunk-tokens", type=int, help="tokens of the root's updates (default: where they pay)")
     found.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="that the engines compute in")
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     options = found.parse_args()
@@ -85,7 +89,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     engine = {"embedded": EmbeddedSection(dtype=options.dtype)}
     models = {alias: replace(model, engine=engine) for alias, model in config.models.items()}
     config = replace(config, models=models)
-    tree, rows = asked_tree(options.new_tokens), list["Row"]()
+    tree, rows = asked_tree(options.new_tokens, options.chunk_tokens or "adaptive"), list["Row"]()
     async with running_deployment(config) as services:
         app = create_app(replace(services, topologies={tree.name: tree}), ApiSettings())
         with bound_sockets() as sockets, ProcessPoolExecutor(1, get_context("spawn")) as client:
@@ -103,13 +107,14 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
         return (await engine_words(config)).replace("float32", options.dtype), rows
 
 
-def asked_tree(new_tokens: int) -> "Topology":
+def asked_tree(new_tokens: int, chunk_tokens: int | str = "adaptive") -> "Topology":
     """Nine proposers, three aggregators and a root, all at temperature 0."""
     from shell_router.topology import parse_topology
 
     text = f"""
         name: tree
         tree: {{shape: [9, 3, 1], models: [{", ".join(MODELS)}]}}
+        prefill: {{chunk_tokens: {chunk_tokens}}}
         defaults: {{sampling: {{temperature: 0, max_new_tokens: {new_tokens}}}, drafts: off}}
     """
     return parse_topology(text, source="frameworks.py", models=set(MODELS))
@@ -138,6 +143,7 @@ def rows_of(words: int, runs: "Sequence[Mapping[str, Asked]]", equal: Sequence[M
                 "95 %": interval(ratios),
                 "equal": f"{sum(one.get(mode, True) for one in equal)} of {len(runs)}",
                 "updates": statistics.mean(run[mode].updates for run in runs),
+                "early": f"{sum(run[mode].updates > 0 for run in runs)} of {len(runs)}",
             }
         )
     return rows
@@ -170,10 +176,11 @@ def asked(url: str, tree: "Topology", mode: str, question: str) -> Asked:
     router |= {"max_tokens": tree.root.sampling["max_new_tokens"], "include_response_headers": True}
     lazy = {"program": uuid.uuid4().hex, "lazy": True}
     workers = {name: ChatOpenAI(model=name, **router, extra_body=lazy if mode == "lazy" else None) for name in MODELS}
-    root = ChatOpenAI(model=tree.name if mode == "topology" else tree.root.model, **router)
     if mode == "topology":
-        run = partial(root.invoke, question)
+        run = partial(ChatOpenAI(model=tree.name, **router).invoke, question)
     else:
+        prefill = {"chunk_tokens": tree.prefill.chunk_tokens}  # the same in both
+        root = ChatOpenAI(model=tree.root.model, **router, extra_body={"prefill": prefill})
         graph, replies = graph_of(tree, workers, root)
 
         def run() -> Any:

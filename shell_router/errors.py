@@ -17,7 +17,7 @@ class ShellRouterError(Exception):
 
 
 class ConfigError(ShellRouterError):
-    """A configuration file is wrong; the message names the file and, where known, the line."""
+    """A configuration file is wrong, or a change of it; the message names the file and, where known, the line."""
 
 
 class TopologyError(ConfigError):

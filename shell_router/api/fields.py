@@ -140,6 +140,17 @@ def as_object(value: Any, path: str) -> Fields:
     return Fields(value, path)
 
 
+def query_number(query: Mapping[str, str], name: str, default: float, most: float) -> float:
+    """The number that the query sets, from 0 to `most`. Raises InvalidField."""
+    try:
+        value = float(query.get(name, default))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= most:
+        raise InvalidField(f"{name} must be a number from 0 to {most:g}.", field=name)
+    return value
+
+
 def parse_body(body: bytes) -> Fields:
     """A request's body, which must be a JSON object."""
     try:

@@ -75,13 +75,13 @@ def require_route(key: ApiKey, method: str, path: str, route: str) -> None:
     """Raise Forbidden where the key is not for `path`, or the route, named by its pattern, is the operator's."""
     if key.routes and not any(path == one or path.startswith(f"{one.rstrip('/')}/") for one in key.routes):
         raise Forbidden(f"The API key is not for {path[:200]}.", remedy=f"It is for: {', '.join(key.routes)}.")
-    if not key.operator and (route == METRICS or (route in ADMINISTRATION and method not in ("GET", "HEAD"))):
+    if not key.operator and (route in OPERATORS or (route in ADMINISTRATION and method not in ("GET", "HEAD"))):
         raise Forbidden(
             f"{method} {route} is for operators.", remedy="Use a key that has `operator: on` in the configuration."
         )
 
 
-METRICS = "/metrics"
+OPERATORS = frozenset({"/metrics", "/v1/engines"})
 ADMINISTRATION = frozenset({"/v1/topologies/{name}"})
 """Routes that change what all tenants are served."""
 

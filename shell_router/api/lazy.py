@@ -19,7 +19,7 @@ from shell_router.api.agents import (
     read_prefill,
     split_text,
 )
-from shell_router.api.fields import Fields
+from shell_router.api.fields import Fields, query_number
 from shell_router.api.plain import Request
 from shell_router.api.replies import json_reply
 from shell_router.api.services import SERVICES, SETTINGS, TENANT
@@ -166,12 +166,7 @@ async def show_output(request: web.Request) -> web.Response:
     if program is None:
         raise UnknownProgram("No lazy answer of yours has that marker.", remedy="It may have expired: ask again.")
     limit_s = request.app[SETTINGS].request_timeout_s
-    try:
-        wait_s = float(request.query.get("wait_s", min(OUTPUT_WAIT_S, limit_s)))
-    except ValueError:
-        wait_s = -1.0
-    if not 0 <= wait_s <= limit_s:
-        raise InvalidField(f"wait_s must be a number of seconds from 0 to {limit_s:g}.", field="wait_s")
+    wait_s = query_number(request.query, "wait_s", min(OUTPUT_WAIT_S, limit_s), limit_s)
     with request.app[DRAIN].deadline():
         text = await services.programs.output(tenant, program, agent, wait_s)
     state = "running" if text is None else "finished"

@@ -157,6 +157,7 @@ BODIES: Mapping[str, Body] = {
     "POST /generate": NATIVE,
     "POST /prefill_only": NATIVE,
     "PUT /v1/topologies/{name}": {"name": TEXT},
+    "POST /v1/engines": {"model": TEXT, "pair": OBJECT},
     "POST /v1/batches": {"input_file_id": TEXT, "endpoint": TEXT, "completion_window": TEXT, "metadata": OBJECT},
 }
 """The fields of JSON bodies. What is not in them has no effect, or is forwarded: the reference says which."""
@@ -167,6 +168,7 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "POST /v1/messages": ("messages", "max_tokens"),
     "POST /v1/embeddings": ("model", "input"),
     "POST /v1/agent/requests": ("program", "agent", "model"),
+    "POST /v1/engines": ("model", "pair"),
     "POST /v1/batches": ("input_file_id", "endpoint", "completion_window"),
 }
 OTHER_BODIES = {
@@ -175,6 +177,7 @@ OTHER_BODIES = {
 }
 QUERIES = {
     "GET /v1/agent/outputs/{marker}": ("wait_s",),
+    "DELETE /v1/engines": ("model", "prefill", "decode", "wait_s"),
     "GET /v1/traces": ("model", "status", "since", "limit"),
     "GET /v1/files": ("purpose", "order", "limit", "after"),
     "GET /v1/batches": ("limit", "after"),

@@ -77,6 +77,14 @@ class Runs(Protocol):
     def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]: ...
 
 
+class Fleet(Protocol):
+    """The engine pairs of models, which operators change: app.models.Fleet."""
+
+    def listed(self) -> list[dict[str, Any]]: ...
+    async def add(self, alias: str, pair: Mapping[str, Any]) -> None: ...
+    async def drain(self, alias: str, prefill: str, decode: str, limit_s: float) -> int: ...
+
+
 class TokenRates:
     """The tokens that tenants used in the last minute, about: of the minute before this one a share counts."""
 
@@ -120,6 +128,7 @@ class Services:
     topologies: LiveTopologies
     models: Mapping[str, ServedModel]
     relays: Mapping[str, Relay]
+    fleet: Fleet
     engines: Mapping[str, str] = field(default_factory=dict)
     embedders: Mapping[str, Embedder] = field(default_factory=dict)
     serving: Callable[[], Mapping[str, bool]] = dict

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from shell_router.api.fields import parse_body, read_body
+from shell_router.api.fields import Fields, as_object, parse_body, query_number, read_body
 from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
-from shell_router.api.replies import common_headers, json_reply
+from shell_router.api.plain import Request
+from shell_router.api.replies import common_headers, json_reply, note_ignored
 from shell_router.api.services import (
     ENGINE_CHECK,
     KEY,
@@ -87,6 +88,32 @@ async def delete_topology(request: web.Request) -> web.Response:
     return json_reply(request, {"name": name, "deleted": True})
 
 
+async def list_engines(request: web.Request) -> web.Response:
+    """The prefill-decode pairs of all models."""
+    return json_reply(request, {"object": "list", "data": request.app[SERVICES].fleet.listed()})
+
+
+async def add_engines(request: Request) -> web.Response:
+    """Serve a model by one more pair, whose servers are up and are probed first."""
+    body = parse_body(await read_body(request))
+    model, pair = body.required_text("model"), as_object(body.raw("pair"), "pair").as_dict()
+    body.check_spelling()
+    await request.app[SERVICES].fleet.add(model, pair)
+    log.info("%s added to model %s the pair %s", request[TENANT], model, pair)
+    return json_reply(request, {"model": model, **pair, **note_ignored(request, body.unread)}, status=201)
+
+
+async def drain_engines(request: web.Request) -> web.Response:
+    """Send a pair no more requests and wait for those that run there; 202 if some still do after `wait_s`."""
+    query, limit_s = Fields(request.query), request.app[SETTINGS].request_timeout_s
+    model, prefill, decode = (query.required_text(name) for name in ("model", "prefill", "decode"))
+    wait_s = query_number(request.query, "wait_s", limit_s, limit_s)
+    log.info("%s drains of model %s the pair %s and %s", request[TENANT], model, prefill, decode)
+    running = await request.app[SERVICES].fleet.drain(model, prefill, decode, wait_s)
+    body = {"model": model, "prefill": prefill, "decode": decode, "running": running}
+    return json_reply(request, body, status=202 if running else 200)
+
+
 TRACE_FILTERS = ("model", "status", "since", "limit")
 MOST_TRACES = 1000
 
@@ -99,23 +126,13 @@ async def list_traces(request: web.Request) -> web.Response:
     model, status = query.get("model"), query.get("status")
     if status not in (None, *OUTCOMES):
         raise InvalidField(f"status must be one of {', '.join(OUTCOMES)}.", field="status")
-    since, limit = _number(query, "since", 0.0, 1e12), _number(query, "limit", 20.0, MOST_TRACES)
+    since, limit = query_number(query, "since", 0.0, 1e12), query_number(query, "limit", 20.0, MOST_TRACES)
 
     def wanted(trace: Trace) -> bool:
         return model in (None, trace.target) and status in (None, trace.outcome) and trace.wall_s >= since
 
     found = request.app[SERVICES].traces.latest(request[TENANT], wanted, int(limit))
     return json_reply(request, {"object": "list", "data": [trace.summary() for trace in found]})
-
-
-def _number(query: Mapping[str, str], name: str, default: float, most: float) -> float:
-    try:
-        value = float(query.get(name, default))
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= most:
-        raise InvalidField(f"{name} must be a number from 0 to {most:g}.", field=name)
-    return value
 
 
 async def show_trace(request: web.Request) -> web.Response:

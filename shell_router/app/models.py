@@ -4,9 +4,9 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from yarl import URL
 
@@ -14,12 +14,13 @@ from shell_router.app.model_files import ModelFiles, adapters_of, named, read_fi
 from shell_router.app.wings import EngineKind, Progress, StartedEngine, engine_kind, kind_of
 from shell_router.config import Config, ModelSettings, PairSettings
 from shell_router.config.models import secret
+from shell_router.config.read import read_sent
 from shell_router.core.engine import ServedModel
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.native_body import NativeRules
 from shell_router.engines.sglang import AdaptedModel, SglangPair
-from shell_router.errors import EngineError, EngineStalled
+from shell_router.errors import EngineError, EngineStalled, require
 from shell_router.routing.failures import BreakerSettings, RetrySettings
 
 log = logging.getLogger(__name__)
@@ -80,10 +81,8 @@ def _served(alias: str, settings: ModelSettings, engine: StartedEngine, files: M
         reasoning=REASONING_PARSERS.get(settings.reasoning_parser or ""),
         call_mark=CALL_MARKS.get(settings.tool_call_parser or ""),
     )
-    if isinstance(pool := engine.engine, SglangPair):
-        prefills, _ = pool.dispatchers
-        model = replace(model, call_parser=pool, prefill_cost=pool.prefill_cost, prefill_servers=len(prefills.engines))
-    return model
+    pool = engine.engine
+    return with_servers(replace(model, call_parser=pool), pool) if isinstance(pool, SglangPair) else model
 
 
 def adapted_models(base: ServedModel, pool: SglangPair) -> Mapping[str, tuple[ServedModel, AdaptedModel]]:
@@ -93,6 +92,64 @@ def adapted_models(base: ServedModel, pool: SglangPair) -> Mapping[str, tuple[Se
         name, engine = named(base.alias, adapter), AdaptedModel(pool, adapter)
         found[name] = replace(base, alias=name, engine=engine, base=base.alias), engine
     return found
+
+
+class Fleet:
+    """The pairs of models, added and drained while requests run. `served` follows them. See `api.services.Fleet`."""
+
+    def __init__(
+        self, models: Mapping[str, ModelSettings], pools: Mapping[str, SglangPair], served: dict[str, ServedModel]
+    ) -> None:
+        self._models, self._pools, self._served = models, pools, served
+        self._change = asyncio.Lock()
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Every pair."""
+        pairs = ((alias, at) for alias, pool in self._pools.items() for at in pool.addresses)
+        return [{"model": alias, "prefill": at.prefill_url, "decode": at.decode_url} for alias, at in pairs]
+
+    async def add(self, alias: str, given: Mapping[str, Any]) -> None:
+        """Serve the model by this pair, too, once it is found good. Raises InvalidField, ConfigError, EngineError."""
+        pool, pair = self._pool(alias), read_sent(PairSettings, given, "pair")
+        require(pair.launch is None, "pair.launch is for files.", "Start its engines, and leave launch out.")
+        address, model = address_of(pair), self._models[alias]
+        async with self._change:
+            require(
+                address not in pool.addresses, f"Model {alias!r} has this pair already.", "GET /v1/engines lists all."
+            )
+            found = (*pool.addresses, address)
+            pairs = (PairSettings(at.prefill_url, at.decode_url, at.bootstrap_port, at.bootstrap_host) for at in found)
+            replace(model, pairs=tuple(pairs))  # checks them together
+            await pool.add(address)
+            self._served[alias] = with_servers(self._served[alias], pool)
+
+    async def drain(self, alias: str, prefill: str, decode: str, limit_s: float) -> int:
+        """Serve the model without this pair; gives how many requests still run there after `limit_s`. They go on."""
+        pool = self._pool(alias)
+        async with self._change:
+            found = [one for one in pool.addresses if (one.prefill_url, one.decode_url) == (prefill, decode)]
+            require(bool(found), f"Model {alias!r} has no such pair.", "GET /v1/engines lists all.")
+            require(len(pool.addresses) > 1, f"It is the last pair of model {alias!r}.", "First add another.")
+            drained = pool.drain(found[0])
+            self._served[alias] = with_servers(self._served[alias], pool)
+        running = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while running := max((at.in_flight.requests for at in drained), default=0):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                pool.forget(at.engine for at in drained)
+        return running
+
+    def _pool(self, alias: str) -> SglangPair:
+        require(alias in self._pools, f"No model {alias!r} is served by pairs.", "GET /v1/engines lists all.")
+        require(not self._models[alias].adapters, f"Model {alias!r} has adapters.", "Change its file, and restart.")
+        return self._pools[alias]
+
+
+def with_servers(model: ServedModel, pool: SglangPair) -> ServedModel:
+    """The model with what its prefill servers cost now."""
+    prefills, _ = pool.dispatchers
+    return replace(model, prefill_cost=pool.prefill_cost, prefill_servers=len(prefills.engines))
 
 
 class SglangPairs:

@@ -8,7 +8,7 @@ from itertools import chain
 
 from shell_router.api import ENGINE_CHECK, Services
 from shell_router.app.choosing import chooser_of, running_recorder, running_spans
-from shell_router.app.models import RunningModel, SglangPairs, adapted_models, running_models
+from shell_router.app.models import Fleet, RunningModel, SglangPairs, adapted_models, running_models
 from shell_router.app.resources import running_cache, running_embedder
 from shell_router.app.topologies import live_topologies, watched
 from shell_router.app.wings import RunningPredictor, wing
@@ -62,6 +62,7 @@ async def running_services(
             programs=Programs(served, cache.logs, clock=clock, chooser=chooser, holdouts=agents.holdouts),
             topologies=topologies,
             models=served,
+            fleet=Fleet(config.models, pools, served),
             relays=relays,
             engines={alias: model.engine.name for alias, model in models.items()},
             embedders={} if embedding.embedder is None else {config.embedder.name: embedding.embedder},

@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shell_router.errors import ConfigError
-from shell_router.topology.document import Document, read_document, read_text
+from shell_router.topology.document import Document, clients_document, read_document, read_text
 from shell_router.topology.document import Path as Place
 from shell_router.topology.forms import (
     Block,
@@ -60,6 +60,14 @@ def read_file(
     document.refuse(check(form_of(kind, kinds=kinds), document.value, ()))
     found: T = _Builder(document, path.parent, see, kinds).build(kind, document.value, ())
     return found, lambda at: f"{path}:{document.line_of(at)}"
+
+
+def read_sent(kind: type[T], value: Mapping[str, Any], field: str) -> T:
+    """What a client sent in `field`, as a `kind`. Raises InvalidField, and ConfigError for values that do not fit."""
+    document = clients_document(value, field)
+    document.refuse(check(form_of(kind), value, ()))
+    found: T = _Builder(document, Path(), SEE_PAGE, NO_KINDS).build(kind, value, ())
+    return found
 
 
 def json_schema(kind: type, title: str, kinds: Kinds = NO_KINDS) -> Schema:

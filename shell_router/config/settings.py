@@ -76,7 +76,7 @@ class ApiKey:
         int | None,
         count("Tokens of prompts and outputs that its tenant may use a minute; then it is answered 429."),
     ] = None
-    operator: Annotated[bool, "Whether it may read `/metrics` and change topologies."] = False
+    operator: Annotated[bool, "Whether it may read `/metrics`, and change topologies and engine pairs."] = False
 
     def __post_init__(self) -> None:
         require((self.key is None) != (self.env is None), "a key has either `key` or `env`", "Set one of them.")

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Generic, TypeVar
 
 from shell_router.errors import EngineError, EngineUnavailable
-from shell_router.routing.dispatcher import Dispatcher, EngineSlot
+from shell_router.routing.dispatcher import Dispatcher, EngineSlot, TrackedEngine
 from shell_router.routing.engine_selection import EngineReport, PlacementRequest
 
 log = logging.getLogger(__name__)
@@ -48,33 +48,43 @@ class Monitor(Generic[E]):
     """Polls every engine of a dispatcher, each in a task of its own, so that a slow one delays no other's report.
 
     `ask` gives an engine's state within a limit of its own, or raises EngineError. One that fails is asked again after
-    the double time, up to 30 s, and its last report ages meanwhile.
+    the double time, up to 30 s, and its last report ages meanwhile. `poll_s` gives the time between two.
     """
 
-    def __init__(self, dispatcher: Dispatcher[E], ask: Callable[[E], Awaitable[EngineReport]], poll_s: float) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher[E], ask: Callable[[E], Awaitable[EngineReport]], poll_s: Callable[[], float]
+    ) -> None:
         self._dispatcher = dispatcher
         self._ask = ask
         self._poll_s = poll_s
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[E, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> "Monitor[E]":
-        self._tasks = [asyncio.create_task(self._follow(at.index)) for at in self._dispatcher.tracked]
+        self.follow()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    def follow(self) -> None:
+        """Ask those engines that the dispatcher has now, and no others."""
+        for gone in self._tasks.keys() - set(self._dispatcher.engines):
+            self._tasks.pop(gone).cancel()
+        for at in self._dispatcher.tracked:
+            if at.engine not in self._tasks:
+                self._tasks[at.engine] = asyncio.create_task(self._follow(at))
 
-    async def _follow(self, index: int) -> None:
-        at, wait_s = self._dispatcher.tracked[index], self._poll_s
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _follow(self, at: TrackedEngine[E]) -> None:
+        wait_s = self._poll_s()
         while True:
             try:
-                self._dispatcher.report(index, await self._ask(at.engine))
-                wait_s = self._poll_s
+                self._dispatcher.report(at.index, await self._ask(at.engine))
+                wait_s = self._poll_s()
             except EngineError as error:
                 at.failed_polls += 1
-                if wait_s == self._poll_s:
+                if wait_s <= self._poll_s():
                     log.warning("%s does not report its state, and is chosen without it: %s", at.engine, error)
-                wait_s = min(2 * wait_s, max(LONGEST_WAIT_S, self._poll_s))
+                wait_s = min(2 * wait_s, max(LONGEST_WAIT_S, self._poll_s()))
             await asyncio.sleep(wait_s)

@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shell_router.core.engine import Placement
-from shell_router.engines.address import Bootstrap, PairAddress, Server
+from shell_router.engines.address import Bootstrap, PairAddress
 from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.server_client import ServerClient, ServerFailure, Transport
 from shell_router.errors import AdapterMissing, EngineError, EngineRejected, EngineUnavailable
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
 from shell_router.routing.engine_selection import PlacementRequest
-from shell_router.routing.failures import Breaker, RetrySettings
+from shell_router.routing.failures import RetrySettings
 
 if TYPE_CHECKING:
     from shell_router.engines.adapter_leases import Adapters, Lease
@@ -69,24 +69,40 @@ class Pairing:
         scheduling: SchedulingSettings,
         adapters: AdapterSettings,
     ) -> None:
-        prefills: dict[Server, Bootstrap] = {
-            at.prefill: Bootstrap(at.bootstrap_host, at.bootstrap_port, room) for at in addresses
-        }
-        clients = {server: ServerClient(server, transport) for server in prefills}
-        decodes = [ServerClient(one, transport) for one in dict.fromkeys(at.decode for at in addresses)]
         self.limits = transport.limits
         self.retried = 0
-        self.bootstraps = {clients[server]: bootstrap for server, bootstrap in prefills.items()}
-        self.servers = (*clients.values(), *decodes)
-        """Prefill servers, then decode servers."""
+        self.bootstraps: dict[ServerClient, Bootstrap] = {}
+        """Those of prefill servers, also of drained ones on which requests still run."""
         self.adapter_settings = adapters
-        self._transport, clock = transport, transport.clock
+        self._transport, self._room, clock = transport, room, transport.clock
 
         def has_adapter(server: ServerClient, adapter: str) -> bool:
             return self.adapters.will_have(server, adapter)
 
-        self.prefills = Dispatcher(_named(clients.values()), scheduling, clock, has_adapter, decodes=False)
-        self.decodes = Dispatcher(_named(decodes), scheduling, clock, has_adapter, prefills=False)
+        self.prefills = Dispatcher[ServerClient]([], scheduling, clock, has_adapter, decodes=False)
+        self.decodes = Dispatcher[ServerClient]([], scheduling, clock, has_adapter, prefills=False)
+        for address in addresses:
+            self.add(*self.clients_of(address))
+
+    @property
+    def servers(self) -> tuple[ServerClient, ...]:
+        """Prefill servers, then decode servers."""
+        return (*self.prefills.engines, *self.decodes.engines)
+
+    def clients_of(self, address: PairAddress) -> tuple[ServerClient, ServerClient]:
+        """The clients of its servers; new ones of servers that are not among these get no requests before `add`."""
+        known = {client.server: client for client in self.servers}
+        prefill, decode = (
+            known.get(server) or ServerClient(server, self._transport) for server in (address.prefill, address.decode)
+        )
+        self.bootstraps.setdefault(prefill, Bootstrap(address.bootstrap_host, address.bootstrap_port, self._room))
+        return prefill, decode
+
+    def add(self, prefill: ServerClient, decode: ServerClient) -> None:
+        """Requests go to those of these servers, too, that are not among these yet."""
+        for dispatcher, one in ((self.prefills, prefill), (self.decodes, decode)):
+            if one not in dispatcher.engines:
+                dispatcher.add(one, f"{one.server.role}-{dispatcher.ever}", one.breaker)
 
     @cached_property
     def adapters(self) -> "Adapters":
@@ -94,10 +110,6 @@ class Pairing:
         from shell_router.engines.adapter_leases import Adapters  # noqa: PLC0415 - most models have no adapters
 
         return Adapters(self.servers, self.adapter_settings, self._transport.tasks, self._transport.clock)
-
-
-def _named(servers: Collection[ServerClient]) -> list[tuple[ServerClient, str, Breaker]]:
-    return [(server, f"{server.server.role}-{index}", server.breaker) for index, server in enumerate(servers)]
 
 
 class Attempts:

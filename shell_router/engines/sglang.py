@@ -4,7 +4,7 @@ import asyncio
 import random
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,9 +40,9 @@ from shell_router.engines.server_state import (
     version_of,
 )
 from shell_router.engines.wire import broken_wire, leg_bodies
-from shell_router.errors import AdapterMissing, EngineError
+from shell_router.errors import AdapterMissing, EngineError, EngineRejected
 from shell_router.routing.adapter_cache import AdapterSettings
-from shell_router.routing.dispatcher import SchedulingSettings
+from shell_router.routing.dispatcher import SchedulingSettings, TrackedEngine
 from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import DEFAULT_BREAKER, DEFAULT_RETRIES, BreakerSettings, RetrySettings
 
@@ -110,10 +110,9 @@ class SglangPair:
         self.adapter_settings = adapters
         self.chat: ChatServing | None = None
         """See `Relay.chat`; known after `probe`."""
-        self._prefill_only = {
-            server: PrefillOnly(server, bootstrap, partial(self._prefill_by_pair, server), rid, clock)
-            for server, bootstrap in self._pairing.bootstraps.items()
-        }
+        self._rid, self._clock = rid, clock
+        self._prefill_only = {server: self._prefill_only_of(server) for server in self._pairing.bootstraps}
+        self._monitors: list[Monitor[ServerClient]] = []
         self._isolates = isolates
         chosen = ({ADAPTER} if adapters.folders else set()) | ({CACHE_KEY} if isolates else set())
         rules = replace(rules, fields=rules.fields - chosen)
@@ -199,6 +198,10 @@ class SglangPair:
         finally:
             slot.close()
 
+    def _prefill_only_of(self, server: ServerClient) -> PrefillOnly:
+        by_pair = partial(self._prefill_by_pair, server)
+        return PrefillOnly(server, self._pairing.bootstraps[server], by_pair, self._rid, self._clock)
+
     async def _prefill_by_pair(self, prefill: ServerClient, request: Generation) -> Prefilled:
         """One token by a pair with this prefill server, whose slot the caller holds."""
         # an update is not limited on decode: requests that wait for this prefill server may hold its last slots
@@ -234,14 +237,54 @@ class SglangPair:
         EngineRejected when no way warms anything or a server has another role, EngineUnreachable or EngineStalled when
         one does not serve.
         """
-        found = await asyncio.gather(*map(capabilities_of, self.servers))
+        await self._probe(self.servers, tokens, vocabulary)
         self.chat = await chat_of(self.servers)
+        return self.prefill_ways
+
+    async def _probe(self, servers: Sequence[ServerClient], tokens: int, vocabulary: int) -> None:
+        found = await asyncio.gather(*map(capabilities_of, servers))
         if self.adapter_settings.folders:
             await self.adapters.begin()
-        for server, capabilities in zip(self.servers, found, strict=True):
+        for server, capabilities in zip(servers, found, strict=True):
             if server in self._prefill_only:
                 await self._prefill_only[server].probe(tokens, vocabulary, route=capabilities.known)
-        return self.prefill_ways
+
+    async def add(self, address: PairAddress, *, tokens: int = 256, vocabulary: int = 256) -> None:
+        """Send requests to this pair, too, once its servers are healthy and probed. Raises EngineError."""
+        clients = self._pairing.clients_of(address)
+        new = [one for one in clients if one not in self.servers]
+        try:
+            await asyncio.gather(*(require_healthy(one, HEALTH_LIMIT_S) for one in new))
+            if clients[0] in new:
+                self._prefill_only[clients[0]] = self._prefill_only_of(clients[0])
+            await self._probe(new, tokens, vocabulary)
+            if self.chat is not None and await chat_of((*self.servers, *new)) != self.chat:
+                remedy = "Start its engines with the --tool-call-parser of the model's others."
+                raise EngineRejected("The pair has no chats, or others than the model.", status=400, remedy=remedy)
+        except BaseException:
+            self.forget(new)
+            raise
+        self._pairing.add(*clients)
+        self._serve((*self.addresses, address))
+
+    def drain(self, address: PairAddress) -> list[TrackedEngine[ServerClient]]:
+        """Send requests to this pair no more, but to those of its servers that others name; gives its other ones."""
+        left = tuple(one for one in self.addresses if one != address)
+        keep = {server for one in left for server in (one.prefill, one.decode)}
+        drained = [of.drain(one) for of in self.dispatchers for one in of.engines if one.server not in keep]
+        self._serve(left)
+        return drained
+
+    def forget(self, servers: Iterable[ServerClient]) -> None:
+        """They were drained, and nothing runs there any more."""
+        for one in servers:
+            self._prefill_only.pop(one, None)
+            self._pairing.bootstraps.pop(one, None)
+
+    def _serve(self, addresses: tuple[PairAddress, ...]) -> None:
+        self.addresses, self.servers = addresses, self._pairing.servers
+        for monitor in self._monitors:
+            monitor.follow()
 
     async def version(self) -> str:
         """The version that the first decode server names itself by. Raises EngineError."""
@@ -270,8 +313,10 @@ class SglangPair:
         poll_s, metrics_poll_s = self._scheduling.poll_s, max(METRICS_POLL_S, self._scheduling.poll_s)
         async with AsyncExitStack() as stack:
             for one in self.dispatchers:
-                await stack.enter_async_context(Monitor(one, ask, poll_s if one.reads_reports else metrics_poll_s))
+                often = lambda of=one: poll_s if of.reads_reports else metrics_poll_s  # noqa: E731
+                self._monitors.append(await stack.enter_async_context(Monitor(one, ask, often)))
             yield
+            self._monitors.clear()
 
     async def ready(self, *, limit_s: float = HEALTH_LIMIT_S) -> None:
         """Return when every server says that it is healthy; raises EngineError for the first that does not."""
@@ -279,8 +324,7 @@ class SglangPair:
 
     async def serves(self, *, limit_s: float = HEALTH_LIMIT_S) -> bool:
         """Whether at least one server of each role says that it is healthy."""
-        roles = (self._pairing.prefills.engines, self._pairing.decodes.engines)
-        return all(await asyncio.gather(*(any_healthy(servers, limit_s) for servers in roles)))
+        return all(await asyncio.gather(*(any_healthy(of.engines, limit_s) for of in self.dispatchers)))
 
     @property
     def tool_parser(self) -> str | None:
@@ -303,8 +347,7 @@ class SglangPair:
     @property
     def seems_up(self) -> bool:
         """Whether at least one server of each role answered when it was last asked, and its breaker is closed."""
-        roles = (self._pairing.prefills.engines, self._pairing.decodes.engines)
-        return all(any(one.answers and not one.breaker.open for one in servers) for servers in roles)
+        return all(any(one.answers and not one.breaker.open for one in of.engines) for of in self.dispatchers)
 
     async def aclose(self) -> None:
         """Wait, within the abort limit, for the aborts and legs that still end, and close idle connections."""

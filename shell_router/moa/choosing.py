@@ -47,7 +47,8 @@ class LatencyEstimates:
         name = model.base or model.alias
         found = self._prefill.get(name)
         if found is None:
-            found = self._prefill[name] = PrefillLoad(model.prefill_cost, model.prefill_servers)
+            found = self._prefill[name] = PrefillLoad(model.prefill_cost)
+        found.servers = model.prefill_servers
         return found
 
     def observe_decode(self, model: str, token_s: float) -> None:

@@ -23,12 +23,10 @@ from shell_router.routing.engine_selection import (
     require,
 )
 from shell_router.routing.failures import Breaker
-from shell_router.routing.prompt_index import PromptIndex
+from shell_router.routing.prompt_index import PrefixIndex, PromptIndex
 from shell_router.routing.queue import QueueEntry, QueueMemory, QueueSettings, RequestQueue
 
 E = TypeVar("E")
-
-_ONLY_ENGINE = Choice(0, "only_engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +209,6 @@ class Dispatcher(Generic[E]):
         prefills: bool = True,
         decodes: bool = True,
     ) -> None:
-        self.tracked = [TrackedEngine(index, *one) for index, one in enumerate(engines)]
-        self.engines = tuple(at.engine for at in self.tracked)
         self.settings = settings
         self.policy = settings.selection.policy
         self.holds = settings.queue.holds
@@ -221,13 +217,41 @@ class Dispatcher(Generic[E]):
         self._prefills, self._decodes = prefills, decodes
         self._clock = clock
         self._has_adapter = has_adapter
-        several = len(engines) > 1
-        self.reads_reports = several and self.policy not in BLIND
-        """Whether choices depend on what engines report."""
-        self._memory = ChoiceMemory(settings.selection.affinity_s, remembers=self.reads_reports)
-        self._prompts = PromptIndex(prefixes=several and self.policy not in IGNORES_PREFIXES)
+        self._memory = ChoiceMemory(settings.selection.affinity_s)
+        self._prompts = PromptIndex()
         self._queue_memory = QueueMemory(settings.queue.weights)
         self._queue = RequestQueue(settings.queue, self._queue_memory)
+        self.ever = len(engines)  # the index of the next
+        self._track([TrackedEngine(index, *one) for index, one in enumerate(engines)])
+
+    def _track(self, tracked: list[TrackedEngine[E]]) -> None:
+        """Requests go to these engines from now on."""
+        self.tracked = tracked
+        self.engines = tuple(at.engine for at in tracked)
+        self._by_index = {at.index: at for at in tracked}
+        self._only = Choice(tracked[0].index, "only_engine") if len(tracked) == 1 else None
+        self.reads_reports = len(tracked) > 1 and self.policy not in BLIND
+        """Whether choices depend on what engines report."""
+        self._memory.remembers = self.reads_reports
+        by_prefix = len(tracked) > 1 and self.policy not in IGNORES_PREFIXES
+        self._prompts.prefixes = (self._prompts.prefixes or PrefixIndex()) if by_prefix else None
+
+    def add(self, engine: E, name: str, breaker: Breaker) -> None:
+        """Requests go to this engine, too."""
+        self._track([*self.tracked, TrackedEngine(self.ever, engine, name, breaker)])
+        self.ever += 1
+        self.grant()
+
+    def drain(self, engine: E) -> TrackedEngine[E]:
+        """Send no more requests to this engine, which is not the only one; what runs there stays in flight there."""
+        (at,) = (one for one in self.tracked if one.engine is engine)
+        for entry in self._queue.entries:
+            if entry.bound is not None and entry.bound.index == at.index:
+                self._unbind(entry)
+                entry.bound = None
+        self._track([one for one in self.tracked if one is not at])
+        self.grant()
+        return at
 
     @property
     def waiting(self) -> int:
@@ -236,7 +260,8 @@ class Dispatcher(Generic[E]):
 
     def report(self, index: int, reported: EngineReport) -> None:
         """The engine has reported its state."""
-        self.tracked[index].reported, self.tracked[index].reported_s = reported, self._clock()
+        if at := self._by_index.get(index):
+            at.reported, at.reported_s = reported, self._clock()
 
     def serving(self) -> list[TrackedEngine[E]]:
         """The engines whose breakers are closed, or that may be probed now. EngineUnavailable where there are none."""
@@ -351,8 +376,8 @@ class Dispatcher(Generic[E]):
         return limits.max_running is None or load.requests - load.updates < limits.max_running
 
     def _choice(self, features: RoutingFeatures, among: Sequence[TrackedEngine[E]]) -> Choice:
-        if len(self.tracked) == 1:
-            return _ONLY_ENGINE
+        if self._only is not None:
+            return self._only
         home = self._prompts.home(features)
         if home is not None and any(at.index == home for at in among):
             return Choice(home, "growing_prompt")
@@ -371,13 +396,13 @@ class Dispatcher(Generic[E]):
         if self.settings.queue.bind == "arrival" or any(at.index == home for at in among):
             entry.bound = self._choice(entry.features, among)
             self._memory.note(entry.features, entry.bound.index, entry.arrived_s)
-            self.tracked[entry.bound.index].waiting += 1
-            self.tracked[entry.bound.index].waiting_tokens += entry.features.new_tokens
+            self._by_index[entry.bound.index].waiting += 1
+            self._by_index[entry.bound.index].waiting_tokens += entry.features.new_tokens
 
     def _unbind(self, entry: QueueEntry) -> None:
         if entry.bound is not None:
-            self.tracked[entry.bound.index].waiting -= 1
-            self.tracked[entry.bound.index].waiting_tokens -= entry.features.new_tokens
+            self._by_index[entry.bound.index].waiting -= 1
+            self._by_index[entry.bound.index].waiting_tokens -= entry.features.new_tokens
 
     def _grant_to(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
         """A slot on the engine that the entry is bound to, if that is among these, or else on one of these."""
@@ -397,7 +422,7 @@ class Dispatcher(Generic[E]):
     def _take(
         self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0, missed: int = 0
     ) -> EngineSlot[E]:
-        at = self.tracked[choice.index]
+        at = self._by_index[choice.index]
         features = self._prompts.sent(features, choice.index)
         at.breaker.tried(now_s)
         at.chosen = self._memory.made

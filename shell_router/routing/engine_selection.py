@@ -130,9 +130,9 @@ class ChoiceMemory:
     Policies read it. Without `remembers`, users and places are not kept.
     """
 
-    def __init__(self, affinity_s: float, *, remembers: bool = True) -> None:
+    def __init__(self, affinity_s: float) -> None:
         self.made = 0
-        self._remembers = remembers
+        self.remembers = True
         self._affinity_s = affinity_s
         self._homes: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
 
@@ -144,7 +144,7 @@ class ChoiceMemory:
     def note(self, features: RoutingFeatures, index: int, now_s: float) -> None:
         """The request goes to this engine now."""
         self.made += 1
-        if not self._remembers or features.hints is NO_HINTS:
+        if not self.remembers or features.hints is NO_HINTS:
             return
         for key in (features.user, features.place):
             if key is not None:

@@ -90,7 +90,7 @@ class PrefillLoad:
 
     def __init__(self, prior: PrefillCost | None = None, servers: int = 1) -> None:
         self._measured = MeasuredCost(prior or UNMEASURED)
-        self._servers = servers
+        self.servers = servers
         self._outstanding_s = 0.0
         self._under_way = 0
         self._alone: Prefilling | None = None
@@ -104,7 +104,7 @@ class PrefillLoad:
     @property
     def outstanding_s(self) -> float:
         """V: seconds of work that a server has before what comes next."""
-        return self._outstanding_s / self._servers
+        return self._outstanding_s / self.servers
 
     def begin(self, now_s: float, new_tokens: int, *, update: bool) -> Prefilling:
         """Something to be prefilled is sent; `end` must follow."""
@@ -132,8 +132,8 @@ class PrefillLoad:
     def delayed(self, now_s: float, seconds: float) -> float:
         """Real prompts that are expected to wait behind an update of `seconds`: lambda (V + seconds) / (1 - rho)."""
         self._fade(now_s)
-        idle = max(_LEAST_IDLE, 1 - self._busy / self._servers)
-        return self._per_s / self._servers * (self.outstanding_s + seconds) / idle
+        idle = max(_LEAST_IDLE, 1 - self._busy / self.servers)
+        return self._per_s / self.servers * (self.outstanding_s + seconds) / idle
 
     def _fade(self, now_s: float) -> None:
         keep = math.exp((self._seen_s - now_s) / _WINDOW_S)

@@ -63,8 +63,8 @@ class PromptIndex:
     With `prefixes` also the prompts that engines have had, by their tokens.
     """
 
-    def __init__(self, *, prefixes: bool) -> None:
-        self._prefixes = PrefixIndex() if prefixes else None
+    def __init__(self) -> None:
+        self.prefixes: PrefixIndex | None = None
         self._homes: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._mean_output = float(DEFAULT_MAX_NEW_TOKENS)
 
@@ -74,7 +74,7 @@ class PromptIndex:
         if affinity is not None:
             resident = self._homes.get(hash((affinity, request.adapter)), (0, 0))[1]
         blocks: tuple[int, ...] = ()
-        if self._prefixes is not None and prefills and request.ids is not None:
+        if self.prefixes is not None and prefills and request.ids is not None:
             blocks = blocks_of(request.ids, request.adapter)
         output_tokens = 0
         if decodes:
@@ -86,7 +86,7 @@ class PromptIndex:
             output_tokens,
             hints,
             affinity,
-            self._prefixes.overlaps(blocks) if blocks and self._prefixes is not None else _NO_OVERLAPS,
+            self.prefixes.overlaps(blocks) if blocks and self.prefixes is not None else _NO_OVERLAPS,
             request.update,
             prefills,
             request.adapter,
@@ -102,7 +102,7 @@ class PromptIndex:
 
     def sent(self, features: RoutingFeatures, index: int) -> RoutingFeatures:
         """The prompt goes to this engine: the features with what of it is new there."""
-        if features.affinity is None and self._prefixes is None:
+        if features.affinity is None and self.prefixes is None:
             return features
         known = features.overlaps.get(index, 0)
         if features.affinity is not None:
@@ -113,8 +113,8 @@ class PromptIndex:
             self._homes.move_to_end(key)
             if len(self._homes) > KEPT:
                 self._homes.popitem(last=False)
-        if self._prefixes is not None:
-            self._prefixes.add(features.blocks, index)
+        if self.prefixes is not None:
+            self.prefixes.add(features.blocks, index)
         new_tokens = max(1, features.prompt_tokens - known)
         return features if new_tokens == features.new_tokens else replace(features, new_tokens=new_tokens)
 

@@ -27,6 +27,7 @@ from shell_router.api import (
 )
 from shell_router.api.live import LiveTopologies
 from shell_router.api.services import new_run_id
+from shell_router.app.models import Fleet
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import BatchesSettings
@@ -170,6 +171,7 @@ async def api(
         topologies=live(moa.models, *topologies, settings=live_settings),
         models=moa.models,
         relays=relays or {},
+        fleet=Fleet({}, {}, {}),
         embedders=embedders or {},
         engines=dict.fromkeys(moa.models, "scripted engine"),
         checks=checks or {},

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from shell_router.api import ApiSettings, Services, bound_sockets, create_app, listening
+from shell_router.app.models import Fleet
 from tests.fakes.api_server import DUO, ScriptedRelay, chat, live, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Hold
@@ -38,7 +39,7 @@ async def server(
     moa: ScriptedMoa, drain_s: float, relay: ScriptedRelay | None = None, lame_duck_s: float = 0
 ) -> AsyncIterator[StoppableServer]:
     relays = {"small": relay or ScriptedRelay()}
-    services = Services(moa.executor, moa.programs, live(moa.models, DUO), moa.models, relays)
+    services = Services(moa.executor, moa.programs, live(moa.models, DUO), moa.models, relays, Fleet({}, {}, {}))
     force_shutdown = asyncio.Event()
     with bound_sockets() as sockets:
         async with aiohttp.ClientSession() as client, AsyncExitStack() as stack, asyncio.timeout(30):

@@ -22,7 +22,7 @@ OPTILLM = ("openai",), ("optillm==0.4.0",)
 
 
 @asynccontextmanager
-async def router() -> AsyncIterator[str]:
+async def router() -> AsyncIterator[tuple[str, ScriptedMoa]]:
     """A tree, a plain model that has chats of its own, an embedder, and the names that Together's script asks for."""
     aliases = [Topology(name, {"only": Agent("only", "medium")}) for name in ALIASES]
     moa = ScriptedMoa(context_length=32_768)  # optillm asks for 4,096 tokens
@@ -30,7 +30,7 @@ async def router() -> AsyncIterator[str]:
         chat_pair() as at,
         api(moa, relays={"small": at.pair}, topologies=(DUO, *aliases), embedders={"hash": HashEmbedder(8)}) as served,
     ):
-        yield served.url
+        yield served.url, moa
 
 
 ASK_LITELLM = """
@@ -64,7 +64,7 @@ print(json.dumps({
 
 async def test_litellm_chats_streams_calls_tools_and_asks_every_shape() -> None:
     python = python_with(LITELLM)
-    async with router() as url:
+    async with router() as (url, _):
         assert await answer_of(python, ASK_LITELLM, url) == {
             "whole": ROOT_SAYS,
             "tokens": 30,
@@ -91,20 +91,31 @@ async def references():
     return [answer.choices[0].message.content for answer in await asyncio.gather(*asked)]
 
 said = asyncio.run(references())
-stream = Together(**router).chat.completions.create(
-    model=names[1], messages=[{"role": "system", "content": " ".join(said)}, question], stream=True
-)
-final = "".join([chunk.choices[0].delta.content or "" for chunk in stream])  # each chunk must have a choice
-print(json.dumps({"said": said, "final": final}))
+listed = "".join(f"\\n{number}. {text}" for number, text in enumerate(said, start=1))
+system = {"role": "system", "content": "Merge these answers into one:" + listed}
+
+def aggregated(**fields):
+    ask = Together(**router).chat.completions.create
+    chunks = list(ask(model=names[1], messages=[system, question], stream=True, **fields))
+    whole = [chunk for chunk in chunks if chunk.choices]  # the script reads a choice of every chunk
+    bare = [chunk.usage.completion_tokens for chunk in chunks if not chunk.choices]
+    return "".join([chunk.choices[0].delta.content or "" for chunk in whole]), bare
+
+print(json.dumps({"said": said, "plain": aggregated(), "counted": aggregated(stream_options={"include_usage": True})}))
 """
 
 
-async def test_togethers_client_gathers_references_and_streams_the_aggregator() -> None:
+async def test_togethers_moa_gathers_references_by_hub_names_and_streams_the_aggregator() -> None:
     python = python_with(TOGETHER)
-    async with router() as url:
+    async with router() as (url, moa):
         found = await answer_of(python, f"names = {ALIASES!r}\n{ASK_TOGETHER}", url)
-        assert len(found["said"]) == 3 and all(found["said"])
-        assert found["final"] == found["said"][1]
+        medium = moa.engines["medium"]
+    only = ROOT_SAYS.replace("root", "only")
+    assert found["said"] == [only] * 3
+    assert found["plain"] == [only, []]  # no chunk without a choice, unless it is asked for
+    assert found["counted"] == [only, [len(moa.models["medium"].tokenizer.encode(only))]]
+    prompt = moa.models["medium"].tokenizer.decode(medium.generated[-1].input_ids)
+    assert "Merge these answers into one:" in prompt and all(f"{number}. {only}" in prompt for number in (1, 2, 3))
 
 
 ASK_OPTILLM = """
@@ -123,6 +134,6 @@ print(json.dumps(moa.mixture_of_agents("Be brief.", "Rain?", client, "small")))
 
 async def test_optillms_mixture_of_agents_asks_a_plain_model_for_three_choices() -> None:
     python = python_with(*OPTILLM)
-    async with router() as url:
+    async with router() as (url, _):
         text, tokens = await answer_of(python, ASK_OPTILLM, url)
         assert text == ROOT_SAYS.replace("root", "small") and tokens > 0

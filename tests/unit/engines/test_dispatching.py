@@ -36,7 +36,7 @@ async def followed(engines: Engines, seconds: float) -> Dispatcher[str]:
     dispatcher = Dispatcher(
         [(name, name, Breaker()) for name in engines.asked], SchedulingSettings(), asyncio.get_running_loop().time
     )
-    async with Monitor(dispatcher, engines.ask, 1.0):
+    async with Monitor(dispatcher, engines.ask, lambda: 1.0):
         await asyncio.sleep(seconds)
     return dispatcher
 

@@ -13,6 +13,7 @@ from shell_router.api.chat import Chats
 from shell_router.api.kept_runs import KeptRuns
 from shell_router.api.models import Targets
 from shell_router.api.services import Emit
+from shell_router.app.models import Fleet
 from shell_router.batch.api.lines import BatchLine, LineResult
 from shell_router.batch.api.runner import ChatLines, PoolLines
 from shell_router.batch.pool import Pool, load_pool
@@ -70,7 +71,7 @@ def runner(
     folder: Path = Path("pools"),
 ) -> ChatLines:
     moa = moa or ScriptedMoa()
-    services = Services(Failing(moa, *errors), moa.programs, live(moa.models), moa.models, {})
+    services = Services(Failing(moa, *errors), moa.programs, live(moa.models), moa.models, {}, Fleet({}, {}, {}))
     drain = Drain()
     chats = Chats(services, ApiSettings(), Targets(services), drain, KeptRuns(None, drain))
     pools = {} if pool is None else {"panel": PoolLines("panel", pool, folder, services)}

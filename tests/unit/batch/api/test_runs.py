@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shell_router.api import Services
+from shell_router.app.models import Fleet
 from shell_router.batch.api.lines import BatchLine, LineResult
 from shell_router.batch.api.run import BatchRuns
 from shell_router.batch.api.runner import Keep
@@ -47,7 +48,9 @@ def folder(tmp_path: Path) -> Iterator[BatchFolder]:
 
 def runs(folder: BatchFolder, runner: Answering, now: float = NOW) -> BatchRuns:
     moa = ScriptedMoa()
-    services = Services(moa.executor, moa.programs, live(moa.models), moa.models, {}, wall=lambda: now)
+    services = Services(
+        moa.executor, moa.programs, live(moa.models), moa.models, {}, Fleet({}, {}, {}), wall=lambda: now
+    )
     return BatchRuns(folder, runner, services, max_line_bytes=2**20)
 
 
