@@ -175,6 +175,7 @@ OTHER_BODIES = {
     "POST /v1/files": ("multipart/form-data", {"type": "object", "properties": {"purpose": TEXT, "file": TEXT}}),
     "PUT /v1/agent/outputs/{program}/{agent}": ("text/plain", TEXT),
 }
+TEXT_ANSWERS = {"GET /metrics": "text/plain", "GET /v1/files/{file_id}/content": "application/jsonl"}
 QUERIES = {
     "GET /v1/agent/outputs/{marker}": ("wait_s",),
     "DELETE /v1/engines": ("model", "prefill", "decode", "wait_s"),
@@ -210,7 +211,8 @@ def document(routes: Iterator[web.AbstractRoute]) -> Mapping[str, Any]:
 def _operation(name: str, handler: Any) -> dict[str, Any]:
     placed = [{"name": one, "in": "path", "required": True, "schema": TEXT} for one in re.findall(r"{(\w+)}", name)]
     asked = [{"name": one, "in": "query", "schema": TEXT} for one in QUERIES.get(name, ())]
-    body, content = BODIES.get(name), {"application/json": {"schema": OBJECT}}
+    text = TEXT_ANSWERS.get(name)
+    body, content = BODIES.get(name), {text or "application/json": {"schema": TEXT if text else OBJECT}}
     if body is not None and "stream" in body:
         content["text/event-stream"] = {"schema": TEXT}
     failed = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from shell_router.core.engine import Finish, Generation, Prefilled, Tokens, error_message
+from shell_router.core.engine import Finish, FinishReason, Generation, Prefilled, Tokens, error_message
 from shell_router.errors import AdapterMissing, EngineAborted, EngineRejected, PromptTooLong, ShellRouterError
 
 MAX_EVENT_BYTES = 256 * 2**20
@@ -133,20 +133,20 @@ class OutputReader:
             logprobs = tuple(-math.inf if entry[0] is None else float(entry[0]) for entry in entries)
             logprobs = logprobs[: len(ids) - matched]
         if reason is not None:
-            self.finish = Finish(
-                reason["type"],
-                meta["prompt_tokens"],
-                meta["completion_tokens"],
-                meta["cached_tokens"],
-                meta.get("spec_num_proposed_drafts") or 0,
-                meta.get("spec_num_correct_drafts") or 0,
-            )
+            counts = [meta[name] for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
+            drafts = [meta.get(name) or 0 for name in ("spec_num_proposed_drafts", "spec_num_correct_drafts")]
+            kind: FinishReason = reason["type"]
+            if not isinstance(kind, str) or {*map(type, counts + drafts)} != {int}:
+                raise TypeError("not a finish")
+            self.finish = Finish(kind, *counts, *drafts)
         kept = tuple(ids[: len(ids) - matched])
         return Tokens(kept, text, logprobs) if kept or text else None
 
     def _advance(self, event: dict[str, Any], completion_tokens: int) -> tuple[list[int], str]:
         ids: list[int] = event["output_ids"]
         text: str = event.get("text") or ""
+        if not isinstance(text, str) or not {*map(type, ids)} <= {int}:
+            raise TypeError("not ids and text")
         if len(ids) == completion_tokens and self._seen_ids:
             ids = ids[self._seen_ids :]
             text = text[self._seen_characters :]
@@ -165,8 +165,8 @@ def read_prefilled(where: str, payload: bytes) -> Prefilled:
     """The counts in a prefill server's answer; raises EngineRejected when there are none."""
     try:
         meta = orjson.loads(payload)["meta_info"]
-        return Prefilled(prompt_tokens=meta["prompt_tokens"], cached_tokens=meta["cached_tokens"])
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        return Prefilled(prompt_tokens=int(meta["prompt_tokens"]), cached_tokens=int(meta["cached_tokens"]))
+    except (KeyError, TypeError, ValueError) as error:
         raise broken_wire(where, f"{payload[:200]!r}") from error
 
 

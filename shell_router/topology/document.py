@@ -20,6 +20,8 @@ Values = Mapping[str, Any]
 MAX_CHARACTERS = 1_000_000
 MAX_VALUES = 50_000
 MAX_DEPTH = 50
+MAX_NUMBER_CHARACTERS = 100
+"""YAML's sexagesimal numbers take a time that grows with the square of their length."""
 MAX_REPORTED = 20
 """Problems of a client's document that its answer names."""
 
@@ -131,11 +133,11 @@ def _compose(text: str, nothing: Document) -> yaml.Node:
     if len(text) > MAX_CHARACTERS:
         nothing.refuse([Problem(1, f"The file holds over {MAX_CHARACTERS} characters.", "Make it smaller.")])
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = _BoundedLoader(text).get_single_node()
+    except RecursionError as error:
+        nothing.refuse([_size_problem(error.args[0] if isinstance(error.args[0], int) else 1)])
     except yaml.YAMLError as error:
         nothing.refuse([_syntax_problem(error, text)])
-    except RecursionError:
-        nothing.refuse([Problem(1, "Values are nested too deeply.", f"Nest at most {MAX_DEPTH} levels.")])
     else:
         if root is not None:
             return root
@@ -145,6 +147,28 @@ def _compose(text: str, nothing: Document) -> yaml.Node:
         else ""
     )
     raise nothing.error(f"{nothing.source}:1: The file is empty.", remedy=remedy)
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """Raises RecursionError with the line where there are too many nodes or levels: PyYAML's time grows with both."""
+
+    _nodes = 0
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        if self.flow_level > MAX_DEPTH:
+            raise RecursionError(self.line + 1)
+        super().fetch_flow_collection_start(TokenClass)
+
+    def compose_node(self, parent: yaml.Node | None, index: int | None) -> yaml.Node | None:
+        self._nodes += 1
+        if self._nodes > MAX_VALUES:
+            raise RecursionError(self.line + 1)
+        return super().compose_node(parent, index)  # type: ignore[arg-type]
+
+
+def _size_problem(line: int) -> Problem:
+    remedy = f"Write at most {MAX_VALUES} keys and values, aliases spelled out, nested at most {MAX_DEPTH} levels."
+    return Problem(line, "Values are too many or nested too deeply.", remedy)
 
 
 def _syntax_problem(error: yaml.YAMLError, text: str) -> Problem:
@@ -183,9 +207,8 @@ class _NodeReader:
         return self._scalar(node, line)
 
     def _report_size(self, line: int) -> None:
-        if not self.problems or self.problems[-1].message != "Values are too many or nested too deeply.":
-            remedy = f"Write at most {MAX_VALUES} values, aliases spelled out, nested at most {MAX_DEPTH} levels."
-            self.problems.append(Problem(line, "Values are too many or nested too deeply.", remedy))
+        if not self.problems or self.problems[-1].message != _size_problem(line).message:
+            self.problems.append(_size_problem(line))
 
     def _entries(self, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, int]]:
         first_lines: dict[str, int] = {}
@@ -213,7 +236,7 @@ class _NodeReader:
     def _scalar(self, node: yaml.Node, line: int) -> Any:
         if node.tag == _TEXT_TAG:
             return node.value
-        if node.tag in _PLAIN_TAGS:
+        if node.tag in _PLAIN_TAGS and len(node.value) <= MAX_NUMBER_CHARACTERS:
             try:
                 return self._constructor.construct_object(node)
             except _BAD_SCALAR:

@@ -217,6 +217,14 @@ def bodies() -> Iterator[Hostile]:
     yield from (Hostile("PUT", "/v1/topologies/x", text) for text in texts)
 
 
+def crowds() -> Iterator[Hostile]:
+    """Bodies of so many values that to parse them would hold up the event loop."""
+    many = (b"[]", b"{}", b'""', b'"x"', b'{"role":"user","content":"x"}', b'"\\\\"', b'"\\"["')
+    for path in (CHAT, AGENT, GENERATE, PREFILL, RESPONSES, MESSAGES, COMPLETIONS, EMBEDDINGS):
+        yield from (post(path, b'{"odd":[%s]}' % b",".join([one] * 60_000)) for one in many)
+    yield post(GENERATE, b'{"input_ids":[1%s]}' % (b",1" * 1_000_001))
+
+
 def encodings() -> Iterator[Hostile]:
     """Bodies that are not what their headers say, or grow when they are unpacked."""
     bomb = b'{"model":"' + b"x" * 50_000_000 + b'"}'
@@ -254,6 +262,7 @@ FAMILIES: dict[str, tuple[Hostile, ...]] = {
     "prefill-only": tuple(natives(PREFILL)),
     "responses, batches, completions": tuple(others()),
     "bodies that are no JSON objects": tuple(bodies()),
+    "crowds of values": tuple(crowds()),
     "encodings": tuple(encodings()),
     "paths and queries": tuple(paths()),
 }

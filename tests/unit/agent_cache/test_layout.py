@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,6 +70,25 @@ NONSENSE: list[dict[bytes, bytes]] = [
 def test_an_entry_that_makes_no_sense_is_skipped_and_counted(fields: dict[bytes, bytes]) -> None:
     entries = [entry(1, Chunk("a")), (b"1-7", fields), entry(2, Chunk("b"))]
     assert read_entries(entries, 0) == (LogRead("ab", (), 2), 1)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+).map(lambda value: json.dumps(value).encode())
+spoiled = st.dictionaries(
+    st.sampled_from([b"chunks", b"end", b"detail", b"odd"]),
+    st.binary(max_size=8) | anything | st.sampled_from([b"finished", b"failed", b'[["b", [1]]]']),
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), spoiled), max_size=4))
+def test_whatever_redis_holds_a_read_answers(entries: list[tuple[int, int, dict[bytes, bytes]]]) -> None:
+    ordered = [(b"%d-%d" % (position, number), fields) for position, number, fields in sorted(entries, key=repr)]
+    read, skipped = read_entries(ordered, 0)
+    assert 0 <= read.position <= 9 and skipped <= len(ordered)
+    assert read_entries([entry(1, Chunk("a"))], 0)[0].text == "a"
 
 
 @pytest.mark.parametrize("last", [entry(3, Chunk("c")), (b"3-2", {b"end": b"finished", b"detail": b""})])

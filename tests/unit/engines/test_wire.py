@@ -1,5 +1,7 @@
 """Server-sent events and `/generate` outputs, however the network cut them."""
 
+from typing import Any
+
 import orjson
 import pytest
 from hypothesis import given
@@ -9,6 +11,10 @@ from shell_router.core.engine import Finish, Tokens, error_message
 from shell_router.engines.wire import EventSplitter, OutputReader, rejected
 from shell_router.errors import EngineAborted, EngineRejected, PromptTooLong
 
+META_PATHS = [
+    f"meta_info.{name}"
+    for name in ("completion_tokens", "prompt_tokens", "cached_tokens", "output_token_logprobs", "finish_reason.type")
+]
 PIECES = ["Hé", "llo", "", "→ 世", "界", "!"]
 
 
@@ -46,6 +52,57 @@ def test_a_stream_reads_the_same_wherever_it_is_cut(sizes: list[int], end: bytes
 
 def test_comments_and_other_fields_are_no_events() -> None:
     assert EventSplitter().feed(b": ping\n\nevent: x\nid: 1\ndata:1\n\ndata: 2\n\n") == [b"1", b"2"]
+
+
+odd = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 2**63)
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["", "abort", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "message"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+changes = st.lists(
+    st.tuples(
+        st.sampled_from(["text", "output_ids", "meta_info", "error", "meta_info.finish_reason", *META_PATHS]), odd
+    ),
+    max_size=3,
+)
+
+
+def changed(payload: bytes, edits: list[tuple[str, Any]]) -> bytes:
+    event = orjson.loads(payload)
+    for path, value in edits:
+        at, *names = event, *path.split(".")
+        for name in names[:-1]:
+            at = at.get(name) if isinstance(at, dict) else None
+        if isinstance(at, dict):
+            at[names[-1]] = value
+    return orjson.dumps(event)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), changes), max_size=6), st.binary(max_size=12))
+def test_an_engine_that_writes_nonsense_is_refused_and_nothing_of_it_is_taken(
+    edits: list[tuple[int, list[tuple[str, Any]]]], noise: bytes
+) -> None:
+    payloads = events(cumulative=False, reason={"type": "stop", "matched": 15})
+    for place, changing in edits:
+        payloads[place] = changed(payloads[place], changing)
+    reader = OutputReader("decode engine", logprobs=True)
+    try:
+        for payload in [*payloads, noise]:
+            if (found := reader.take(payload)) is not None:
+                assert {*map(type, found.ids)} <= {int} and isinstance(found.text, str)
+                assert {*map(type, found.logprobs)} <= {float}
+    except (EngineRejected, EngineAborted, PromptTooLong) as error:
+        assert str(error)
+    if reader.finish is not None:
+        assert isinstance(reader.finish.reason, str)
+        counts = (reader.finish.prompt_tokens, reader.finish.completion_tokens, reader.finish.cached_tokens)
+        assert {*map(type, counts)} == {int}
 
 
 @pytest.mark.parametrize("cumulative", [False, True])

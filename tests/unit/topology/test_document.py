@@ -57,6 +57,10 @@ UNREADABLE = {
     "alias bomb": (_BOMB, 1, "too many"),
     "alias of itself": ("a: &a [*a]\n", 1, "nested too deeply"),
     "depth within YAML": ("[" * 5000, 1, "nested too deeply"),
+    "depth that takes PyYAML minutes": ("a: " + "[" * 3000 + "]" * 3000, 1, "nested too deeply"),
+    "lists in lists": ("- " * 3000, 1, "nested too deeply"),
+    "values without end": ("a: [" + "b," * 60_000 + "]", 1, "too many"),
+    "a number that takes minutes": ("a: " + "1:" * 100_000 + "1", 1, "YAML int"),
     "depth within limits of YAML": ("[" * 80 + "]" * 80, 1, "nested too deeply"),
     "size": ("a: " + "x" * 1_000_001, 1, "characters"),
 }

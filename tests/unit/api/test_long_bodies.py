@@ -1,0 +1,32 @@
+"""The values of a body are counted without parsing it."""
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shell_router.api.fields import values_in
+
+texts = st.text(st.sampled_from('"\\[]{},:u\nx'), max_size=6)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def counted(value: Any) -> tuple[int, int]:
+    if isinstance(value, dict):
+        inner, keys = [*map(counted, value.values())], len(value)
+    elif isinstance(value, list):
+        inner, keys = [*map(counted, value)], 0
+    else:
+        return int(isinstance(value, str)), 0
+    held, commas = sum(one for one, _ in inner), sum(one for _, one in inner)
+    return 1 + keys + held, commas + max(0, len(inner) - 1)
+
+
+@given(values, st.booleans())
+def test_every_string_array_object_and_comma_is_counted_and_none_within_a_text(value: Any, escaped: bool) -> None:
+    assert values_in(json.dumps(value, ensure_ascii=escaped).encode()) == counted(value)
