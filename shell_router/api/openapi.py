@@ -119,6 +119,7 @@ BODIES: Mapping[str, Body] = {
         "text": OBJECT,
         "reasoning": OBJECT,
         "truncation": {"enum": ["disabled"]},
+        "background": FLAG,
         **dict.fromkeys(sorted({*INERT_RESPONSE, "store"}), NO_EFFECT),
     },
     "POST /v1/messages": {
@@ -174,6 +175,7 @@ OTHER_BODIES = {
     "PUT /v1/agent/outputs/{program}/{agent}": ("text/plain", TEXT),
 }
 QUERIES = {
+    "GET /v1/responses/{response_id}": ("stream", "starting_after"),
     "GET /v1/agent/outputs/{marker}": ("wait_s",),
     "GET /v1/traces": ("model", "status", "since", "limit"),
     "GET /v1/files": ("purpose", "order", "limit", "after"),

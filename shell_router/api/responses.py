@@ -1,17 +1,35 @@
-"""POST /v1/responses: OpenAI's newer shape of a chat, translated to a chat completion and back. Nothing is stored."""
+"""/v1/responses: OpenAI's newer shape of a chat, translated to a chat completion and back.
 
-from collections.abc import Mapping
+Those with `background` run without their clients. Their requests and ends are kept with what the run needs to survive
+its router; nothing else is stored.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
-from shell_router.api.chat import answer_chat
+import orjson
+from aiohttp import web
+
+from agent_cache import CacheUnavailable, JournalDiffers, Journals, JournalState
+from shell_router.api.admission import ADMISSION
+from shell_router.api.chat import CHATS, ChatRun, answer_chat
 from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, shown
+from shell_router.api.kept_runs import KEY_HEADER, LAST_EVENT, Place, end_of, key_of, place_of, reused
 from shell_router.api.panels import BRINGING, PANEL, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
-from shell_router.api.replies import note_ignored
-from shell_router.api.services import SERVICES
+from shell_router.api.replies import json_reply, note_ignored, stream_error
+from shell_router.api.services import REQUEST_ID, SERVICES, SETTINGS, TENANT, TRACE
+from shell_router.api.streaming import DONE, data_frame, open_stream
 from shell_router.api.tools import function_name
 from shell_router.api.translation import Events, ItemTranslation, Kind
 from shell_router.core.sampling import check_depth
+from shell_router.errors import InvalidField, StoreUnavailable, StreamChanged, UnknownResponse
+from shell_router.moa import Answer
+from shell_router.moa.journal import END
 from shell_router.topology import INLINE
 
 SAME = (
@@ -43,7 +61,6 @@ STATEFUL = {
     "previous_response_id": "Nothing is stored: send all earlier items in input.",
     "conversation": "Nothing is stored: send all earlier items in input.",
     "prompt": "Nothing is stored: send the prompt's text in instructions.",
-    "background": "Send it without, and keep the connection open.",
 }
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -71,7 +88,7 @@ def as_chat(body: Fields) -> dict[str, Any]:
         chat["response_format"] = _response_format(form)
     if (reasoning := body.object("reasoning")) is not None and (effort := reasoning.text("effort")) is not None:
         chat["reasoning_effort"] = effort
-    if body.flag("stream"):
+    if body.flag("stream") or body.flag("background"):
         chat["stream_options"] = {"include_usage": True}
     if body.raw("truncation") not in (None, "disabled"):
         raise body.refuse("truncation", "must be disabled", "Shorten the input: what does not fit is refused.")
@@ -172,9 +189,10 @@ class ResponseTranslation(ItemTranslation):
             "max_output_tokens": asked.get("max_output_tokens"),
             "metadata": asked.get("metadata") or {},
             "parallel_tool_calls": asked.get("parallel_tool_calls", True) is not False,
+            "background": asked.get("background") is True,
             "previous_response_id": None,
             "reasoning": asked.get("reasoning"),
-            "store": False,
+            "store": asked.get("background") is True,
             "temperature": asked.get("temperature"),
             "text": asked.get("text") or {"format": {"type": "text"}},
             "tool_choice": asked.get("tool_choice") or "auto",
@@ -187,7 +205,7 @@ class ResponseTranslation(ItemTranslation):
 
     def begun(self) -> Events:
         """See `ItemTranslation`."""
-        response = self._response("in_progress")
+        response = self.standing("in_progress")
         return [("response.created", {"response": response}), ("response.in_progress", {"response": response})]
 
     def opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
@@ -235,16 +253,19 @@ class ResponseTranslation(ItemTranslation):
 
     def failed(self, error: Mapping[str, Any]) -> Events:
         """See `ItemTranslation`: the clients of this API know no other error in a stream."""
-        said = {"code": "server_error", "message": error["message"]}
-        return [("response.failed", {"response": self._response("failed", said)})]
+        return [("response.failed", {"response": self.fault(error)})]
+
+    def fault(self, error: Mapping[str, Any]) -> dict[str, Any]:
+        """The response that failed."""
+        return self.standing("failed", {"code": "server_error", "message": error["message"]})
 
     def answer(self) -> dict[str, Any]:
         """See `ItemTranslation`."""
-        return self._response("completed" if self.reason in ("stop", "tool_calls") else "incomplete")
+        return self.standing("completed" if self.reason in ("stop", "tool_calls") else "incomplete")
 
     def numbered(self, event: dict[str, Any]) -> dict[str, Any]:
-        """See `ItemTranslation`."""
-        self._sent += 1
+        """See `ItemTranslation`. With a place an event's number is that of its last character."""
+        self._sent = self._sent + 1 if self.place is None else self.place.at
         return {**event, "sequence_number": self._sent - 1}
 
     def _place(self) -> dict[str, Any]:
@@ -255,7 +276,8 @@ class ResponseTranslation(ItemTranslation):
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
-    def _response(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
+    def standing(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
+        """The response as far as it is, in this status."""
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         facts = {"status": status, "error": error, "incomplete_details": why, "usage": _usage(self.usage)}
         return {**self._about, **facts, "output": list(self._output)}
@@ -286,14 +308,177 @@ def _usage(found: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class BackgroundResponse:
+    """A response that is asked for by its id, at any router (chat.BackgroundChat).
+
+    The journal of its run has its request as head, the time of its creation as the first record, and how it has ended
+    as the last one.
+    """
+
+    request: Request
+    key: str
+    head: str
+    created: int
+    stream: bool
+    after: int = 0
+    warnings: Mapping[str, list[str]] = field(default_factory=dict)
+
+    def last_record(self, whole: ChatRun, end: Answer | Exception) -> dict[str, Any]:
+        """See `Background`."""
+        if isinstance(end, Exception):
+            return stream_error(end, self.request[REQUEST_ID])
+        return {name: value for name, value in whole.reply(end).items() if name in ("choices", "usage")}
+
+    async def run(self) -> Reply:
+        """Begin it, go on with it, or follow it, if no other router runs it."""
+        body = Fields(orjson.loads(self.head))
+        return await answer_chat(self.request, Fields(as_chat(body)), None, self)
+
+    async def reply(self, whole: ChatRun) -> Reply:
+        """See `BackgroundChat`."""
+        store, kept, named = _store(self.request), whole.kept, (self.request[TENANT], self.key)
+        assert kept is not None, "it was joined"
+        with _reaching_store():
+            try:
+                records = await store.claim(*named, kept.id, self.head)
+            except JournalDiffers:
+                raise reused() from None
+            if records is not None and not records:
+                created = orjson.dumps(["created", "", self.created])
+                await store.append(*named, kept.id, 0, [created])
+        if records is not None:
+            self.request.app[ADMISSION].detach(self.request, whole.answer(), whole.agents)
+        self.request[TRACE] = whole.trace
+        return await whole.stream(self.request, self._translation()) if self.stream else self.standing("queued")
+
+    async def ended(self, end: Mapping[str, Any]) -> Reply:
+        """It has ended like this."""
+        translation, error = self._translation(), end.get("error")
+        if end == CANCELLED and not self.stream:
+            return self.standing("cancelled")
+        if not self.stream:
+            said = translation.whole(dict(end)) if error is None else translation.fault(error)
+            return json_reply(self.request, said)
+        stream = await open_stream(self.request, self.request.app[SETTINGS].write_timeout_s)
+        try:
+            if error is not None:
+                sent = translation.error({"error": error})
+            else:
+                (choice,) = end["choices"]
+                sent = translation.feed(data_frame({**end, "choices": [{**choice, "delta": choice["message"]}]}) + DONE)
+        except StreamChanged as changed:
+            sent = translation.error(stream_error(changed, self.request[REQUEST_ID]))
+        await stream.send(sent)
+        return await stream.end()
+
+    def standing(self, status: str) -> Reply:
+        """It has no output yet, or will have none."""
+        return json_reply(self.request, self._translation().standing(status))
+
+    def _translation(self) -> ResponseTranslation:
+        made = ResponseTranslation(self.key.removeprefix(PREFIX), self.created, orjson.loads(self.head), self.warnings)
+        made.place = Place(self.request.headers.get(LAST_EVENT), self.after)
+        return made
+
+
+PREFIX = "resp_"
+RESPONSE_ID = re.compile(PREFIX + r"[0-9a-f]{32}")
+AFTER = re.compile(r"-1|[0-9]{1,12}")
+CANCELLED = {"error": {"message": "The response was cancelled."}}
+
+
+def _store(request: Request) -> Journals:
+    """Raises InvalidField where there is none."""
+    if (store := request.app[CHATS].kept.store) is not None:
+        return store
+    raise InvalidField(
+        "background needs a store that outlives the router.",
+        field="background",
+        remedy="Set cache.backend to redis, or send it without and keep the connection open.",
+    )
+
+
+@contextmanager
+def _reaching_store() -> Iterator[None]:
+    try:
+        yield
+    except CacheUnavailable as error:
+        raise StoreUnavailable(
+            f"Redis is away, which keeps background responses: {error}.",
+            remedy="Try again when /ready says it is back.",
+        ) from None
+
+
 async def create_response(request: Request) -> Reply:
     """Answer in the shape of OpenAI's responses: translate, answer as a chat completion, translate back."""
     body = parse_body(await read_body(request))
     chat = as_chat(body)
     for name in body.given(REPEATED):
         check_depth(body.raw(name), name)
+    is_kept, is_stored = body.flag("background"), body.flag("store")
     body.check_spelling(INERT)
-    ignored = ["store"] * body.flag("store") + [name for name in body.unread if name not in INERT]
+    ignored = ["store"] * (is_stored and not is_kept) + [name for name in body.unread if name not in INERT]
     services, warnings = request.app[SERVICES], note_ignored(request, ignored)
-    translation = ResponseTranslation(services.new_id(), int(services.wall()), body.as_dict(), warnings)
+    created = int(services.wall())
+    if is_kept:
+        store, tenant = _store(request), request[TENANT]
+        head, key, state = orjson.dumps(body.as_dict(), option=orjson.OPT_SORT_KEYS), services.new_id(), None
+        if KEY_HEADER in request.headers:
+            key = blake2b(key_of(request).encode(), digest_size=16).hexdigest()
+            with _reaching_store():
+                state = await store.look(tenant, PREFIX + key)
+        if state is not None and state.head != head:
+            raise reused()
+        one = BackgroundResponse(request, PREFIX + key, head.decode(), created, body.flag("stream"), 0, warnings)
+        return await (one.run() if state is None else _shown(one, state))
+    translation = ResponseTranslation(services.new_id(), created, body.as_dict(), warnings)
+    translation.place = place_of(request) if body.flag("stream") else None
     return await answer_chat(request, Fields(chat), translation)
+
+
+async def show_response(request: web.Request) -> Reply:
+    """A background response as it is now, or its events."""
+    one, state = await _found(request)
+    return await _shown(one, state)
+
+
+async def cancel_response(request: web.Request) -> Reply:
+    """End a background response; one that has ended stays as it is."""
+    one, state = await _found(request)
+    if end_of(state.last) is not None:
+        return await _shown(one, state)
+    named = request[TENANT], one.key
+    with _reaching_store():
+        await _store(request).seal(*named, orjson.dumps([END, "", CANCELLED]))
+    if (kept := request.app[CHATS].kept.find(*named)) is not None:
+        kept.cancel()
+    return one.standing("cancelled")
+
+
+async def _shown(one: BackgroundResponse, state: JournalState) -> Reply:
+    """The response, which goes on here if no router runs it."""
+    one = replace(one, created=orjson.loads(state.first)[2] if state.first else one.created)
+    if (end := end_of(state.last)) is not None:
+        return await one.ended(end)
+    if state.is_leased and not one.stream:
+        return one.standing("queued" if state.last == state.first else "in_progress")
+    return await one.run()
+
+
+async def _found(request: web.Request) -> tuple[BackgroundResponse, JournalState]:
+    """The response that is asked for. Raises UnknownResponse."""
+    store, key, tenant = _store(request), request.match_info["response_id"], request[TENANT]
+    with _reaching_store():
+        state = await store.look(tenant, key) if RESPONSE_ID.fullmatch(key) else None
+    if state is None or not state.head.startswith(b"{"):
+        raise UnknownResponse(
+            "No background response of that id is known.", remedy="It has expired, or was sent with another key."
+        )
+    after = request.query.get("starting_after", "-1")
+    if not AFTER.fullmatch(after):
+        raise InvalidField(
+            f"starting_after must be an event's sequence_number, not {shown(after)}.", field="starting_after"
+        )
+    is_streamed = request.query.get("stream", "false").lower() == "true"
+    return BackgroundResponse(request, key, state.head.decode(), 0, is_streamed, int(after) + 1), state

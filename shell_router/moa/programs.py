@@ -145,6 +145,8 @@ class Programs:
         if record := self._sent_before(request):
             return await self._result(request, record)
         planned = replace(request, sampling=limited(request.sampling))
+        if request.journal is not None and (chosen := request.journal.chosen(request.agent)):
+            planned = replace(planned, model=chosen, candidates=())
         longest = max(model.context_length for model in self._models.values())
         require_possible(known_of_request(request).characters, longest)
         choices: list[Event] = []  # emitted once nothing can be refused any more
@@ -224,6 +226,8 @@ class Programs:
             self._register(request, record)
             for choice in choices:
                 emit(choice)
+            if request.journal is not None:
+                request.journal.add("models", "", {request.agent: todo.model.alias})
             record.begin(asyncio.create_task(self._run(request, todo, record, emit)))
         return await self._result(request, record)
 
@@ -276,10 +280,12 @@ class Programs:
                 f"No model {request.model!r} is configured.",
                 remedy=f"Use one of: {', '.join(sorted(self._models))}.",
             )
-        parts = _parts(request, model)
+        parts, journal = _parts(request, model), request.journal
+        if journal is not None:
+            model = journal.models({model.alias: model})[model.alias]
         task = AgentTask(
             request.agent,
-            f"{request.agent}.{uuid.uuid4().hex}",
+            f"{request.agent}.{uuid.uuid4().hex if journal is None else journal.run_id}",
             model,
             parts,
             request.sampling,
@@ -401,7 +407,11 @@ class Programs:
     async def _writer(self, request: AgentRequest, record: _Record) -> LogWriter:
         try:
             return await self._cache.create(LogKey(request.tenant, request.program, record.log))
-        except LogExists as error:  # another router's agent: what is known of this one would be wrong of that
+        except LogExists as error:
+            if request.journal is not None and request.journal.repeats:  # of an earlier attempt, at a router that ended
+                record.log += "#"
+                return await self._writer(request, record)
+            # another router's agent: what is known of this one would be wrong of that
             if program := self._programs.get((request.tenant, request.program)):
                 program.agents.pop(request.agent, None)
             raise _duplicate(request) from error
