@@ -96,10 +96,6 @@ class StreamChanged(InvalidRequest):
     """A repeated stream differs from what its client has of it already."""
 
 
-class StoreUnavailable(ShellRouterError):
-    """The store that routers share is away, and the request needs it."""
-
-
 class BatchEnded(InvalidRequest):
     """The batch has ended, or is about to, so that it cannot be cancelled."""
 

@@ -20,7 +20,7 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.frames import AgentFrames, agent_answer, program_reply
-from shell_router.api.kept_runs import KEY_HEADER, LAST_EVENT, KeptRun, KeptRuns, key_of
+from shell_router.api.kept_runs import KEY_HEADER, KeptRun, KeptRuns, key_of
 from shell_router.api.keys import permit
 from shell_router.api.observed import Observed
 from shell_router.api.plain import Reply, Request
@@ -180,8 +180,6 @@ TARGET = AGENT_REQUEST
 
 async def run_agent(request: Request) -> Reply:
     """POST: run one agent to its end."""
-    if LAST_EVENT in request.headers:
-        raise InvalidField("Last-Event-ID is not served here.", field="Last-Event-ID", remedy="Leave it out.")
     body = parse_body(await read_body(request))
     asked, streamed = read_agent_body(body, request[TENANT], request.app[SETTINGS].request_timeout_s)
     permit(request, asked.candidates or (asked.model,))

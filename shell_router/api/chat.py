@@ -1,9 +1,9 @@
 """POST /v1/chat/completions: a topology, or a single model, answers."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
@@ -22,7 +22,7 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
-from shell_router.api.kept_runs import KEY_HEADER, Background, KeptRun, KeptRuns, key_of, place_of, refuse_key
+from shell_router.api.kept_runs import KEY_HEADER, KeptRun, KeptRuns, key_of, place_of, refuse_key
 from shell_router.api.keys import permit
 from shell_router.api.lazy import (
     LAZY_HEADER,
@@ -306,18 +306,14 @@ async def chat_completions(request: Request) -> Reply:
     return await answer_chat(request, parse_body(await read_body(request)))
 
 
-class BackgroundChat(Background, Protocol):
-    """A completion that goes on without its client."""
-
-    async def reply(self, whole: ChatRun) -> Reply:
-        """What its client gets now."""
-        ...
-
-
 async def answer_chat(
-    request: Request, body: Fields, translation: Translation | None = None, background: BackgroundChat | None = None
+    request: Request,
+    body: Fields,
+    translation: Translation | None = None,
+    background: Callable[[ChatRun, Fields], Awaitable[Reply]] | None = None,
 ) -> Reply:
-    """The answer to a chat completion's body, in the form that `translation` gives it."""
+    """The answer to a chat completion's body, in the form that `translation` gives it, or what `background` gives for
+    the run, which goes on without its client."""
     model, headers, program, lazy = body.one_of("model"), request.headers, None, False
     relay = request.app[SERVICES].relays.get(model)
     if body.given(("program", "lazy")) or PROGRAM_HEADER in headers or LAZY_HEADER in headers:
@@ -352,7 +348,7 @@ async def answer_chat(
     whole = ChatRun(chats, chat, graph, target, model)
     request.app[ADMISSION].count(request, whole.agents - 1)
     if background is not None:
-        return await background.reply(chats.kept.join(whole, background.key, body, background))
+        return await background(whole, body)
     if KEY_HEADER in headers:
         whole = chats.kept.join(whole, key_of(request), body)
     request[TRACE] = whole.trace

@@ -7,7 +7,6 @@ import re
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -53,20 +52,6 @@ def refuse_key(request: Request, what: str) -> None:
     """Raise InvalidField where a request of this kind, which is not kept, has a key."""
     if KEY_HEADER in request.headers:
         raise _refusal(f"cannot go with {what}", "Leave it out, or send a chat completion that the router runs itself.")
-
-
-class Background(Protocol):
-    """A run that goes on without its client; its journal begins with `head`."""
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def head(self) -> str: ...
-
-    def last_record(self, whole: Any, end: Answer | Exception) -> dict[str, Any]:
-        """What its journal ends with."""
-        ...
 
 
 def end_of(record: bytes) -> dict[str, Any] | None:
@@ -119,14 +104,7 @@ class Place:
 
 def place_of(request: Request) -> Place | None:
     """Where the stream of a kept run begins; None where the run is not kept. Raises InvalidField."""
-    last = request.headers.get(LAST_EVENT)
-    if KEY_HEADER in request.headers:
-        return Place(last)
-    if last is None:
-        return None
-    raise InvalidField(
-        f"The header Last-Event-ID needs an {HEADER}.", field="Last-Event-ID", remedy="Send both, or neither."
-    )
+    return Place(request.headers.get(LAST_EVENT)) if KEY_HEADER in request.headers else None
 
 
 class Keepable(Protocol):
@@ -157,16 +135,12 @@ class KeptRuns(Generic[W]):
         self._drain = drain
         self._runs: WeakValueDictionary[tuple[str, str], W] = WeakValueDictionary()
 
-    def find(self, tenant: str, key: str) -> "KeptRun | None":
-        """The run that goes on under this key."""
-        found = self._runs.get((tenant, key))
-        return found.kept if found is not None and found.kept is not None and found.kept.is_open else None
-
-    def join(self, whole: W, key: str, body: Fields, background: "Background | None" = None) -> W:
-        """The run that goes on under this key, or else `whole`. Raises InvalidField and KeyReused."""
+    def join(self, whole: W, key: str, body: Fields, head: str = "") -> W:
+        """The run that goes on under this key, or else `whole`; its journal begins with `head`, or what stands for
+        `body`. Raises InvalidField and KeyReused."""
         if self.store is None:
             raise _refusal("needs a store that outlives the router", "Set cache.backend to redis, or leave it out.")
-        named, head = (whole.asked.tenant, key), background.head if background else _fingerprint(body)
+        named, head = (whole.asked.tenant, key), head or _fingerprint(body)
         found = self._runs.get(named)
         if found is None or found.kept is None or not found.kept.is_open:
             asked = whole.asked
@@ -174,7 +148,6 @@ class KeptRuns(Generic[W]):
                 asked = replace(asked, seed=zlib.crc32(key.encode()))  # draws are the same at every router
             found = self._runs[named] = whole
             whole.kept = KeptRun(asked, whole.id, key, head, self.store, self._drain, whole.run)
-            whole.kept.last_record = partial(background.last_record, whole) if background else None
         elif found.kept.head != head:
             raise reused()
         return found
@@ -183,8 +156,8 @@ class KeptRuns(Generic[W]):
 class KeptRun:
     """One run under a key. All requests with that key at this router follow it; without any it is cancelled.
 
-    Where there is a `last_record`, its journal ends with what that says of the answer, or of the error, and the run is
-    cancelled when the journal is lost.
+    Its journal ends with what a `last_record` says of the answer or error; where there is one, losing the journal ends
+    the run.
     """
 
     def __init__(
@@ -229,14 +202,10 @@ class KeptRun:
             if not self._followers:
                 await self._left(task)
         if task.cancelled():
-            raise ResponseCancelled(
-                "The response was cancelled, or another router has gone on with it.",
-                remedy="GET /v1/responses/{id} says which.",
-            )
+            raise ResponseCancelled("The response was cancelled, or another router has gone on with it.")
         return task.result()
 
-    def cancel(self) -> None:
-        """End the run, whatever follows it."""
+    def _lose(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
@@ -259,19 +228,22 @@ class KeptRun:
             emit(event)
 
     async def _kept(self, run: Callable[[Any, Emit], Awaitable[Answer]]) -> Answer:
-        journal, ended, last = await self._journal(), False, self.last_record or _ignore
+        journal, ended, last = await self._journal(), False, self.last_record
         self.last_record = None  # it refers to this, too
         if journal is None:
             return await run(self._asked, self._put)
         try:
             answer = await run(replace(self._asked, journal=journal), self._put)
             ended = True
-            journal.end(last(answer))
+            if last is not None:
+                journal.add(END, "", last(answer))
             return answer
         except RouterStopping:
             raise
         except Exception as error:
-            ended = journal.end(last(error))
+            if last is not None:
+                ended = True
+                journal.add(END, "", last(error))
             raise
         finally:
             await journal.close(void=not ended)
@@ -291,15 +263,18 @@ class KeptRun:
             raise DeadlineExceeded(
                 f"Another router still runs this request after {limit_s:g} s.", remedy="Ask again with the same key."
             ) from None
-        if self.last_record and records and end_of(records[-1]):
-            await store.release(asked.tenant, self._key, self.id)
-            raise ResponseCancelled("The response has ended.", remedy="GET /v1/responses/{id} says how.")
         try:
-            lost = self.cancel if self.last_record else None
-            return Journal(store, asked.tenant, self._key, self.id, records, lost)
+            failed = (end_of(records[-1]) or {}).get("error") if records else None
+            journal = Journal(store, asked.tenant, self._key, self.id, records)
         except (LookupError, TypeError, ValueError) as error:
             log.warning("run %s is not kept: its journal makes no sense: %r", self.id, error)
             return None
+        if failed:  # meanwhile
+            await journal.close(void=False)
+            raise ResponseCancelled(failed["message"])
+        if self.last_record is not None:
+            journal.lost = self._lose
+        return journal
 
     async def _records(self) -> Sequence[bytes]:
         """What is in the journal, once its lease is this run's. Raises CacheUnavailable where the store is away for
@@ -319,8 +294,8 @@ class KeptRun:
             await asyncio.sleep(min(store.lease_s / 4, LONGEST_POLL_S))
 
 
-def _ignore(_: object) -> None:
-    """Nothing is wanted of the events, or of the end."""
+def _ignore(_: Event) -> None:
+    """Nothing is wanted of the events."""
 
 
 def _changed() -> StreamChanged:

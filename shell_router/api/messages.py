@@ -7,14 +7,12 @@ import orjson
 
 from shell_router.api.chat import answer_chat
 from shell_router.api.fields import MAX_TOKENS, SAMPLING, Fields, as_object, parse_body, read_body, shown
-from shell_router.api.kept_runs import LAST_EVENT
 from shell_router.api.panels import BRINGING, PANEL, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import anthropic_error, note_ignored
 from shell_router.api.services import SERVICES
 from shell_router.api.tools import function_name
 from shell_router.api.translation import Events, ItemTranslation, Kind
-from shell_router.errors import InvalidField
 from shell_router.topology import INLINE
 
 OTHERWISE = {"max_tokens", "max_completion_tokens", "response_format", "stop"}
@@ -241,10 +239,6 @@ def _arguments(text: str) -> dict[str, Any]:
 
 async def create_message(request: Request) -> Reply:
     """Answer in the shape of Anthropic's messages: translate, answer as a chat completion, translate back."""
-    if LAST_EVENT in request.headers:
-        raise InvalidField(
-            "The header Last-Event-ID is not served here.", field="Last-Event-ID", remedy="Leave it out."
-        )
     body = parse_body(await read_body(request))
     chat = as_chat(body)
     body.check_spelling(INERT)

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from agent_cache import CacheUnavailable
 from shell_router.api.plain import Request
 from shell_router.api.services import IGNORED, LEAVING, PLACED, REQUEST_ID, TRACE
 from shell_router.core.events import ModelChosen
@@ -40,7 +41,6 @@ from shell_router.errors import (
     RouterStopping,
     ShellRouterError,
     StorageFailed,
-    StoreUnavailable,
     StreamChanged,
     TopologiesOff,
     TopologyConflict,
@@ -85,7 +85,7 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     UnknownResponse: Problem(404, "invalid_request_error", "unknown_response"),
     ResponseCancelled: Problem(409, "invalid_request_error", "response_cancelled"),
     StreamChanged: Problem(409, "invalid_request_error", "stream_changed"),
-    StoreUnavailable: Problem(503, "server_error", "store_unavailable"),
+    CacheUnavailable: Problem(503, "server_error", "store_unavailable"),
     BatchesOff: Problem(404, "invalid_request_error", "batches_off"),
     BatchEnded: Problem(409, "invalid_request_error", "batch_ended"),
     KeyReused: Problem(422, "invalid_request_error", "idempotency_key_reused"),
@@ -171,6 +171,8 @@ def anthropic_error(error: Mapping[str, Any], status: int | None = None) -> dict
 
 
 def _message(error: BaseException, problem: Problem, request_id: str) -> str:
+    if isinstance(error, CacheUnavailable):
+        error = ShellRouterError("Redis is away, and the request needs it.", remedy="Try again when it is back.")
     if isinstance(error, ShellRouterError):
         return str(error)
     if isinstance(error, web.HTTPRequestEntityTooLarge):

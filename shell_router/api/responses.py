@@ -5,16 +5,16 @@ its router; nothing else is stored.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from agent_cache import CacheUnavailable, JournalDiffers, Journals, JournalState
+from agent_cache import JournalDiffers, Journals, JournalState
 from shell_router.api.admission import ADMISSION
 from shell_router.api.chat import CHATS, ChatRun, answer_chat
 from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, shown
@@ -27,7 +27,7 @@ from shell_router.api.streaming import DONE, data_frame, open_stream
 from shell_router.api.tools import function_name
 from shell_router.api.translation import Events, ItemTranslation, Kind
 from shell_router.core.sampling import check_depth
-from shell_router.errors import InvalidField, StoreUnavailable, StreamChanged, UnknownResponse
+from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
 from shell_router.moa import Answer
 from shell_router.moa.journal import END
 from shell_router.topology import INLINE
@@ -58,8 +58,7 @@ REPEATED = ("metadata", "model", "reasoning", "text", "tool_choice", "tools", "u
 """Objects that the answer repeats."""
 
 STATEFUL = {
-    "previous_response_id": "Nothing is stored: send all earlier items in input.",
-    "conversation": "Nothing is stored: send all earlier items in input.",
+    **dict.fromkeys(("previous_response_id", "conversation"), "Send all earlier items in input."),
     "prompt": "Nothing is stored: send the prompt's text in instructions.",
 }
 ROLES = ("system", "developer", "user", "assistant")
@@ -308,106 +307,96 @@ def _usage(found: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+PREFIX = "resp_"
+RESPONSE_ID = re.compile(PREFIX + r"[0-9a-f]{32}")
+CANCELLED = {"error": {"message": "The response was cancelled."}}
+
+
 @dataclass(frozen=True, slots=True)
 class BackgroundResponse:
-    """A response that is asked for by its id, at any router (chat.BackgroundChat).
-
-    The journal of its run has its request as head, the time of its creation as the first record, and how it has ended
-    as the last one.
-    """
+    """A response that is asked for by its id, at any router. Its run's journal has its request as head, the time of its
+    creation as the first record, and how it has ended as the last one."""
 
     request: Request
     key: str
-    head: str
+    head: bytes
     created: int
     stream: bool
     after: int = 0
     warnings: Mapping[str, list[str]] = field(default_factory=dict)
 
-    def last_record(self, whole: ChatRun, end: Answer | Exception) -> dict[str, Any]:
-        """See `Background`."""
-        if isinstance(end, Exception):
-            return stream_error(end, self.request[REQUEST_ID])
-        return {name: value for name, value in whole.reply(end).items() if name in ("choices", "usage")}
+    async def look(self) -> JournalState | None:
+        """What its journal is like. Raises InvalidField where there is no store."""
+        return await self._store.look(self.request[TENANT], self.key)
 
-    async def run(self) -> Reply:
-        """Begin it, go on with it, or follow it, if no other router runs it."""
-        body = Fields(orjson.loads(self.head))
-        return await answer_chat(self.request, Fields(as_chat(body)), None, self)
+    async def shown(self, state: JournalState | None) -> Reply:
+        """The response as it is now, or its events. It goes on here if no router runs it."""
+        now = self if state is None or not state.first else replace(self, created=orjson.loads(state.first)[2])
+        if state is not None and (end := end_of(state.last)) is not None:
+            return await now._ended(end)
+        if state is not None and state.is_leased and not now.stream:
+            return now.standing("queued" if state.last == state.first else "in_progress")
+        return await answer_chat(now.request, Fields(as_chat(Fields(orjson.loads(now.head)))), None, now._run)
 
-    async def reply(self, whole: ChatRun) -> Reply:
-        """See `BackgroundChat`."""
-        store, kept, named = _store(self.request), whole.kept, (self.request[TENANT], self.key)
-        assert kept is not None, "it was joined"
-        with _reaching_store():
-            try:
-                records = await store.claim(*named, kept.id, self.head)
-            except JournalDiffers:
-                raise reused() from None
-            if records is not None and not records:
-                created = orjson.dumps(["created", "", self.created])
-                await store.append(*named, kept.id, 0, [created])
-        if records is not None:
-            self.request.app[ADMISSION].detach(self.request, whole.answer(), whole.agents)
-        self.request[TRACE] = whole.trace
-        return await whole.stream(self.request, self._translation()) if self.stream else self.standing("queued")
-
-    async def ended(self, end: Mapping[str, Any]) -> Reply:
-        """It has ended like this."""
-        translation, error = self._translation(), end.get("error")
-        if end == CANCELLED and not self.stream:
-            return self.standing("cancelled")
-        if not self.stream:
-            said = translation.whole(dict(end)) if error is None else translation.fault(error)
-            return json_reply(self.request, said)
-        stream = await open_stream(self.request, self.request.app[SETTINGS].write_timeout_s)
-        try:
-            if error is not None:
-                sent = translation.error({"error": error})
-            else:
-                (choice,) = end["choices"]
-                sent = translation.feed(data_frame({**end, "choices": [{**choice, "delta": choice["message"]}]}) + DONE)
-        except StreamChanged as changed:
-            sent = translation.error(stream_error(changed, self.request[REQUEST_ID]))
-        await stream.send(sent)
-        return await stream.end()
+    async def cancel(self) -> Reply:
+        """Have its router end it, which learns of it with its next record."""
+        await self._store.seal(self.request[TENANT], self.key, orjson.dumps([END, "", CANCELLED]))
+        return self.standing("cancelled")
 
     def standing(self, status: str) -> Reply:
         """It has no output yet, or will have none."""
         return json_reply(self.request, self._translation().standing(status))
 
+    async def _run(self, whole: ChatRun, body: Fields) -> Reply:
+        request, head, store, named = self.request, self.head.decode(), self._store, (self.request[TENANT], self.key)
+        join = partial(request.app[CHATS].kept.join, whole, self.key, body, head)
+        owner = join().id
+        try:
+            records = await store.claim(*named, owner, head)  # None where another router runs it
+        except JournalDiffers:
+            raise reused() from None
+        if records is not None and not records:
+            await store.append(*named, owner, 0, [orjson.dumps(["created", "", self.created])])
+        whole = join()  # the one before may have ended meanwhile
+        assert whole.kept is not None, "it was joined"
+        whole.kept.last_record = partial(self._last_record, whole)
+        if records is not None:
+            request.app[ADMISSION].detach(request, whole.answer(), whole.agents)
+        request[TRACE] = whole.trace
+        return await whole.stream(request, self._translation()) if self.stream else self.standing("queued")
+
+    def _last_record(self, whole: ChatRun, end: Answer | Exception) -> dict[str, Any]:
+        if isinstance(end, Exception):
+            return stream_error(end, self.request[REQUEST_ID])
+        return {name: value for name, value in whole.reply(end).items() if name in ("choices", "usage")}
+
+    async def _ended(self, end: dict[str, Any]) -> Reply:
+        translation, error = self._translation(), end.get("error")
+        if not self.stream:
+            if end == CANCELLED:
+                return self.standing("cancelled")
+            return json_reply(self.request, translation.fault(error) if error else translation.whole(end))
+        stream = await open_stream(self.request, self.request.app[SETTINGS].write_timeout_s)
+        for choice in end.get("choices", ()):
+            choice["delta"] = choice["message"]
+        try:
+            sent = translation.error(end) if error else translation.feed(data_frame(end) + DONE)
+        except StreamChanged as changed:
+            sent = translation.error(stream_error(changed, self.request[REQUEST_ID]))
+        await stream.send(sent)
+        return await stream.end()
+
+    @property
+    def _store(self) -> Journals:
+        if (store := self.request.app[CHATS].kept.store) is not None:
+            return store
+        remedy = "Set cache.backend to redis, or send it without and keep the connection open."
+        raise InvalidField("background needs a store that outlives the router.", field="background", remedy=remedy)
+
     def _translation(self) -> ResponseTranslation:
         made = ResponseTranslation(self.key.removeprefix(PREFIX), self.created, orjson.loads(self.head), self.warnings)
         made.place = Place(self.request.headers.get(LAST_EVENT), self.after)
         return made
-
-
-PREFIX = "resp_"
-RESPONSE_ID = re.compile(PREFIX + r"[0-9a-f]{32}")
-AFTER = re.compile(r"-1|[0-9]{1,12}")
-CANCELLED = {"error": {"message": "The response was cancelled."}}
-
-
-def _store(request: Request) -> Journals:
-    """Raises InvalidField where there is none."""
-    if (store := request.app[CHATS].kept.store) is not None:
-        return store
-    raise InvalidField(
-        "background needs a store that outlives the router.",
-        field="background",
-        remedy="Set cache.backend to redis, or send it without and keep the connection open.",
-    )
-
-
-@contextmanager
-def _reaching_store() -> Iterator[None]:
-    try:
-        yield
-    except CacheUnavailable as error:
-        raise StoreUnavailable(
-            f"Redis is away, which keeps background responses: {error}.",
-            remedy="Try again when /ready says it is back.",
-        ) from None
 
 
 async def create_response(request: Request) -> Reply:
@@ -416,69 +405,46 @@ async def create_response(request: Request) -> Reply:
     chat = as_chat(body)
     for name in body.given(REPEATED):
         check_depth(body.raw(name), name)
-    is_kept, is_stored = body.flag("background"), body.flag("store")
+    in_background, is_stored, is_keyed = body.flag("background"), body.flag("store"), KEY_HEADER in request.headers
     body.check_spelling(INERT)
-    ignored = ["store"] * (is_stored and not is_kept) + [name for name in body.unread if name not in INERT]
+    ignored = ["store"] * (is_stored and not in_background) + [name for name in body.unread if name not in INERT]
     services, warnings = request.app[SERVICES], note_ignored(request, ignored)
-    created = int(services.wall())
-    if is_kept:
-        store, tenant = _store(request), request[TENANT]
-        head, key, state = orjson.dumps(body.as_dict(), option=orjson.OPT_SORT_KEYS), services.new_id(), None
-        if KEY_HEADER in request.headers:
-            key = blake2b(key_of(request).encode(), digest_size=16).hexdigest()
-            with _reaching_store():
-                state = await store.look(tenant, PREFIX + key)
+    id, created, streamed = services.new_id(), int(services.wall()), body.flag("stream")
+    if in_background:
+        if is_keyed:
+            id = blake2b(key_of(request).encode(), digest_size=16).hexdigest()
+        head = orjson.dumps(body.as_dict(), option=orjson.OPT_SORT_KEYS)
+        one = BackgroundResponse(request, PREFIX + id, head, created, streamed, 0, warnings)
+        state = await one.look() if is_keyed else None
         if state is not None and state.head != head:
             raise reused()
-        one = BackgroundResponse(request, PREFIX + key, head.decode(), created, body.flag("stream"), 0, warnings)
-        return await (one.run() if state is None else _shown(one, state))
-    translation = ResponseTranslation(services.new_id(), created, body.as_dict(), warnings)
-    translation.place = place_of(request) if body.flag("stream") else None
+        return await one.shown(state)
+    translation = ResponseTranslation(id, created, body.as_dict(), warnings)
+    translation.place = place_of(request) if streamed else None
     return await answer_chat(request, Fields(chat), translation)
 
 
 async def show_response(request: web.Request) -> Reply:
     """A background response as it is now, or its events."""
     one, state = await _found(request)
-    return await _shown(one, state)
+    return await one.shown(state)
 
 
 async def cancel_response(request: web.Request) -> Reply:
     """End a background response; one that has ended stays as it is."""
     one, state = await _found(request)
-    if end_of(state.last) is not None:
-        return await _shown(one, state)
-    named = request[TENANT], one.key
-    with _reaching_store():
-        await _store(request).seal(*named, orjson.dumps([END, "", CANCELLED]))
-    if (kept := request.app[CHATS].kept.find(*named)) is not None:
-        kept.cancel()
-    return one.standing("cancelled")
-
-
-async def _shown(one: BackgroundResponse, state: JournalState) -> Reply:
-    """The response, which goes on here if no router runs it."""
-    one = replace(one, created=orjson.loads(state.first)[2] if state.first else one.created)
-    if (end := end_of(state.last)) is not None:
-        return await one.ended(end)
-    if state.is_leased and not one.stream:
-        return one.standing("queued" if state.last == state.first else "in_progress")
-    return await one.run()
+    return await (one.cancel() if end_of(state.last) is None else one.shown(state))
 
 
 async def _found(request: web.Request) -> tuple[BackgroundResponse, JournalState]:
     """The response that is asked for. Raises UnknownResponse."""
-    store, key, tenant = _store(request), request.match_info["response_id"], request[TENANT]
-    with _reaching_store():
-        state = await store.look(tenant, key) if RESPONSE_ID.fullmatch(key) else None
-    if state is None or not state.head.startswith(b"{"):
-        raise UnknownResponse(
-            "No background response of that id is known.", remedy="It has expired, or was sent with another key."
-        )
-    after = request.query.get("starting_after", "-1")
-    if not AFTER.fullmatch(after):
-        raise InvalidField(
-            f"starting_after must be an event's sequence_number, not {shown(after)}.", field="starting_after"
-        )
+    key, after = request.match_info["response_id"], request.query.get("starting_after", "-1")
+    if not re.fullmatch("-1|[0-9]{1,12}", after, re.ASCII):
+        raise InvalidField(f"starting_after must be a sequence_number, not {shown(after)}.", field="starting_after")
     is_streamed = request.query.get("stream", "false").lower() == "true"
-    return BackgroundResponse(request, key, state.head.decode(), 0, is_streamed, int(after) + 1), state
+    one = BackgroundResponse(request, key, b"", 0, is_streamed, int(after) + 1)
+    state = await one.look()
+    if state is None or not state.head.startswith(b"{") or not RESPONSE_ID.fullmatch(key):
+        remedy = "It has expired, or was sent with another key."
+        raise UnknownResponse("No background response of that id is known.", remedy=remedy)
+    return replace(one, head=state.head), state

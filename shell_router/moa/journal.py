@@ -113,19 +113,11 @@ class Journal:
     run does not. If it is lost, or another attempt has it, `lost` is called, and the run may go on without it.
     """
 
-    def __init__(
-        self,
-        store: Journals,
-        tenant: str,
-        key: str,
-        run_id: str,
-        records: Sequence[bytes],
-        lost: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, store: Journals, tenant: str, key: str, run_id: str, records: Sequence[bytes]) -> None:
         self._store: Journals | None = store
         self._named = tenant, key, run_id
         self.run_id = run_id
-        self._lost = lost
+        self.lost: Callable[[], object] = bool
         self._position = len(records)
         self._waiting: list[bytes] = []
         self._news = asyncio.Event()
@@ -201,12 +193,6 @@ class Journal:
             self._waiting.append(orjson.dumps([kind, name, *fields]))
             self._news.set()
 
-    def end(self, said: Any) -> bool:
-        """Keep what is `said` of the run's end, and whether there is anything."""
-        if said is not None:
-            self.add(END, "", said)
-        return said is not None
-
     # --- the store
 
     async def flush(self) -> None:
@@ -264,8 +250,7 @@ class Journal:
             log.warning("run %s is without its journal: it is lost, or another router has it", self.run_id)
             self._store = None
             self._waiting.clear()
-            if self._lost is not None:
-                self._lost()
+            self.lost()
         self._position += len(records)
         del self._waiting[: len(records)]
 

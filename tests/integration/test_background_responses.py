@@ -103,6 +103,29 @@ async def test_a_stream_can_be_left_and_followed_from_any_event_on_at_any_router
         assert asked(here, there) == ["left", "right", "root"]
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_stream_at_another_router_waits_for_the_end(redis: RedisServer, cancelled: bool) -> None:
+    gates = Gates("root")
+    async with (
+        router(redis, ScriptedMoa(pace=gates.pace)) as here,
+        router(redis) as there,
+        clients(here, there) as (one, two),
+    ):
+        begun = await one.responses.create(**ASK)
+        await gates.until_waiting(1)
+        following = asyncio.create_task(events(two, begun.id))
+        await until(lambda: [task.get_name() for task in asyncio.all_tasks()].count("kept-run") == 2)
+        if cancelled:
+            await two.responses.cancel(begun.id)
+            with pytest.raises(openai.ConflictError, match="was cancelled"):
+                await following
+        else:
+            gates.open("root")
+            assert (await following)[-1].type == "response.completed"
+        assert asked(there) == []
+        assert (await two.responses.retrieve(begun.id)).status == ("cancelled" if cancelled else "completed")
+
+
 async def test_a_cancelled_response_ends_at_the_router_that_runs_it(redis: RedisServer) -> None:
     gates = Gates("root")
     moa = ScriptedMoa(pace=gates.pace)
