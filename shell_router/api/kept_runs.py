@@ -13,19 +13,12 @@ from weakref import WeakValueDictionary
 import orjson
 
 from agent_cache import CacheUnavailable, JournalDiffers, Journals
+from shell_router import errors
 from shell_router.api.admission import Drain
 from shell_router.api.fields import Fields
 from shell_router.api.plain import Request
 from shell_router.api.services import Emit
 from shell_router.core.events import Event
-from shell_router.errors import (
-    DeadlineExceeded,
-    InvalidField,
-    KeyReused,
-    ResponseCancelled,
-    RouterStopping,
-    StreamChanged,
-)
 from shell_router.moa import AgentRequest, Answer, Journal, MoaRequest
 from shell_router.moa.journal import END
 
@@ -70,7 +63,7 @@ class Place:
         self.at, self.after, self._check, self._expected = 0, after, 0, ""
         if last is not None:
             if (found := PLACE.fullmatch(last)) is None:
-                raise InvalidField(
+                raise errors.InvalidField(
                     "The header Last-Event-ID is no id of an event of this router's.",
                     field="Last-Event-ID",
                     remedy="Send the last event's id as it came, or leave it out for all of the stream.",
@@ -202,7 +195,7 @@ class KeptRun:
             if not self._followers:
                 await self._left(task)
         if task.cancelled():
-            raise ResponseCancelled("The response was cancelled, or another router has gone on with it.")
+            raise errors.ResponseCancelled("The response was cancelled, or another router has gone on with it.")
         return task.result()
 
     def _lose(self) -> None:
@@ -238,7 +231,7 @@ class KeptRun:
             if last is not None:
                 journal.add(END, "", last(answer))
             return answer
-        except RouterStopping:
+        except errors.RouterStopping:
             raise
         except Exception as error:
             if last is not None:
@@ -260,7 +253,7 @@ class KeptRun:
             log.warning("run %s is not kept, and would not survive this router: %s", self.id, error)
             return None
         except TimeoutError:
-            raise DeadlineExceeded(
+            raise errors.DeadlineExceeded(
                 f"Another router still runs this request after {limit_s:g} s.", remedy="Ask again with the same key."
             ) from None
         try:
@@ -271,7 +264,7 @@ class KeptRun:
             return None
         if failed:  # meanwhile
             await journal.close(void=False)
-            raise ResponseCancelled(failed["message"])
+            raise errors.ResponseCancelled(failed["message"])
         if self.last_record is not None:
             journal.lost = self._lose
         return journal
@@ -298,8 +291,8 @@ def _ignore(_: Event) -> None:
     """Nothing is wanted of the events."""
 
 
-def _changed() -> StreamChanged:
-    return StreamChanged(
+def _changed() -> errors.StreamChanged:
+    return errors.StreamChanged(
         "The repeated stream differs from what came before its Last-Event-ID.",
         remedy="Drop what you have of it, and send the request with its key and without Last-Event-ID.",
     )
@@ -311,12 +304,12 @@ def _fingerprint(body: Fields) -> str:
     return hashlib.blake2b(found, digest_size=16).hexdigest()
 
 
-def _refusal(what: str, remedy: str) -> InvalidField:
-    return InvalidField(f"The header {HEADER} {what}.", field=HEADER, remedy=remedy)
+def _refusal(what: str, remedy: str) -> errors.InvalidField:
+    return errors.InvalidField(f"The header {HEADER} {what}.", field=HEADER, remedy=remedy)
 
 
-def reused() -> KeyReused:
-    return KeyReused(
+def reused() -> errors.KeyReused:
+    return errors.KeyReused(
         f"The {HEADER} was sent before, with another body.",
         remedy="Send the same body again, or a new key for a new request.",
     )

@@ -17,6 +17,7 @@ from aiohttp import web
 from agent_cache import JournalDiffers, Journals, JournalState
 from shell_router.api.admission import ADMISSION
 from shell_router.api.chat import CHATS, ChatRun, answer_chat
+from shell_router.api.chat import INERT as CHAT_INERT
 from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, shown
 from shell_router.api.kept_runs import KEY_HEADER, LAST_EVENT, Place, end_of, key_of, place_of, reused
 from shell_router.api.panels import BRINGING, PANEL, PANEL_FIELDS
@@ -40,18 +41,7 @@ SAME = (
 )
 """Fields that mean the same in a chat completion."""
 
-INERT = frozenset(
-    {
-        "client_metadata",
-        "include",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "stream_options",
-    }
-)
+INERT = CHAT_INERT - {"parallel_tool_calls", "store", "user"} | {"client_metadata", "include", "stream_options"}
 """Fields that never change an answer, or ask for parts of it that there are none of."""
 
 REPEATED = ("metadata", "model", "reasoning", "text", "tool_choice", "tools", "user")
