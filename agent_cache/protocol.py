@@ -137,6 +137,24 @@ class Journals(Protocol):
         """End the lease now, if it is the owner's."""
         ...
 
+    async def look(self, tenant: str, key: str) -> "JournalState | None":
+        """What the journal is like now; None where there is none."""
+        ...
+
+    async def seal(self, tenant: str, key: str, record: bytes) -> None:
+        """Add a last record to a journal and take it from its owner, who can add nothing afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class JournalState:
+    """A journal's head, its first and last records, empty where there are none, and whether its lease is held."""
+
+    head: bytes
+    first: bytes
+    last: bytes
+    is_leased: bool
+
 
 @dataclass(slots=True)
 class CacheStats:

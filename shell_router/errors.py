@@ -84,6 +84,18 @@ class UnknownBatch(InvalidRequest):
     """No batch of that id is known for this tenant."""
 
 
+class UnknownResponse(InvalidRequest):
+    """No background response of that id is known for this tenant."""
+
+
+class ResponseCancelled(InvalidRequest):
+    """A background response was cancelled while it was read, or another router has gone on with it."""
+
+
+class StreamChanged(InvalidRequest):
+    """A repeated stream differs from what its client has of it already."""
+
+
 class BatchEnded(InvalidRequest):
     """The batch has ended, or is about to, so that it cannot be cancelled."""
 

@@ -6,7 +6,7 @@ Each call is one atomic script.
 from collections.abc import Sequence
 from typing import Any
 
-from agent_cache.protocol import CacheUnavailable, JournalDiffers
+from agent_cache.protocol import CacheUnavailable, JournalDiffers, JournalState
 from agent_cache.redis.connection import AWAY, Connection
 from agent_cache.redis.layout import Layout
 
@@ -31,6 +31,18 @@ redis.call('PEXPIRE', KEYS[2], ARGV[3])
 redis.call('PEXPIRE', KEYS[3], ARGV[3])
 return 1
 """
+SEAL = """
+if redis.call('LLEN', KEYS[2]) == 0 then return end
+redis.call('RPUSH', KEYS[2], ARGV[1])
+redis.call('DEL', KEYS[1], KEYS[3])
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+"""
+LOOK = """
+local head, found = redis.call('LINDEX', KEYS[2], 0), redis.call('LRANGE', KEYS[2], 1, 1)
+if not head then return false end
+if found[1] then found[2] = redis.call('LINDEX', KEYS[2], -1) end
+return {head, redis.call('EXISTS', KEYS[1]), unpack(found)}
+"""
 RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
 
 
@@ -54,6 +66,17 @@ class RedisJournals:
 
     async def release(self, tenant: str, key: str, owner: str) -> None:
         await self._run(RELEASE, tenant, key, owner)
+
+    async def look(self, tenant: str, key: str) -> JournalState | None:
+        found = await self._run(LOOK, tenant, key)
+        if found is None:
+            return None
+        head, is_leased, *ends = found
+        first, last = ends or (b"", b"")
+        return JournalState(head, first, last, bool(is_leased))
+
+    async def seal(self, tenant: str, key: str, record: bytes) -> None:
+        await self._run(SEAL, tenant, key, record, self._lives_ms[1])
 
     async def _run(self, script: str, tenant: str, key: str, *values: str | int | bytes) -> Any:
         try:

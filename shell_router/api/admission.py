@@ -106,7 +106,7 @@ DRAIN = web.AppKey("DRAIN", Drain)
 
 
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ui"})  # probes carry no key; the page is static, and sends one
-FREEING = frozenset({"/v1/batches/{batch_id}/cancel"})
+FREEING = frozenset({"/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel"})
 """Routes that make space, and are never refused for lack of it."""
 CLIENT_GONE = 499  # nginx's number for it; no client ever sees it
 ACCEPTED_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -168,7 +168,7 @@ class Admission:
                 self.connections.idle(by_aiohttp.transport)
             if admitted:
                 drain.ended()
-                self._agents[request[TENANT]] -= request.get(AGENTS, 0)
+            self._agents.subtract({request.get(TENANT, ""): request.get(AGENTS, 0)})
             took_s = services.clock() - started_s
             services.metrics.http_request_ended(route, status, took_s)
             if services.access_log is not None:
@@ -214,11 +214,11 @@ class Admission:
         self._agents[tenant] += agents
         request[AGENTS] = request.get(AGENTS, 0) + agents
 
-    def detach(self, request: Request, run: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """See `Drain.detach`; it counts as an agent of the request's tenant, too."""
+    def detach(self, request: Request, run: Coroutine[Any, Any, Any], agents: int = 1) -> "asyncio.Task[Any]":
+        """See `Drain.detach`; it counts as `agents` of the request's tenant, too."""
         task, tenant = self._drain.detach(run), request[TENANT]
-        self._agents[tenant] += 1
-        task.add_done_callback(lambda _: self._agents.subtract((tenant,)))
+        self._agents[tenant] += agents
+        task.add_done_callback(lambda _: self._agents.subtract({tenant: agents}))
         return task
 
     def _require_tokens(self, limit: int | None, tenant: str) -> None:

@@ -20,7 +20,7 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.frames import AgentFrames, agent_answer, program_reply
-from shell_router.api.kept_runs import refuse_key
+from shell_router.api.kept_runs import KEY_HEADER, KeptRun, KeptRuns, key_of
 from shell_router.api.keys import permit
 from shell_router.api.observed import Observed
 from shell_router.api.plain import Reply, Request
@@ -180,12 +180,14 @@ TARGET = AGENT_REQUEST
 
 async def run_agent(request: Request) -> Reply:
     """POST: run one agent to its end."""
-    refuse_key(request, "agent requests: the same request sent again attaches to its agent")
     body = parse_body(await read_body(request))
     asked, streamed = read_agent_body(body, request[TENANT], request.app[SETTINGS].request_timeout_s)
     permit(request, asked.candidates or (asked.model,))
     run = AgentRequestRun(request, asked, note_ignored(request, body.unread))
-    return await (run.streamed() if streamed else run.whole())
+    if KEY_HEADER in request.headers:
+        run = request.app[KEPT_AGENTS].join(run, key_of(request), body)
+    request[TRACE] = run.trace
+    return await (run.streamed(request) if streamed else run.whole(request))
 
 
 async def show_program(request: web.Request) -> web.Response:
@@ -239,7 +241,8 @@ class AgentRequestRun:
         services = request.app[SERVICES]
         self._seen = Observed(services, services.new_id(), asked.tenant, TARGET, {asked.agent}, {})
         self._seen.record(asked)
-        request[TRACE] = self.trace = self._seen.trace
+        self.trace = self._seen.trace
+        self.kept: KeptRun | None = None
         self.id, self.created = self._seen.id, self._seen.created
 
     async def begin(self, text: str) -> Answer:
@@ -250,7 +253,7 @@ class AgentRequestRun:
             if not begun.done():
                 begun.set_result(None)
 
-        task = self._request.app[ADMISSION].detach(self._request, self.run(mark))
+        task = self._request.app[ADMISSION].detach(self._request, self.run(self.asked, mark))
         try:
             await asyncio.wait([task, begun], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # no client will know of it
@@ -260,21 +263,28 @@ class AgentRequestRun:
             task.result()
         return Answer(text, "stop", {self.asked.agent: AgentUsage(self.asked.model, 0, 0, 0, "finished")})
 
-    async def whole(self) -> web.Response:
+    async def whole(self, request: Request) -> web.Response:
         """The answer as one object."""
-        answer = await self.run()
+        answer = await self.answer()
         body = agent_answer(self._seen.id, self._seen.created, self.asked, answer)
-        return json_reply(self._request, {**body, **self.warnings})
+        return json_reply(request, {**body, **self.warnings})
 
-    async def streamed(self) -> Reply:
+    async def streamed(self, request: Request) -> Reply:
         """The answer as typed events."""
         frames = AgentFrames(self._seen.id, self._seen.created, self.asked, self._seen.trace.started_s)
-        async with LiveRun(self.run, frames.wants) as run:
-            return await stream_run(self._request, run, frames)
+        async with LiveRun(self.answer, frames.wants) as run:
+            return await stream_run(request, run, frames)
 
-    async def run(self, also: Emit | None = None) -> Answer:
-        """The answer; `also` gets the events. If the server ends first, raises RouterStopping."""
+    async def answer(self, also: Emit | None = None) -> Answer:
+        """Run; `also` gets the events. If the server ends first, raises RouterStopping."""
+        return await (self.run(self.asked, also) if self.kept is None else self.kept.follow(also))
+
+    async def run(self, asked: AgentRequest, also: Emit | None) -> Answer:
+        """Run as `asked`, whoever waits for it."""
         self._seen.also = also
         programs = self._request.app[SERVICES].programs
         with self._request.app[DRAIN].deadline(), self._seen:
-            return await programs.run(self.asked, self._seen.emit)
+            return await programs.run(asked, self._seen.emit)
+
+
+KEPT_AGENTS = web.AppKey("KEPT_AGENTS", KeptRuns[AgentRequestRun])

@@ -32,6 +32,8 @@ ROUTES = (
     _post("/v1/chat/completions", chat.chat_completions),
     _post("/v1/completions", native.completions),
     _post("/v1/responses", responses.create_response),
+    web.get("/v1/responses/{response_id}", cast(Any, responses.show_response)),
+    web.post("/v1/responses/{response_id}/cancel", cast(Any, responses.cancel_response)),
     _post("/v1/messages", messages.create_message),
     _post("/v1/embeddings", embeddings.create_embeddings),
     web.get("/v1/models", views.list_models),
@@ -75,6 +77,7 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
     app[SETTINGS] = settings
     app[TARGETS] = Targets(services)
     app[CHATS] = Chats(services, settings, app[TARGETS], drain, KeptRuns(services.journals, drain))
+    app[agents.KEPT_AGENTS] = KeptRuns(services.journals, drain)
     app[embeddings.EMBEDDING] = asyncio.Semaphore()
     app[STARTED_AT] = int(services.wall())
     app.add_routes(ROUTES)
@@ -201,7 +204,8 @@ async def listening(
     runner = web.AppRunner(app, access_log=None, **kept)
     await runner.setup()
     assert runner.server is not None
-    posts: Mapping[bytes, Any] = {one.path.encode(): one.handler for one in ROUTES if one.method == "POST"}
+    posted = [one for one in ROUTES if one.method == "POST" and "{" not in one.path]
+    posts: Mapping[bytes, Any] = {one.path.encode(): one.handler for one in posted}
     plain = PlainServer(app, posts, app[ADMISSION].serve, runner.server, app[SETTINGS], app[CONNECTIONS])
     loop, servers = asyncio.get_running_loop(), list[asyncio.Server]()
     try:

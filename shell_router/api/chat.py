@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: a topology, or a single model, answers."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.frames import ChatFrames, agents, chunk_base, completion
-from shell_router.api.kept_runs import KEY_HEADER, KeptRun, KeptRuns, key_of, refuse_key
+from shell_router.api.kept_runs import KEY_HEADER, KeptRun, KeptRuns, key_of, place_of, refuse_key
 from shell_router.api.keys import permit
 from shell_router.api.lazy import (
     LAZY_HEADER,
@@ -259,6 +259,7 @@ class ChatRun:
         self._topology = topology
         self._model = model
         self.asked = asked
+        self.id = asked.id
         self.kept: KeptRun | None = None
         answering, graph = topology.answering, topology.waits_for
         self._seen = Observed(chats.services, asked.id, asked.tenant, target, answering, graph)
@@ -289,7 +290,8 @@ class ChatRun:
         """Run, and write the completion in chunks meanwhile, as `translation` puts them."""
         base = chunk_base(self.asked.id, self._seen.created, self._model)
         asked, answering = self.asked, self._topology.answering
-        frames = ChatFrames(base, answering, self.trace, asked.include_usage, asked.include_agents)
+        place = None if translation else place_of(request)
+        frames = ChatFrames(base, answering, self.trace, asked.include_usage, asked.include_agents, place)
         async with LiveRun(self.answer, frames.wants) as live:
             written = frames if translation is None else TranslatedFrames(frames, translation)
             return await stream_run(request, live, written)
@@ -303,13 +305,21 @@ async def chat_completions(request: Request) -> Reply:
     return await answer_chat(request, parse_body(await read_body(request)))
 
 
-async def answer_chat(request: Request, body: Fields, translation: Translation | None = None) -> Reply:
-    """The answer to a chat completion's body, in the form that `translation` gives it."""
+async def answer_chat(
+    request: Request,
+    body: Fields,
+    translation: Translation | None = None,
+    background: Callable[[ChatRun, Fields], Awaitable[Reply]] | None = None,
+) -> Reply:
+    """The answer to a chat completion's body, in the form that `translation` gives it, or what `background` gives for
+    the run, which goes on without its client."""
     model, headers, program, lazy = body.one_of("model"), request.headers, None, False
     relay = request.app[SERVICES].relays.get(model)
     if body.given(("program", "lazy")) or PROGRAM_HEADER in headers or LAZY_HEADER in headers:
         program, lazy = read_wish(body, headers)
     if relay is not None and relay.chat is not None and asks_engine(body) and not body.given(BRINGING):
+        if background is not None:
+            raise body.refuse("background", "cannot go with what the engine does itself", "Send it without.")
         if lazy:
             raise body.refuse("lazy", "cannot go with tools, nor with what else the engine does itself")
         permit(request, (model,))
@@ -321,18 +331,23 @@ async def answer_chat(request: Request, body: Fields, translation: Translation |
     permit(request, models_of(graph) if brings else chat.models, target)
     if lazy or _has_markers(chat.messages):
         refuse_tools(body, chat, lazy=lazy)
+        if background is not None:
+            raise body.refuse("background", "cannot go with lazy answers or their markers", "Send it without.")
         parts = split(chat.messages)
         program = program_read(chats.services.programs, chat.tenant, parts.reads, program)
         if graph.name in (*chats.services.models, AUTO) and not body.given(BRINGING):
             refuse_key(request, "lazy answers or their markers")
             asked = agent_of(request, body, chat, chat.models, program, parts, lazy=lazy)
             run = AgentRequestRun(request, asked, note_ignored(request, ignored_fields(body)))
+            request[TRACE] = run.trace
             return await _agent_of_program(request, run, chat, lazy, translation)
         if lazy:
             raise body.refuse("lazy", f"cannot go with {model!r}, a topology", "Name a model.")
         chat = replace(chat, messages=await filled(request, program, parts, chat.timeout_s))
     whole = ChatRun(chats, chat, graph, target, model)
     request.app[ADMISSION].count(request, whole.agents - 1)
+    if background is not None:
+        return await background(whole, body)
     if KEY_HEADER in headers:
         whole = chats.kept.join(whole, key_of(request), body)
     request[TRACE] = whole.trace
@@ -365,9 +380,9 @@ async def _agent_of_program(
     frames = ChatFrames(base, {asked.agent}, run.trace, chat.include_usage, chat.include_agents)
     written = frames if translation is None else TranslatedFrames(frames, translation)
     if chat.stream and not lazy:
-        async with LiveRun(run.run, frames.wants) as live:
+        async with LiveRun(run.answer, frames.wants) as live:
             return await stream_run(request, live, written)
-    answer = await (run.begin(marker_of(asked.agent)) if lazy else run.run())
+    answer = await (run.begin(marker_of(asked.agent)) if lazy else run.answer())
     if chat.stream:
         stream = await open_stream(request, request.app[SETTINGS].write_timeout_s)
         text = written.events([AgentTokens(0.0, asked.agent, (), answer.text)])

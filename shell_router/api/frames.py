@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from shell_router.api.kept_runs import Place
 from shell_router.api.streaming import DONE, data_frame
 from shell_router.core.events import (
     AgentErred,
@@ -140,7 +141,8 @@ class ChatFrames:
     in one piece when it is chosen.
 
     Agents' events are chunks without choices, as the usage chunk of OpenAI is, so that its clients step over them;
-    the SSE event name and the field `agent_event` are for clients that read them.
+    the SSE event name and the field `agent_event` are for clients that read them. With a `place` the parts of the
+    answer have ids, and those that its client has are left out.
     """
 
     def __init__(
@@ -150,8 +152,10 @@ class ChatFrames:
         trace: Trace,
         include_usage: bool,
         include_agents: bool,
+        place: Place | None = None,
     ) -> None:
         self._base = base
+        self._place = place
         self._open = orjson.dumps(base)[:-1]
         self._answering = answering
         self._trace = trace
@@ -174,7 +178,9 @@ class ChatFrames:
         return written + self._text(answer) if answer else written
 
     def answer(self, answer: Answer) -> bytes:
-        """The calls of tools, the finish reason, the usage where asked for, and the end mark."""
+        """The calls of tools, the finish reason, the usage where asked for, and the end mark. Raises StreamChanged."""
+        if self._place is not None:
+            self._place.require_reached()
         calls = b""
         for index, call in enumerate(answer.calls):
             role: dict[str, Any] = {"role": "assistant"} if self._role else {}
@@ -216,8 +222,14 @@ class ChatFrames:
 
     def _text(self, text: str, field: bytes = b"content") -> bytes:
         """Put together from bytes, as this is the one frame there are many of."""
+        named = b""
+        if self._place is not None:
+            text = self._place.rest(text)[1]
+            if not text:
+                return b""
+            named = self._place.id
         role, self._role = self._role, b""
-        return b'data: %s,"choices":[{"index":0,"delta":{%s"%s":%s},"finish_reason":null}]}\n\n' % (
+        return named + b'data: %s,"choices":[{"index":0,"delta":{%s"%s":%s},"finish_reason":null}]}\n\n' % (
             self._open,
             role,
             field,

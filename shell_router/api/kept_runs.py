@@ -1,4 +1,4 @@
-"""Idempotency-Key: chat completions that outlive their router, and may be asked for again at any router."""
+"""Idempotency-Key: runs that outlive their router, and may be asked for again at any router, or followed on."""
 
 import asyncio
 import hashlib
@@ -7,19 +7,20 @@ import re
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import orjson
 
 from agent_cache import CacheUnavailable, JournalDiffers, Journals
+from shell_router import errors
 from shell_router.api.admission import Drain
 from shell_router.api.fields import Fields
 from shell_router.api.plain import Request
 from shell_router.api.services import Emit
 from shell_router.core.events import Event
-from shell_router.errors import DeadlineExceeded, InvalidField, KeyReused
-from shell_router.moa import Answer, Journal, MoaRequest
+from shell_router.moa import AgentRequest, Answer, Journal, MoaRequest
+from shell_router.moa.journal import END
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ HEADER = "Idempotency-Key"
 KEY_HEADER = "idempotency-key"
 """As requests' headers are looked up."""
 KEY = re.compile(r"[!-~]{1,255}")
+LAST_EVENT = "last-event-id"
+PLACE = re.compile(r"([0-9]{1,12})-([0-9a-f]{8})")
 LONGEST_POLL_S = 1.0
 
 
@@ -44,15 +47,72 @@ def refuse_key(request: Request, what: str) -> None:
         raise _refusal(f"cannot go with {what}", "Leave it out, or send a chat completion that the router runs itself.")
 
 
+def end_of(record: bytes) -> dict[str, Any] | None:
+    """What a journal's last record says of its run's end; None where it has not ended."""
+    kind, _, *fields = orjson.loads(record) if record else ("", "")
+    return fields[0] if kind == END else None
+
+
+class Place:
+    """How far a stream has come, as the id of its last event says: its characters, and a check of them.
+
+    With `last`, such an id, what its client has already is left out. Raises InvalidField where that is none.
+    """
+
+    def __init__(self, last: str | None = None, after: int = 0) -> None:
+        self.at, self.after, self._check, self._expected = 0, after, 0, ""
+        if last is not None:
+            if (found := PLACE.fullmatch(last)) is None:
+                raise errors.InvalidField(
+                    "The header Last-Event-ID is no id of an event of this router's.",
+                    field="Last-Event-ID",
+                    remedy="Send the last event's id as it came, or leave it out for all of the stream.",
+                )
+            self.after, self._expected = int(found[1]), found[2]
+
+    @property
+    def id(self) -> bytes:
+        """The field of the event that ends here."""
+        return b"id: %d-%08x\n" % (self.at, self._check)
+
+    def rest(self, text: str) -> tuple[str, str]:
+        """Go on by `text`: what of it the client has, and what not. Raises StreamChanged."""
+        left = max(0, self.after - self.at)
+        had, rest = text[:left], text[left:]
+        if had:
+            self._pass(had)
+            if self.at == self.after and self._expected not in ("", f"{self._check:08x}"):
+                raise _changed()
+        self._pass(rest)
+        return had, rest
+
+    def require_reached(self) -> None:
+        """Raise StreamChanged where the stream ends before what the client has of it."""
+        if self.at < self.after:
+            raise _changed()
+
+    def _pass(self, text: str) -> None:
+        self.at, self._check = self.at + len(text), zlib.crc32(text.encode(errors="replace"), self._check)
+
+
+def place_of(request: Request) -> Place | None:
+    """Where the stream of a kept run begins; None where the run is not kept. Raises InvalidField."""
+    return Place(request.headers.get(LAST_EVENT)) if KEY_HEADER in request.headers else None
+
+
 class Keepable(Protocol):
     """A run that may be kept: `answer` then follows `kept`, which calls `run`."""
 
     kept: "KeptRun | None"
 
     @property
-    def asked(self) -> MoaRequest: ...
+    def id(self) -> str: ...
 
-    async def run(self, asked: MoaRequest, also: Emit | None) -> Answer:
+    @property
+    def asked(self) -> Any:
+        """A MoaRequest or an AgentRequest."""
+
+    async def run(self, asked: Any, also: Emit | None) -> Answer:
         """Run as `asked`; `also` gets the events."""
         ...
 
@@ -64,45 +124,53 @@ class KeptRuns(Generic[W]):
     """The runs under a key at this router. `store` is None where the deployment shares no cache."""
 
     def __init__(self, store: Journals | None, drain: Drain) -> None:
-        self._store = store
+        self.store = store
         self._drain = drain
         self._runs: WeakValueDictionary[tuple[str, str], W] = WeakValueDictionary()
 
-    def join(self, whole: W, key: str, body: Fields) -> W:
-        """The run that goes on under this key, or else `whole`. Raises InvalidField and KeyReused."""
-        if self._store is None:
+    def join(self, whole: W, key: str, body: Fields, head: str = "") -> W:
+        """The run that goes on under this key, or else `whole`; its journal begins with `head`, or what stands for
+        `body`. Raises InvalidField and KeyReused."""
+        if self.store is None:
             raise _refusal("needs a store that outlives the router", "Set cache.backend to redis, or leave it out.")
-        named, fingerprint = (whole.asked.tenant, key), _fingerprint(body)
+        named, head = (whole.asked.tenant, key), head or _fingerprint(body)
         found = self._runs.get(named)
         if found is None or found.kept is None or not found.kept.is_open:
             asked = whole.asked
-            if body.raw("seed") is None:
+            if isinstance(asked, MoaRequest) and body.raw("seed") is None:
                 asked = replace(asked, seed=zlib.crc32(key.encode()))  # draws are the same at every router
             found = self._runs[named] = whole
-            whole.kept = KeptRun(asked, key, fingerprint, self._store, self._drain, whole.run)
-        elif found.kept.fingerprint != fingerprint:
-            raise _reused()
+            whole.kept = KeptRun(asked, whole.id, key, head, self.store, self._drain, whole.run)
+        elif found.kept.head != head:
+            raise reused()
         return found
 
 
 class KeptRun:
-    """One run under a key. All requests with that key at this router follow it; without any it is cancelled."""
+    """One run under a key. All requests with that key at this router follow it; without any it is cancelled.
+
+    Its journal ends with what a `last_record` says of the answer or error; where there is one, losing the journal ends
+    the run.
+    """
 
     def __init__(
         self,
-        asked: MoaRequest,
+        asked: MoaRequest | AgentRequest,
+        run_id: str,
         key: str,
-        fingerprint: str,
+        head: str,
         store: Journals,
         drain: Drain,
-        run: Callable[[MoaRequest, Emit], Awaitable[Answer]],
+        run: Callable[[Any, Emit], Awaitable[Answer]],
     ) -> None:
         self._asked = asked
+        self.id = run_id
         self._key = key
-        self.fingerprint = fingerprint
+        self.head = head
         self._store = store
         self._drain = drain
-        self._run: Callable[[MoaRequest, Emit], Awaitable[Answer]] | None = run
+        self._run: Callable[[Any, Emit], Awaitable[Answer]] | None = run
+        self.last_record: Callable[[Answer | Exception], Any] | None = None
         self._events: list[Event] = []
         self._followers: list[Emit] = []
         self._task: asyncio.Task[Answer] | None = None
@@ -126,7 +194,13 @@ class KeptRun:
             self._followers.remove(emit)
             if not self._followers:
                 await self._left(task)
+        if task.cancelled():
+            raise errors.ResponseCancelled("The response was cancelled, or another router has gone on with it.")
         return task.result()
+
+    def _lose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
     async def _left(self, task: asyncio.Task[Answer]) -> None:
         """Cancel the run, which nothing follows, unless a request that has joined it is about to."""
@@ -146,16 +220,26 @@ class KeptRun:
         for emit in self._followers:
             emit(event)
 
-    async def _kept(self, run: Callable[[MoaRequest, Emit], Awaitable[Answer]]) -> Answer:
-        journal, has_answer = await self._journal(), False
+    async def _kept(self, run: Callable[[Any, Emit], Awaitable[Answer]]) -> Answer:
+        journal, ended, last = await self._journal(), False, self.last_record
+        self.last_record = None  # it refers to this, too
         if journal is None:
             return await run(self._asked, self._put)
         try:
             answer = await run(replace(self._asked, journal=journal), self._put)
-            has_answer = True
+            ended = True
+            if last is not None:
+                journal.add(END, "", last(answer))
             return answer
+        except errors.RouterStopping:
+            raise
+        except Exception as error:
+            if last is not None:
+                ended = True
+                journal.add(END, "", last(error))
+            raise
         finally:
-            await journal.close(void=not has_answer)
+            await journal.close(void=not ended)
 
     async def _journal(self) -> Journal | None:
         """The run's journal, once no other router runs it; None without a store that can keep it."""
@@ -164,19 +248,26 @@ class KeptRun:
             with self._drain.deadline(limit_s):
                 records = await self._records()
         except JournalDiffers:
-            raise _reused() from None
+            raise reused() from None
         except CacheUnavailable as error:
-            log.warning("run %s is not kept, and would not survive this router: %s", asked.id, error)
+            log.warning("run %s is not kept, and would not survive this router: %s", self.id, error)
             return None
         except TimeoutError:
-            raise DeadlineExceeded(
+            raise errors.DeadlineExceeded(
                 f"Another router still runs this request after {limit_s:g} s.", remedy="Ask again with the same key."
             ) from None
         try:
-            return Journal(store, asked.tenant, self._key, asked.id, records)
+            failed = (end_of(records[-1]) or {}).get("error") if records else None
+            journal = Journal(store, asked.tenant, self._key, self.id, records)
         except (LookupError, TypeError, ValueError) as error:
-            log.warning("run %s is not kept: its journal makes no sense: %r", asked.id, error)
+            log.warning("run %s is not kept: its journal makes no sense: %r", self.id, error)
             return None
+        if failed:  # meanwhile
+            await journal.close(void=False)
+            raise errors.ResponseCancelled(failed["message"])
+        if self.last_record is not None:
+            journal.lost = self._lose
+        return journal
 
     async def _records(self) -> Sequence[bytes]:
         """What is in the journal, once its lease is this run's. Raises CacheUnavailable where the store is away for
@@ -185,7 +276,7 @@ class KeptRun:
         is_run, gives_up_s = False, clock() + self._store.lease_s
         while True:
             try:
-                records = await store.claim(asked.tenant, self._key, asked.id, self.fingerprint)
+                records = await store.claim(asked.tenant, self._key, self.id, self.head)
             except CacheUnavailable:
                 if not is_run and clock() >= gives_up_s:
                     raise
@@ -200,18 +291,25 @@ def _ignore(_: Event) -> None:
     """Nothing is wanted of the events."""
 
 
+def _changed() -> errors.StreamChanged:
+    return errors.StreamChanged(
+        "The repeated stream differs from what came before its Last-Event-ID.",
+        remedy="Drop what you have of it, and send the request with its key and without Last-Event-ID.",
+    )
+
+
 def _fingerprint(body: Fields) -> str:
     """What two requests under one key must have in common."""
     found = orjson.dumps(body.as_dict(), option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(found, digest_size=16).hexdigest()
 
 
-def _refusal(what: str, remedy: str) -> InvalidField:
-    return InvalidField(f"The header {HEADER} {what}.", field=HEADER, remedy=remedy)
+def _refusal(what: str, remedy: str) -> errors.InvalidField:
+    return errors.InvalidField(f"The header {HEADER} {what}.", field=HEADER, remedy=remedy)
 
 
-def _reused() -> KeyReused:
-    return KeyReused(
+def reused() -> errors.KeyReused:
+    return errors.KeyReused(
         f"The {HEADER} was sent before, with another body.",
         remedy="Send the same body again, or a new key for a new request.",
     )

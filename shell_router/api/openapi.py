@@ -119,6 +119,7 @@ BODIES: Mapping[str, Body] = {
         "text": OBJECT,
         "reasoning": OBJECT,
         "truncation": {"enum": ["disabled"]},
+        "background": FLAG,
         **dict.fromkeys(sorted({*INERT_RESPONSE, "store"}), NO_EFFECT),
     },
     "POST /v1/messages": {
@@ -177,6 +178,7 @@ OTHER_BODIES = {
 }
 TEXT_ANSWERS = {"GET /metrics": "text/plain", "GET /v1/files/{file_id}/content": "application/jsonl"}
 QUERIES = {
+    "GET /v1/responses/{response_id}": ("stream", "starting_after"),
     "GET /v1/agent/outputs/{marker}": ("wait_s",),
     "DELETE /v1/engines": ("model", "prefill", "decode", "wait_s"),
     "GET /v1/traces": ("model", "status", "since", "limit"),

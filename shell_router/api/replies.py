@@ -9,48 +9,11 @@ from typing import Any, cast
 import orjson
 from aiohttp import web
 
+from agent_cache import CacheUnavailable
+from shell_router import errors
 from shell_router.api.plain import PlainReply, PlainRequest, Request
 from shell_router.api.services import IGNORED, LEAVING, PLACED, REQUEST_ID, TRACE
 from shell_router.core.events import ModelChosen
-from shell_router.errors import (
-    AdapterFailed,
-    AdapterMissing,
-    AgentFailed,
-    BatchEnded,
-    BatchesOff,
-    ComponentError,
-    ConfigError,
-    DeadlineExceeded,
-    DuplicateAgent,
-    EngineError,
-    EngineRejected,
-    EngineStalled,
-    EngineUnavailable,
-    EngineUnreachable,
-    FileTooLarge,
-    Forbidden,
-    InvalidField,
-    InvalidRequest,
-    KeyReused,
-    Overloaded,
-    PrecursorTimeout,
-    PromptTooLong,
-    QuotaExceeded,
-    RemoteRefused,
-    RouterStopping,
-    ShellRouterError,
-    StorageFailed,
-    TopologiesOff,
-    TopologyConflict,
-    Unauthorized,
-    UnknownBatch,
-    UnknownComponent,
-    UnknownFile,
-    UnknownModel,
-    UnknownProgram,
-    UnknownTopology,
-    UnknownTrace,
-)
 
 log = logging.getLogger(__name__)
 
@@ -66,39 +29,43 @@ class Problem:
 
 
 PROBLEMS: dict[type[BaseException], Problem] = {
-    InvalidRequest: Problem(400, "invalid_request_error", "invalid_request"),
-    InvalidField: Problem(400, "invalid_request_error", "invalid_field"),
-    UnknownModel: Problem(404, "invalid_request_error", "model_not_found", "model"),
-    UnknownTopology: Problem(404, "invalid_request_error", "unknown_topology"),
-    TopologyConflict: Problem(409, "invalid_request_error", "topology_conflict"),
-    TopologiesOff: Problem(403, "permission_error", "topologies_off"),
-    ConfigError: Problem(409, "invalid_request_error", "config_conflict"),
-    UnknownComponent: Problem(404, "invalid_request_error", "unknown_component"),
-    PromptTooLong: Problem(400, "invalid_request_error", "context_length_exceeded"),
-    DuplicateAgent: Problem(409, "invalid_request_error", "duplicate_agent"),
-    UnknownProgram: Problem(404, "invalid_request_error", "unknown_program"),
-    UnknownTrace: Problem(404, "invalid_request_error", "unknown_trace"),
-    UnknownFile: Problem(404, "invalid_request_error", "unknown_file"),
-    UnknownBatch: Problem(404, "invalid_request_error", "unknown_batch"),
-    BatchesOff: Problem(404, "invalid_request_error", "batches_off"),
-    BatchEnded: Problem(409, "invalid_request_error", "batch_ended"),
-    KeyReused: Problem(422, "invalid_request_error", "idempotency_key_reused"),
-    FileTooLarge: Problem(413, "invalid_request_error", "file_too_large"),
-    QuotaExceeded: Problem(403, "invalid_request_error", "quota_exceeded"),
-    Unauthorized: Problem(401, "authentication_error", "invalid_api_key"),
-    Forbidden: Problem(403, "permission_error", "forbidden"),
-    RemoteRefused: Problem(403, "permission_error", "loopback_only"),
-    Overloaded: Problem(429, "rate_limit_error", "too_many_requests"),
-    EngineError: Problem(502, "server_error", "engine_error"),
-    AdapterFailed: Problem(502, "server_error", "adapter_failed"),
-    EngineUnavailable: Problem(503, "server_error", "engine_unavailable"),
-    EngineStalled: Problem(504, "server_error", "engine_stalled"),
-    ComponentError: Problem(502, "server_error", "component_failed"),
-    AgentFailed: Problem(502, "server_error", "agent_failed"),
-    PrecursorTimeout: Problem(504, "server_error", "precursor_timeout"),
-    DeadlineExceeded: Problem(504, "server_error", "deadline_exceeded"),
-    StorageFailed: Problem(507, "server_error", "storage_failed"),
-    RouterStopping: Problem(503, "server_error", "router_stopping"),
+    errors.InvalidRequest: Problem(400, "invalid_request_error", "invalid_request"),
+    errors.InvalidField: Problem(400, "invalid_request_error", "invalid_field"),
+    errors.UnknownModel: Problem(404, "invalid_request_error", "model_not_found", "model"),
+    errors.UnknownTopology: Problem(404, "invalid_request_error", "unknown_topology"),
+    errors.TopologyConflict: Problem(409, "invalid_request_error", "topology_conflict"),
+    errors.TopologiesOff: Problem(403, "permission_error", "topologies_off"),
+    errors.ConfigError: Problem(409, "invalid_request_error", "config_conflict"),
+    errors.UnknownComponent: Problem(404, "invalid_request_error", "unknown_component"),
+    errors.PromptTooLong: Problem(400, "invalid_request_error", "context_length_exceeded"),
+    errors.DuplicateAgent: Problem(409, "invalid_request_error", "duplicate_agent"),
+    errors.UnknownProgram: Problem(404, "invalid_request_error", "unknown_program"),
+    errors.UnknownTrace: Problem(404, "invalid_request_error", "unknown_trace"),
+    errors.UnknownFile: Problem(404, "invalid_request_error", "unknown_file"),
+    errors.UnknownBatch: Problem(404, "invalid_request_error", "unknown_batch"),
+    errors.UnknownResponse: Problem(404, "invalid_request_error", "unknown_response"),
+    errors.ResponseCancelled: Problem(409, "invalid_request_error", "response_cancelled"),
+    errors.StreamChanged: Problem(409, "invalid_request_error", "stream_changed"),
+    CacheUnavailable: Problem(503, "server_error", "store_unavailable"),
+    errors.BatchesOff: Problem(404, "invalid_request_error", "batches_off"),
+    errors.BatchEnded: Problem(409, "invalid_request_error", "batch_ended"),
+    errors.KeyReused: Problem(422, "invalid_request_error", "idempotency_key_reused"),
+    errors.FileTooLarge: Problem(413, "invalid_request_error", "file_too_large"),
+    errors.QuotaExceeded: Problem(403, "invalid_request_error", "quota_exceeded"),
+    errors.Unauthorized: Problem(401, "authentication_error", "invalid_api_key"),
+    errors.Forbidden: Problem(403, "permission_error", "forbidden"),
+    errors.RemoteRefused: Problem(403, "permission_error", "loopback_only"),
+    errors.Overloaded: Problem(429, "rate_limit_error", "too_many_requests"),
+    errors.EngineError: Problem(502, "server_error", "engine_error"),
+    errors.AdapterFailed: Problem(502, "server_error", "adapter_failed"),
+    errors.EngineUnavailable: Problem(503, "server_error", "engine_unavailable"),
+    errors.EngineStalled: Problem(504, "server_error", "engine_stalled"),
+    errors.ComponentError: Problem(502, "server_error", "component_failed"),
+    errors.AgentFailed: Problem(502, "server_error", "agent_failed"),
+    errors.PrecursorTimeout: Problem(504, "server_error", "precursor_timeout"),
+    errors.DeadlineExceeded: Problem(504, "server_error", "deadline_exceeded"),
+    errors.StorageFailed: Problem(507, "server_error", "storage_failed"),
+    errors.RouterStopping: Problem(503, "server_error", "router_stopping"),
     web.RequestPayloadError: Problem(400, "invalid_request_error", "invalid_request"),
     web.HTTPNotFound: Problem(404, "invalid_request_error", "unknown_route"),
     web.HTTPMethodNotAllowed: Problem(405, "invalid_request_error", "method_not_allowed"),
@@ -118,11 +85,11 @@ def problem_of(error: BaseException) -> Problem:
     An engine that has too much to do asks for patience; its other 4xx are the client's to mend. A failed agent answers
     as its cause does, so that a timeout or a refused parameter is not hidden behind the tree.
     """
-    if isinstance(error, EngineRejected) and error.status in (429, 503):
+    if isinstance(error, errors.EngineRejected) and error.status in (429, 503):
         return BUSY_ENGINE
-    if isinstance(error, EngineRejected) and 400 <= error.status < 500:
+    if isinstance(error, errors.EngineRejected) and 400 <= error.status < 500:
         return REJECTED_BY_ENGINE
-    if isinstance(error, AgentFailed) and isinstance(error.__cause__, ShellRouterError):
+    if isinstance(error, errors.AgentFailed) and isinstance(error.__cause__, errors.ShellRouterError):
         return problem_of(error.__cause__)
     listed = (PROBLEMS[kind] for kind in type(error).__mro__ if kind in PROBLEMS)
     return next(listed, INTERNAL)
@@ -130,11 +97,10 @@ def problem_of(error: BaseException) -> Problem:
 
 def is_retryable(error: BaseException) -> bool:
     """Whether the same request may well succeed a little later, an engine being away or having too much to do."""
-    if isinstance(error, AgentFailed) and error.__cause__ is not None:
+    if isinstance(error, errors.AgentFailed) and error.__cause__ is not None:
         return is_retryable(error.__cause__)
-    return (
-        isinstance(error, EngineUnreachable | AdapterMissing | Overloaded) or problem_of(error).code == BUSY_ENGINE.code
-    )
+    waits = (errors.EngineUnreachable, errors.AdapterMissing, errors.Overloaded)
+    return isinstance(error, waits) or problem_of(error).code == BUSY_ENGINE.code
 
 
 def problem_body(error: BaseException, request_id: str) -> dict[str, Any]:
@@ -144,7 +110,7 @@ def problem_body(error: BaseException, request_id: str) -> dict[str, Any]:
         "error": {
             "message": _message(error, problem, request_id),
             "type": problem.type,
-            "param": error.field[:200] if isinstance(error, InvalidField) else problem.param,
+            "param": error.field[:200] if isinstance(error, errors.InvalidField) else problem.param,
             "code": problem.code,
         }
     }
@@ -165,7 +131,9 @@ def anthropic_error(error: Mapping[str, Any], status: int | None = None) -> dict
 
 
 def _message(error: BaseException, problem: Problem, request_id: str) -> str:
-    if isinstance(error, ShellRouterError):
+    if isinstance(error, CacheUnavailable):
+        error = errors.ShellRouterError("Redis is away, and the request needs it.", remedy="Try again when it is back.")
+    if isinstance(error, errors.ShellRouterError):
         return str(error)
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return "The body is over this server's limit. Send less, or raise max_body_bytes."

@@ -1,17 +1,36 @@
-"""POST /v1/responses: OpenAI's newer shape of a chat, translated to a chat completion and back. Nothing is stored."""
+"""/v1/responses: OpenAI's newer shape of a chat, translated to a chat completion and back.
 
+Those with `background` run without their clients. Their requests and ends are kept with what the run needs to survive
+its router; nothing else is stored.
+"""
+
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import blake2b
 from typing import Any
 
-from shell_router.api.chat import answer_chat
+import orjson
+from aiohttp import web
+
+from agent_cache import JournalDiffers, Journals, JournalState
+from shell_router.api.admission import ADMISSION
+from shell_router.api.chat import CHATS, ChatRun, answer_chat
+from shell_router.api.chat import INERT as CHAT_INERT
 from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, shown
+from shell_router.api.kept_runs import KEY_HEADER, LAST_EVENT, Place, end_of, key_of, place_of, reused
 from shell_router.api.panels import BRINGING, PANEL, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
-from shell_router.api.replies import note_ignored
-from shell_router.api.services import SERVICES
+from shell_router.api.replies import json_reply, note_ignored, stream_error
+from shell_router.api.services import REQUEST_ID, SERVICES, SETTINGS, TENANT, TRACE
+from shell_router.api.streaming import DONE, data_frame, open_stream
 from shell_router.api.tools import function_name
 from shell_router.api.translation import Events, ItemTranslation, Kind
 from shell_router.core.sampling import check_depth
+from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
+from shell_router.moa import Answer
+from shell_router.moa.journal import END
 from shell_router.topology import INLINE
 
 SAME = (
@@ -22,28 +41,15 @@ SAME = (
 )
 """Fields that mean the same in a chat completion."""
 
-INERT = frozenset(
-    {
-        "client_metadata",
-        "include",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "stream_options",
-    }
-)
+INERT = CHAT_INERT - {"parallel_tool_calls", "store", "user"} | {"client_metadata", "include", "stream_options"}
 """Fields that never change an answer, or ask for parts of it that there are none of."""
 
 REPEATED = ("metadata", "model", "reasoning", "text", "tool_choice", "tools", "user")
 """Objects that the answer repeats."""
 
 STATEFUL = {
-    "previous_response_id": "Nothing is stored: send all earlier items in input.",
-    "conversation": "Nothing is stored: send all earlier items in input.",
+    **dict.fromkeys(("previous_response_id", "conversation"), "Send all earlier items in input."),
     "prompt": "Nothing is stored: send the prompt's text in instructions.",
-    "background": "Send it without, and keep the connection open.",
 }
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -71,7 +77,7 @@ def as_chat(body: Fields) -> dict[str, Any]:
         chat["response_format"] = _response_format(form)
     if (reasoning := body.object("reasoning")) is not None and (effort := reasoning.text("effort")) is not None:
         chat["reasoning_effort"] = effort
-    if body.flag("stream"):
+    if body.flag("stream") or body.flag("background"):
         chat["stream_options"] = {"include_usage": True}
     if body.raw("truncation") not in (None, "disabled"):
         raise body.refuse("truncation", "must be disabled", "Shorten the input: what does not fit is refused.")
@@ -172,9 +178,10 @@ class ResponseTranslation(ItemTranslation):
             "max_output_tokens": asked.get("max_output_tokens"),
             "metadata": asked.get("metadata") or {},
             "parallel_tool_calls": asked.get("parallel_tool_calls", True) is not False,
+            "background": asked.get("background") is True,
             "previous_response_id": None,
             "reasoning": asked.get("reasoning"),
-            "store": False,
+            "store": asked.get("background") is True,
             "temperature": asked.get("temperature"),
             "text": asked.get("text") or {"format": {"type": "text"}},
             "tool_choice": asked.get("tool_choice") or "auto",
@@ -187,7 +194,7 @@ class ResponseTranslation(ItemTranslation):
 
     def begun(self) -> Events:
         """See `ItemTranslation`."""
-        response = self._response("in_progress")
+        response = self.standing("in_progress")
         return [("response.created", {"response": response}), ("response.in_progress", {"response": response})]
 
     def opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
@@ -235,16 +242,19 @@ class ResponseTranslation(ItemTranslation):
 
     def failed(self, error: Mapping[str, Any]) -> Events:
         """See `ItemTranslation`: the clients of this API know no other error in a stream."""
-        said = {"code": "server_error", "message": error["message"]}
-        return [("response.failed", {"response": self._response("failed", said)})]
+        return [("response.failed", {"response": self.fault(error)})]
+
+    def fault(self, error: Mapping[str, Any]) -> dict[str, Any]:
+        """The response that failed."""
+        return self.standing("failed", {"code": "server_error", "message": error["message"]})
 
     def answer(self) -> dict[str, Any]:
         """See `ItemTranslation`."""
-        return self._response("completed" if self.reason in ("stop", "tool_calls") else "incomplete")
+        return self.standing("completed" if self.reason in ("stop", "tool_calls") else "incomplete")
 
     def numbered(self, event: dict[str, Any]) -> dict[str, Any]:
-        """See `ItemTranslation`."""
-        self._sent += 1
+        """See `ItemTranslation`. With a place an event's number is that of its last character."""
+        self._sent = self._sent + 1 if self.place is None else self.place.at
         return {**event, "sequence_number": self._sent - 1}
 
     def _place(self) -> dict[str, Any]:
@@ -255,7 +265,8 @@ class ResponseTranslation(ItemTranslation):
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
-    def _response(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
+    def standing(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
+        """The response as far as it is, in this status."""
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         facts = {"status": status, "error": error, "incomplete_details": why, "usage": _usage(self.usage)}
         return {**self._about, **facts, "output": list(self._output)}
@@ -286,14 +297,144 @@ def _usage(found: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+PREFIX = "resp_"
+RESPONSE_ID = re.compile(PREFIX + r"[0-9a-f]{32}")
+CANCELLED = {"error": {"message": "The response was cancelled."}}
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundResponse:
+    """A response that is asked for by its id, at any router. Its run's journal has its request as head, the time of its
+    creation as the first record, and how it has ended as the last one."""
+
+    request: Request
+    key: str
+    head: bytes
+    created: int
+    stream: bool
+    after: int = 0
+    warnings: Mapping[str, list[str]] = field(default_factory=dict)
+
+    async def look(self) -> JournalState | None:
+        """What its journal is like. Raises InvalidField where there is no store."""
+        return await self._store.look(self.request[TENANT], self.key)
+
+    async def shown(self, state: JournalState | None) -> Reply:
+        """The response as it is now, or its events. It goes on here if no router runs it."""
+        now = self if state is None or not state.first else replace(self, created=orjson.loads(state.first)[2])
+        if state is not None and (end := end_of(state.last)) is not None:
+            return await now._ended(end)
+        if state is not None and state.is_leased and not now.stream:
+            return now.standing("queued" if state.last == state.first else "in_progress")
+        return await answer_chat(now.request, Fields(as_chat(Fields(orjson.loads(now.head)))), None, now._run)
+
+    async def cancel(self) -> Reply:
+        """Have its router end it, which learns of it with its next record."""
+        await self._store.seal(self.request[TENANT], self.key, orjson.dumps([END, "", CANCELLED]))
+        return self.standing("cancelled")
+
+    def standing(self, status: str) -> Reply:
+        """It has no output yet, or will have none."""
+        return json_reply(self.request, self._translation().standing(status))
+
+    async def _run(self, whole: ChatRun, body: Fields) -> Reply:
+        request, head, store, named = self.request, self.head.decode(), self._store, (self.request[TENANT], self.key)
+        join = partial(request.app[CHATS].kept.join, whole, self.key, body, head)
+        owner = join().id
+        try:
+            records = await store.claim(*named, owner, head)  # None where another router runs it
+        except JournalDiffers:
+            raise reused() from None
+        if records is not None and not records:
+            await store.append(*named, owner, 0, [orjson.dumps(["created", "", self.created])])
+        whole = join()  # the one before may have ended meanwhile
+        assert whole.kept is not None, "it was joined"
+        whole.kept.last_record = partial(self._last_record, whole)
+        if records is not None:
+            request.app[ADMISSION].detach(request, whole.answer(), whole.agents)
+        request[TRACE] = whole.trace
+        return await whole.stream(request, self._translation()) if self.stream else self.standing("queued")
+
+    def _last_record(self, whole: ChatRun, end: Answer | Exception) -> dict[str, Any]:
+        if isinstance(end, Exception):
+            return stream_error(end, self.request[REQUEST_ID])
+        return {name: value for name, value in whole.reply(end).items() if name in ("choices", "usage")}
+
+    async def _ended(self, end: dict[str, Any]) -> Reply:
+        translation, error = self._translation(), end.get("error")
+        if not self.stream:
+            if end == CANCELLED:
+                return self.standing("cancelled")
+            return json_reply(self.request, translation.fault(error) if error else translation.whole(end))
+        stream = await open_stream(self.request, self.request.app[SETTINGS].write_timeout_s)
+        for choice in end.get("choices", ()):
+            choice["delta"] = choice["message"]
+        try:
+            sent = translation.error(end) if error else translation.feed(data_frame(end) + DONE)
+        except StreamChanged as changed:
+            sent = translation.error(stream_error(changed, self.request[REQUEST_ID]))
+        await stream.send(sent)
+        return await stream.end()
+
+    @property
+    def _store(self) -> Journals:
+        if (store := self.request.app[CHATS].kept.store) is not None:
+            return store
+        remedy = "Set cache.backend to redis, or send it without and keep the connection open."
+        raise InvalidField("background needs a store that outlives the router.", field="background", remedy=remedy)
+
+    def _translation(self) -> ResponseTranslation:
+        made = ResponseTranslation(self.key.removeprefix(PREFIX), self.created, orjson.loads(self.head), self.warnings)
+        made.place = Place(self.request.headers.get(LAST_EVENT), self.after)
+        return made
+
+
 async def create_response(request: Request) -> Reply:
     """Answer in the shape of OpenAI's responses: translate, answer as a chat completion, translate back."""
     body = parse_body(await read_body(request))
     chat = as_chat(body)
     for name in body.given(REPEATED):
         check_depth(body.raw(name), name)
+    in_background, is_stored, is_keyed = body.flag("background"), body.flag("store"), KEY_HEADER in request.headers
     body.check_spelling(INERT)
-    ignored = ["store"] * body.flag("store") + [name for name in body.unread if name not in INERT]
+    ignored = ["store"] * (is_stored and not in_background) + [name for name in body.unread if name not in INERT]
     services, warnings = request.app[SERVICES], note_ignored(request, ignored)
-    translation = ResponseTranslation(services.new_id(), int(services.wall()), body.as_dict(), warnings)
+    id, created, streamed = services.new_id(), int(services.wall()), body.flag("stream")
+    if in_background:
+        if is_keyed:
+            id = blake2b(key_of(request).encode(), digest_size=16).hexdigest()
+        head = orjson.dumps(body.as_dict(), option=orjson.OPT_SORT_KEYS)
+        one = BackgroundResponse(request, PREFIX + id, head, created, streamed, 0, warnings)
+        state = await one.look() if is_keyed else None
+        if state is not None and state.head != head:
+            raise reused()
+        return await one.shown(state)
+    translation = ResponseTranslation(id, created, body.as_dict(), warnings)
+    translation.place = place_of(request) if streamed else None
     return await answer_chat(request, Fields(chat), translation)
+
+
+async def show_response(request: web.Request) -> Reply:
+    """A background response as it is now, or its events."""
+    one, state = await _found(request)
+    return await one.shown(state)
+
+
+async def cancel_response(request: web.Request) -> Reply:
+    """End a background response; one that has ended stays as it is."""
+    one, state = await _found(request)
+    return await (one.cancel() if end_of(state.last) is None else one.shown(state))
+
+
+async def _found(request: web.Request) -> tuple[BackgroundResponse, JournalState]:
+    """The response that is asked for. Raises UnknownResponse."""
+    key, after = request.match_info["response_id"], request.query.get("starting_after", "-1")
+    if not re.fullmatch("-1|[0-9]{1,12}", after, re.ASCII):
+        raise InvalidField(f"starting_after must be a sequence_number, not {shown(after)}.", field="starting_after")
+    is_streamed = request.query.get("stream", "false").lower() == "true"
+    one = BackgroundResponse(request, key, b"", 0, is_streamed, int(after) + 1)
+    state = await one.look()
+    if state is None or not state.head.startswith(b"{") or not RESPONSE_ID.fullmatch(key):
+        remedy = "It has expired, or was sent with another key."
+        raise UnknownResponse("No background response of that id is known.", remedy=remedy)
+    return replace(one, head=state.head), state

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import orjson
 
+from shell_router.api.kept_runs import Place
 from shell_router.core.engine import error_message
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import EngineAborted
@@ -19,12 +20,13 @@ class ItemTranslation(ABC):
     """Reads a chat completion, or its chunks, as items: thinking, text, calls (streaming.Translation).
 
     A subclass writes them. Its methods give the events to send; what it has at the end is `answer`. `reason` and
-    `usage` are those of the chat, known by then.
+    `usage` are those of the chat, known by then. With a `place` events have ids, and what its client has is left out.
     """
 
     def __init__(self) -> None:
         self.reason = "stop"
         self.usage: Mapping[str, Any] = {}
+        self.place: Place | None = None
         self._chunks = EventSplitter()
         self._kind: Kind | None = None
         self._call = -1
@@ -75,6 +77,8 @@ class ItemTranslation(ABC):
     def error(self, envelope: dict[str, Any]) -> bytes:
         """See `Translation`."""
         self._has_failed = True
+        if self.place is not None:
+            self.place.after = 0
         return self._written([*self._begin(), *self.failed(envelope["error"])])
 
     def _frames(self, payload: bytes) -> bytes:
@@ -83,7 +87,10 @@ class ItemTranslation(ABC):
         if payload == b"[DONE]":
             if self.reason == "abort":
                 return self.error({"error": {"message": ABORTED}})
-            return self._written([*self._begin(), *self._close(), *self.ended()])
+            last = self._written([*self._begin(), *self._close(), *self.ended()])
+            if self.place is not None:
+                self.place.require_reached()
+            return last
         found = orjson.loads(payload)
         if "error" in found:
             return self.error({"error": {"message": error_message(payload)}})
@@ -130,8 +137,21 @@ class ItemTranslation(ABC):
         return self.closed()
 
     def _written(self, events: Events) -> bytes:
-        frames = [(kind.encode(), orjson.dumps(self.numbered({"type": kind, **facts}))) for kind, facts in events]
-        return b"".join(b"event: %b\ndata: %b\n\n" % frame for frame in frames)
+        return b"".join([self._frame(kind, facts) for kind, facts in events])
+
+    def _frame(self, kind: str, facts: Mapping[str, Any]) -> bytes:
+        named = b""
+        if self.place is not None:
+            delta = facts.get("delta")
+            had, rest = self.place.rest(delta if isinstance(delta, str) else "\n")
+            if not rest:
+                return b""
+            facts, named = {**facts, "delta": rest} if had else facts, self.place.id
+        return b"event: %b\n%bdata: %b\n\n" % (
+            kind.encode(),
+            named,
+            orjson.dumps(self.numbered({"type": kind, **facts})),
+        )
 
     def numbered(self, event: dict[str, Any]) -> dict[str, Any]:
         """The event with its number, in APIs whose events have one."""

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import re
 from array import array
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import astuple, dataclass, field, replace
 from itertools import chain, groupby
@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 RECORDS_PER_WRITE = 256
 ORDER_S = 10.0
 """How long a repeated end waits for those that came before it. Only a run that goes another way waits that long."""
+
+END = "end"
+"""The kind of the last record of a run whose answer can be asked for."""
 
 CONTINUABLE = frozenset(
     {
@@ -107,23 +110,24 @@ class Journal:
     """The journal of one attempt, `run_id`, that owns its lease.
 
     Records are sent together, as soon as those before them have arrived. While the store is away they wait, and the
-    run does not. If it is lost, the run goes on without it.
+    run does not. If it is lost, or another attempt has it, `lost` is called, and the run may go on without it.
     """
 
     def __init__(self, store: Journals, tenant: str, key: str, run_id: str, records: Sequence[bytes]) -> None:
         self._store: Journals | None = store
         self._named = tenant, key, run_id
-        self._run_id = run_id
+        self.run_id = run_id
+        self.lost: Callable[[], object] = bool
         self._position = len(records)
         self._waiting: list[bytes] = []
         self._news = asyncio.Event()
         self._sending = asyncio.Lock()
         self._away = False
         self._renew_s = store.lease_s / 3
-        self.repeats = bool(records)
         self._chosen: dict[str, str] = {}
         self._pasts: dict[str, Past] = {}
         self.order = _Order(self._read(records))
+        self.repeats = bool(self._chosen or self._pasts)
         self._task = asyncio.create_task(self._keep(), name="run-journal")
 
     def _read(self, records: Sequence[bytes]) -> set[int]:
@@ -159,6 +163,10 @@ class Journal:
         undecided = {agent.id for agent in topology.agents.values() if agent.model == AUTO}
         return topology.with_models({agent: self._chosen[agent] for agent in undecided & self._chosen.keys()})
 
+    def chosen(self, agent: str) -> str | None:
+        """The model that was chosen for the agent before."""
+        return self._chosen.get(agent)
+
     def pin(self, choices: Sequence[Event]) -> None:
         """Keep the models that were chosen."""
         for choice in choices:
@@ -167,7 +175,7 @@ class Journal:
 
     def name_of(self, rid: str) -> str:
         """What a request is called in every attempt."""
-        return rid.replace(self._run_id, "", 1)
+        return rid.replace(self.run_id, "", 1)
 
     def past(self, name: str) -> Past | None:
         """What the generation gave before."""
@@ -234,14 +242,15 @@ class Journal:
             is_kept = await store.append(*self._named, self._position, records)
         except CacheUnavailable as error:
             if not self._away:
-                log.warning("run %s goes on, and would not survive this router: %s", self._run_id, error)
+                log.warning("run %s goes on, and would not survive this router: %s", self.run_id, error)
             self._away = True
             return
         self._away = False
         if not is_kept:
-            log.warning("run %s goes on without its journal: it is lost, or another router has it", self._run_id)
+            log.warning("run %s is without its journal: it is lost, or another router has it", self.run_id)
             self._store = None
             self._waiting.clear()
+            self.lost()
         self._position += len(records)
         del self._waiting[: len(records)]
 

@@ -11,19 +11,10 @@ from functools import partial
 from itertools import takewhile
 
 from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogTimeout, LogWriter
+from shell_router import errors
 from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import AgentErred, Event
 from shell_router.core.sampling import require_possible
-from shell_router.errors import (
-    AgentFailed,
-    DeadlineExceeded,
-    DuplicateAgent,
-    InvalidRequest,
-    Overloaded,
-    ShellRouterError,
-    UnknownModel,
-    UnknownProgram,
-)
 from shell_router.moa.agent import AgentRun, AgentTask, Source, check_task, limited, usage_of
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.incremental import Prompt, common_prefix, complete_prompt
@@ -146,6 +137,8 @@ class Programs:
         if record := self._sent_before(request):
             return await self._result(request, record)
         planned = replace(request, sampling=limited(request.sampling))
+        if request.journal is not None and (chosen := request.journal.chosen(request.agent)):
+            planned = replace(planned, model=chosen, candidates=())
         longest = max(model.context_length for model in self._models.values())
         require_possible(known_of_request(request).characters, longest)
         choices: list[Event] = []  # emitted once nothing can be refused any more
@@ -173,14 +166,16 @@ class Programs:
         """All that the agent wrote; None if it still writes after `wait_s`. Raises UnknownProgram and AgentFailed."""
         record = self._program(tenant, program).agents.get(agent)
         if record is None:
-            raise UnknownProgram(f"Program {program!r} has no agent {agent!r}.", remedy="Send its request first.")
+            raise errors.UnknownProgram(
+                f"Program {program!r} has no agent {agent!r}.", remedy="Send its request first."
+            )
         key = LogKey(tenant, program, record.log)
         try:
             read = await self._cache.read(key, at_least=sys.maxsize, wait_s=wait_s)
         except LogTimeout:
             return None
         if read.end in (End.ABORTED, End.FAILED):
-            raise AgentFailed(
+            raise errors.AgentFailed(
                 f"Agent {agent!r} gave no output, it {read.end.value}: {read.detail}",
                 remedy="Send it again in a new program.",
             )
@@ -225,6 +220,8 @@ class Programs:
             self._register(request, record)
             for choice in choices:
                 emit(choice)
+            if request.journal is not None:
+                request.journal.add("models", "", {request.agent: todo.model.alias})
             record.begin(asyncio.create_task(self._run(request, todo, record, emit)))
         return await self._result(request, record)
 
@@ -243,7 +240,7 @@ class Programs:
                 task.cancel()
                 await asyncio.wait([task])
         if task.cancelled():
-            raise AgentFailed(
+            raise errors.AgentFailed(
                 f"Agent {request.agent!r} was cancelled with its program {request.program!r}.",
                 remedy="Send it again in a new program.",
             )
@@ -273,14 +270,16 @@ class Programs:
     def _task(self, request: AgentRequest, hints: Hints) -> AgentTask:
         model = self._models.get(request.model)
         if model is None:
-            raise UnknownModel(
+            raise errors.UnknownModel(
                 f"No model {request.model!r} is configured.",
                 remedy=f"Use one of: {', '.join(sorted(self._models))}.",
             )
-        parts = _parts(request, model)
+        parts, journal = _parts(request, model), request.journal
+        if journal is not None:
+            model = journal.models({model.alias: model})[model.alias]
         return AgentTask(
             request.agent,
-            f"{request.agent}.{uuid.uuid4().hex}",
+            f"{request.agent}.{uuid.uuid4().hex if journal is None else journal.run_id}",
             model,
             parts,
             request.sampling,
@@ -345,7 +344,7 @@ class Programs:
         while len(self._programs) >= self._max_programs:
             ended = self._oldest_ended()
             if ended is None:
-                raise Overloaded(
+                raise errors.Overloaded(
                     f"All {self._max_programs} programs are still running.",
                     remedy="Try again when some have ended.",
                 )
@@ -365,12 +364,12 @@ class Programs:
         program.used_s = self._clock()
         self._programs[key] = program  # the last used is last
         if len(program.agents) >= self._max_agents:
-            raise Overloaded(
+            raise errors.Overloaded(
                 f"Program {request.program!r} has {len(program.agents)} agents, which is the limit.",
                 remedy="Begin a new program for every run.",
             )
         if circle := _circle(program, request.agent, record.precursors):
-            raise InvalidRequest(
+            raise errors.InvalidRequest(
                 f"Agent {request.agent!r} would wait for itself: {' <- '.join(circle)}.",
                 remedy="Break the circle of output_of segments.",
             )
@@ -390,7 +389,7 @@ class Programs:
         except asyncio.CancelledError:
             writer.end(End.ABORTED, "cancelled")
             raise
-        except ShellRouterError as error:
+        except errors.ShellRouterError as error:
             writer.end(End.FAILED, str(error))
             emit(AgentErred(self._clock(), request.agent, str(error), dropped=False))
             raise
@@ -401,7 +400,11 @@ class Programs:
     async def _writer(self, request: AgentRequest, record: _Record) -> LogWriter:
         try:
             return await self._cache.create(LogKey(request.tenant, request.program, record.log))
-        except LogExists as error:  # another router's agent: what is known of this one would be wrong of that
+        except LogExists as error:
+            if request.journal is not None and request.journal.repeats:  # of an earlier attempt, at a router that ended
+                record.log += "#"
+                return await self._writer(request, record)
+            # another router's agent: what is known of this one would be wrong of that
             if program := self._programs.get((request.tenant, request.program)):
                 program.agents.pop(request.agent, None)
             raise _duplicate(request) from error
@@ -437,7 +440,7 @@ class Programs:
                     prompt = await self._exact(request, task, prompt)
                 output = await run.decode(prompt.ids, prompt.sent)
         except TimeoutError as error:
-            raise DeadlineExceeded(
+            raise errors.DeadlineExceeded(
                 f"Agent {request.agent!r} did not end within {request.timeout_s:g} s.",
                 remedy="Allow more time.",
             ) from error
@@ -473,7 +476,7 @@ class Programs:
 
     def _program(self, tenant: str, program: str) -> _Program:
         if not self._is_known(tenant, program):
-            raise UnknownProgram(f"No program {program!r} is known.", remedy="Send an agent request first.")
+            raise errors.UnknownProgram(f"No program {program!r} is known.", remedy="Send an agent request first.")
         return self._programs[tenant, program]
 
     def _is_known(self, tenant: str, program: str) -> bool:
@@ -493,7 +496,7 @@ def _drafts_of(request: AgentRequest) -> Compared:
 
 def _parts(request: AgentRequest, model: ServedModel) -> tuple[Part, ...]:
     if bool(request.prompt) == bool(request.messages):
-        raise InvalidRequest("Exactly one of prompt and messages is needed.", remedy="Send one of the two.")
+        raise errors.InvalidRequest("Exactly one of prompt and messages is needed.", remedy="Send one of the two.")
     if request.prompt:
         return _with_slots(request.prompt)
     messages = [Message(role, _with_slots(segments)) for role, segments in request.messages]
@@ -519,8 +522,8 @@ def _circle(program: _Program, agent: str, precursors: frozenset[str]) -> tuple[
     return ()
 
 
-def _duplicate(request: AgentRequest) -> DuplicateAgent:
-    return DuplicateAgent(
+def _duplicate(request: AgentRequest) -> errors.DuplicateAgent:
+    return errors.DuplicateAgent(
         f"Program {request.program!r} already has an agent {request.agent!r}.",
         remedy="Send the same request again, give each agent its own id, or first send DELETE"
         f" /v1/agent/requests/{request.program}.",

@@ -70,6 +70,7 @@ class AgentRequest:
     Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
     A `chat` completion has an unguessable agent id, by which its output can be found, and the prompt that a client
     gets who waits for the outputs and sends their texts. Unless it `is_read` by others, it may end inside its thinking.
+    With a `journal` it goes on where an earlier attempt broke off.
     """
 
     tenant: str
@@ -87,6 +88,7 @@ class AgentRequest:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_thinking_tokens: int | None = None
     is_read: bool = True
+    journal: Journal | None = field(default=None, compare=False)
 
     @property
     def reads(self) -> tuple[str, ...]:

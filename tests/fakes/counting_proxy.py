@@ -17,8 +17,9 @@ HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "transfer-en
 class CountingProxy:
     """Passes everything on to `target`.
 
-    `asked` counts, by agent, the outputs that were asked for, and `passed` the tokens of all of them: how many events
-    bring them differs from run to run. What would bring more than `limit` tokens waits until it is released.
+    `asked` counts, by agent, the outputs that were asked for, `limits` are their `max_new_tokens`, and `passed` the
+    tokens of all of them: how many events bring them differs from run to run. What would bring more than `limit`
+    tokens waits until it is released.
     """
 
     def __init__(self, target: str, session: aiohttp.ClientSession) -> None:
@@ -27,6 +28,7 @@ class CountingProxy:
         self._released = asyncio.Event()
         self.url = ""
         self.asked: Counter[str] = Counter()
+        self.limits: list[int] = []
         self.passed = 0
         self.stopped = asyncio.Event()
         self.release()
@@ -34,6 +36,7 @@ class CountingProxy:
     def stop_after(self, limit: int) -> None:
         """Begin to count, and let `limit` tokens pass."""
         self.asked.clear()
+        self.limits.clear()
         self.passed, self.limit = 0, limit
         self.stopped.clear()
         self._released.clear()
@@ -47,7 +50,9 @@ class CountingProxy:
         """Any route."""
         body = await request.read()
         if request.path == "/generate":
-            self.asked[str(orjson.loads(body)["rid"]).rpartition(".")[2]] += 1
+            asked = orjson.loads(body)
+            self.asked[str(asked["rid"]).rpartition(".")[2]] += 1
+            self.limits.append(asked.get("sampling_params", {}).get("max_new_tokens"))
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
         url = self._target + request.path_qs
         async with self._session.request(request.method, url, data=body, headers=headers) as answer:

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 import weakref
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -61,7 +62,7 @@ async def streamed(served: Api) -> str:
         assert response.status == 200
         frames = (await response.text()).strip().split("\n\n")
     assert frames.pop() == "data: [DONE]"
-    deltas = [json.loads(frame.removeprefix("data: "))["choices"][0]["delta"] for frame in frames]
+    deltas = [json.loads(frame.partition("data: ")[2])["choices"][0]["delta"] for frame in frames]
     return "".join(delta.get("content", "") for delta in deltas)
 
 
@@ -173,7 +174,6 @@ async def test_a_key_must_be_fit_to_name_something(key: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/agent/requests", AGENT),
         ("/generate", {"text": "x"}),
         (CHATS, chat(model="small", lazy=True, program="p")),
     ],
@@ -182,6 +182,100 @@ async def test_a_key_is_refused_where_the_run_would_not_be_kept(path: str, body:
     async with api(journals=MemoryJournals(), relays={"small": ScriptedRelay()}) as served:
         status, said = await served.post(path, body, **KEY)
         assert (status, said["error"]["param"]) == (400, "Idempotency-Key")
+
+
+AGENTS = "/v1/agent/requests"
+
+
+def paced(gates: Gates) -> ScriptedMoa:
+    """Agent requests, of which those of `gates` wait."""
+    return ScriptedMoa(pace=lambda rid, piece: gates.pace(f".{rid.partition('.')[0]}", piece))
+
+
+def agents_asked(*routers: Api) -> list[str]:
+    """As `asked`, of agent requests."""
+    engines = [engine for one in routers for engine in one.moa.engines.values()]
+    return sorted(request.rid.partition(".")[0] for engine in engines for request in engine.generated)
+
+
+async def test_an_agent_request_is_answered_once_and_repeated_at_every_router(redis: RedisServer) -> None:
+    async with router(redis) as here, router(redis) as there:
+        sent = [served.post(AGENTS, AGENT, **KEY) for served in (here, there, here, there)]
+        answers = [body["text"] for status, body in await asyncio.gather(*sent) if status == 200]
+        assert len(answers) == 4 and len(set(answers)) == 1
+        assert agents_asked(here, there) == ["a"]
+        status, body = await there.post(AGENTS, {**AGENT, "prompt": "Something else?"}, **KEY)
+        assert (status, body["error"]["code"]) == (422, "idempotency_key_reused")
+
+
+async def test_an_agent_whose_router_ends_goes_on_at_the_next_and_can_be_read_there(redis: RedisServer) -> None:
+    gates = Gates("b")
+    one, two = AGENT, {**AGENT, "agent": "b", "prompt": ["It said: ", {"output_of": "a"}], "stream": True}
+    key = {"Idempotency-Key": "two"}
+    async with router(redis) as there, aiohttp.ClientSession() as client:
+        async with router(redis, paced(gates), drain_s=0.01) as here:
+            assert (await here.post(AGENTS, one, **KEY))[0] == 200
+            asking = asyncio.create_task(client.post(here.url + AGENTS, json=two, headers=key))
+            await gates.until_waiting(1)
+        async with await asking as response:
+            assert "router_stopping" in await response.text()
+        _, first = await there.post(AGENTS, one, **KEY)
+        async with there.client.post(there.url + AGENTS, json=two, headers=key) as response:
+            last = (await response.text()).split("\n\n")[-3]
+            second = json.loads(last.removeprefix("data: "))["text"]
+        await there.post(AGENTS, {**AGENT, "agent": "c", "prompt": [{"output_of": "b"}]})
+        assert there.moa.prompts("small") == [f"It said: {first['text']}", second]
+        assert agents_asked(there) == ["b", "c"]
+
+
+async def test_an_agent_that_its_program_cancels_is_asked_again_by_a_retry(redis: RedisServer) -> None:
+    gates = Gates("a")
+    async with router(redis, paced(gates)) as served:
+        asking = asyncio.create_task(served.post(AGENTS, AGENT, **KEY))
+        await gates.until_waiting(1)
+        async with served.client.delete(f"{served.url}{AGENTS}/p") as response:
+            assert response.status == 200
+        assert (await asking)[1]["error"]["code"] == "agent_failed"
+        gates.open("a")
+        assert (await served.post(AGENTS, AGENT, **KEY))[0] == 200
+
+
+async def frames_after(served: Api, last: str | None, **fields: Any) -> tuple[list[str], str, str]:
+    """The ids of a repeated stream's events, its text, and the code of the error that it ends with."""
+    headers, ids, text, code = KEY | ({} if last is None else {"Last-Event-ID": last}), [], "", ""
+    async with served.client.post(served.url + CHATS, json=chat(stream=True, **fields), headers=headers) as response:
+        for frame in (await response.text()).strip().split("\n\n"):
+            id, _, data = frame.rpartition("data: ")
+            if data == "[DONE]" or "event: " in id:
+                continue
+            body = json.loads(data)
+            code = body.get("error", {}).get("code", "")
+            ids += [id.strip().removeprefix("id: ")] if id else []
+            text += "".join(choice["delta"].get("content", "") for choice in body.get("choices", ()))
+    return ids, text, code
+
+
+@pytest.mark.parametrize("agents", [False, True])
+async def test_what_follows_the_last_event_is_sent_whatever_the_events_were(redis: RedisServer, agents: bool) -> None:
+    async with router(redis) as here, router(redis) as there:
+        ids, whole, _ = await frames_after(here, None, include_agents=agents)
+        assert ids[-1].startswith(f"{len(whole)}-")
+        for at in range(len(whole) + 1):
+            last = f"{at}-{zlib.crc32(whole[:at].encode()):08x}"
+            for served in (here, there):
+                assert (await frames_after(served, last, include_agents=agents))[1:] == (whole[at:], "")
+
+
+@pytest.mark.parametrize("last", ["5-00000000", "100000-00000000"])
+async def test_a_client_whose_text_differs_from_the_repeated_one_is_refused(redis: RedisServer, last: str) -> None:
+    async with router(redis) as served:
+        assert (await frames_after(served, last))[1:] == ("", "stream_changed")
+
+
+async def test_a_place_that_is_none_is_refused() -> None:
+    async with api(journals=MemoryJournals()) as served:
+        status, body = await served.post(CHATS, chat(stream=True), **KEY, **{"Last-Event-ID": "5"})
+        assert status == 400 and body["error"]["param"] == "Last-Event-ID"
 
 
 async def test_a_run_goes_on_when_redis_is_killed_and_new_ones_begin_without_it(
@@ -227,6 +321,7 @@ class GatedRun:
 
     def __init__(self, asked: MoaRequest | None = None) -> None:
         self.asked = asked or ask()
+        self.id = self.asked.id
         self.kept: KeptRun | None = None
         self.ran: MoaRequest | None = None
         self.begun = asyncio.Event()

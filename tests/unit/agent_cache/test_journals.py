@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agent_cache import CacheUnavailable, JournalDiffers
+from agent_cache import CacheUnavailable, JournalDiffers, JournalState
 from agent_cache.redis import RedisAgentPromptCache
 from agent_cache.redis.journals import RedisJournals
 from tests.fakes.redis_server import RedisServer
@@ -113,3 +113,23 @@ async def test_a_redis_that_is_away_is_reported_as_that(journals: RedisJournals,
     server.kill()
     with pytest.raises(CacheUnavailable):
         await journals.append(*RUN, "a", 0, [b"one"])
+
+
+async def test_a_journal_can_be_looked_at_without_its_lease(journals: RedisJournals) -> None:
+    assert await journals.look(*RUN) is None
+    await journals.claim(*RUN, "a", "head")
+    assert await journals.look(*RUN) == JournalState(b"head", b"", b"", is_leased=True)
+    await journals.append(*RUN, "a", 0, [b"one", b"two", b"three"])
+    await journals.release(*RUN, "a")
+    assert await journals.look(*RUN) == JournalState(b"head", b"one", b"three", is_leased=False)
+    assert await journals.look("another", RUN[1]) is None
+
+
+async def test_a_sealed_journal_takes_nothing_from_its_owner(journals: RedisJournals) -> None:
+    await journals.seal(*RUN, b"of nothing")
+    assert await journals.look(*RUN) is None
+    await journals.claim(*RUN, "a", "head")
+    await journals.seal(*RUN, b"last")
+    assert not await journals.append(*RUN, "a", 0, [b"late"])
+    assert await journals.look(*RUN) == JournalState(b"head", b"last", b"last", is_leased=False)
+    assert await journals.claim(*RUN, "b", "head") == [b"last"]
