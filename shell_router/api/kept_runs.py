@@ -177,6 +177,11 @@ class KeptRun:
         self.is_open = True
         """Whether it can be followed."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request has followed it."""
+        return self._run is None
+
     async def follow(self, emit: Emit | None) -> Answer:
         """The answer; `emit` gets all events, also those of before."""
         emit = emit or _ignore

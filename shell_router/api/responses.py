@@ -340,14 +340,15 @@ class BackgroundResponse:
     async def _run(self, whole: ChatRun, body: Fields) -> Reply:
         request, head, store, named = self.request, self.head.decode(), self._store, (self.request[TENANT], self.key)
         join = partial(request.app[CHATS].kept.join, whole, self.key, body, head)
-        owner = join().id
-        try:
-            records = await store.claim(*named, owner, head)  # None where another router runs it
-        except JournalDiffers:
-            raise reused() from None
-        if records is not None and not records:
-            await store.append(*named, owner, 0, [orjson.dumps(["created", "", self.created])])
-        whole = join()  # the one before may have ended meanwhile
+        whole, records = join(), None  # None where it runs already
+        if whole.kept is None or not whole.kept.has_begun:  # a claim for one that runs would take back a seal
+            try:
+                records = await store.claim(*named, whole.id, head)
+            except JournalDiffers:
+                raise reused() from None
+            if records is not None and not records:
+                await store.append(*named, whole.id, 0, [orjson.dumps(["created", "", self.created])])
+            whole = join()  # the one before may have ended meanwhile
         assert whole.kept is not None, "it was joined"
         whole.kept.last_record = partial(self._last_record, whole)
         if records is not None:
