@@ -20,7 +20,7 @@ Values = Mapping[str, Any]
 MAX_CHARACTERS = 1_000_000
 MAX_VALUES = 50_000
 MAX_DEPTH = 50
-MAX_NUMBER_CHARACTERS = 100
+MAX_NUMBER_CHARACTERS = 500
 """YAML's sexagesimal numbers take a time that grows with the square of their length."""
 MAX_REPORTED = 20
 """Problems of a client's document that its answer names."""
