@@ -24,6 +24,7 @@ from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair, random_rid
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.standins.embedded.settings import EmbeddedSettings
+from tests.fakes import embedded_as_sglang
 from tests.fakes.scripted_pair import collect
 from tests.fakes.shared_engines import SharedEngines
 
@@ -192,7 +193,15 @@ def embedded_servers(model: Path, folder: Path, *options: str) -> Iterator[CpuPa
     shared = ("--model-path", str(model), "--disaggregation-bootstrap-port", str(bootstrap), *options)
 
     def server(role: str, port: int) -> EngineServer:
-        command = (sys.executable, "-m", "shell_router.standins.embedded", "--mode", role, "--port", str(port), *shared)
+        command = (
+            sys.executable,
+            embedded_as_sglang.__file__,
+            "--disaggregation-mode",
+            role,
+            "--port",
+            str(port),
+            *shared,
+        )
         return EngineServer(role, command, port, folder / f"{role}.log", variables)
 
     pair = CpuPair(server("prefill", prefill), server("decode", decode), bootstrap, HOST)
