@@ -337,8 +337,10 @@ async def test_200_runs_leave_the_pages_memory_flat(browser: Browser) -> None:
                 await ended(page)
             seen.append(await used())
         (heap, nodes), (last_heap, last_nodes) = seen[0], seen[-1]
-        assert last_nodes <= 1.1 * nodes, seen
-        assert last_heap <= 1.1 * heap, seen
+        # When the browser lets go of what was drawn anew is its own affair: the count varies by about 100 nodes.
+        # A run is 180 nodes, so a page that kept its runs would hold 27,000 more after these 150.
+        assert last_nodes - nodes < 150 * 2, seen
+        assert last_heap <= 1.15 * heap, seen
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
