@@ -122,7 +122,7 @@ class Journals(Protocol):
     async def claim(self, tenant: str, key: str, owner: str, head: str) -> Sequence[bytes] | None:
         """Take the lease, and begin the journal with `head` if there is none; its records. None while another owns it.
 
-        Raises JournalDiffers where it was begun with another head.
+        A claim that is cancelled gives the lease back. Raises JournalDiffers where it was begun with another head.
         """
         ...
 

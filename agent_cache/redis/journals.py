@@ -3,7 +3,9 @@
 Each call is one atomic script.
 """
 
+from asyncio import CancelledError
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from agent_cache.protocol import CacheUnavailable, JournalDiffers, JournalState
@@ -56,7 +58,12 @@ class RedisJournals:
         self.lease_s = lease_s
 
     async def claim(self, tenant: str, key: str, owner: str, head: str) -> Sequence[bytes] | None:
-        found = await self._run(CLAIM, tenant, key, owner, *self._lives_ms, head)
+        try:
+            found = await self._run(CLAIM, tenant, key, owner, *self._lives_ms, head)
+        except CancelledError:
+            with suppress(CacheUnavailable):
+                await self.release(tenant, key, owner)  # Redis may have run the script
+            raise
         if found == b"differs":
             raise JournalDiffers(f"the journal {key!r} was begun with another head")
         return None if found == b"held" else list(found)

@@ -101,7 +101,7 @@ GivenKey = Annotated[str | ApiKey, "", SECRET]
 class KeysFile:
     """The file that `api_keys_file` names."""
 
-    api_keys: Annotated[Mapping[str, GivenKey], "As in the deployment's file.", SECRET]
+    api_keys: Annotated[Mapping[str, GivenKey], "As in the deployment's file.", SECRET] = field(repr=False)
 
     def __post_init__(self) -> None:
         require(bool(self.api_keys), "api_keys is empty", "Name at least one key.")
@@ -327,7 +327,7 @@ class Config:
         Mapping[str, GivenKey],
         "Key per tenant: `{alice: {env: ALICE_KEY}}` reads it from the environment, `{alice: secret}` has it here.",
         SECRET,
-    ] = field(default_factory=dict)
+    ] = field(default_factory=dict, repr=False)
     api_keys_file: Annotated[
         Path | None, "File with further `api_keys`; what it says from then on counts within seconds, without a restart."
     ] = None

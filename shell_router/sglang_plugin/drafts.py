@@ -174,7 +174,7 @@ def obstacle(request: Any, sources: Any) -> str | None:
     sampling = request.sampling_params
     penalties = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
     found = {
-        "drafts that are no lists of token ids": not _are_texts(sources),
+        "drafts that are no lists of token ids": not _are_token_lists(sources),
         "penalties": penalties,
         "min_new_tokens": sampling.min_new_tokens > 0,
         "logit_bias": bool(sampling.logit_bias),
@@ -186,9 +186,9 @@ def obstacle(request: Any, sources: Any) -> str | None:
     return next((reason for reason, applies in found.items() if applies), None)
 
 
-def _are_texts(sources: Any) -> bool:
+def _are_token_lists(sources: Any) -> bool:
     return isinstance(sources, list) and all(
-        isinstance(source, list) and all(isinstance(token, int) for token in source) for source in sources
+        isinstance(source, list) and all(type(token) is int for token in source) for source in sources
     )
 
 

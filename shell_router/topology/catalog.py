@@ -28,7 +28,7 @@ class LiveSettings:
     watch: Annotated[bool, "Whether changed files and folders of `topologies` take effect without a restart."] = True
     inline: Annotated[bool, "Whether requests may hold a topology, or name a panel of models and a judge."] = True
     api: Annotated[
-        bool, "Whether every API key may list, read, put and delete topologies at `/v1/topologies`; keys have no roles."
+        bool, "Whether API keys may list and read topologies at `/v1/topologies`, and operators' put and delete them."
     ] = False
     max_agents: Annotated[int, Number("Most agents of a client's topology.", at_least=1, at_most=1024, whole=True)] = (
         128

@@ -176,6 +176,7 @@ def test_a_key_goes_with_engines_that_are_launched_with_one(tmp_path: Path) -> N
 def test_settings_are_printed_without_their_secrets(tmp_path: Path) -> None:
     cache = "cache: {url: 'redis://:SECRET@h'}\n"
     assert "SECRET" not in repr(_load(tmp_path, MODELS + cache + "api_keys: {alice: SECRET}\n"))
+    assert "SECRET" not in repr(load_config(tmp_path / "router.yaml", {}, with_keys=False))
 
 
 def test_an_open_address_without_keys_is_refused(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """Journals in a real Redis: one owner at a time, nothing written twice, and nothing for good."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from agent_cache import CacheUnavailable, JournalDiffers, JournalState
 from agent_cache.redis import RedisAgentPromptCache
-from agent_cache.redis.journals import RedisJournals
+from agent_cache.redis.journals import CLAIM, RedisJournals
 from tests.fakes.redis_server import RedisServer
 
 RUN = ("tenant", "key")
@@ -133,3 +136,31 @@ async def test_a_sealed_journal_takes_nothing_from_its_owner(journals: RedisJour
     assert not await journals.append(*RUN, "a", 0, [b"late"])
     assert await journals.look(*RUN) == JournalState(b"head", b"last", b"last", is_leased=False)
     assert await journals.claim(*RUN, "b", "head") == [b"last"]
+
+
+class Silent(Redis):
+    """A client whose claims arrive, and get no reply."""
+
+    claimed: asyncio.Event
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        reply = await super().execute_command(*args, **options)
+        if CLAIM in args:
+            self.claimed.set()
+            await asyncio.Event().wait()
+        return reply
+
+
+async def test_a_claim_that_is_cancelled_before_its_reply_leaves_no_lease(
+    journals: RedisJournals, server: RedisServer
+) -> None:
+    async with Silent.from_url(server.url) as client:
+        client.claimed = asyncio.Event()
+        async with RedisAgentPromptCache(client, clock=time.monotonic, lease_s=LEASE_S) as cache:
+            claim = asyncio.create_task(cache.journals.claim(*RUN, "a", "head"))
+            await client.claimed.wait()
+            assert await journals.claim(*RUN, "b", "head") is None
+            claim.cancel()
+            await asyncio.wait([claim])
+            assert claim.cancelled()
+    assert await journals.claim(*RUN, "b", "head") == []

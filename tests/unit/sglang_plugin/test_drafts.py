@@ -281,6 +281,7 @@ def test_prefill_is_sglangs_own() -> None:
         (Request(TEXT, return_logprob=True), "logprobs"),
         (Request(TEXT, return_hidden_states=True), "hidden states"),
         (Request(TEXT, drafts=[["a"]]), "drafts that are no lists of token ids"),
+        (Request(TEXT, drafts=[[True]]), "drafts that are no lists of token ids"),
         (Request(TEXT, drafts="text"), "drafts that are no lists of token ids"),
     ],
 )
