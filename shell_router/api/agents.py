@@ -259,7 +259,8 @@ class AgentRequestRun:
         services = request.app[SERVICES]
         answering, waits_for = (graph.answering, graph.waits_for) if graph else ({asked.agent}, {})
         self._seen = Observed(services, services.new_id(), asked.tenant, TARGET, answering, waits_for)
-        self._seen.record(asked)
+        if graph is None:
+            self._seen.record(asked)
         self.trace = self._seen.trace
         self.kept: KeptRun | None = None
         self.id, self.created = self._seen.id, self._seen.created

@@ -75,12 +75,12 @@ NATIVE_SAMPLING = {
 }
 
 
-def native_sampling(path: str) -> Iterator[Hostile]:
+def native_sampling(path: str, base: dict[str, Any] | None = None) -> Iterator[Hostile]:
     """SGLang's own parameters, each wrong once."""
     yield from fields(path, sampling_params=NO_OBJECTS)
     for name, values in NATIVE_SAMPLING.items():
         for value in values:
-            yield post(path, {**BASES[path], "sampling_params": {name: value}})
+            yield post(path, {**(base or BASES[path]), "sampling_params": {name: value}})
 
 
 def chats() -> Iterator[Hostile]:
@@ -155,6 +155,9 @@ def agents() -> Iterator[Hostile]:
         **SAMPLING,
     )
     yield from native_sampling(AGENT)
+    topology = {"program": "p", "agent": "t", "model": "duo", "messages": USER}
+    yield from native_sampling(AGENT, topology)
+    yield post(AGENT, {**topology, "messages": [{"role": "user", "content": [{"output_of": "t"}]}]})  # itself
     yield post(AGENT, {**BASES[AGENT], "prompt": [{"output_of": "a"}]})  # itself
 
 
