@@ -42,6 +42,8 @@ from shell_router.routing.holdout import Compared, Holdouts, HoldoutSettings
 from shell_router.routing.increments import Remainder
 from shell_router.topology import AUTO, Graph
 
+Emit = Callable[[Event], None]
+
 
 @dataclass(slots=True, eq=False)
 class _Record:
@@ -129,7 +131,7 @@ class Programs:
         self._programs: dict[tuple[str, str], _Program] = {}
         self._chats: dict[tuple[str, str], str] = {}  # the program of a tenant's chat completion
 
-    async def run(self, request: AgentRequest, emit: Callable[[Event], None]) -> Answer:
+    async def run(self, request: AgentRequest, emit: Emit) -> Answer:
         """Run one agent to its end, reporting to `emit` what happens.
 
         The same request sent again waits for the first one's answer, of which `emit` learns nothing; if the first
@@ -158,8 +160,8 @@ class Programs:
         self,
         request: AgentRequest,
         graph: Graph,
-        run: Callable[[Graph, MoaRequest, Callable[[Event], None]], Awaitable[Answer]],
-        emit: Callable[[Event], None],
+        run: Callable[[Graph, MoaRequest, Emit], Awaitable[Answer]],
+        emit: Emit,
     ) -> Answer:
         """As `run` where a topology is the agent, which is asked once the outputs in its messages have ended.
 
@@ -170,7 +172,7 @@ class Programs:
         if record is None:
             record = _Record(self._log_of(request), request, precursors=frozenset(request.reads))
             self._register(request, record)
-            work = partial(self._answer_of_graph, request, record, partial(run, graph), graph.answering, emit)
+            work = partial(self._answer_of_graph, request, record, graph, run, emit)
             record.begin(asyncio.create_task(self._run(request, record, work, emit)))
         return await self._result(request, record)
 
@@ -211,7 +213,7 @@ class Programs:
         program = self._chats.get((tenant, agent))
         return program if program is not None and self._is_known(tenant, program) else None
 
-    async def _planned(self, request: AgentRequest, emit: Callable[[Event], None]) -> tuple[str, Hints]:
+    async def _planned(self, request: AgentRequest, emit: Emit) -> tuple[str, Hints]:
         """The request's model, the one that its program was given before, and what is expected of it."""
         if request.model == AUTO:
             await self._make_space(request)
@@ -234,7 +236,7 @@ class Programs:
         request: AgentRequest,
         hints: Hints,
         choices: Iterable[Event],
-        emit: Callable[[Event], None],
+        emit: Emit,
     ) -> Answer:
         todo = self._task(request, hints)
         await check_task(todo)
@@ -410,11 +412,7 @@ class Programs:
     # --- while it runs
 
     async def _run(
-        self,
-        request: AgentRequest,
-        record: _Record,
-        work: Callable[[LogWriter], Awaitable[Answer]],
-        emit: Callable[[Event], None],
+        self, request: AgentRequest, record: _Record, work: Callable[[LogWriter], Awaitable[Answer]], emit: Emit
     ) -> Answer:
         writer = await self._writer(request, record)
         try:
@@ -456,12 +454,7 @@ class Programs:
         return Answer(record.output, "stop", {})
 
     async def _answer(
-        self,
-        request: AgentRequest,
-        task: AgentTask,
-        record: _Record,
-        emit: Callable[[Event], None],
-        writer: LogWriter,
+        self, request: AgentRequest, task: AgentTask, record: _Record, emit: Emit, writer: LogWriter
     ) -> Answer:
         cache, estimates, clock = self._cache, self._chooser.estimates, self._clock
         record.run = run = AgentRun(task, estimates, emit, clock=clock, writer=writer)
@@ -489,9 +482,9 @@ class Programs:
         self,
         request: AgentRequest,
         record: _Record,
-        run: Callable[[MoaRequest, Callable[[Event], None]], Awaitable[Answer]],
-        answering: Collection[str],
-        emit: Callable[[Event], None],
+        graph: Graph,
+        run: Callable[[Graph, MoaRequest, Emit], Awaitable[Answer]],
+        emit: Emit,
         writer: LogWriter,
     ) -> Answer:
         texts = {agent: await self._whole(request, agent) for agent in request.reads}
@@ -501,14 +494,14 @@ class Programs:
 
         def follow(event: Event) -> None:
             emit(event)
-            if text := answer_in(event, answering):
+            if text := answer_in(event, graph.answering):
                 writer.append(Chunk(text))
                 written.append(text)
 
         seed = sampling.get("sampling_seed", zlib.crc32(run_id.encode()))
         asked = MoaRequest(run_id, request.tenant, chat, sampling, seed, request.timeout_s)
         try:
-            answer = await run(replace(asked, chat_template_kwargs=request.chat_template_kwargs), follow)
+            answer = await run(graph, replace(asked, chat_template_kwargs=request.chat_template_kwargs), follow)
         finally:
             record.output = "".join(written)
         if answer.reasoning and not answer.text:
