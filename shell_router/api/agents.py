@@ -20,17 +20,17 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.frames import AgentFrames, agent_answer, program_reply
-from shell_router.api.kept_runs import KEY_HEADER, KeptRun, KeptRuns, key_of
+from shell_router.api.kept_runs import KEY_HEADER, KeptRun, KeptRuns, key_of, refuse_key
 from shell_router.api.keys import permit
 from shell_router.api.observed import Observed
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings, Emit
 from shell_router.api.streaming import LiveRun, stream_run
-from shell_router.core.events import Event
+from shell_router.core.events import AgentTokens, Event, answer_in
 from shell_router.errors import InvalidField, InvalidRequest
 from shell_router.moa import AGENT_REQUEST, AgentRequest, AgentUsage, Answer, OutputOf, Segment
-from shell_router.topology import AUTO, Prefill
+from shell_router.topology import AUTO, Graph, Prefill
 
 WORD = "lazyanswer"
 WORDS = (WORD, "LAZYANSWER", "Lazyanswer")
@@ -183,11 +183,27 @@ async def run_agent(request: Request) -> Reply:
     body = parse_body(await read_body(request))
     asked, streamed = read_agent_body(body, request[TENANT], request.app[SETTINGS].request_timeout_s)
     permit(request, asked.candidates or (asked.model,))
-    run = AgentRequestRun(request, asked, note_ignored(request, body.unread))
+    graph = request.app[SERVICES].topologies.get(asked.model)
+    if graph is not None:
+        _require_chat(body, asked)
+        refuse_key(request, "a topology as an agent")
+        request.app[ADMISSION].count(request, max(len(part.agents) for part in graph.parts) - 1)
+    run = AgentRequestRun(request, asked, note_ignored(request, body.unread), graph)
     if KEY_HEADER in request.headers:
         run = request.app[KEPT_AGENTS].join(run, key_of(request), body)
     request[TRACE] = run.trace
     return await (run.streamed(request) if streamed else run.whole(request))
+
+
+def _require_chat(body: Fields, asked: AgentRequest) -> None:
+    """Raise InvalidField for what a topology cannot be asked."""
+    for name in ("prompt", "prefill"):
+        if body.raw(name) is not None:
+            raise body.refuse(name, "is for models", f"{asked.model!r} is a topology: send messages, without {name}.")
+    if asked.messages[-1][0] != "user":
+        raise body.refuse(
+            "messages", "must end with a user's", f"{asked.model!r} is a topology: put the question last."
+        )
 
 
 async def show_program(request: web.Request) -> web.Response:
@@ -232,15 +248,19 @@ async def _texts(request: web.Request, settings: ApiSettings) -> AsyncIterator[s
 
 
 class AgentRequestRun:
-    """One agent request under way."""
+    """One agent request under way; where `graph` is the agent, its answer's events get the agent's name."""
 
-    def __init__(self, request: Request, asked: AgentRequest, warnings: Mapping[str, list[str]]) -> None:
-        self._request = request
+    def __init__(
+        self, request: Request, asked: AgentRequest, warnings: Mapping[str, list[str]], graph: Graph | None = None
+    ) -> None:
+        self._request, self._graph = request, graph
         self.warnings = warnings
         self.asked = asked
         services = request.app[SERVICES]
-        self._seen = Observed(services, services.new_id(), asked.tenant, TARGET, {asked.agent}, {})
-        self._seen.record(asked)
+        answering, waits_for = (graph.answering, graph.waits_for) if graph else ({asked.agent}, {})
+        self._seen = Observed(services, services.new_id(), asked.tenant, TARGET, answering, waits_for)
+        if graph is None:
+            self._seen.record(asked)
         self.trace = self._seen.trace
         self.kept: KeptRun | None = None
         self.id, self.created = self._seen.id, self._seen.created
@@ -281,10 +301,17 @@ class AgentRequestRun:
 
     async def run(self, asked: AgentRequest, also: Emit | None) -> Answer:
         """Run as `asked`, whoever waits for it."""
-        self._seen.also = also
-        programs = self._request.app[SERVICES].programs
+        services, graph = self._request.app[SERVICES], self._graph
+
+        def name(event: Event) -> None:
+            if also is not None and graph is not None and (text := answer_in(event, graph.answering)):
+                also(AgentTokens(event.at_s, asked.agent, event.ids if isinstance(event, AgentTokens) else (), text))
+
+        self._seen.also = also if graph is None else name
         with self._request.app[DRAIN].deadline(), self._seen:
-            return await programs.run(asked, self._seen.emit)
+            if graph is None:
+                return await services.programs.run(asked, self._seen.emit)
+            return await services.programs.run_graph(asked, graph, services.executor.run, self._seen.emit)
 
 
 KEPT_AGENTS = web.AppKey("KEPT_AGENTS", KeptRuns[AgentRequestRun])

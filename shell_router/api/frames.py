@@ -24,9 +24,11 @@ from shell_router.core.events import (
     PrefillIncrement,
     PromptReady,
     StepChosen,
+    answer_in,
 )
 from shell_router.moa import AgentRequest, Answer, ProgramState, ToolCall
 from shell_router.telemetry import Trace
+from shell_router.topology import AUTO
 
 KINDS: dict[type, str] = {
     ModelChosen: "chosen",
@@ -135,10 +137,7 @@ def _finish_reason(answer: Answer) -> str:
 
 
 class ChatFrames:
-    """Writes the frames of one streamed completion (streaming.Frames).
-
-    The tokens of `answering` agents are the answer. What was held back, since another step could have followed, comes
-    in one piece when it is chosen.
+    """Writes the frames of one streamed completion (streaming.Frames), whose answer `answering` agents give.
 
     Agents' events are chunks without choices, as the usage chunk of OpenAI is, so that its clients step over them;
     the SSE event name and the field `agent_event` are for clients that read them. With a `place` the parts of the
@@ -165,7 +164,7 @@ class ChatFrames:
 
     def wants(self, event: Event) -> bool:
         """Whether the event would be written."""
-        return self._include_agents or bool(self._answer_in(event) or self._thinking_in(event))
+        return self._include_agents or bool(answer_in(event, self._answering) or self._thinking_in(event))
 
     def events(self, events: Sequence[Event]) -> bytes:
         """The chunks that `events` call for."""
@@ -173,7 +172,7 @@ class ChatFrames:
             return b"".join([self._frame(event) for event in coalesced(events)])
         # all of them are parts of the answer
         thinking = "".join([self._thinking_in(event) for event in events])
-        answer = "".join([self._answer_in(event) for event in events])
+        answer = "".join([answer_in(event, self._answering) for event in events])
         written = self._text(thinking, b"reasoning_content") if thinking else b""
         return written + self._text(answer) if answer else written
 
@@ -200,12 +199,6 @@ class ChatFrames:
         """OpenAI's clients raise an APIError on it."""
         return data_frame(envelope)
 
-    def _answer_in(self, event: Event) -> str:
-        """The part of the answer that comes with the event."""
-        if isinstance(event, AgentTokens | AggregationSkipped):
-            return event.text if event.agent in self._answering else ""
-        return event.text if isinstance(event, StepChosen) else ""
-
     def _thinking_in(self, event: Event) -> str:
         """The part of the thinking before the answer that comes with the event."""
         if isinstance(event, AgentThought):
@@ -213,7 +206,7 @@ class ChatFrames:
         return event.reasoning if isinstance(event, StepChosen) else ""
 
     def _frame(self, event: Event) -> bytes:
-        thinking, text = self._thinking_in(event), self._answer_in(event)
+        thinking, text = self._thinking_in(event), answer_in(event, self._answering)
         written = self._text(thinking, b"reasoning_content") if thinking else b""
         written += self._text(text) if text else b""
         if isinstance(event, AgentTokens | AgentThought) and event.agent in self._answering:
@@ -262,7 +255,7 @@ def agent_answer(run_id: str, created: int, request: AgentRequest, answer: Answe
         "created": created,
         "program": request.program,
         "agent": request.agent,
-        "model": answer.agents[request.agent].model,
+        "model": answer.agents[request.agent].model if request.model == AUTO else request.model,
         "text": answer.text,
         "finish_reason": answer.reason,
         "usage": usage(answer),

@@ -19,8 +19,10 @@ from shell_router.core.engine import ServedModel
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.native_body import NativeRules
+from shell_router.engines.server_client import ServerClient
 from shell_router.engines.sglang import AdaptedModel, SglangPair
 from shell_router.errors import EngineError, EngineStalled, require
+from shell_router.routing.dispatcher import TrackedEngine
 from shell_router.routing.failures import BreakerSettings, RetrySettings
 
 log = logging.getLogger(__name__)
@@ -102,6 +104,7 @@ class Fleet:
     ) -> None:
         self._models, self._pools, self._served = models, pools, served
         self._change = asyncio.Lock()
+        self._drained: dict[tuple[str, str, str], list[TrackedEngine[ServerClient]]] = {}
 
     def listed(self) -> list[dict[str, Any]]:
         """Every pair."""
@@ -124,20 +127,26 @@ class Fleet:
             self._served[alias] = with_servers(self._served[alias], pool)
 
     async def drain(self, alias: str, prefill: str, decode: str, limit_s: float) -> int:
-        """Serve the model without this pair; gives how many requests still run there after `limit_s`. They go on."""
-        pool = self._pool(alias)
+        """Serve the model without this pair; gives how many requests still run there after `limit_s`. They go on.
+
+        For one that is drained already it waits again.
+        """
+        pool, pair = self._pool(alias), (alias, prefill, decode)
         async with self._change:
             found = [one for one in pool.addresses if (one.prefill_url, one.decode_url) == (prefill, decode)]
-            require(bool(found), f"Model {alias!r} has no such pair.", "GET /v1/engines lists all.")
-            require(len(pool.addresses) > 1, f"It is the last pair of model {alias!r}.", "First add another.")
-            drained = pool.drain(found[0])
-            self._served[alias] = with_servers(self._served[alias], pool)
-        running = 0
+            is_known = bool(found) or pair in self._drained
+            require(is_known, f"Model {alias!r} has no such pair.", "GET /v1/engines lists all.")
+            if found:
+                require(len(pool.addresses) > 1, f"It is the last pair of model {alias!r}.", "First add another.")
+                self._drained[pair] = pool.drain(found[0])
+                self._served[alias] = with_servers(self._served[alias], pool)
+        drained, running = self._drained[pair], 0
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while running := max((at.in_flight.requests for at in drained), default=0):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 pool.forget(at.engine for at in drained)
+                drained.clear()
         return running
 
     def _pool(self, alias: str) -> SglangPair:

@@ -3,7 +3,7 @@
 `at_s` is the run's clock (monotonic seconds); every event names the agent or cluster it speaks of.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from shell_router.core.engine import FinishReason, Placement, value
@@ -200,3 +200,13 @@ Event = (
     | AgentErred
     | Degraded
 )
+
+
+def answer_in(event: Event, answering: Collection[str]) -> str:
+    """The part of the answer that comes with the event; the tokens of `answering` agents are the answer.
+
+    What was held back, since another step could have followed, comes in one piece when it is chosen.
+    """
+    if isinstance(event, AgentTokens | AggregationSkipped):
+        return event.text if event.agent in answering else ""
+    return event.text if isinstance(event, StepChosen) else ""

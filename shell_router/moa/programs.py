@@ -4,8 +4,9 @@ import asyncio
 import random
 import sys
 import uuid
+import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -13,9 +14,9 @@ from itertools import takewhile
 from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogTimeout, LogWriter
 from shell_router import errors
 from shell_router.core.engine import Hints, ServedModel
-from shell_router.core.events import AgentErred, Event
+from shell_router.core.events import AgentErred, Event, answer_in
 from shell_router.core.sampling import require_possible
-from shell_router.moa.agent import AgentRun, AgentTask, Source, check_task, limited, usage_of
+from shell_router.moa.agent import AgentRun, AgentTask, Source, check_task, ended_in_thinking, limited, usage_of
 from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.incremental import Prompt, common_prefix, complete_prompt
 from shell_router.moa.planning import (
@@ -31,6 +32,7 @@ from shell_router.moa.requests import (
     AgentRequest,
     Answer,
     Deadline,
+    MoaRequest,
     OutputOf,
     ProgramAgentState,
     ProgramState,
@@ -38,12 +40,17 @@ from shell_router.moa.requests import (
 )
 from shell_router.routing.holdout import Compared, Holdouts, HoldoutSettings
 from shell_router.routing.increments import Remainder
-from shell_router.topology import AUTO
+from shell_router.topology import AUTO, Graph
+
+Emit = Callable[[Event], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """One agent of a program, from the moment it was sent. `asked` and `model` are None if it is written elsewhere."""
+    """One agent of a program, from the moment it was sent.
+
+    `model` is None if it is a topology, and `asked`, too, if it is written elsewhere.
+    """
 
     log: str
     asked: AgentRequest | None = None
@@ -60,7 +67,7 @@ class _Record:
     def state(self) -> ProgramAgentState:
         if self.ended:
             return self.ended
-        return "running" if self.asked is None or (self.run and self.run.prompt_tokens) else "waiting"
+        return "running" if self.model is None or (self.run and self.run.prompt_tokens) else "waiting"
 
     @property
     def text(self) -> str:
@@ -124,7 +131,7 @@ class Programs:
         self._programs: dict[tuple[str, str], _Program] = {}
         self._chats: dict[tuple[str, str], str] = {}  # the program of a tenant's chat completion
 
-    async def run(self, request: AgentRequest, emit: Callable[[Event], None]) -> Answer:
+    async def run(self, request: AgentRequest, emit: Emit) -> Answer:
         """Run one agent to its end, reporting to `emit` what happens.
 
         The same request sent again waits for the first one's answer, of which `emit` learns nothing; if the first
@@ -148,6 +155,26 @@ class Programs:
         with self._chooser.activity.program({request.agent: (model, tokens)}):
             planned = replace(planned, model=model, candidates=())
             return await self._answered(request, planned, hints, choices, emit)
+
+    async def run_graph(
+        self,
+        request: AgentRequest,
+        graph: Graph,
+        run: Callable[[Graph, MoaRequest, Emit], Awaitable[Answer]],
+        emit: Emit,
+    ) -> Answer:
+        """As `run` where a topology is the agent, which is asked once the outputs in its messages have ended.
+
+        Its readers follow its answer as it is written.
+        """
+        await self._make_space(request)
+        record = self._sent_before(request)
+        if record is None:
+            record = _Record(self._log_of(request), request, precursors=frozenset(request.reads))
+            self._register(request, record)
+            work = partial(self._answer_of_graph, request, record, graph, run, emit)
+            record.begin(asyncio.create_task(self._run(request, record, work, emit)))
+        return await self._result(request, record)
 
     async def write(self, request: AgentRequest, texts: AsyncIterator[str]) -> Answer:
         """Make `texts` the output of an agent that the router does not run; readers follow them as they come.
@@ -186,7 +213,7 @@ class Programs:
         program = self._chats.get((tenant, agent))
         return program if program is not None and self._is_known(tenant, program) else None
 
-    async def _planned(self, request: AgentRequest, emit: Callable[[Event], None]) -> tuple[str, Hints]:
+    async def _planned(self, request: AgentRequest, emit: Emit) -> tuple[str, Hints]:
         """The request's model, the one that its program was given before, and what is expected of it."""
         if request.model == AUTO:
             await self._make_space(request)
@@ -209,7 +236,7 @@ class Programs:
         request: AgentRequest,
         hints: Hints,
         choices: Iterable[Event],
-        emit: Callable[[Event], None],
+        emit: Emit,
     ) -> Answer:
         todo = self._task(request, hints)
         await check_task(todo)
@@ -222,7 +249,8 @@ class Programs:
                 emit(choice)
             if request.journal is not None:
                 request.journal.add("models", "", {request.agent: todo.model.alias})
-            record.begin(asyncio.create_task(self._run(request, todo, record, emit)))
+            work = partial(self._answer, request, todo, record, emit)
+            record.begin(asyncio.create_task(self._run(request, record, work, emit)))
         return await self._result(request, record)
 
     async def _result(self, request: AgentRequest, record: _Record) -> Answer:
@@ -312,8 +340,11 @@ class Programs:
                 return False
             return ids_are_text(writer.model, writer.asked.sampling, reader)
 
-        known = self._known(replace(request, agent=precursor))
-        return Source(LogKey(request.tenant, request.program, known.log if known else precursor), shares_ids)
+        return Source(self._log_key(request, precursor), shares_ids)
+
+    def _log_key(self, request: AgentRequest, agent: str) -> LogKey:
+        known = self._known(replace(request, agent=agent))
+        return LogKey(request.tenant, request.program, known.log if known else agent)
 
     def _known(self, request: AgentRequest) -> _Record | None:
         if not self._is_known(request.tenant, request.program):
@@ -381,11 +412,12 @@ class Programs:
     # --- while it runs
 
     async def _run(
-        self, request: AgentRequest, task: AgentTask, record: _Record, emit: Callable[[Event], None]
+        self, request: AgentRequest, record: _Record, work: Callable[[LogWriter], Awaitable[Answer]], emit: Emit
     ) -> Answer:
         writer = await self._writer(request, record)
         try:
-            answer = await self._answer(request, task, record, writer, emit)
+            answer = await _within(request, work(writer))
+            writer.end(End.FINISHED)
         except asyncio.CancelledError:
             writer.end(End.ABORTED, "cancelled")
             raise
@@ -422,29 +454,16 @@ class Programs:
         return Answer(record.output, "stop", {})
 
     async def _answer(
-        self,
-        request: AgentRequest,
-        task: AgentTask,
-        record: _Record,
-        writer: LogWriter,
-        emit: Callable[[Event], None],
+        self, request: AgentRequest, task: AgentTask, record: _Record, emit: Emit, writer: LogWriter
     ) -> Answer:
         cache, estimates, clock = self._cache, self._chooser.estimates, self._clock
         record.run = run = AgentRun(task, estimates, emit, clock=clock, writer=writer)
         run.start()
-        try:
-            with Deadline(request.timeout_s):
-                load, remainder = estimates.prefill(task.model), partial(self._remainder, request)
-                prompt = await complete_prompt(task, cache, load, remainder, emit, clock)
-                if request.chat and request.reads:
-                    prompt = await self._exact(request, task, prompt)
-                output = await run.decode(prompt.ids, prompt.sent)
-        except TimeoutError as error:
-            raise errors.DeadlineExceeded(
-                f"Agent {request.agent!r} did not end within {request.timeout_s:g} s.",
-                remedy="Allow more time.",
-            ) from error
-        writer.end(End.FINISHED)
+        load, remainder = estimates.prefill(task.model), partial(self._remainder, request)
+        prompt = await complete_prompt(task, cache, load, remainder, emit, clock)
+        if request.chat and request.reads:
+            prompt = await self._exact(request, task, prompt)
+        output = await run.decode(prompt.ids, prompt.sent)
         usage = usage_of(task, output)
         if request.reads and task.model.drafts == "auto":
             compare_drafts(self._holdouts, _drafts_of(request), [usage], held_out=not task.drafts, now_s=clock())
@@ -454,13 +473,59 @@ class Programs:
         """The prompt with texts where slots were: a template may change the ends of a text, and of a slot it cannot."""
         logs = {one: LogKey(request.tenant, request.program, task.sources[one].key.agent) for one in request.reads}
         texts = {one: (await self._cache.read(log, at_least=sys.maxsize, wait_s=0)).text for one, log in logs.items()}
-        said = [
-            Message(role, tuple(part if isinstance(part, str) else texts[part.agent] for part in segments))
-            for role, segments in request.messages
-        ]
+        said = [Message(role, tuple(_texts(segments, texts))) for role, segments in request.messages]
         text = "".join(map(str, render(task.model.tokenizer, said, request.chat_template_kwargs)))
         ids = await encoded(task.model.tokenizer, text)
         return Prompt(ids, min(prompt.sent, common_prefix(prompt.ids, ids)))
+
+    async def _answer_of_graph(
+        self,
+        request: AgentRequest,
+        record: _Record,
+        graph: Graph,
+        run: Callable[[Graph, MoaRequest, Emit], Awaitable[Answer]],
+        emit: Emit,
+        writer: LogWriter,
+    ) -> Answer:
+        texts = {agent: await self._whole(request, agent) for agent in request.reads}
+        said = ((role, "".join(_texts(segments, texts))) for role, segments in request.messages)
+        chat = tuple([{"role": role, "content": content} for role, content in said])
+        run_id, written, sampling = uuid.uuid4().hex, list[str](), request.sampling
+
+        def follow(event: Event) -> None:
+            emit(event)
+            if text := answer_in(event, graph.answering):
+                writer.append(Chunk(text))
+                written.append(text)
+
+        seed = sampling.get("sampling_seed", zlib.crc32(run_id.encode()))
+        asked = MoaRequest(run_id, request.tenant, chat, sampling, seed, request.timeout_s)
+        try:
+            answer = await run(graph, replace(asked, chat_template_kwargs=request.chat_template_kwargs), follow)
+        finally:
+            record.output = "".join(written)
+        if answer.reasoning and not answer.text:
+            raise ended_in_thinking(request.agent, sum(spent.reasoning_tokens for spent in answer.agents.values()))
+        return answer
+
+    async def _whole(self, request: AgentRequest, agent: str) -> str:
+        """All that the precursor writes. Raises PrecursorTimeout and AgentFailed."""
+        key = self._log_key(request, agent)
+        try:
+            await self._cache.read(key, wait_s=request.wait_s)
+        except LogTimeout as error:
+            if not error.begun:
+                raise errors.PrecursorTimeout(
+                    f"Agent {request.agent!r} waited {request.wait_s:g} s for {agent!r}, and nothing came.",
+                    remedy="Send the precursor first, or allow a longer wait.",
+                ) from error
+        read = await self._cache.read(key, at_least=sys.maxsize, wait_s=request.timeout_s)
+        if read.end is not End.FINISHED:
+            raise errors.AgentFailed(
+                f"Agent {request.agent!r} needs the output of {agent!r}, which ended early: {read.detail}",
+                remedy="Send the precursor again in a new program.",
+            )
+        return read.text
 
     def _remainder(self, request: AgentRequest, read: Collection[str]) -> Remainder:
         """What the agent still waits for; agents that were not sent here yet, or to another router, are not counted."""
@@ -501,6 +566,20 @@ def _parts(request: AgentRequest, model: ServedModel) -> tuple[Part, ...]:
         return _with_slots(request.prompt)
     messages = [Message(role, _with_slots(segments)) for role, segments in request.messages]
     return render(model.tokenizer, messages, request.chat_template_kwargs)
+
+
+async def _within(request: AgentRequest, work: Awaitable[Answer]) -> Answer:
+    try:
+        with Deadline(request.timeout_s):
+            return await work
+    except TimeoutError as error:
+        raise errors.DeadlineExceeded(
+            f"Agent {request.agent!r} did not end within {request.timeout_s:g} s.", remedy="Allow more time."
+        ) from error
+
+
+def _texts(segments: Iterable[Segment], outputs: Mapping[str, str]) -> Iterator[str]:
+    return (outputs[one.agent] if isinstance(one, OutputOf) else one for one in segments)
 
 
 def _with_slots(segments: Iterable[Segment]) -> tuple[Part, ...]:

@@ -75,12 +75,12 @@ NATIVE_SAMPLING = {
 }
 
 
-def native_sampling(path: str) -> Iterator[Hostile]:
+def native_sampling(path: str, base: dict[str, Any] | None = None) -> Iterator[Hostile]:
     """SGLang's own parameters, each wrong once."""
     yield from fields(path, sampling_params=NO_OBJECTS)
     for name, values in NATIVE_SAMPLING.items():
         for value in values:
-            yield post(path, {**BASES[path], "sampling_params": {name: value}})
+            yield post(path, {**(base or BASES[path]), "sampling_params": {name: value}})
 
 
 def chats() -> Iterator[Hostile]:
@@ -155,6 +155,9 @@ def agents() -> Iterator[Hostile]:
         **SAMPLING,
     )
     yield from native_sampling(AGENT)
+    topology = {"program": "p", "agent": "t", "model": "duo", "messages": USER}
+    yield from native_sampling(AGENT, topology)
+    yield post(AGENT, {**topology, "messages": [{"role": "user", "content": [{"output_of": "t"}]}]})  # itself
     yield post(AGENT, {**BASES[AGENT], "prompt": [{"output_of": "a"}]})  # itself
 
 
@@ -255,7 +258,78 @@ def paths() -> Iterator[Hostile]:
     yield from (Hostile(method, CHAT) for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS"))
 
 
+def markers() -> Iterator[Hostile]:
+    """Markers of lazy answers that are altered, or none of the client's."""
+    known = "0123456789abcdef0123456789abcdef"
+    for wrong in (f"[[lazyanswer:{known}]]", "[[lazyanswer:]]", f"[[lazyanswer:{known}", f"lazyanswer {known}"):
+        said = [{"role": "user", "content": f"Judge {wrong}"}]
+        for model in ("small", "duo"):
+            yield post(CHAT, {"model": model, "messages": said})
+            yield post(RESPONSES, {"model": model, "input": said})
+            yield post(MESSAGES, {"model": model, "max_tokens": 5, "messages": said})
+        yield post(AGENT, {**BASES[AGENT], "prompt": wrong})
+
+
+def schemas() -> Iterator[Hostile]:
+    """Forms of answers that are none."""
+    forms = (
+        *SCHEMAS,
+        *({"type": "json_schema", "json_schema": wrong} for wrong in ({}, [], {"schema": 1}, {"schema": DEEP})),
+        *({"type": wrong} for wrong in (1, None, "yaml")),
+    )
+    for model in ("small", "duo"):
+        for wrong in forms:
+            yield post(CHAT, {"model": model, "messages": USER, "response_format": wrong})
+        yield post(CHAT, {"model": model, "messages": USER, "json_schema": DEEP})
+        yield post(RESPONSES, {"model": model, "input": "Hi", "text": {"format": {"type": "json_schema"}}})
+
+
+DEEP: Any = {}
+for _ in range(200):
+    DEEP = {"not": DEEP}
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+RESULT = {"role": "tool", "tool_call_id": "c", "content": "dry"}
+
+
+def calling(*calls: object) -> dict[str, Any]:
+    """An assistant's message with these calls of tools."""
+    return {"role": "assistant", "content": None, "tool_calls": list(calls)}
+
+
+def tool_messages() -> Iterator[Hostile]:
+    """Calls of tools that no model has written, and results that answer none."""
+    functions = (1, {}, *({"name": name, "arguments": "{}"} for name in (1, "", "a b", "x" * 65)))
+    arguments = ("{", "[]", "1", 1, [], None, DEEP)
+    wrong_calls = (
+        *(1, "x", {}, {"id": "c"}),
+        *({**CALL, "id": wrong} for wrong in (None, "", 1, "x" * 129)),
+        *({**CALL, "type": wrong} for wrong in ("custom", 1)),
+        *({**CALL, "function": wrong} for wrong in functions),
+        *({**CALL, "function": {"name": "f", "arguments": wrong}} for wrong in arguments),
+    )
+    wrong_results = (
+        *({**RESULT, "tool_call_id": wrong} for wrong in (None, "", 1, "other", "x" * 129)),
+        *({**RESULT, "content": wrong} for wrong in (None, 1, {}, [1], [{"type": "image_url"}])),
+        {**RESULT, "role": "function"},
+    )
+    for said in (
+        *([calling(call), RESULT] for call in wrong_calls),
+        *([calling(CALL), result] for result in wrong_results),
+        *([RESULT], [calling(CALL)], [RESULT, calling(CALL)], [calling(CALL), RESULT, RESULT]),
+        [calling(*[CALL] * 129), RESULT],
+    ):
+        yield post(CHAT, {"model": "duo", "messages": [*USER, *said]})
+
+
+MALFORMED: dict[str, tuple[Hostile, ...]] = {
+    "markers": tuple(markers()),
+    "schemas": tuple(schemas()),
+    "tool messages": tuple(tool_messages()),
+}
+"""Each is a 400 that names its field."""
+
 FAMILIES: dict[str, tuple[Hostile, ...]] = {
+    **MALFORMED,
     "chats": tuple(chats()),
     "agent requests": tuple(agents()),
     "generate": tuple(natives(GENERATE)),

@@ -4,10 +4,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 
+import pytest
+
 from shell_router.api import ApiSettings
-from tests.fakes.api_server import api
+from shell_router.core.marks import ReasoningMarks
+from shell_router.errors import EngineStalled
+from tests.fakes.api_server import api, until
 from tests.fakes.moa import ScriptedMoa
-from tests.fakes.scripted_engine import Hold
+from tests.fakes.scripted_engine import Hold, Script
 
 ONE = {"program": "p", "agent": "one", "model": "small", "prompt": "Say one."}
 TWO = {"program": "p", "agent": "two", "model": "large", "prompt": ["It said: ", {"output_of": "one"}, " Judge."]}
@@ -134,3 +138,103 @@ async def test_a_retry_in_a_stream_gets_the_answer() -> None:
         async with served.stream({**ONE, "stream": True}, PATH) as response:
             frames = (await response.text()).split("\n\n")
         assert json.loads(frames[-3].removeprefix("data: "))["text"] == first["text"]
+
+
+def said(*content: object, **fields: object) -> dict[str, object]:
+    return {"program": "p", "messages": [{"role": "user", "content": list(content)}], **fields}
+
+
+GRAPH = said("It said: ", {"output_of": "one"}, " Judge.", agent="two", model="duo")
+READER = said("Sum up: ", {"output_of": "two"}, agent="three", model="medium", prefill={"chunk_tokens": 1})
+ROOT_SAYS = "root thinks and root speaks and then root is done"
+
+
+async def test_a_topology_is_an_agent_that_reads_others_and_is_read_while_it_writes() -> None:
+    hold = Hold(first=2)
+
+    async def pace(rid: str, piece: int) -> None:
+        if rid.endswith(".root"):
+            await hold.pace(rid, piece)
+
+    async with api(ScriptedMoa({"root": Script(ROOT_SAYS, piece_words=3)}, pace=pace)) as served:
+        reader = asyncio.ensure_future(served.post(PATH, READER))
+        asked = asyncio.ensure_future(served.post(PATH, GRAPH))
+        status, one = await served.post(PATH, ONE)
+        assert status == 200
+        await hold.until_waiting()
+        assert (await served.get(PATH + "/p"))[1]["agents"]["two"]["state"] == "running"
+        engine, tokenizer = served.moa.engines["medium"], served.moa.tokenizers["medium"]
+        await until(lambda: bool(engine.prefilled))  # and the root has not ended
+        assert tokenizer.decode(engine.prefilled[0].input_ids).startswith("<user>Sum up: root thinks")
+        hold.release()
+        status, body = await asked
+        assert (status, body["agent"], body["model"], body["text"]) == (200, "two", "duo", ROOT_SAYS)
+        assert body["usage"]["completion_tokens"] == 30  # of all its agents
+        assert served.moa.prompt_of("left") == f"<user>It said: {one['text']} Judge.<assistant>"
+        assert (await reader)[0] == 200
+        assert f"<user>Sum up: {ROOT_SAYS}<assistant>" in served.moa.prompts("medium")
+        count = len(served.moa.engines["large"].generated)
+        assert (await served.post(PATH, GRAPH))[1]["text"] == ROOT_SAYS
+        assert len(served.moa.engines["large"].generated) == count
+        _, program = await served.get(PATH + "/p")
+        assert program["agents"]["two"] == {"state": "finished", "output": ROOT_SAYS}
+
+
+async def test_the_stream_of_a_topology_as_an_agent_holds_its_answer_alone() -> None:
+    async with api() as served:
+        async with served.stream({**said("Why?", agent="a", model="duo"), "stream": True}, PATH) as response:
+            frames = (await response.text()).split("\n\n")
+        events = [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+        assert {event["agent"] for event in events} == {"a"}
+        assert "".join(event["text"] for event in events if event["type"] == "token") == ROOT_SAYS
+        assert (events[-1]["type"], events[-1]["text"]) == ("finished", ROOT_SAYS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "param"),
+    [
+        ({"messages": None, "prompt": "Why?"}, {}, "prompt"),
+        ({"prefill": {"chunk_tokens": 8}}, {}, "prefill"),
+        ({"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}, {}, "messages"),
+        ({}, {"Idempotency-Key": "k"}, "Idempotency-Key"),
+    ],
+)
+async def test_what_a_topology_cannot_be_asked_as_an_agent_names_its_field(
+    fields: dict[str, object], headers: dict[str, str], param: str
+) -> None:
+    async with api() as served:
+        status, body = await served.post(PATH, {**said("Why?", agent="a", model="duo"), **fields}, **headers)
+        assert (status, body["error"]["param"]) == (400, param), body
+        assert not any(engine.generated for engine in served.moa.engines.values())
+
+
+async def test_a_topology_that_fails_as_an_agent_fails_its_readers_and_may_be_sent_again() -> None:
+    failing = {"root": Script("a b c", error=EngineStalled("nothing came for 60 s."), error_after=1)}
+    async with api(ScriptedMoa(failing)) as served:
+        graph = said("Why?", agent="two", model="duo")
+        reader = asyncio.ensure_future(served.post(PATH, READER))
+        assert (await served.post(PATH, graph))[0] in (502, 504)
+        status, body = await reader
+        assert status == 502 and "nothing came" in body["error"]["message"]
+        by_name = served.moa.engines["large"].answer
+        served.moa.engines["large"].answer = lambda _: Script(ROOT_SAYS)
+        assert (await served.post(PATH, graph))[1]["text"] == ROOT_SAYS
+        served.moa.engines["large"].answer = by_name
+        status, body = await served.post(PATH, {**GRAPH, "program": "q", "wait_s": 0.02})
+        assert (status, body["error"]["code"]) == (504, "precursor_timeout")
+        assert not served.moa.running
+    thinking = ScriptedMoa({"root": Script("<think>on and on", reason="length")}, reasoning=ReasoningMarks())
+    async with api(thinking) as served:
+        status, body = await served.post(PATH, said("Why?", agent="a", model="duo"))
+        assert status == 502 and "ended inside its thinking" in body["error"]["message"]
+
+
+async def test_deleting_a_program_ends_the_topology_that_is_its_agent() -> None:
+    hold = Hold(first=0)
+    async with api(ScriptedMoa(pace=hold.pace)) as served:
+        running = asyncio.ensure_future(served.post(PATH, said("Why?", agent="a", model="duo")))
+        await hold.until_waiting()
+        async with served.client.delete(f"{served.url}{PATH}/p") as response:
+            assert response.status == 200
+        assert (await running)[0] == 502
+        await until(lambda: not served.moa.running)

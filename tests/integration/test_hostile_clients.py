@@ -25,7 +25,7 @@ from shell_router.engines.native_body import NativeRules
 from shell_router.engines.sglang import SglangPair
 from shell_router.routing.failures import BreakerSettings
 from tests.fakes.api_server import Api, api, chat, jsonl, line
-from tests.fakes.hostile_inputs import FAMILIES, HEADS
+from tests.fakes.hostile_inputs import FAMILIES, HEADS, MALFORMED, MESSAGES
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_pair import LIMITS, SOON, Served, served
 
@@ -226,8 +226,22 @@ async def test_every_input_of_a_family_is_refused_and_nothing_is_left_running(at
     await attacked.still_serves()
 
 
+@pytest.mark.parametrize("family", MALFORMED)
+async def test_malformed_markers_schemas_and_tool_messages_are_bad_requests_that_name_their_field(
+    attacked: Attacked, family: str
+) -> None:
+    engines = attacked.api.moa.engines.values()
+    asked = [len(engine.generated) for engine in engines]
+    assert len(MALFORMED[family]) > 20
+    for one in MALFORMED[family]:
+        status, _, answer = await attacked.send(one.method, one.path, one.headers, one.body)
+        field = answer["error"].get("param") or one.path == MESSAGES  # Anthropic's errors have no place for it
+        assert (status, bool(field)) == (400, True), (one.body, answer)
+    assert [len(engine.generated) for engine in engines] == asked and not attacked.api.moa.running
+
+
 async def test_there_are_as_many_hostile_inputs_as_the_docs_say() -> None:
-    number = len(BODIES) + len(RAW) + 2 * len(HEADERS) + len(HEADS) + sum(map(len, FAMILIES.values()))
+    number = len(BODIES) + len(RAW) + 2 * len(HEADERS) + len(HEADS) + sum(map(len, (FAMILIES | MALFORMED).values()))
     page = Path(__file__).parents[2] / "docs/how-to/serve-several-tenants.md"
     assert f"sends {number:,} hostile requests" in page.read_text(encoding="utf-8")
 

@@ -4,11 +4,12 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 import pytest_asyncio
+from pydantic import BaseModel
 
 from shell_router.app import running_server
 from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairSettings
@@ -101,6 +102,28 @@ async def test_an_answer_in_a_schema_follows_the_thinking(ai: openai.AsyncOpenAI
     assert json.loads(answer.choices[0].message.content or "")["city"] in ("Bonn", "Kyoto")
     details = answer.usage and answer.usage.completion_tokens_details
     assert details is not None and details.reasoning_tokens is not None and details.reasoning_tokens >= 5
+
+
+class Visit(BaseModel, extra="forbid"):
+    city: Literal["Bonn", "Kyoto"]
+
+
+@pytest.mark.parametrize("model", ["plain", "tree"])
+async def test_chats_and_responses_have_their_schema_whole_and_streamed(model: str, ai: openai.AsyncOpenAI) -> None:
+    chat: Any = {"model": model, "messages": ASKED, "response_format": Visit, "max_tokens": 60, "temperature": 0}
+    response: Any = {"model": model, "input": ASKED, "text_format": Visit, "max_output_tokens": 60, "temperature": 0}
+    whole = (await ai.chat.completions.parse(**chat)).choices[0].message
+    async with ai.chat.completions.stream(**chat) as chunks:
+        pieces = [event.delta async for event in chunks if event.type == "content.delta"]
+        streamed = (await chunks.get_final_completion()).choices[0].message
+    async with ai.responses.stream(**response) as events:
+        deltas = [event.delta async for event in events if event.type == "response.output_text.delta"]
+        ended = await events.get_final_response()
+    assert isinstance(whole.parsed, Visit)
+    assert (
+        whole.parsed == streamed.parsed == ended.output_parsed == (await ai.responses.parse(**response)).output_parsed
+    )
+    assert whole.content == "".join(pieces) == "".join(deltas)
 
 
 async def test_a_schema_that_cannot_be_followed_is_a_bad_request(ai: openai.AsyncOpenAI) -> None:

@@ -41,6 +41,10 @@ agents:
     prompt: {{prefix: "Merge them.", suffix: "{{question}}"}}
 defaults: {{sampling: {{max_new_tokens: 16, temperature: 0}}}}
 """
+ALONE = """
+name: thinking-root
+agents: {only: {model: thinker, max_thinking_tokens: 12}}
+"""
 CITY = {"type": "string", "enum": ["Bonn", "Kyoto"]}
 PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": ["city"], "additionalProperties": False}
 FUNCTION = {"name": "weather", "description": "How it is outside.", "parameters": PARAMETERS}
@@ -86,10 +90,10 @@ async def ai(servers: CpuPair, folder: Path) -> AsyncIterator[openai.AsyncOpenAI
         "plain": ModelSettings(folder / "plain", pairs=pairs, tool_call_parser="hermes"),
         "thinker": ModelSettings(folder / "thinker", pairs=pairs, reasoning_parser="qwen3"),
     }
-    (folder / "tree.yaml").write_text(TREE, encoding="utf-8")
-    config = Config(
-        models, embedder=EmbedderSettings("none"), listen=Listen(port=0), topologies=(folder / "tree.yaml",)
-    )
+    files = {folder / "tree.yaml": TREE, folder / "thinking-root.yaml": ALONE}
+    for file, text in files.items():
+        file.write_text(text, encoding="utf-8")
+    config = Config(models, embedder=EmbedderSettings("none"), listen=Listen(port=0), topologies=tuple(files))
     async with (
         running_server(config) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as connected,
@@ -97,7 +101,7 @@ async def ai(servers: CpuPair, folder: Path) -> AsyncIterator[openai.AsyncOpenAI
         yield connected
 
 
-@pytest.mark.parametrize("model", ["plain", "tree"])  # the engine's own chat, and the root of a graph
+@pytest.mark.parametrize("model", ["plain", "tree", "thinking-root"])  # the engine's own chat, and roots of graphs
 async def test_a_call_that_must_be_made_is_made_whole_and_streamed_and_its_result_is_read(
     model: str, ai: openai.AsyncOpenAI
 ) -> None:
@@ -107,11 +111,18 @@ async def test_a_call_that_must_be_made_is_made_whole_and_streamed_and_its_resul
     assert whole.message.tool_calls, whole
     (call,) = whole.message.tool_calls
     assert (whole.finish_reason, call.function.name) == ("tool_calls", "weather")  # type: ignore[union-attr]
+    thought = (whole.message.model_extra or {}).get("reasoning_content") or ""  # SGLang's own chats have a null
+    assert bool(thought) == (model == "thinking-root")
     assert json.loads(call.function.arguments)["city"] in ("Bonn", "Kyoto")  # type: ignore[union-attr]
+    thinking = ""
     async with ai.chat.completions.stream(**asked) as stream:
-        async for _ in stream:
-            pass
+        async for event in stream:
+            if event.type == "chunk":
+                thinking += "".join(
+                    (one.delta.model_extra or {}).get("reasoning_content") or "" for one in event.chunk.choices
+                )
         streamed = (await stream.get_final_completion()).choices[0]
+    assert thinking == thought
     (again,) = streamed.message.tool_calls or []
     assert streamed.finish_reason == "tool_calls"
     assert json.loads(again.function.arguments) == json.loads(call.function.arguments)  # type: ignore[union-attr]
