@@ -27,11 +27,13 @@ DEFAULT_KIND = "embedded"
 WINGS: Mapping[str, str] = {
     "batch": "shell_router.batch.api.routes:attached",
     "prediction": "shell_router.prediction.service:running_predictor",
+    "swapping": "shell_router.experts.components.engine_components:Swapping",
 }
 """What attaches each wing, each a function that gives a context manager.
 
 `batch(config)`, where the deployment has a folder for batches, adds the Batch API's routes to an application.
 `prediction(settings)`, where it names a trained predictor, gives a `RunningPredictor`.
+`swapping()`, where models take turns in memory, is the `EngineKind` that serves those.
 """
 
 Progress = Callable[[str], None]
@@ -97,7 +99,7 @@ def load_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = Tru
 
 def engine_kind(name: str) -> EngineKind:
     """An engine kind of the table."""
-    kind: EngineKind = loaded(ENGINE_KINDS[name])()
+    kind: EngineKind = loaded({**WINGS, **ENGINE_KINDS}[name])()
     return kind
 
 
