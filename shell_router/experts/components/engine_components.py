@@ -288,22 +288,22 @@ class SwappedModel:
 
     def __init__(self, alias: str, leases: AdapterLeases, places: Places, catalog: Mapping[str, Component]) -> None:
         self.alias = alias
-        self._leases = leases
+        self.leases = leases
         self._places = places
         self._followers = [name for name, one in catalog.items() if alias in one.after]
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`. Raises ModelFailed, and EngineUnavailable for what waits too long for its turn."""
-        lease = await self._leases.lease(self.alias)
+        lease = await self.leases.lease(self.alias)
         try:
             if request.hints.topology is not None:
                 for follower in self._followers:
-                    self._leases.load_ahead(follower, evicting=True)
+                    self.leases.load_ahead(follower, evicting=True)
             async with aclosing(self._places.engine(self.alias).generate(request)) as events:
                 async for event in events:
                     yield event
         except AdapterMissing:
-            await self._leases.missing(lease)
+            await self.leases.missing(lease)
             raise
         finally:
             lease.close()
@@ -313,10 +313,10 @@ class SwappedModel:
 
         An update of a growing prompt must not take the place of a model that others wait for.
         """
-        if not self._leases.serves(self.alias):
-            self._leases.load_ahead(self.alias, evicting=True)
+        if not self.leases.serves(self.alias):
+            self.leases.load_ahead(self.alias, evicting=True)
             raise EngineUnavailable(f"The model {self.alias!r} is not loaded yet.", remedy="Its request will wait.")
-        lease = await self._leases.lease(self.alias)
+        lease = await self.leases.lease(self.alias)
         try:
             return await self._places.engine(self.alias).prefill(request)
         finally:
@@ -349,9 +349,10 @@ class Swapping:
 
 def _started(model: SwappedModel, config: Config) -> StartedEngine:
     if config.swapping is not None and config.swapping.pairs:
-        return StartedEngine(model, "SGLang pairs, loaded in turns", SGLANG_BATCH_SIZE)
+        return StartedEngine(model, "SGLang pairs, loaded in turns", SGLANG_BATCH_SIZE, leases=model.leases)
     section = config.models[model.alias].engine.get("embedded") or EmbeddedSection()
-    return StartedEngine(model, f"embedded pair, {section.device}, loaded in turns", section.max_running_requests)
+    name, batch_size = f"embedded pair, {section.device}, loaded in turns", section.max_running_requests
+    return StartedEngine(model, name, batch_size, leases=model.leases)
 
 
 async def _load_first(leases: AdapterLeases, aliases: Sequence[str], on_progress: Progress) -> None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from shell_router.app.model_files import ModelFiles
 from shell_router.core.engine import Engine, Finish, Generation, Hints
 from shell_router.engines.adapter_leases import AdapterLeases
 from shell_router.engines.http_client import TaskOwner
+from shell_router.engines.metrics import EngineMetrics
 from shell_router.errors import AdapterMissing, EngineUnavailable, ModelFailed
 from shell_router.experts.components.engine_components import Eviction, SwappedModel, components
 from shell_router.experts.components.values import Component
@@ -125,6 +127,21 @@ async def test_a_load_that_fails_fails_its_own_requests_and_is_tried_again_for_t
         assert found == ["a says so", at.places.errors["b"], "c says so"]
         at.places.errors.clear()
         assert await at.asked("b") == "b says so"
+
+
+async def test_metrics_count_what_is_loaded_waits_and_fails() -> None:
+    async with group(loaded=2) as at, asyncio.timeout(30):
+        at.places.errors["b"] = ModelFailed("The file is cut off.")
+        await asyncio.gather(*map(at.asked, "abcd"), return_exceptions=True)
+        at.places.gate.clear()
+        waiting = asyncio.create_task(at.asked("e"))
+        await until(lambda: "e" in at.places.loads)
+        registry = CollectorRegistry()
+        registry.register(EngineMetrics({}, swapping=[at.leases]))
+        names = ("models_loaded", "model_requests_waiting", "model_load_failures_total", "model_load_seconds_count")
+        assert [registry.get_sample_value(f"shell_router_{name}") for name in names] == [1, 1, 1, 3]
+        at.places.gate.set()
+        assert await waiting == "e says so"
 
 
 async def test_the_end_cuts_a_load_that_is_under_way() -> None:
