@@ -141,8 +141,11 @@ class AdapterLeases:
         return self._cache.serves(adapter)
 
     def load_ahead(self, adapter: str, *, evicting: bool = False) -> None:
-        """A request is about to want it: load it now if a place is free; `evicting`, also for one that none awaits."""
-        if not self.will_have(adapter):
+        """A request is about to want it: load it now if a place is free.
+
+        With `evicting` also in the place of one that none awaits, unless others wait, who may need that place.
+        """
+        if not self.will_have(adapter) and not (evicting and self.waiting):
             self._cache.load_ahead(adapter, evicting=evicting)
             self._advance()
 

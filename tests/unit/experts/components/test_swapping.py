@@ -183,6 +183,22 @@ async def test_the_reader_of_an_agents_output_is_loaded_ahead_in_place_of_a_mode
         await running
 
 
+async def test_nothing_is_loaded_ahead_while_others_wait_nor_later() -> None:
+    chain = {**CATALOG, "b": Component("b", "", 1, after=frozenset("a"))}
+    async with group(loaded=2, catalog=chain) as at, asyncio.timeout(30):
+        at.places.hold = Hold()
+        running = [asyncio.create_task(at.asked(name)) for name in "ad"]
+        await until(lambda: all(name in at.places.engines and at.places.engines[name].running for name in "ad"))
+        running.append(asyncio.create_task(at.asked("c")))
+        await until(lambda: at.leases.waiting)
+        running.append(asyncio.create_task(at.asked("a", 1, topology="chain")))
+        await until(lambda: len(at.places.engines["a"].running) == 2)
+        at.places.hold.release()
+        await asyncio.gather(*running)
+        assert await at.asked("c", 1) == "c says so"
+        assert at.places.loads == ["a", "d", "c"]
+
+
 async def test_a_prompt_is_prefilled_only_where_its_model_is_loaded_and_makes_others_wait_for_nothing() -> None:
     async with group(loaded=1) as at, asyncio.timeout(30):
         at.places.hold = Hold(first=0)
