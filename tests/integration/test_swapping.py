@@ -19,6 +19,15 @@ pytestmark = pytest.mark.slow
 NAMES = [f"m{number}" for number in range(8)]
 CUT = "m7"
 LIMIT_S = 120.0
+PANEL = """
+name: panel
+defaults: {sampling: {temperature: 0, max_new_tokens: 12}}
+agents:
+  first: {model: m1}
+  second: {model: m6}
+  check: {model: m4, precursors: [first, second]}
+  answer: {model: m1, precursors: [check]}
+"""
 PROMPTS = ["the apple", "every bridge", "one castle", "some lantern"]
 
 
@@ -36,10 +45,12 @@ async def serving(
 ) -> AsyncIterator[tuple[RunningCommand, openai.AsyncOpenAI]]:
     deployment = {
         "models": {name: {"path": str(models / name), "embedded": {"dtype": "float64"}} for name in NAMES},
+        "topologies": [str(folder / "panel.yaml")],
         "embedder": {"model": "none"},
         "listen": {"port": 0},
         **({"swapping": swapping} if swapping else {}),
     }
+    (folder / "panel.yaml").write_text(PANEL, encoding="utf-8")
     file = folder / "deployment.yaml"
     file.write_text(yaml.safe_dump(deployment), encoding="utf-8")
     async with running_command("serve", "--config", file) as command:
@@ -74,16 +85,17 @@ async def stopped(command: RunningCommand, *, cut: bool = False) -> str:
 
 
 async def test_sixteen_clients_get_each_models_own_answers_and_nothing_runs_after(models: Path, tmp_path: Path) -> None:
+    names = [*NAMES, "panel"]
     async with serving(models, tmp_path, {}) as (command, client):
-        alone = await answers(client, NAMES)
+        alone = await answers(client, names)
         await stopped(command)
-    assert len(set(alone.values())) == len(alone)
+    assert len({alone[name, PROMPTS[0]] for name in NAMES}) == len(NAMES)
 
     async with serving(models, tmp_path, {"max_loaded_models": 3, "window_s": 1}) as (command, client):
 
         async def ask(number: int) -> None:
             for step in range(16):
-                one = NAMES[(5 * step + 3 * number) % len(NAMES)], PROMPTS[(step + number) % len(PROMPTS)]
+                one = names[(5 * step + 3 * number) % len(names)], PROMPTS[(step + number) % len(PROMPTS)]
                 assert await answer(client, *one) == alone[one]
 
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as clients:
