@@ -14,7 +14,8 @@ hold a model each; else embedded pairs are started and stopped.
                       requests from the start. Each model is loaded once. The others' outputs have to equal its outputs.
 
 In `chains` a request is a topology of two agents, and the second model of each chain follows on the first only. The
-first two settings do not know of it: their clients ask for the second themselves.
+first two settings do not know of it: their clients ask for the second themselves, with the same prompts. Nothing is
+drafted, so that only turns differ.
 
     per_s             requests answered a second, median of the rounds
     vs_first          ratio to `first come, LRU` in the same round: median [least, most]
@@ -24,7 +25,7 @@ first two settings do not know of it: their clients ask for the second themselve
                       states, so that there may be fewer
     in_order          the fewest for the stream in its order, one request after the other, by Belady's rule, median
     load_ms           one load, in the mean
-    unequal           outputs that differ from those of `sorted`, all rounds
+    unequal           outputs that differ from those of `sorted`, or of `first come, LRU`, all rounds
 """
 # ruff: noqa: PLC0415 - --help answers at once
 
@@ -54,7 +55,16 @@ FIRST, CHAINS = "first come, LRU", 4
 USAGE = {name: 1 / (number + 1) for number, name in enumerate(NAMES)}
 WORDS = ("apple", "bridge", "castle", "cloud", "garden", "harbor", "island", "lantern", "meadow", "mirror", "ocean")
 WIDTH = 2000
-CHAIN = "name: chain-{0}\nagents:\n  draft: {{model: m{0}}}\n  check: {{model: m{1}, precursors: [draft]}}\n"
+CHAIN = """
+name: chain-{0}
+defaults: {{sampling: {{temperature: 0, max_new_tokens: {2}}}}}
+agents:
+  draft: {{model: m{0}}}
+  check:
+    model: m{1}
+    precursors: [draft]
+    prompt: {{prefix: "{{question}}", slot: " {{output}}", suffix: ""}}
+"""
 SETTINGS = {"skewed": (FIRST, "window, LRU", "CoServe", "sorted"), "chains": (FIRST, "window, LRU", "CoServe")}
 
 
@@ -122,7 +132,8 @@ async def measured(amount: Amount, rounds: int, sglang: int) -> "list[Row]":
         for seed, name in enumerate(NAMES):
             make_checkpoint(folder / name, seed=seed, context_length=1024, hidden=256, layers=4)
         for number in range(CHAINS):
-            (folder / f"chain-{number}.yaml").write_text(CHAIN.format(number, number + CHAINS), encoding="utf-8")
+            text = CHAIN.format(number, number + CHAINS, amount.tokens)
+            (folder / f"chain-{number}.yaml").write_text(text, encoding="utf-8")
         async with pairs(folder, sglang) as started:
             for number, asked in enumerate(streams):
                 turn = number % len(names)
@@ -170,7 +181,7 @@ def deployment(folder: Path, amount: Amount, name: str, started: "Sequence[PairS
         usage = {f"m{number + more}": USAGE[f"m{number}"] for number in range(CHAINS) for more in (0, CHAINS)}
     engine = {} if started else {"embedded": EmbeddedSection(dtype="float64")}
     return Config(
-        {one: ModelSettings(folder / one, engine=engine) for one in NAMES},
+        {one: ModelSettings(folder / one, engine=engine, drafts=False) for one in NAMES},
         swapping=SwappingSettings(
             None if started else amount.places,
             pairs=tuple(started),
@@ -251,7 +262,7 @@ def row(
     sizes, first = dict.fromkeys(NAMES, 1), NAMES[: amount.places]
     orders = [[name for one in chains for name in one] for chains in needed]
     fewest = [fewest_switches_in_this_order(order, first, sizes, amount.places) for order in orders]
-    right = all_runs.get("sorted", runs)
+    right = all_runs.get("sorted", all_runs[FIRST])
     return {
         "setting": name,
         "per_s": amount.requests / median(one.elapsed_s for one in runs),
