@@ -4,8 +4,8 @@
 
 Each round draws a stream, which is served under each setting, in turns: another one goes first in each round. Model k
 of n is wanted as often as 1/k says. Clients ask for the stream's next request as soon as they have been answered.
-Every setting begins with the same three models. With --sglang so many real SGLang pairs, whose weights are replaced,
-hold a model each; else embedded pairs are started and stopped.
+Every setting begins with the same three models. With --sglang that number of real SGLang pairs hold a model each, and
+their weights are replaced; else embedded pairs are started and stopped.
 
     first come, LRU   window_s is 0, and nothing is known of usage
     window, LRU       the window alone
@@ -153,7 +153,7 @@ def stream(amount: Amount, seed: int) -> list[Asked]:
 
 @asynccontextmanager
 async def pairs(folder: Path, count: int) -> "AsyncIterator[Sequence[PairSettings]]":
-    """So many pairs of real SGLang, started with the first models."""
+    """That number of real SGLang pairs, started with the first models."""
     from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
     from launch.sglang_cpu.pair import cpu_pair
     from shell_router.config import PairSettings

@@ -375,17 +375,22 @@ class Config:
         return () if self.swapping is None else self.swapping.models or tuple(self.models)
 
     def _require_swapped_models(self) -> None:
-        for alias in (*self.swapped, *(self.swapping.usage if self.swapping else ())):
+        if (swapping := self.swapping) is None:
+            return
+        for alias in (*self.swapped, *swapping.usage):
             known = f"Name some of: {', '.join(self.models)}."
             require(alias in self.models, f"swapping names {alias!r}, which is not among the models", known)
         for alias in self.swapped:
-            model, pairs = self.models[alias], self.swapping is not None and self.swapping.pairs
-            embedded = not model.pairs and (not model.engine or ("embedded" in model.engine and not pairs))
+            model = self.models[alias]
             require(
-                embedded,
+                not model.pairs and (not model.engine or ("embedded" in model.engine and not swapping.pairs)),
                 f"models.{alias} takes turns with others, and names engines of its own",
                 remedy="Name SGLang pairs in swapping.pairs, or the models that take turns in swapping.models.",
             )
+        others = [pair for model in self.models.values() for pair in model.pairs]
+        taken = [url for pair in (*swapping.pairs, *others) for url in (pair.prefill, pair.decode)]
+        for url in taken[: 2 * len(swapping.pairs)]:
+            require(taken.count(url) == 1, f"{url} is named twice, and its weights are replaced", "Name it once.")
 
     def _require_own_servers(self) -> None:
         """Adapters of one server are loaded for one model: two would unload each other's."""
