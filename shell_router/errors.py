@@ -164,8 +164,12 @@ class AdapterFailed(EngineError):
     """The engine could not load the adapter that the request names; requests for others go on."""
 
 
+class ModelFailed(AdapterFailed):
+    """The model that the request names takes turns with others, and could not be loaded; requests for others go on."""
+
+
 class AdapterMissing(EngineError):
-    """The engine lost an adapter that was loaded there: it was restarted, or another client unloaded it."""
+    """The engine lost an adapter, or weights, that were loaded there: it was restarted, or others unloaded them."""
 
 
 class EngineRejected(EngineError):

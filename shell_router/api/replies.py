@@ -58,6 +58,7 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     errors.Overloaded: Problem(429, "rate_limit_error", "too_many_requests"),
     errors.EngineError: Problem(502, "server_error", "engine_error"),
     errors.AdapterFailed: Problem(502, "server_error", "adapter_failed"),
+    errors.ModelFailed: Problem(502, "server_error", "model_load_failed"),
     errors.EngineUnavailable: Problem(503, "server_error", "engine_unavailable"),
     errors.EngineStalled: Problem(504, "server_error", "engine_stalled"),
     errors.ComponentError: Problem(502, "server_error", "component_failed"),

@@ -56,7 +56,7 @@ async def running_models(
     """
     by_kind: dict[str, list[str]] = {}
     for alias, model in config.models.items():
-        by_kind.setdefault(kind_of(model), []).append(alias)
+        by_kind.setdefault("swapping" if alias in config.swapped else kind_of(model), []).append(alias)
     used = {name: (kinds or {}).get(name) or engine_kind(name) for name in by_kind}
     async with AsyncExitStack() as stack:
         files = await asyncio.to_thread(read_files, config.models)

@@ -55,7 +55,8 @@ async def running_services(
             own = {name: times for model in models.values() for name, times in model.engine.restarts().items()}
             return {**engine_restarts(), **own}
 
-        metrics.registry.register(EngineMetrics(pools, restarts, clock, agents.holdouts.comparisons))
+        swapping = {model.engine.leases for model in models.values() if model.engine.leases}
+        metrics.registry.register(EngineMetrics(pools, restarts, clock, agents.holdouts.comparisons, swapping))
         await stack.enter_async_context(watched(config, topologies, seen, metrics))
         yield Services(
             executor=StepExecutor(agents, Classes(embedding.embedder), Scores(chooser, served), clock=clock),

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from shell_router.app.model_files import ModelFiles
 from shell_router.config import Config, ModelSettings, read_config
 from shell_router.config.read import Kinds
 from shell_router.core.engine import Engine
 from shell_router.core.predictors import Predictor
+
+if TYPE_CHECKING:
+    from shell_router.engines.adapter_leases import AdapterLeases
 
 ENGINE_KINDS: Mapping[str, str] = {
     "pairs": "shell_router.app.models:SglangPairs",
@@ -27,11 +30,13 @@ DEFAULT_KIND = "embedded"
 WINGS: Mapping[str, str] = {
     "batch": "shell_router.batch.api.routes:attached",
     "prediction": "shell_router.prediction.service:running_predictor",
+    "swapping": "shell_router.experts.components.engine_components:Swapping",
 }
 """What attaches each wing, each a function that gives a context manager.
 
 `batch(config)`, where the deployment has a folder for batches, adds the Batch API's routes to an application.
 `prediction(settings)`, where it names a trained predictor, gives a `RunningPredictor`.
+`swapping()`, where models take turns in memory, is the `EngineKind` that serves those.
 """
 
 Progress = Callable[[str], None]
@@ -42,13 +47,14 @@ class StartedEngine:
     """The engine of one model, ready to serve.
 
     `name` says what it is, `batch_size` how many sequences it decodes together. `restarts` counts, by name, how often
-    each of its processes was started again.
+    each of its processes was started again. `leases` has what it takes turns with others by, if it does.
     """
 
     engine: Engine
     name: str
     batch_size: int
     restarts: Callable[[], Mapping[str, int]] = dict
+    leases: "AdapterLeases | None" = None
 
 
 class EngineKind(Protocol):
@@ -97,7 +103,7 @@ def load_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = Tru
 
 def engine_kind(name: str) -> EngineKind:
     """An engine kind of the table."""
-    kind: EngineKind = loaded(ENGINE_KINDS[name])()
+    kind: EngineKind = loaded({**WINGS, **ENGINE_KINDS}[name])()
     return kind
 
 

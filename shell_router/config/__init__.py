@@ -6,6 +6,7 @@ from shell_router.config.models import (
     ModelSettings,
     PairLaunch,
     PairSettings,
+    SwappingSettings,
 )
 from shell_router.config.read import json_schema
 from shell_router.config.settings import (
@@ -39,6 +40,7 @@ __all__ = [
     "PairLaunch",
     "PairSettings",
     "PredictionSettings",
+    "SwappingSettings",
     "json_schema",
     "read_config",
     "read_keys",

@@ -12,7 +12,7 @@ from shell_router.config.read import KIND_KEYS, SECRET
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.errors import ConfigError, require
 from shell_router.routing.adapter_cache import AdapterSettings
-from shell_router.topology.forms import Either, Form, ListOf, Number, OneOf, Switch, Text
+from shell_router.topology.forms import Either, Form, ListOf, MappingOf, Number, OneOf, Switch, Text
 from shell_router.topology.syntax import TEMPLATE_KWARGS
 
 
@@ -184,6 +184,52 @@ class PairSettings:
         str | None, "The prefill server as decode servers reach it; by default the prefill URL's host."
     ] = None
     launch: PairLaunch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SwappingSettings:
+    """More models than memory holds: they are loaded when requests ask for them, and take turns."""
+
+    max_loaded_models: Annotated[int | None, count("Models that are loaded at a time, unless there are `pairs`.")] = (
+        None
+    )
+    models: Annotated[tuple[str, ...], "The models that take turns; all of the deployment's by default."] = ()
+    pairs: Annotated[
+        tuple[PairSettings, ...],
+        "SGLang pairs whose weights are replaced; without them models are embedded pairs, started and stopped.",
+    ] = ()
+    usage: Annotated[
+        Mapping[str, float],
+        MappingOf(
+            "Share of the requests that ask for a model, where known: the most used are loaded first and leave last.",
+            Text("Model."),
+            Number("Share.", at_least=0, at_most=1),
+            at_least=0,
+        ),
+    ] = field(default_factory=dict)
+    window_s: Annotated[
+        float,
+        Number(
+            "How long requests for loaded models go before one that waits; 0 is first come, first served.", at_least=0
+        ),
+    ] = 10.0
+    wait_s: Annotated[float, seconds("Longest wait for a model before the request fails.")] = 300.0
+
+    def __post_init__(self) -> None:
+        require(
+            (self.max_loaded_models is None) == bool(self.pairs),
+            "swapping has both max_loaded_models and pairs, or neither",
+            "Give max_loaded_models for embedded models, and pairs for SGLang.",
+        )
+        require(
+            not any(pair.launch for pair in self.pairs), "`launch` starts no pairs of swapping", "Start them before."
+        )
+
+    @property
+    def settings(self) -> AdapterSettings:
+        """The rules by which models come and go. Loads have the limit of an engine's start."""
+        places = self.max_loaded_models or len(self.pairs)
+        return AdapterSettings({}, places, self.window_s, self.wait_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from shell_router.config.models import (
     FromEnvironment,
     LaunchSettings,
     ModelSettings,
+    SwappingSettings,
     TlsClient,
     count,
     flags_of,
@@ -318,6 +319,7 @@ class Config:
     """A whole deployment."""
 
     models: Annotated[Mapping[str, ModelSettings], "Alias by alias, the models that topologies and requests may name."]
+    swapping: SwappingSettings | None = None
     topologies: Annotated[
         tuple[Path, ...], "Topology files and folders of them; each file's `name` becomes a model name."
     ] = ()
@@ -358,6 +360,7 @@ class Config:
             f"cache.ttl_s ({self.cache.ttl_s:g}) must be above limits.request_timeout_s"
             f" ({self.limits.request_timeout_s:g}): an output must outlive the requests that read it",
         )
+        self._require_swapped_models()
         self._require_own_servers()
         self._require_asked_keys()
         require(
@@ -365,6 +368,29 @@ class Config:
             f"other machines can reach {self.listen.host}, and there are no api_keys",
             remedy="Add api_keys, or listen on 127.0.0.1.",
         )
+
+    @property
+    def swapped(self) -> tuple[str, ...]:
+        """The models that take turns in memory."""
+        return () if self.swapping is None else self.swapping.models or tuple(self.models)
+
+    def _require_swapped_models(self) -> None:
+        if (swapping := self.swapping) is None:
+            return
+        for alias in (*self.swapped, *swapping.usage):
+            known = f"Name some of: {', '.join(self.models)}."
+            require(alias in self.models, f"swapping names {alias!r}, which is not among the models", known)
+        for alias in self.swapped:
+            model = self.models[alias]
+            require(
+                not model.pairs and (not model.engine or ("embedded" in model.engine and not swapping.pairs)),
+                f"models.{alias} takes turns with others, and names engines of its own",
+                remedy="Name SGLang pairs in swapping.pairs, or the models that take turns in swapping.models.",
+            )
+        others = [pair for model in self.models.values() for pair in model.pairs]
+        taken = [url for pair in (*swapping.pairs, *others) for url in (pair.prefill, pair.decode)]
+        for url in taken[: 2 * len(swapping.pairs)]:
+            require(taken.count(url) == 1, f"{url} is named twice, and its weights are replaced", "Name it once.")
 
     def _require_own_servers(self) -> None:
         """Adapters of one server are loaded for one model: two would unload each other's."""

@@ -1,4 +1,4 @@
-"""LoRA adapters on a model's servers: leases for requests, and the loads that they need."""
+"""LoRA adapters on a model's servers: leases for requests, and the loads that they need; likewise whole models."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from shell_router.engines.adapter_loading import ServerLoader
 from shell_router.engines.http_client import TaskOwner
 from shell_router.engines.server_client import ServerClient
 from shell_router.errors import AdapterFailed, EngineError, EngineUnavailable, UnknownModel
-from shell_router.routing.adapter_cache import AdapterCache, AdapterSettings, Group
+from shell_router.routing.adapter_cache import AdapterCache, AdapterSettings, Group, Order, least_recently_used
 
 log = logging.getLogger(__name__)
 
@@ -73,21 +73,31 @@ class _Waiter:
 class AdapterLeases:
     """Gives leases on the adapters of one server, and has them loaded so that all get theirs.
 
-    Any number of requests may hold the same adapter. It stays while one of them does. `server` names it in words,
-    `clock` gives monotonic seconds. `failing` says that the server itself failed at its last load.
+    Any number of requests may hold the same adapter. It stays while one of them does. `server` names it in words, and
+    `kind` what is loaded; `clock` gives monotonic seconds. `failing` says that the server itself failed at its last
+    load.
     """
 
     def __init__(
-        self, server: str, loader: Loader, settings: AdapterSettings, tasks: TaskOwner, clock: Callable[[], float]
+        self,
+        server: str,
+        loader: Loader,
+        settings: AdapterSettings,
+        tasks: TaskOwner,
+        clock: Callable[[], float],
+        *,
+        kind: str = "adapter",
+        order: Order = least_recently_used,
     ) -> None:
         self.counts = AdapterCounts()
         self.failing = False
         self._server = server
+        self._kind = kind
         self._loader = loader
         self._wait_s = settings.wait_s
         self._tasks = tasks
         self._clock = clock
-        self._cache: AdapterCache[_Waiter] = AdapterCache(settings)
+        self._cache: AdapterCache[_Waiter] = AdapterCache(settings, order)
         self._lock = asyncio.Lock()
         self._at_work = False
 
@@ -126,10 +136,17 @@ class AdapterLeases:
                 raise
             raise self._too_late(adapter) from error
 
-    def load_ahead(self, adapter: str) -> None:
-        """A request is about to want it: load it now if no waiting request needs the place."""
-        if not self.will_have(adapter):
-            self._cache.load_ahead(adapter)
+    def serves(self, adapter: str) -> bool:
+        """Whether a request would get it without waiting."""
+        return self._cache.serves(adapter)
+
+    def load_ahead(self, adapter: str, *, evicting: bool = False) -> None:
+        """A request is about to want it: load it now if a place is free.
+
+        With `evicting` also in the place of one that none awaits, unless others wait, who may need that place.
+        """
+        if not self.will_have(adapter) and not (evicting and self.waiting):
+            self._cache.load_ahead(adapter, evicting=evicting)
             self._advance()
 
     async def missing(self, lease: Lease) -> None:
@@ -137,7 +154,7 @@ class AdapterLeases:
         async with self._lock:
             if self._cache.load_number(lease.adapter) == lease.number:
                 self.counts.missing += 1
-                log.warning("the %s has lost the adapter %r: it is loaded again", self._server, lease.adapter)
+                log.warning("the %s has lost the %s %r: it is loaded again", self._server, self._kind, lease.adapter)
                 await self._unload(lease.adapter)
         self._advance()
 
@@ -189,12 +206,12 @@ class AdapterLeases:
     def _too_late(self, adapter: str) -> EngineUnavailable:
         if self._cache.is_coming(adapter):
             return EngineUnavailable(
-                f"The adapter {adapter!r} was still being loaded after {self._wait_s:g} s.",
-                remedy="Look at the engines' load and logs, or raise the model's adapters.wait_s.",
+                f"The {self._kind} {adapter!r} was still being loaded after {self._wait_s:g} s.",
+                remedy="Look at the engines' load and logs, or raise wait_s.",
             )
         return EngineUnavailable(
-            f"No place for the adapter {adapter!r} came free within {self._wait_s:g} s.",
-            remedy="Ask again later, add engines, or raise max_loaded_adapters or wait_s of the model's adapters.",
+            f"No place for the {self._kind} {adapter!r} came free within {self._wait_s:g} s.",
+            remedy=f"Ask again later, add engines, or raise max_loaded_{self._kind}s or wait_s.",
         )
 
     # --- loading
@@ -218,7 +235,7 @@ class AdapterLeases:
             self._cache.forget_ahead()
             self._give_up(error, self._cache.groups)
         except Exception as error:
-            log.exception("adapters of the %s", self._server)
+            log.exception("%ss of the %s", self._kind, self._server)
             self._give_up(AdapterFailed(f"{error!r}", remedy="Please report it."), self._cache.groups)
         finally:
             self._cache.forget_ahead(adapter)
@@ -248,7 +265,7 @@ class AdapterLeases:
         took_s = self._clock() - begun_s
         self.failing = False
         self.counts.loads.add(took_s)
-        log.info("the %s has the adapter %r after %.0f ms", self._server, adapter, 1e3 * took_s)
+        log.info("the %s has the %s %r after %.0f ms", self._server, self._kind, adapter, 1e3 * took_s)
         return True
 
     async def _make_room(self, turn: int) -> bool:

@@ -1,7 +1,7 @@
 """Metrics of the engines, read at each scrape from what the router knows of them."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -42,22 +42,23 @@ SERVER_FAMILIES: tuple[tuple[Family, str, str, Callable[[Server, float], float |
     (GAUGE, "engine_report_age_seconds", "Age of the server's last report", lambda at, now_s: at.age_s(now_s)),
     (COUNT, "engine_reports_missed", "Polls without a report", lambda at, _: at.failed_polls),
 )
-ADAPTER_FAMILIES: tuple[tuple[Family, str, str, Callable[["AdapterLeases"], float]], ...] = (
-    (GAUGE, "adapters_loaded", "Adapters loaded on the server", lambda of: len(of.loaded)),
-    (GAUGE, "adapter_requests_waiting", "Requests that wait for their adapter", lambda of: of.waiting),
-    (COUNT, "adapter_load_failures", "Failed adapter loads", lambda of: of.counts.failures),
-    (COUNT, "adapters_missing", "Loaded adapters that were gone after a restart", lambda of: of.counts.missing),
+LEASE_FAMILIES: tuple[tuple[Family, str, str, Callable[["AdapterLeases"], float]], ...] = (
+    (GAUGE, "{}s_loaded", "Loaded {}s", lambda of: len(of.loaded)),
+    (GAUGE, "{}_requests_waiting", "Requests that wait for their {}", lambda of: of.waiting),
+    (COUNT, "{}_load_failures", "Failed {} loads", lambda of: of.counts.failures),
+    (COUNT, "{}s_missing", "Loaded {}s that were gone after a restart", lambda of: of.counts.missing),
 )
-ADAPTER_HISTOGRAMS: tuple[tuple[str, str, Callable[["AdapterLeases"], Durations]], ...] = (
-    ("adapter_load_seconds", "Time of one adapter load", lambda of: of.counts.loads),
-    ("adapter_wait_seconds", "Waits for adapters, of requests that waited", lambda of: of.counts.waits),
+LEASE_HISTOGRAMS: tuple[tuple[str, str, Callable[["AdapterLeases"], Durations]], ...] = (
+    ("{}_load_seconds", "Time of one {} load", lambda of: of.counts.loads),
+    ("{}_wait_seconds", "Waits for {}s, of requests that waited", lambda of: of.counts.waits),
 )
 
 
 class EngineMetrics(Collector):
     """The families of `pools`, which are named by their models.
 
-    `restarts` counts them by engine, `comparisons` says what optimizations save.
+    `restarts` counts them by engine, `comparisons` says what optimizations save. `swapping` has what models take turns
+    by, if any do.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class EngineMetrics(Collector):
         restarts: Callable[[], Mapping[str, int]] = dict,
         clock: Callable[[], float] = time.monotonic,
         comparisons: Callable[[], Iterable[Comparison]] = tuple,
+        swapping: Collection["AdapterLeases"] = (),
     ) -> None:
         self._pools = pools
         self._restarts = restarts
         self._clock = clock
         self._comparisons = comparisons
+        self._swapping = swapping
 
     def collect(self) -> Iterator[Metric]:
         retries = {alias: pool.retried for alias, pool in self._pools.items()}
@@ -88,19 +91,10 @@ class EngineMetrics(Collector):
                 if (found := value(at, self._clock())) is not None:
                     family.add_metric(labels, found)
             yield family
-        for kind, name, meaning, count in ADAPTER_FAMILIES:
-            family = kind(PREFIX + name, meaning, labels=SERVER)
-            for labels, at, pool in servers:
-                if pool.adapter_settings.folders:
-                    family.add_metric(labels, count(pool.adapters.leases[at.engine]))
-            yield family
-        for name, meaning, durations in ADAPTER_HISTOGRAMS:
-            histogram = HistogramMetricFamily(PREFIX + name, meaning, labels=SERVER)
-            for labels, at, pool in servers:
-                if pool.adapter_settings.folders:
-                    counted = durations(pool.adapters.leases[at.engine])
-                    histogram.add_metric(labels, counted.buckets(), counted.sum_s)
-            yield histogram
+        adapted = [one for one in servers if one[2].adapter_settings.folders]
+        adapters = [(labels, pool.adapters.leases[at.engine]) for labels, at, pool in adapted]
+        yield from _of_leases("adapter", SERVER, adapters)
+        yield from _of_leases("model", (), [((), leases) for leases in self._swapping])
         yield from self._queues()
         yield from self._optimizations()
 
@@ -134,6 +128,21 @@ class EngineMetrics(Collector):
                     if one.benefit is not None:
                         saved.add_metric(values, one.benefit.mean)
             yield from (on, saved)
+
+
+def _of_leases(
+    what: str, labels: Sequence[str], leases: Iterable[tuple[Sequence[str], "AdapterLeases"]]
+) -> Iterator[Metric]:
+    for kind, name, meaning, count in LEASE_FAMILIES:
+        family = kind(PREFIX + name.format(what), meaning.format(what), labels=labels)
+        for values, one in leases:
+            family.add_metric(values, count(one))
+        yield family
+    for name, meaning, durations in LEASE_HISTOGRAMS:
+        histogram = HistogramMetricFamily(PREFIX + name.format(what), meaning.format(what), labels=labels)
+        for values, one in leases:
+            histogram.add_metric(values, durations(one).buckets(), durations(one).sum_s)
+        yield histogram
 
 
 def _counts(name: str, meaning: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:

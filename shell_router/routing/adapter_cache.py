@@ -4,9 +4,10 @@ Requests for one adapter stand together in groups, in the order in which the gro
 queues, section 4.2). Within `window_s` loaded adapters serve every request that comes. Then as many of them are drained
 as there are other adapters that have been awaited for so long: an adapter in steady use would else never leave. The
 one whose last use was first leaves first; orders that know more gained nothing within the window (docs/benchmarks).
+Models that take turns are kept by the same rules, in an order of their own (`experts.components.swapping`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -28,6 +29,15 @@ class LoadedAdapter:
     loaded: int
     used: int
     pins: int = 0
+
+
+Order = Callable[[Sequence[LoadedAdapter], Mapping[str, int]], Sequence[LoadedAdapter]]
+"""In which order adapters leave. The mapping has, per awaited adapter, the place of its first group in the queue."""
+
+
+def least_recently_used(loaded: Sequence[LoadedAdapter], turns: Mapping[str, int]) -> Sequence[LoadedAdapter]:
+    """The one whose last use was first leaves first."""
+    return sorted(loaded, key=lambda at: at.used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +81,15 @@ class AdapterCache(Generic[W]):
     then `add`, or `loading(None)`. Times are in monotonic seconds.
     """
 
-    def __init__(self, settings: AdapterSettings) -> None:
+    def __init__(self, settings: AdapterSettings, order: Order = least_recently_used) -> None:
         self.groups: list[Group[W]] = []
         self.taken = 0
         """Places that are taken: by loaded adapters, by one that is being loaded, by one that is being unloaded."""
         self._settings = settings
+        self._order = order
         self._loaded: dict[str, LoadedAdapter] = {}
         self._loading: str | None = None
-        self._ahead: dict[str, None] = {}
+        self._ahead: dict[str, int] = {}
         self._draining: tuple[str, ...] = ()
         self._numbers = count()
 
@@ -148,9 +159,9 @@ class AdapterCache(Generic[W]):
 
     # --- loading
 
-    def load_ahead(self, adapter: str) -> None:
-        """A request is about to want it: load it if no waiting request needs the place."""
-        self._ahead[adapter] = None
+    def load_ahead(self, adapter: str, *, evicting: bool = False) -> None:
+        """A request is about to want it: load it if a place is free; `evicting`, also for one that none awaits."""
+        self._ahead[adapter] = REACH - evicting
 
     def forget_ahead(self, adapter: str | None = None) -> None:
         """Load it, or anything, no longer ahead."""
@@ -164,7 +175,7 @@ class AdapterCache(Generic[W]):
         for turn, group in enumerate(self.groups):
             if group.adapter not in self._loaded:
                 return group.adapter, turn
-        return next(((name, REACH) for name in self._ahead), None)
+        return next(iter(self._ahead.items()), None)
 
     def victims(self, turn: int) -> list[str] | None:
         """The adapters to unload for one more; None where that frees too little now.
@@ -211,5 +222,6 @@ class AdapterCache(Generic[W]):
         turns: dict[str, int] = {}
         for turn, group in enumerate(islice(self.groups, REACH)):
             turns.setdefault(group.adapter, turn)
-        found = [at for at in sorted(self._loaded.values(), key=lambda at: at.used) if in_use or not at.pins]
+        order = self._order(tuple(self._loaded.values()), turns)
+        found = [at for at in order if in_use or not at.pins]
         return [at.name for at in found if keep_before is None or turns.get(at.name, REACH) > keep_before]

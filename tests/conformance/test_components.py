@@ -1,4 +1,4 @@
-"""The contract of holders of a pool's components: simulated, torch modules, swapped weights."""
+"""The contract of holders of a pool's components: simulated, torch modules."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -7,25 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.random_checkpoint import make_checkpoint
-from shell_router.errors import ConfigError
 from shell_router.experts.components import Component, Components, Costs, ExecutorSettings, Tier
-from shell_router.experts.components.engine_components import (
-    Prompt,
-    SwappedComponents,
-    SwapPlace,
-    WeightServer,
-    swapped_component,
-)
 from shell_router.experts.components.simulated import SimulatedComponents
 from shell_router.experts.components.torch_components import TorchComponents, components_in
-from tests.fakes.http_engines import SwappingEngine, served
 from tests.fakes.nets import linear
 
 LIMIT_S = 120.0
@@ -45,7 +34,6 @@ class UnderTest:
     b: Component
     bad: Component | None
     samples: Sequence[Any]
-    host_tier: bool
     plain: Callable[[Any], Any] = lambda output: output
 
     async def outputs(self, component: Component, place: str) -> list[Any]:
@@ -56,7 +44,7 @@ class UnderTest:
 async def simulated(_: Path) -> AsyncIterator[UnderTest]:
     executors = [ExecutorSettings(name, 100, {"net": COSTS}) for name in (FIRST, SECOND)]
     components = SimulatedComponents(executors, {FIRST: "gpu", SECOND: "gpu"}, lambda name, sample: (name, sample))
-    yield UnderTest(components, Component("a", "net", 1), Component("b", "net", 1), None, [1, 2, 3], host_tier=True)
+    yield UnderTest(components, Component("a", "net", 1), Component("b", "net", 1), None, [1, 2, 3])
 
 
 def _rounded(output: torch.Tensor) -> list[float]:
@@ -74,38 +62,12 @@ async def modules(folder: Path) -> AsyncIterator[UnderTest]:
     cpu = torch.device("cpu")
     components = TorchComponents(folder, {"linear": linear}, {FIRST: cpu, SECOND: cpu})
     samples = [torch.full((16,), float(number)) for number in range(3)]
-    yield UnderTest(components, a, b, bad, samples, host_tier=True, plain=_rounded)
-
-
-PROMPTS = [Prompt((number, 6, 7), {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}) for number in (1, 2, 3)]
-
-
-def _checkpoints(folder: Path) -> Path:
-    for seed, name in enumerate(("a", "b", "bad")):
-        make_checkpoint(folder / name, hidden=32, layers=1, vocab_size=512, context_length=512, seed=seed)
-    weights = folder / "bad" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    return folder
-
-
-@asynccontextmanager
-async def swapped(folder: Path) -> AsyncIterator[UnderTest]:
-    _checkpoints(folder)
-    engines = SwappingEngine(folder / "a"), SwappingEngine(folder / "a")
-    async with aiohttp.ClientSession() as session, served(engines[0]) as one, served(engines[1]) as two:
-        places = {}
-        for name, url in ((FIRST, one), (SECOND, two)):
-            server = WeightServer(session, url)
-            places[name] = SwapPlace((server,), server)
-        components = SwappedComponents(lambda name: folder / name, places)
-        a, b, bad = (swapped_component(name, "tiny") for name in ("a", "b", "bad"))
-        yield UnderTest(components, a, b, bad, PROMPTS, host_tier=False, plain=lambda output: (output.text, output.ids))
+    yield UnderTest(components, a, b, bad, samples, plain=_rounded)
 
 
 KINDS: dict[str, Callable[[Path], AbstractAsyncContextManager[UnderTest]]] = {
     "simulated": simulated,
     "modules": modules,
-    "swapped": swapped,
 }
 
 
@@ -164,12 +126,8 @@ async def test_a_load_that_was_cancelled_leaves_the_place_to_others(under_test: 
     await under_test.components.unload(under_test.b, FIRST)
 
 
-async def test_host_memory_is_a_tier_of_its_own_or_refused_by_name(under_test: UnderTest) -> None:
+async def test_host_memory_is_a_tier_of_its_own(under_test: UnderTest) -> None:
     components, a = under_test.components, under_test.a
-    if not under_test.host_tier:
-        with pytest.raises(ConfigError, match="host_bytes=0"):
-            await components.load(a, Tier.HOST)
-        return
     await components.load(a, Tier.HOST)
     await components.load(a, FIRST)
     await components.unload(a, Tier.HOST)

@@ -74,30 +74,28 @@ NOT_FLUSHED = "Weights were updated, but the cache was not flushed because reque
 
 
 class SwappingEngine:
-    """Answers with the name of its weights' folder and the prompt; refuses prompts longer than 8 tokens.
+    """A server that says which weights it has, and replaces them.
 
-    `busy` times it does not flush; it replaces no weights while `broken`. With `restarts` it starts again at the next
-    prompt, with the weights of its first start.
+    `busy` times it does not flush; it replaces no weights while `broken`.
     """
 
     def __init__(self, folder: Path, *, busy: int = 0) -> None:
         self.folder = folder
         self.busy = busy
-        self.broken = self.restarts = False
+        self.broken = False
         self._first = folder
         self.swaps: list[str] = []
         self.flushed: list[str] = []
 
     def restart(self) -> None:
         """Have the weights of its first start."""
-        self.folder, self.restarts = self._first, False
+        self.folder = self._first
 
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/model_info", self._info)
         app.router.add_post("/update_weights_from_disk", self._update)
         app.router.add_post("/flush_cache", self._flush)
-        app.router.add_post("/generate", self._generate)
         return app
 
     async def _info(self, _: web.Request) -> web.Response:
@@ -119,17 +117,3 @@ class SwappingEngine:
             return web.json_response({"success": False, "message": NOT_FLUSHED}, status=400)
         self.flushed.append(self.folder.name)
         return web.json_response(answer)
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        if self.restarts:
-            self.restart()
-        ids = (await request.json())["input_ids"]
-        if len(ids) > 8:
-            return web.json_response({"error": {"message": "longer than the model's context length"}}, status=400)
-        meta = {
-            "finish_reason": {"type": "length", "length": len(ids)},
-            "prompt_tokens": len(ids),
-            "completion_tokens": len(ids),
-            "cached_tokens": 0,
-        }
-        return web.json_response({"text": self.folder.name, "output_ids": ids, "meta_info": meta})

@@ -12,7 +12,7 @@ from tests.fakes.pairs_under_test import PairUnderTest
 LAUNCHES = (
     *(
         Path(__file__).with_name(f"test_{name}.py")
-        for name in ("adapters", "launch", "batch_run", "drafts", "experts", "kept_runs", "smollm2", "swap_experts")
+        for name in ("adapters", "launch", "batch_run", "drafts", "experts", "kept_runs", "smollm2", "swapping")
     ),
     Path(__file__).parents[1] / "conformance" / "test_lora.py",
 )

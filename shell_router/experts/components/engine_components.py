@@ -1,92 +1,54 @@
-"""Components that are language models on engines: servers whose weights take turns.
+"""Models of a deployment that take turns in memory for a few of them: its `swapping`.
 
-A sample is a `Prompt`, an output a `Generated`; one that the engine refuses has a ComponentFailed in its place. There
-is no host tier.
+Requests for one model stand together, and one that waits longer than a window gets the next place, as in CoServe's
+queues (section 4.2); what leaves is chosen by dependencies, usage and the queue (section 4.3). The paper assigns a
+request to one of several queues; here all places are one memory, which has one queue. A request streams from the engine
+that holds its model, next to any others, so that a batch is the engine's own.
 """
 
 import asyncio
 import logging
-import random
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+import aiohttp
 import orjson
 
-from shell_router.core.engine import Finish, Generation, Tokens, error_message
-from shell_router.engines.wire import OutputReader, body_fields
-from shell_router.errors import ComponentFailed, ConfigError, EngineError, EngineRejected, EngineStalled, PromptTooLong
+from shell_router.app.model_files import ModelFiles
+from shell_router.app.models import SGLANG_BATCH_SIZE, address_of, running_pairs
+from shell_router.app.topologies import load_topologies
+from shell_router.app.wings import EngineKind, Progress, StartedEngine
+from shell_router.config import AutoSettings, Config, ModelSettings
+from shell_router.core.engine import Engine, Finish, Generation, Prefilled, Tokens, error_message
+from shell_router.engines.adapter_leases import AdapterLeases, Loader
+from shell_router.engines.http_client import TaskOwner
+from shell_router.engines.sglang import SglangPair
+from shell_router.errors import (
+    AdapterMissing,
+    ConfigError,
+    EngineError,
+    EngineStalled,
+    EngineUnavailable,
+    ModelFailed,
+)
 from shell_router.experts.components.checkpoints import TensorShape, read_tensors
-from shell_router.experts.components.values import Component, Costs, ExecutorSettings, Tier
+from shell_router.experts.components.memory import Resident, queue_aware
+from shell_router.experts.components.policies import by_probability
+from shell_router.experts.components.values import Component
 from shell_router.experts.server_control import OK, ServerControl
+from shell_router.routing.adapter_cache import LoadedAdapter
+from shell_router.standins.embedded.kind import Embedded
+from shell_router.standins.embedded.servers import Spawner
+from shell_router.standins.embedded.settings import EmbeddedSection
+from shell_router.topology import Graph
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A sample: token ids, as models of a pool may have different tokenizers, and SGLang's `sampling_params`."""
-
-    input_ids: tuple[int, ...]
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """An output: the ids and the text that were written, and how that ended."""
-
-    ids: tuple[int, ...]
-    text: str
-    finish: Finish
-
-
-class Generates(Protocol):
-    """The part of `core.engine.Engine` that components need."""
-
-    def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
-        """See `Engine.generate`."""
-        ...
-
-
-async def generate_all(
-    engine: Generates, component: Component, prompts: Sequence[Prompt]
-) -> Sequence[Generated | ComponentFailed]:
-    """All at the same time; what an engine refuses, or fails on, fails that prompt alone."""
-
-    async def generated(prompt: Prompt) -> Generated | ComponentFailed:
-        ids, text = list[int](), list[str]()
-        request = Generation(f"{random.getrandbits(128):032x}", prompt.input_ids, prompt.sampling)
-        try:
-            async with aclosing(engine.generate(request)) as events:
-                async for event in events:
-                    if isinstance(event, Finish):
-                        return Generated(tuple(ids), "".join(text), event)
-                    ids += event.ids
-                    text.append(event.text)
-        except (EngineError, PromptTooLong) as error:
-            failed = ComponentFailed(f"{component.name} did not answer: {error.args[0]}", remedy=error.remedy)
-            failed.__cause__ = error
-            return failed
-        raise AssertionError("an answer ends with a Finish or raises")
-
-    return await asyncio.gather(*map(generated, prompts))
-
-
-def _refuse_host_memory(place: str) -> None:
-    """Raise ConfigError for a load into host memory, where no engine keeps weights but in files."""
-    if place == Tier.HOST:
-        raise ConfigError(
-            "Models of engines are not kept in host memory.",
-            remedy="Open the pool with host_bytes=0: what was read lately is in the system's page cache.",
-        )
-
-
 NOT_FLUSHED = "cache was not flushed"
 FLUSH_LIMIT_S, FLUSH_EVERY_S = 10.0, 0.05
-SLOT_BYTES = 1
-"""What a swapped component counts for: a server holds the weights of one, whatever their bytes."""
 
 
 class WeightServer(ServerControl):
@@ -120,128 +82,332 @@ class WeightServer(ServerControl):
                 remedy="Send no other requests to an engine whose weights are swapped.",
             ) from None
 
-    async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
-        """See `Engine.generate`, of a server that both prefills and decodes. It aborts what is abandoned."""
-        reader = OutputReader(self.name, logprobs=request.logprobs)
-        body = await self.done("POST", "/generate", body_fields(request))
-        tokens = reader.take(body)
-        if tokens is not None:
-            yield tokens
-        if reader.finish is None:
-            raise EngineRejected(f"The {self.name} answered without an end.", status=502)
-        yield reader.finish
+
+class Places(Loader, Protocol):
+    """Loads and unloads models, as many as there are places. A load raises ModelFailed."""
+
+    def engine(self, alias: str) -> Engine:
+        """What serves a model that is loaded. Raises AdapterMissing from its calls where the weights are lost."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class SwapPlace:
-    """What one executor swaps weights on: a server, or the two of a pair, and the engine that asks them.
+class StartedModels:
+    """Meets `Places`: a model is loaded by starting the engine of its kind, and unloaded by stopping it."""
 
-    They must get no other requests, which would be answered by whichever component is there. `component` is the one
-    that they were started with, if it is one.
+    def __init__(self, kind: EngineKind, files: Mapping[str, ModelFiles], config: Config) -> None:
+        self._kind = kind
+        self._files = files
+        self._config = config
+        self._loaded: dict[str, tuple[Engine, AsyncExitStack]] = {}
+
+    async def load(self, alias: str) -> None:
+        """See `Loader`."""
+        running = self._kind.running({alias: self._files[alias]}, self._config, log.debug)
+        async with AsyncExitStack() as stack:
+            try:
+                engines = await stack.enter_async_context(running)
+            except (EngineError, ConfigError, OSError) as error:
+                raise _failed(alias, error) from error
+            self._loaded[alias] = engines[alias].engine, stack.pop_all()
+
+    async def unload(self, alias: str) -> None:
+        """See `Loader`."""
+        _, stack = self._loaded.pop(alias)
+        await stack.aclose()
+
+    def engine(self, alias: str) -> Engine:
+        """See `Places`."""
+        return self._loaded[alias][0]
+
+    async def aclose(self) -> None:
+        """Unload all."""
+        await asyncio.gather(*map(self.unload, tuple(self._loaded)), return_exceptions=True)
+
+
+def _failed(alias: str, error: Exception) -> ModelFailed:
+    words = error.args[0] if isinstance(error, EngineError | ConfigError) else error
+    return ModelFailed(f"The model {alias!r} could not be loaded: {words}", remedy="Check its folder and the logs.")
+
+
+@asynccontextmanager
+async def started_models(files: Mapping[str, ModelFiles], config: Config) -> AsyncIterator[StartedModels]:
+    """Embedded pairs of the models that are loaded, while the context is open. Raises ConfigError without torch."""
+    async with Spawner() as spawner:
+        kind = Embedded(spawner)
+        await spawner.launch()
+        async with aclosing(StartedModels(kind, files, config)) as places:
+            yield places
+
+
+class SwappedPairs:
+    """Meets `Places`: each pair holds one model at a time, whose weights replace those of the one before.
+
+    `folders` lie at the same paths on the servers' machines. Unloading leaves the weights where they are, until others
+    take their place: a model that comes back in between needs no swap.
     """
 
+    def __init__(self, folders: Mapping[str, Path], pairs: Iterable["WeightPair"]) -> None:
+        self._folders = folders
+        self._free = list(pairs)
+        self._at: dict[str, WeightPair] = {}
+
+    async def load(self, alias: str) -> None:
+        """See `Loader`. A pair that fails is the last to be tried again."""
+        folder = self._folders[alias]
+        pair = next((one for one in self._free if one.folder == folder), self._free[0])
+        self._free.remove(pair)
+        try:
+            await pair.swap(folder)
+        except (EngineError, ConfigError, OSError) as error:
+            self._free.append(pair)
+            raise _failed(alias, error) from error
+        except BaseException:
+            self._free.append(pair)
+            raise
+        self._at[alias] = pair
+
+    async def unload(self, alias: str) -> None:
+        """At once: see above."""
+        self._free.append(self._at.pop(alias))
+
+    def engine(self, alias: str) -> Engine:
+        """See `Places`."""
+        if alias not in self._at:
+            raise _lost(alias)
+        return CheckedEngine(alias, self._at[alias], self._folders[alias])
+
+
+def _lost(what: object) -> AdapterMissing:
+    return AdapterMissing(f"The weights of {what} were lost, and are loaded again.", remedy="Ask again.")
+
+
+@dataclass(slots=True, eq=False)
+class WeightPair:
+    """A pair's client, and its servers as their weights are replaced: now by those in `folder`, where that is known.
+
+    They must get no other requests, which would be answered by whichever model is there.
+    """
+
+    engine: SglangPair
     servers: tuple[WeightServer, ...]
-    engine: Generates
-    component: str | None = None
+    folder: Path | None = None
+    _shape: Mapping[str, TensorShape] = field(default_factory=dict)
 
+    async def begin(self) -> None:
+        """Read what is served. Raises EngineError and ConfigError."""
+        served = await self.served()
+        self._shape = await asyncio.to_thread(read_tensors, next(iter(served)))
+        self.folder = served.pop() if len(served) == 1 else None
 
-def swapped_component(
-    name: str, architecture: str, usage: float = 0.0, after: frozenset[str] = frozenset()
-) -> Component:
-    """A component whose weights are swapped. It takes the server's only slot."""
-    return Component(name, architecture, SLOT_BYTES, usage, after)
+    async def served(self) -> set[Path]:
+        """The folders of the weights that the servers say they have: one, if all is well. Raises EngineError."""
+        return {path.resolve() for path in await asyncio.gather(*(server.model_path() for server in self.servers))}
 
-
-def swap_executor(name: str, costs: Mapping[str, Costs]) -> ExecutorSettings:
-    """An executor of one server or pair, which holds one component. Raises ConfigError for costs that count bytes.
-
-    The KV is the server's own, reserved at its start, so that samples take nothing from the pool's memory.
-    """
-    if counted := [architecture for architecture, one in costs.items() if one.activation_bytes]:
-        raise ConfigError(
-            f"The costs of {counted[0]} on {name} have activation_bytes.", remedy="Give 0: the server reserves its KV."
-        )
-    return ExecutorSettings(name, SLOT_BYTES, costs, component_share=1.0)
-
-
-class SwappedComponents:
-    """Meets `values.Components`.
-
-    `folder_of` names a component's checkpoint, which lies at the same path on the servers' machines; all have tensors
-    of the same names, types and sizes. Unloading leaves the weights where they are, until others take their place: a
-    component that comes back in between needs no swap.
-    """
-
-    def __init__(self, folder_of: Callable[[str], Path], places: Mapping[str, SwapPlace]) -> None:
-        self._folder_of = folder_of
-        self._places = places
-        self._holds: dict[str, str | None] = {name: place.component for name, place in places.items()}
-        self._loaded: dict[str, str] = {}
-        self._swapped_in: dict[str, Path] = {}
-        self._shapes: dict[str, Mapping[str, TensorShape]] = {}
-
-    async def load(self, component: Component, place: str) -> None:
-        """Have all servers of the place read the weights, and drop the KV of those before.
+    async def swap(self, folder: Path) -> None:
+        """Have both servers read the weights, unless they have them, and drop the KV of those before.
 
         Raises ConfigError for a checkpoint that is missing, cut off or of another shape: servers are not asked then,
         and go on with what they had. (SGLang 0.5.23 ends where it is asked for one that it cannot read to the end.)
         Raises EngineError where a server fails; then nothing is known of what it holds, and the next load sets it.
         """
-        _refuse_host_memory(place)
-        if other := self._loaded.get(place):
-            raise ConfigError(
-                f"{place} holds {other} already, and one at a time.", remedy="Make its executor with swap_executor."
-            )
-        if self._holds[place] != component.name:
-            await self._swap(component.name, place)
-        self._loaded[place] = component.name
-
-    async def _swap(self, name: str, place: str) -> None:
-        folder, servers = self._folder_of(name), self._places[place].servers
-        await self._check(folder, place)
-        self._holds[place] = None
-        outcomes = await asyncio.gather(*(server.swap(folder) for server in servers), return_exceptions=True)
-        if failed := [one for one in outcomes if isinstance(one, BaseException)]:
-            raise failed[0]
-        self._holds[place], self._swapped_in[place] = name, folder
-
-    async def _has(self, name: str, place: str) -> bool:
-        """Whether its servers have these weights still: one that was started again has those of its start."""
-        folder = self._swapped_in.get(place)
-        if self._holds[place] == name and folder is not None:
-            served = await asyncio.gather(*(server.model_path() for server in self._places[place].servers))
-            return all(path == folder for path in served)
-        return self._holds[place] == name
-
-    async def _check(self, folder: Path, place: str) -> None:
+        if folder == self.folder:
+            return
         found = await asyncio.to_thread(read_tensors, folder)
-        wanted = self._shapes.get(place)
-        if wanted is None:
-            served = await self._places[place].servers[0].model_path()
-            wanted = self._shapes[place] = await asyncio.to_thread(read_tensors, served)
-        if found != wanted:
-            other = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+        if found != self._shape:
+            names = found.keys() | self._shape.keys()
+            other = sorted(name for name in names if found.get(name) != self._shape.get(name))
             raise ConfigError(
-                f"{folder} is of another shape than {place} serves: {len(other)} tensors differ, {other[0]} first.",
+                f"{folder} is of another shape than its pair serves: {len(other)} tensors differ, {other[0]} first.",
                 remedy="Swap checkpoints of one architecture and one type of numbers.",
             )
+        self.folder = None
+        outcomes = await asyncio.gather(*(server.swap(folder) for server in self.servers), return_exceptions=True)
+        if failed := [one for one in outcomes if isinstance(one, BaseException)]:
+            raise failed[0]
+        self.folder = folder
 
-    async def unload(self, component: Component, place: str) -> None:
-        """At once: see above."""
-        del self._loaded[place]
 
-    async def run(self, component: Component, place: str, samples: Sequence[Any]) -> Sequence[Any]:
-        """One `Generated` or ComponentFailed per `Prompt`.
+@dataclass(frozen=True, slots=True)
+class CheckedEngine:
+    """A pair's engine, for a model whose weights it is to have: one that was started again has those of its start.
 
-        Servers that have lost the weights get them again. Raises ComponentFailed where they lose them meanwhile, and
-        EngineError where a server fails.
+    Calls raise AdapterMissing if it has not, also where that shows only at the end.
+    """
+
+    alias: str
+    pair: WeightPair
+    folder: Path
+
+    async def _check(self) -> None:
+        if await self.pair.served() != {self.folder}:
+            if self.pair.folder == self.folder:
+                self.pair.folder = None
+            raise _lost(self.alias)
+
+    async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
+        """See `Engine.generate`."""
+        await self._check()
+        async with aclosing(self.pair.engine.generate(request)) as events:
+            async for event in events:
+                if isinstance(event, Finish):
+                    await self._check()
+                yield event
+
+    async def prefill(self, request: Generation) -> Prefilled:
+        """See `Engine.prefill`."""
+        await self._check()
+        return await self.pair.engine.prefill(request)
+
+
+@asynccontextmanager
+async def swapped_pairs(
+    files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
+) -> AsyncIterator[SwappedPairs]:
+    """The deployment's `swapping.pairs`, while the context is open. Raises ConfigError and EngineError."""
+    assert config.swapping is not None
+    named = {f"pair {number}": pair for number, pair in enumerate(config.swapping.pairs, 1)}
+    some = next(iter(files.values()))
+    models = {name: ModelSettings(some.folder, pairs=(pair,)) for name, pair in named.items()}
+    alike = replace(config, models=models, swapping=None, auto=AutoSettings())
+    addresses = {name: [address_of(pair)] for name, pair in named.items()}
+    limit_s = config.limits.engine_start_s
+    async with (
+        running_pairs(addresses, dict.fromkeys(named, some), alike, on_progress) as engines,
+        aiohttp.ClientSession() as session,
+    ):
+        pairs = []
+        for name, pair in named.items():
+            servers = (WeightServer(session, url, limit_s=limit_s) for url in (pair.prefill, pair.decode))
+            pairs.append(WeightPair(engines[name], tuple(servers)))
+            await pairs[-1].begin()
+        yield SwappedPairs({alias: one.folder.resolve() for alias, one in files.items()}, pairs)
+
+
+class SwappedModel:
+    """A model that takes turns with the others of the catalog. Implements `Engine`."""
+
+    def __init__(self, alias: str, leases: AdapterLeases, places: Places, catalog: Mapping[str, Component]) -> None:
+        self.alias = alias
+        self.leases = leases
+        self._places = places
+        self._followers = [name for name, one in catalog.items() if alias in one.after]
+
+    async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
+        """See `Engine.generate`. Raises ModelFailed, and EngineUnavailable for what waits too long for its turn."""
+        lease = await self.leases.lease(self.alias)
+        try:
+            if request.hints.topology is not None:
+                for follower in self._followers:
+                    self.leases.load_ahead(follower, evicting=True)
+            async with aclosing(self._places.engine(self.alias).generate(request)) as events:
+                async for event in events:
+                    yield event
+        except AdapterMissing:
+            await self.leases.missing(lease)
+            raise
+        finally:
+            lease.close()
+
+    async def prefill(self, request: Generation) -> Prefilled:
+        """See `Engine.prefill`. Raises EngineUnavailable unless the model is loaded; it is then loaded if it may be.
+
+        An update of a growing prompt must not take the place of a model that others wait for.
         """
-        if not await self._has(component.name, place):
-            log.warning("%s has not the weights of %s any more: they are swapped in again", place, component.name)
-            await self._swap(component.name, place)
-        outputs = await generate_all(self._places[place].engine, component, samples)
-        if not await self._has(component.name, place):
-            raise ComponentFailed(
-                f"{place} lost the weights of {component.name} while it answered.", remedy="Ask again."
-            )
-        return outputs
+        if not self.leases.serves(self.alias):
+            self.leases.load_ahead(self.alias, evicting=True)
+            raise EngineUnavailable(f"The model {self.alias!r} is not loaded yet.", remedy="Its request will wait.")
+        lease = await self.leases.lease(self.alias)
+        try:
+            return await self._places.engine(self.alias).prefill(request)
+        finally:
+            lease.close()
+
+
+class Swapping:
+    """Serves the models of `swapping`; shaped as an `EngineKind`."""
+
+    @asynccontextmanager
+    async def running(
+        self, files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
+    ) -> AsyncIterator[Mapping[str, StartedEngine]]:
+        """See `EngineKind`. The most used models are loaded first; one that does not load then is left out."""
+        assert config.swapping is not None
+        settings, tasks, clock = config.swapping.settings, TaskOwner(), asyncio.get_running_loop().time
+        graphs = await asyncio.to_thread(load_topologies, config)
+        catalog = await asyncio.to_thread(components, files, graphs.values(), config.swapping.usage)
+        running = swapped_pairs(files, config, on_progress) if config.swapping.pairs else started_models(files, config)
+        async with running as places:
+            order = Eviction(catalog)
+            leases = AdapterLeases("engines' memory", places, settings, tasks, clock, kind="model", order=order)
+            try:
+                first = by_probability(catalog.values())[: settings.max_loaded_adapters]
+                await _load_first(leases, [one.name for one in first], on_progress)
+                yield {alias: _started(SwappedModel(alias, leases, places, catalog), config) for alias in files}
+            finally:
+                await tasks.aclose(0)
+
+
+def _started(model: SwappedModel, config: Config) -> StartedEngine:
+    if config.swapping is not None and config.swapping.pairs:
+        return StartedEngine(model, "SGLang pairs, loaded in turns", SGLANG_BATCH_SIZE, leases=model.leases)
+    section = config.models[model.alias].engine.get("embedded") or EmbeddedSection()
+    name, batch_size = f"embedded pair, {section.device}, loaded in turns", section.max_running_requests
+    return StartedEngine(model, name, batch_size, leases=model.leases)
+
+
+async def _load_first(leases: AdapterLeases, aliases: Sequence[str], on_progress: Progress) -> None:
+    """Load these; one that cannot be loaded waits for its first request. Raises ModelFailed if none can."""
+    failed: list[EngineError] = []
+    for alias in aliases:
+        try:
+            (await leases.lease(alias)).close()
+            on_progress(f"model {alias} is loaded")
+        except EngineError as error:
+            failed.append(error)
+    if len(failed) == len(aliases):
+        raise failed[0]
+
+
+def components(
+    files: Mapping[str, ModelFiles], graphs: Iterable[Graph], usage: Mapping[str, float]
+) -> Mapping[str, Component]:
+    """The models by alias, each with the bytes of its weights. Blocks.
+
+    One comes after others if it only ever reads their outputs in these topologies (a subsequent expert, section 4.3).
+    """
+    before: dict[str, set[str]] = {alias: set() for alias in files}
+    preliminary = set()
+    for graph in graphs:
+        for agent, waits_for in graph.waits_for.items():
+            model = graph.agents[agent].model
+            before.setdefault(model, set()).update(graph.agents[one].model for one in waits_for)
+            preliminary |= set() if waits_for else {model}
+    return {
+        alias: Component(
+            alias,
+            architecture="",
+            memory_bytes=sum(file.stat().st_size for file in one.folder.glob("*.safetensors")) or 1,
+            usage=usage.get(alias, 0.0),
+            after=frozenset() if alias in preliminary else frozenset(before[alias] & files.keys() - {alias}),
+        )
+        for alias, one in files.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """The order in which models leave: the paper's two stages, then those that requests wait for (section 4.3).
+
+    Of equals, the one whose last use was first.
+    """
+
+    catalog: Mapping[str, Component]
+
+    def __call__(self, loaded: Sequence[LoadedAdapter], turns: Mapping[str, int]) -> Sequence[LoadedAdapter]:
+        here = {at.name: at for at in sorted(loaded, key=lambda at: at.used)}
+        residents = [
+            Resident(one, at.loaded, at.used, turns.get(name), bool(one.after) and not one.after & here.keys())
+            for name, at in here.items()
+            for one in (self.catalog[name],)
+        ]
+        return [here[one.component.name] for one in queue_aware(residents)]

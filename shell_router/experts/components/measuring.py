@@ -67,7 +67,7 @@ class Bench:
 
     `components` holds `some` of one architecture and may run them at `place`, in `memory_bytes`. A batch is of
     `sample`s. `clock` is seconds. Before a load from disk `forget` drops the system's copy of the file, so that it is
-    really read. Without a `host_tier` all comes from disk, and no disk is known that loads share.
+    really read.
     """
 
     components: Components
@@ -78,7 +78,6 @@ class Bench:
     weigh: Weigh
     clock: Callable[[], float]
     forget: Callable[[Component], None] = lambda _: None
-    host_tier: bool = True
 
 
 async def measured(bench: Bench, amount: Amount) -> Measured:
@@ -99,7 +98,7 @@ async def measured(bench: Bench, amount: Amount) -> Measured:
     largest, host_load_s = largest_useful(timings), median(load_s)
     # fitted to batches that will run, and to the smallest at least: of fewer, noise would decide
     fitted = timings[: max(sum(samples <= largest for samples in batches), FITTED)]
-    disk_load_s = host_load_s + median(read_s or [0.0])
+    disk_load_s = host_load_s + median(read_s)
     sample_s, batch_s = fitted_costs(fitted)
     costs = Costs(sample_s, batch_s, largest, activation_bytes, host_load_s, disk_load_s)
     return Measured(costs, timings, held_out_error(fitted))
@@ -123,7 +122,7 @@ async def _fitting(bench: Bench, amount: Amount, free_bytes: int) -> tuple[list[
 async def _timed_rounds(
     bench: Bench, rounds: int, batches: Sequence[int]
 ) -> tuple[list[float], list[float], dict[int, list[float]]]:
-    """Seconds of reads into host memory, of loads from there (from disk without a host tier), and per size of batch.
+    """Seconds of reads into host memory, of loads from there, and per size of batch.
 
     Each round times all of them, so that a machine whose speed drifts slows all alike.
     """
@@ -139,13 +138,11 @@ async def _timed_rounds(
     for number in range(1 + rounds):
         component = bench.some[number % len(bench.some)]
         bench.forget(component)
-        if bench.host_tier:
-            reads.append(await seconds(bench.components.load(component, Tier.HOST)))
+        reads.append(await seconds(bench.components.load(component, Tier.HOST)))
         loads.append(await seconds(bench.components.load(component, bench.place)))
         for samples in batches:
             work = bench.components.run(component, bench.place, [bench.sample] * samples)
             runs[samples].append(await seconds(work))
         await bench.components.unload(component, bench.place)
-        if bench.host_tier:
-            await bench.components.unload(component, Tier.HOST)
+        await bench.components.unload(component, Tier.HOST)
     return reads[1:], loads[1:], {samples: timed[1:] for samples, timed in runs.items()}

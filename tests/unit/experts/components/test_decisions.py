@@ -13,6 +13,7 @@ from benchmarks.coserve.runs import (
     least_recently_used,
     round_robin,
 )
+from benchmarks.swapping import fewest_offline
 from shell_router.errors import ConfigError, InvalidRequest, MemoryBudgetExceeded
 from shell_router.experts.components.memory import Memory, Order, Resident, queue_aware, two_stage, victims
 from shell_router.experts.components.policies import (
@@ -137,6 +138,21 @@ def test_beladys_rule_agrees_with_trying_everything(served: str, room: int, data
     first = frozenset(data.draw(st.sets(st.sampled_from("abcd"), max_size=room)))
     sizes = dict.fromkeys("abcd", 10)
     assert fewest_switches_in_this_order(served, first, sizes, room * 10) == _fewest(served, first, room)
+
+
+@given(st.text("abcd", min_size=1, max_size=8), st.data())
+def test_the_search_for_one_client_agrees_with_trying_everything_and_for_many_loads_each_once(
+    served: str, data: st.DataObject
+) -> None:
+    first = data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True))
+    needed = [(name,) for name in served]
+    assert fewest_offline(needed, 1, first) == _fewest(served, frozenset(first), len(first))
+    assert fewest_offline(needed, len(served), first) == len(set(served) - set(first))
+
+
+def test_the_search_lets_no_request_go_on_before_its_first_model_has_answered() -> None:
+    assert fewest_offline([("a", "b"), ("b", "a")], 2, "a") == 2
+    assert fewest_offline([("a", "b"), ("a", "b")], 2, "a") == 1
 
 
 def _fewest(served: str, held: frozenset[str], room: int) -> int:

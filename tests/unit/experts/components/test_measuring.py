@@ -84,11 +84,6 @@ def test_the_system_forgets_each_file_before_it_is_read() -> None:
     assert forgotten == ["a", "b", "c", "a"]
 
 
-def test_without_a_host_tier_a_load_is_from_disk_and_shares_nothing() -> None:
-    costs = run(host_tier=False).costs
-    assert costs.host_load_s == costs.disk_load_s == pytest.approx(COSTS.disk_load_s)
-
-
 def test_batches_that_do_not_fit_next_to_the_weights_are_not_run() -> None:
     assert [one.kind for one in run(memory_bytes=150).timings] == [1, 2, 3, 4]
 
