@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from shell_router.batch.journal import Journal, Output, Role
 from shell_router.batch.planner import ModelWork, Plan, Session, Workload
-from shell_router.batch.profile import PoolProfile
+from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch, Prompt
 from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.results import Result, results_of
@@ -64,6 +64,9 @@ class Follow:
     def on_output(self, output: Output) -> None:
         """An output is on disk."""
 
+    def on_load(self, load: Load, seconds: float) -> None:
+        """A worker has loaded a model."""
+
     def on_progress(self, line: str) -> None:
         """Something happened that a person may want to read."""
         log.info("%s", line)
@@ -77,18 +80,26 @@ async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, 
     """
     pool = batch.pool
 
-    async def stage(role: Role, prompts: Sequence[Prompt], capacity: int) -> Stage:
+    async def stage(
+        role: Role, prompts: Sequence[Prompt], capacity: int, first_s: float = 0.0, together_s: float = 0.0
+    ) -> Stage:
         asked: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             if journal.lacks(prompt.key):
                 asked.setdefault(prompt.model, []).append(prompt)
         count = len(pool.workers)
         models = tuple(_cost(rig.profile, role, model, len(its), count) for model, its in asked.items())
-        planning = planner(Workload(models, count, capacity))
+        planning = planner(Workload(models, count, capacity, first_s, together_s))
         plan = planning if isinstance(planning, Plan) else await planning
         queues = WorkerQueues(models, asked, plan, count)
         sessions = Sessions(
-            queues, rig.workers, note, follow.on_progress, concurrency=pool.concurrency, clock=rig.clock
+            queues,
+            rig.workers,
+            note,
+            follow.on_progress,
+            follow.on_load,
+            concurrency=pool.concurrency,
+            clock=rig.clock,
         )
         follow.on_stage(Stage(role, plan), sessions)
         return Stage(role, plan, await ungrouped(sessions.run()))
@@ -97,7 +108,8 @@ async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, 
         journal.add(output)
         follow.on_output(output)
 
-    stages = [await stage("proposer", batch.proposer_prompts(), pool.capacity or len(pool.proposer_names))]
+    capacity, of = pool.capacity or len(pool.proposer_names), rig.profile
+    stages = [await stage("proposer", batch.proposer_prompts(), capacity, of.first_s, of.together_s)]
     if pool.aggregate is not None:
         stages.append(await stage("aggregator", batch.aggregator_prompts(journal.get), 1))
     return Finished(results_of(batch, journal.get), stages)

@@ -10,17 +10,18 @@ import random
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import orjson
 
-from shell_router.core.engine import Finish, Generation, Tokens, error_message
+from shell_router.core.engine import Finish, Generation, Tokens
+from shell_router.engines.weight_swapping import TensorShape, read_tensors, swap_weights
 from shell_router.engines.wire import OutputReader, body_fields
-from shell_router.errors import ComponentFailed, ConfigError, EngineError, EngineRejected, EngineStalled, PromptTooLong
-from shell_router.experts.components.checkpoints import TensorShape, read_tensors
+from shell_router.errors import ComponentFailed, ConfigError, EngineError, EngineRejected, PromptTooLong
 from shell_router.experts.components.values import Component, Costs, ExecutorSettings, Tier
-from shell_router.experts.server_control import OK, ServerControl
+from shell_router.experts.server_control import ServerControl
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +84,6 @@ def _refuse_host_memory(place: str) -> None:
         )
 
 
-NOT_FLUSHED = "cache was not flushed"
-FLUSH_LIMIT_S, FLUSH_EVERY_S = 10.0, 0.05
 SLOT_BYTES = 1
 """What a swapped component counts for: a server holds the weights of one, whatever their bytes."""
 
@@ -97,28 +96,8 @@ class WeightServer(ServerControl):
         return Path(orjson.loads(await self.done("GET", "/model_info"))["model_path"])
 
     async def swap(self, folder: Path) -> None:
-        """Replace the weights by those of `folder`, and drop all KV that was computed with those before.
-
-        It waits for requests that run. Some of a pair's end a moment after they were answered, and a server does not
-        drop its KV before: it is asked again then.
-        """
-        wanted = {"model_path": str(folder), "flush_cache": True}
-        status, body = await self.asked("POST", "/update_weights_from_disk", wanted)
-        if status == OK or NOT_FLUSHED not in error_message(body):
-            self.checked(status, body)
-            return
-        try:
-            async with asyncio.timeout(FLUSH_LIMIT_S):
-                while True:
-                    status, _ = await self.asked("POST", "/flush_cache")
-                    if status == OK:
-                        return
-                    await asyncio.sleep(FLUSH_EVERY_S)
-        except TimeoutError:
-            raise EngineStalled(
-                f"The {self.name} did not drop its KV within {FLUSH_LIMIT_S:g} s.",
-                remedy="Send no other requests to an engine whose weights are swapped.",
-            ) from None
+        """See `swap_weights`."""
+        await swap_weights(self.name, partial(self.done, "POST"), folder)
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`, of a server that both prefills and decodes. It aborts what is abandoned."""
