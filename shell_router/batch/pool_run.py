@@ -14,7 +14,7 @@ from shell_router.app.model_files import CONFIG as ADAPTER_CONFIG
 from shell_router.app.resources import running_embedder
 from shell_router.batch.journal import Key, Output, opened, write_whole
 from shell_router.batch.pool import ALWAYS, SEE, Pool
-from shell_router.batch.profile import Load, ModelProfile, PoolProfile, at_their_dearest, have_one_shape, with_starts
+from shell_router.batch.profile import Load, ModelProfile, PoolProfile, at_their_dearest, with_starts
 from shell_router.batch.prompts import Batch, Prompt
 from shell_router.batch.questions import Question, Questions, read_questions
 from shell_router.batch.recruit import answered_by_all, recruited, skill_scores, skill_similarity, text_similarity
@@ -106,7 +106,7 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
     async with pool_workers(pool, logs) as workers:
         asked = batch.proposer_prompts()
         found = [await timed(name, [one for one in asked if one.model == name]) for name in pool.proposer_names]
-        start_s, one_shape = found[0][0].load_s, have_one_shape([load for _, load in found])
+        start_s, one_shape = found[0][0].load_s, {load for _, load in found[1:]} == {"weights swapped"}
         if one_shape:  # the first was loaded by a start: here it takes the place of the last
             swap_s, _ = await load_on_all(first, workers, count, monotonic)
             found[0] = replace(found[0][0], load_s=swap_s), "weights swapped"
@@ -123,10 +123,8 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
             async with pool_workers(pool, logs) as workers:
                 alone_s, _ = await load_on_all(first, workers, 1, monotonic)
         profile = with_starts(profile, alone_s, start_s, count)
-        follow.on_progress(
-            f"a worker's first load takes {profile.first_s:.1f} s longer, and {profile.together_s:.1f} s more for each "
-            "other worker that starts an engine"
-        )
+        more = f"{profile.first_s:.1f} s longer, {profile.together_s:.1f} s more for each other worker in use"
+        follow.on_progress(f"the first load of a worker: {more}")
     _write(pool.profile, yaml.safe_dump(plain(asdict(profile)), sort_keys=False).encode())
 
 

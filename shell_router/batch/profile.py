@@ -99,11 +99,6 @@ def profile_of(runs: Sequence[SessionRun], load_s: float) -> ModelProfile:
     )
 
 
-def have_one_shape(loads: Sequence[Load]) -> bool:
-    """Whether models that were loaded one after the other are swapped in, whatever the order."""
-    return len(loads) > 1 and all(load == "weights swapped" for load in loads[1:])
-
-
 def at_their_dearest(timed: Sequence[tuple[ModelProfile, Load]]) -> list[ModelProfile]:
     """Profiles of models of several shapes, loaded in this order: in a plan's order any of them may start an engine.
 

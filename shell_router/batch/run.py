@@ -80,26 +80,20 @@ async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, 
     """
     pool = batch.pool
 
-    async def stage(
-        role: Role, prompts: Sequence[Prompt], capacity: int, first_s: float = 0.0, together_s: float = 0.0
-    ) -> Stage:
+    async def stage(role: Role, prompts: Sequence[Prompt], capacity: int) -> Stage:
         asked: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             if journal.lacks(prompt.key):
                 asked.setdefault(prompt.model, []).append(prompt)
         count = len(pool.workers)
         models = tuple(_cost(rig.profile, role, model, len(its), count) for model, its in asked.items())
-        planning = planner(Workload(models, count, capacity, first_s, together_s))
+        # the proposers have started the engines
+        starts_s = (rig.profile.first_s, rig.profile.together_s) if role == "proposer" else ()
+        planning = planner(Workload(models, count, capacity, *starts_s))
         plan = planning if isinstance(planning, Plan) else await planning
         queues = WorkerQueues(models, asked, plan, count)
         sessions = Sessions(
-            queues,
-            rig.workers,
-            note,
-            follow.on_progress,
-            follow.on_load,
-            concurrency=pool.concurrency,
-            clock=rig.clock,
+            queues, rig.workers, note, follow.on_progress, follow.on_load, concurrency=pool.concurrency, clock=rig.clock
         )
         follow.on_stage(Stage(role, plan), sessions)
         return Stage(role, plan, await ungrouped(sessions.run()))
@@ -108,8 +102,7 @@ async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, 
         journal.add(output)
         follow.on_output(output)
 
-    capacity, of = pool.capacity or len(pool.proposer_names), rig.profile
-    stages = [await stage("proposer", batch.proposer_prompts(), capacity, of.first_s, of.together_s)]
+    stages = [await stage("proposer", batch.proposer_prompts(), pool.capacity or len(pool.proposer_names))]
     if pool.aggregate is not None:
         stages.append(await stage("aggregator", batch.aggregator_prompts(journal.get), 1))
     return Finished(results_of(batch, journal.get), stages)

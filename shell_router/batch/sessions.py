@@ -24,8 +24,6 @@ T = TypeVar("T")
 
 Clock = Callable[[], float]
 OnOutput = Callable[[Output], None]
-OnLoad = Callable[[Load, float], None]
-"""Called with each load and its seconds."""
 Left = tuple[list[Prompt], str]
 """Prompts that stay without an output, and the error of one of them."""
 
@@ -42,7 +40,9 @@ class Workers(Protocol):
 
 
 class Sessions:
-    """Runs what is queued for the workers; `on_output`, `on_progress` and `on_load` are called as it goes on.
+    """Runs what is queued for the workers.
+
+    `on_output` and `on_progress` are called with each output and line of text, `on_load` with a load and its seconds.
 
     At most `concurrency` prompts of a session are with the engine at the same time. `clock` is monotonic seconds.
     """
@@ -53,7 +53,7 @@ class Sessions:
         workers: Workers,
         on_output: OnOutput,
         on_progress: Callable[[str], None],
-        on_load: OnLoad,
+        on_load: Callable[[Load, float], None],
         *,
         concurrency: int,
         clock: Clock,

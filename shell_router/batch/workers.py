@@ -10,8 +10,9 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock, current_thread, main_thread
 from typing import Any
@@ -30,7 +31,7 @@ from shell_router.config import AdaptersSection, Config, ModelSettings, PairLaun
 from shell_router.core.engine import ServedModel
 from shell_router.engines.address import PairAddress
 from shell_router.engines.server_client import ServerClient
-from shell_router.engines.weight_swapping import Ask, obstacle_to_swap, swap_weights
+from shell_router.engines.weight_swapping import obstacle_to_swap, swap_weights
 from shell_router.errors import ConfigError, EngineError, EngineStalled, EngineUnreachable
 from shell_router.launching.plan import plan
 from shell_router.launching.supervisor import Engines
@@ -55,14 +56,10 @@ async def pool_workers(pool: Pool, folder: Path) -> AsyncIterator[Workers]:
             finally:
                 await workers.stop()
     else:
-        async with Spawner() as spawner:
+        async with Spawner() as spawner, aclosing(PoolWorkers(pool, folder, spawner)) as here:
             if any(worker.embedded for worker in pool.workers):
                 await spawner.launch()  # here, so that the first session is no dearer than the others
-            workers_here = PoolWorkers(pool, folder, spawner)
-            try:
-                yield workers_here
-            finally:
-                await workers_here.stop()
+            yield here
 
 
 class PoolWorkers:
@@ -85,7 +82,7 @@ class PoolWorkers:
                 served = replace(adapted, alias=served.alias)
             yield served, load
 
-    async def stop(self) -> None:
+    async def aclose(self) -> None:
         """Stop the engines that are up."""
         await asyncio.gather(*(worker.stop() for worker in self._workers))
 
@@ -112,21 +109,18 @@ class LocalWorker:
     async def session(self, model: str) -> AsyncIterator[tuple[RunningModel, Load]]:
         """The pool's `model`, loaded. Raises ConfigError and EngineError."""
         config = _config(self._pool, self._place, model)
+        obstacle = await self._obstacle(config.models[model])
         async with AsyncExitStack() as stack:
-            load: Load = "engine started"
-            obstacle = await self._obstacle(config.models[model])
-            if not obstacle:
-                load = "model kept" if self._holds == config.models[model].path else "weights swapped"
-                try:
-                    running = await self._swapped(config, model, stack)
-                except EngineError as error:
-                    obstacle = str(error)
-                    await stack.aclose()
-            if obstacle:
-                log.info("%s: an engine is started: %s", model, obstacle)
+            load: Load = "model kept" if self._holds == config.models[model].path else "weights swapped"
+            try:
+                running = None if obstacle else await self._swapped(config, model, stack)
+            except EngineError as error:
+                obstacle, running = str(error), None
+                await stack.aclose()
+            if running is None:
+                log.info("%s: an engine is started, as %s", model, obstacle)
                 await self._start(config, model)
-                running = await self._connected(config, model, stack)
-                load = "engine started"
+                running, load = await self._connected(config, model, stack), "engine started"
             try:
                 yield running, load
             finally:
@@ -141,9 +135,8 @@ class LocalWorker:
 
     async def _obstacle(self, wanted: ModelSettings) -> str:
         """Why an engine has to be started for `wanted`; empty where the one that is up may serve it."""
-        if self._engines is None or not all(process.running for process in self._engines.processes):
+        if self._engines is None or self._started is None or not all(one.running for one in self._engines.processes):
             return "none is up"
-        assert self._started is not None
         if self._holds is None or replace(wanted, path=self._started.path) != self._started:
             return "the one that is up has other settings"
         return await asyncio.to_thread(obstacle_to_swap, self._started.path, wanted.path)
@@ -164,16 +157,14 @@ class LocalWorker:
         assert running.pool is not None
         if self._holds != folder:
             self._holds = None  # unless all servers have them
-            servers = running.pool.servers
-            swaps = (swap_weights(server.name, self._asking(server), folder) for server in servers)
+            swaps = (swap_weights(one.name, partial(self._post, one), folder) for one in running.pool.servers)
             if failed := [one for one in await asyncio.gather(*swaps, return_exceptions=True) if one]:
                 raise failed[0]
             self._holds = folder
         return running
 
-    def _asking(self, server: ServerClient) -> Ask:
-        limit_s = self._pool.limits.engine_start_s
-        return lambda route, body: server.post(route.lstrip("/"), orjson.dumps(body), limit_s=limit_s)
+    async def _post(self, server: ServerClient, path: str, body: dict[str, Any]) -> bytes:
+        return await server.post(path[1:], orjson.dumps(body), limit_s=self._pool.limits.engine_start_s)
 
 
 def _config(pool: Pool, place: PoolWorker, model: str) -> Config:

@@ -77,18 +77,16 @@ def _settings(file: Path) -> object:
 
 NOT_FLUSHED = "cache was not flushed"
 FLUSH_LIMIT_S, FLUSH_EVERY_S = 10.0, 0.05
-Ask = Callable[[str, Mapping[str, Any]], Awaitable[bytes]]
-"""Posts a body to a route of a server. Raises EngineError."""
 
 
-async def swap_weights(name: str, ask: Ask, folder: Path) -> None:
+async def swap_weights(name: str, post: Callable[[str, dict[str, Any]], Awaitable[bytes]], folder: Path) -> None:
     """Replace the weights of the server `name` by those of `folder`, and drop all KV of those before.
 
-    It waits for requests that run. Some of a pair's end a moment after they were answered, and a server does not
-    drop its KV before: it is asked again then. Raises EngineError.
+    `post` sends a body to a path. The server waits for requests that run. Some of a pair's end a moment after they
+    were answered, and a server does not drop its KV before: it is asked again then. Raises EngineError.
     """
     try:
-        await ask("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
+        await post("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
         return
     except EngineRejected as error:
         if NOT_FLUSHED not in str(error):
@@ -97,7 +95,7 @@ async def swap_weights(name: str, ask: Ask, folder: Path) -> None:
         async with asyncio.timeout(FLUSH_LIMIT_S):
             while True:
                 try:
-                    await ask("/flush_cache", {})
+                    await post("/flush_cache", {})
                     return
                 except EngineRejected:
                     await asyncio.sleep(FLUSH_EVERY_S)

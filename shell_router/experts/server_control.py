@@ -1,7 +1,7 @@
 """Control routes of an SGLang server, and recording which experts its tokens choose."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -26,11 +26,11 @@ class ServerControl:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._limit = aiohttp.ClientTimeout(total=limit_s)
 
-    async def done(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+    async def done(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         """The answer to what has to succeed. Raises also EngineRejected with the server's words, or PromptTooLong."""
         return self.checked(*await self.asked(method, path, body))
 
-    async def asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
+    async def asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
         """Status and body. Raises EngineUnreachable or EngineStalled."""
         try:
             async with self._session.request(

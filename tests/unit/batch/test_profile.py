@@ -13,7 +13,6 @@ from shell_router.batch.profile import (
     PoolProfile,
     SessionRun,
     at_their_dearest,
-    have_one_shape,
     profile_of,
     with_starts,
 )
@@ -183,19 +182,6 @@ def test_of_models_of_several_shapes_each_load_may_be_a_start() -> None:
     loads = [(60.0, STARTED), (2.0, SWAPPED), (90.0, STARTED), (3.0, SWAPPED), (1.0, KEPT)]
     found = at_their_dearest([(replace(MODEL, load_s=load_s), load) for load_s, load in loads])
     assert [one.load_s for one in found] == [60.0, 60.0, 90.0, 90.0, 90.0]
-
-
-@pytest.mark.parametrize(
-    ("loads", "one_shape"),
-    [
-        ([STARTED], False),
-        ([STARTED, SWAPPED, SWAPPED], True),
-        ([STARTED, SWAPPED, STARTED], False),
-        ([STARTED, STARTED], False),
-    ],
-)
-def test_models_have_one_shape_where_each_after_the_first_was_swapped_in(loads: list[Load], one_shape: bool) -> None:
-    assert have_one_shape(loads) == one_shape
 
 
 async def test_a_load_that_starts_an_engine_on_any_worker_counts_as_a_start() -> None:
