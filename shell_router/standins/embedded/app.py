@@ -1,10 +1,9 @@
 """The HTTP routes of an embedded server, the same on both sides, and what the server says about itself."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,9 +11,9 @@ import orjson
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
-from shell_router.errors import ConfigError, InvalidRequest
+from shell_router.errors import InvalidRequest
 from shell_router.standins.embedded.grammar import Grammars
-from shell_router.standins.embedded.model import CausalLm, load_causal_lm
+from shell_router.standins.embedded.model import CausalLm
 from shell_router.standins.embedded.output import Answer
 from shell_router.standins.embedded.service import Inflight, Loads, Service, output_of
 from shell_router.standins.embedded.settings import ServerSettings
@@ -107,7 +106,7 @@ async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamR
         return json_response({"error": {"message": str(error)}}, 400)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class EngineApp:
     """Routes over a service. `settings` are those in force, with the ports really taken."""
 
@@ -128,7 +127,6 @@ class EngineApp:
             app.router.add_get(path, read)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/generate", self._generate)
-        app.router.add_post("/update_weights_from_disk", self._update_weights)
         if self.settings.mode == "prefill":
             app.router.add_post("/prefill_only", self._prefill_only)
         return app
@@ -197,16 +195,6 @@ class EngineApp:
         else:
             self.service.inflight.abort(body.get("rid") or "")
         return web.Response()
-
-    async def _update_weights(self, request: web.Request) -> web.Response:
-        """As SGLang: tensors alone are replaced, by those of a checkpoint of the same shapes."""
-        pair = replace(self.settings.pair, model_path=str(parse_body(await request.read()).get("model_path")))
-        try:
-            await self.service.replace_weights(self.lm, await asyncio.to_thread(load_causal_lm, pair))
-        except (ConfigError, InvalidRequest, OSError) as error:
-            return json_response({"success": False, "message": str(error)}, 400)
-        self.settings = replace(self.settings, pair=pair)
-        return json_response({"success": True, "message": "Succeeded to update model weights."})
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.service.alive else 503)

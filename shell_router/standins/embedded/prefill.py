@@ -246,9 +246,6 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
         self._rooms.close_all()
         await super().stop()
 
-    def flush(self) -> None:
-        self._worker.cache = KvCache(self._worker.cache.capacity)
-
     def check(self, request: GenerateRequest) -> None:
         if request.prefill_only:
             return

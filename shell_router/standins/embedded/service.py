@@ -15,7 +15,6 @@ import torch
 
 from shell_router.errors import InvalidRequest
 from shell_router.standins.embedded.grammar import Grammar
-from shell_router.standins.embedded.model import CausalLm
 from shell_router.standins.embedded.output import Piece, abort_reason
 from shell_router.standins.embedded.wire import GenerateRequest
 
@@ -143,19 +142,6 @@ class Service(ABC, Generic[Job, Result]):
                 f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={request.rid!r}"
             )
 
-    async def replace_weights(self, lm: CausalLm, other: CausalLm) -> None:
-        """Between two steps, once nothing is in work. Raises InvalidRequest for other tensors."""
-        wanted, found = lm.network.state_dict(), other.network.state_dict()
-        if {name: one.shape for name, one in wanted.items()} != {name: one.shape for name, one in found.items()}:
-            raise InvalidRequest("The tensors of the checkpoint differ.", remedy="Start a server with it.")
-        while len(self.inflight):  # noqa: ASYNC110 # as SGLang, which waits for its requests
-            await asyncio.sleep(IDLE_POLL_S)
-        await self.thread.between_steps(partial(lm.network.load_state_dict, found))
-        self.flush()
-
-    def flush(self) -> None:
-        """Drop the KV of prompts that were answered; this side keeps none."""
-
     @abstractmethod
     async def work(self, inflight: Inflight) -> None:
         """Put the request's output, piece by piece. Cancelling it frees everything within one step."""
@@ -188,7 +174,7 @@ async def _guarded(service: Service[Any, Any], inflight: Inflight) -> None:
         inflight.fail(f"{type(error).__name__}: {error}")
 
 
-STOP_LIMIT_S, IDLE_POLL_S = 10.0, 0.01
+STOP_LIMIT_S = 10.0
 
 JobT = TypeVar("JobT")
 ResultT_co = TypeVar("ResultT_co", covariant=True)
@@ -226,7 +212,7 @@ class ModelThread(Generic[Job, Result]):
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         # None ends the thread
-        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
 
     @property
@@ -241,13 +227,6 @@ class ModelThread(Generic[Job, Result]):
 
     def drop(self, job: Job) -> None:
         self._commands.put(partial(self._worker.drop, job))
-
-    async def between_steps(self, work: Callable[[], object]) -> None:
-        """Do it in the model's thread; it must not fail."""
-        done = asyncio.Event()
-        self._commands.put(work)
-        self._commands.put(partial(self._loop.call_soon_threadsafe, done.set))
-        await done.wait()
 
     async def stop(self) -> None:
         """End after the current step."""
