@@ -50,8 +50,6 @@ from shell_router.core.statistics import paired_difference, wilson
 
 ROOT = Path(__file__).parents[1]
 PLANNERS: dict[str, Callable[[Workload], Plan]] = {"ilp": plan, "round-robin": WITHOUT_SOLVER["round-robin"]}
-LIVE = ("ilp", "ilp, helped", "round-robin, helped", "round-robin")
-"""Plans with `--live`; with help, idle workers take prompts of busy ones."""
 TAUS = (1.0, 2 / 3)
 QUIET = Follow()
 
@@ -128,16 +126,13 @@ async def _live(pool: Pool, sizes: Sequence[int], questions: Questions, options:
         loads.on_load("engine started", (await load_on_all("a", workers, len(pool.workers), monotonic))[0])
         for number in range(options.rounds):
             done = {}
-            for name in LIVE[:: -1 if number % 2 else 1]:
-                planner, rebalanced = PLANNERS[name.removesuffix(", helped")], name.endswith("helped")
+            for name, planner in list(PLANNERS.items())[:: -1 if number % 2 else 1]:
                 with opened(pool.profile.with_name(f"{number}-{name}"), {}) as journal:
-                    done[name] = await run_batch(
-                        batch, Rig(workers, up, monotonic, rebalanced=rebalanced), journal, planner, loads
-                    )
+                    done[name] = await run_batch(batch, Rig(workers, up, monotonic), journal, planner, loads)
             rounds.append(done)
     engine = f"{'SGLang' if pool.workers[0].pair else 'embedded pairs'}, {len(pool.workers)} workers"
     title = f"Batch on engines that stay up: {len(questions.asked)} questions, three models of one shape"
-    rows = [_planned_row(name, rounds) for name in LIVE]
+    rows = [_planned_row(name, rounds) for name in PLANNERS]
     report(title, rows, engine=engine, simulated=False, as_json=options.json)
     rows = [_load_row(kind, found) for kind, found in loads.seconds.items()]
     if costs.first_s:

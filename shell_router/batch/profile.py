@@ -112,7 +112,10 @@ def at_their_dearest(timed: Sequence[tuple[ModelProfile, Load]]) -> list[ModelPr
 
 
 def with_starts(profile: PoolProfile, alone_s: float, together_s: float, workers: int) -> PoolProfile:
-    """`profile`, whose loads are swaps, where a start takes `alone_s`, or `together_s` on all `workers` at once."""
+    """The profile of a pool of one shape.
+
+    A load that starts an engine takes `alone_s`, or `together_s` on all `workers` at once; `load_s` are swaps.
+    """
     swap_s = sum(model.load_s for model in profile.models.values()) / len(profile.models)
     more_s = max(0.0, together_s - alone_s) / max(1, workers - 1)
     return replace(profile, first_s=max(0.0, alone_s - swap_s), together_s=more_s)

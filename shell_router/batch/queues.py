@@ -1,4 +1,4 @@
-"""What each worker has yet to do, and which workers take what one of them failed to do, or would do late."""
+"""What each worker has yet to do, and which workers take what one of them failed to do."""
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,6 @@ from shell_router.batch.prompts import Prompt
 
 TRIES = 3
 """A model that does not load on this many workers, or answers nothing in this many sessions, is given up."""
-WORTH_TAKING = 0.9
-"""An idle worker helps the busiest one where both are done within this share of its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +31,6 @@ class WorkerQueue:
     running: Share | None = None
     left: int = 0
     """Prompts of the running share that have no output yet."""
-    waiting: deque[Prompt] = field(default_factory=deque)
-    """Those of them that its model is about to be asked, in this order; of a barren share none."""
-    loads: list[str] = field(default_factory=list)
-    """The models of all its sessions."""
 
     def add(self, share: Share) -> None:
         """Queue it; with another of the same model it becomes one, so that the model is loaded once."""
@@ -50,30 +44,15 @@ class WorkerQueue:
         """Take the first share of the queue."""
         self.running = self.shares.popleft()
         self.left = len(self.running.prompts)
-        self.loads.append(self.running.model)
         return self.running
-
-    def give(self, share: Share, count: int) -> Share:
-        """Take the last `count` waiting prompts out of one of its shares."""
-        kept = replace(share, prompts=share.prompts[:-count])
-        if share is self.running:
-            self.running, self.left = kept, self.left - count
-            for _ in range(count):
-                self.waiting.pop()
-        else:
-            shares = (kept if one is share else one for one in self.shares)
-            self.shares = deque(one for one in shares if one.prompts)
-        return replace(share, prompts=share.prompts[-count:])
 
 
 class WorkerQueues:
-    """The workers of a plan. `models` have their costs, `prompts` what they are asked. No help exceeds `capacity`."""
+    """The workers of a plan. `models` have their costs, `prompts` what each of them is asked."""
 
     def __init__(
-        self, models: Sequence[ModelWork], prompts: Mapping[str, Sequence[Prompt]], plan: Plan, workers: int,
-        capacity: int = 0,
-    ) -> None:  # fmt: skip
-        self._capacity = capacity
+        self, models: Sequence[ModelWork], prompts: Mapping[str, Sequence[Prompt]], plan: Plan, workers: int
+    ) -> None:
         self._models = {model.name: model for model in models}
         self._queues = [WorkerQueue() for _ in range(workers)]
         self._failed_on: dict[str, set[int]] = {name: set() for name in self._models}
@@ -126,25 +105,6 @@ class WorkerQueues:
     def worked(self, model: str) -> None:
         """The model answered something."""
         self._worked.add(model)
-
-    def take_over(self, worker: int) -> bool:
-        """Whether this idle worker gets prompts that wait for the busiest one, as both are done much earlier so.
-
-        Workers without any session stay idle: the plan spares their engines.
-        """
-        idle, donor = self._queues[worker], max(self._queues, key=self._busy_s)
-        busy_s = self._busy_s(donor)
-        for share in filter(None, (donor.running, *donor.shares)):
-            waits = len(donor.waiting if share is donor.running else share.prompts)
-            may_load = idle.loads and worker not in self._failed_on[share.model]
-            work = replace(self._models[share.model], prompts=waits)
-            if share.barren or not waits or not may_load or len({*idle.loads, share.model}) > self._capacity:
-                continue
-            count = shared_out(work, {-1: busy_s - work.session_s(waits), worker: 0.0}).get(worker, 0)
-            if count and max(work.session_s(count), busy_s - count * work.per_prompt_s) <= WORTH_TAKING * busy_s:
-                idle.add(donor.give(share, count))
-                return True
-        return False
 
     def _busy_s(self, queue: WorkerQueue) -> float:
         queued_s = sum(self._models[share.model].session_s(len(share.prompts)) for share in queue.shares)

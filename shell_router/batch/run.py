@@ -26,12 +26,11 @@ Planner = Callable[[Workload], Plan | Awaitable[Plan]]
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """What a batch runs on: workers, the models' costs, monotonic seconds, and whether idle workers help others."""
+    """What a batch runs on: the pool's workers, what its models cost there, and monotonic seconds."""
 
     workers: Workers
     profile: PoolProfile
     clock: Clock
-    rebalanced: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, 
         starts_s = (rig.profile.first_s, rig.profile.together_s) if role == "proposer" else ()
         planning = planner(Workload(models, count, capacity, *starts_s))
         plan = planning if isinstance(planning, Plan) else await planning
-        queues = WorkerQueues(models, asked, plan, count, capacity if rig.rebalanced else 0)
+        queues = WorkerQueues(models, asked, plan, count)
         sessions = Sessions(
             queues, rig.workers, note, follow.on_progress, follow.on_load, concurrency=pool.concurrency, clock=rig.clock
         )

@@ -7,7 +7,6 @@ without any answer is asked one by one, so that a prompt that kills engines is f
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Protocol, TypeVar, get_args
@@ -86,18 +85,17 @@ class Sessions:
         return self._queues.left_s
 
     async def _work(self, worker: int, run_begun_s: float) -> None:
-        while share := await self._next(worker):
+        while share := await self._next(self._queues[worker]):
             begun_s = self._clock() - run_begun_s
             if done := await self._session(worker, share):
                 self._ended.append(Session(worker, share.model, done, begun_s, self._clock() - run_begun_s))
 
-    async def _next(self, worker: int) -> Share | None:
+    async def _next(self, queue: WorkerQueue) -> Share | None:
         """What this worker does next; None once no worker has anything left that could fail."""
-        queues, queue = self._queues, self._queues[worker]
         async with self._changed:
             queue.running = None
             self._changed.notify_all()
-            await self._changed.wait_for(lambda: queue.shares or not queues.busy or queues.take_over(worker))
+            await self._changed.wait_for(lambda: queue.shares or not self._queues.busy)
             return queue.begin() if queue.shares else None
 
     async def _session(self, worker: int, share: Share) -> int:
@@ -116,7 +114,6 @@ class Sessions:
                 f"worker {worker}: {share.model} answers {len(share.prompts)} prompts ({load} in {load_s:.1f} s)"
             )
             left, failure = await self._answer(model, self._queues[worker], share)
-            share = self._queues[worker].running or share  # without what others have taken
         done = len(share.prompts) - len(left)
         if done:
             self._queues.worked(share.model)
@@ -140,10 +137,7 @@ class Sessions:
         rest = share.prompts[len(blamed) :]
         left, failure = await one_by_one(model, blamed, on_output)
         if not left:
-            async with self._changed:  # others may take some of those that wait
-                queue.waiting.extend(() if blamed else rest)
-                self._changed.notify_all()
-            return await in_rounds(model, deque(rest) if blamed else queue.waiting, self._concurrency, on_output)
+            return await in_rounds(model, rest, self._concurrency, on_output)
         first, *others = left
         if len(left) == len(blamed):  # the engine may be at fault: next time another prompt comes first
             return [*others, first, *rest], failure
@@ -161,13 +155,21 @@ class Sessions:
             self._on_output(prompt.failed(failure))
 
 
-async def in_rounds(model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput) -> Left:
-    """`concurrency` of them at the same time, and those that failed once more for as long as a round answers some."""
-    while True:
-        failed, answers_any = await _round(model, waiting, concurrency, on_output)
-        if not failed or not answers_any:
-            return [*failed], next(iter(failed.values()), "")
-        waiting = deque(failed)
+async def in_rounds(model: ServedModel, prompts: Sequence[Prompt], concurrency: int, on_output: OnOutput) -> Left:
+    """`concurrency` of them at the same time, and those that failed once more for as long as a round answers some.
+
+    What is left stands in the order in which it was given.
+    """
+    left, failure = list(prompts), ""
+    while left:
+        failed = await _round(model, left, concurrency, on_output)
+        if not failed:
+            return [], ""
+        failure = next(iter(failed.values()))
+        if len(failed) == len(left):
+            break
+        left = [prompt for prompt in left if prompt in failed]
+    return left, failure
 
 
 async def one_by_one(model: ServedModel, prompts: Sequence[Prompt], on_output: OnOutput) -> Left:
@@ -182,27 +184,25 @@ async def one_by_one(model: ServedModel, prompts: Sequence[Prompt], on_output: O
 
 
 async def _round(
-    model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput
-) -> tuple[dict[Prompt, str], bool]:
-    """Ask each once; those that the engine failed to answer, with its errors, and whether it answered any."""
-    asked: dict[Prompt, str | None] = {}
+    model: ServedModel, prompts: Sequence[Prompt], concurrency: int, on_output: OnOutput
+) -> dict[Prompt, str]:
+    """Ask each once; those that the engine failed to answer, with its errors."""
+    failed: dict[Prompt, str] = {}
+    slots = asyncio.Semaphore(concurrency)
 
-    async def ask() -> None:
-        while waiting:
-            prompt = waiting.popleft()
-            asked[prompt] = None
+    async def ask(prompt: Prompt) -> None:
+        async with slots:
             try:
                 output = await answered(model, prompt)
             except EngineError as error:
-                asked[prompt] = str(error)
-            else:
-                on_output(output)
+                failed[prompt] = str(error)
+                return
+        on_output(output)
 
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(concurrency, len(waiting))):
-            tasks.create_task(ask())
-    failed = {prompt: error for prompt, error in asked.items() if error is not None}
-    return failed, len(failed) < len(asked)
+        for prompt in prompts:
+            tasks.create_task(ask(prompt))
+    return failed
 
 
 async def load_on_all(
@@ -293,9 +293,9 @@ async def _timed(
 ) -> tuple[SessionRun, list[Output]]:
     outputs: list[Output] = []
     begun_s = clock()
-    failed, _ = await _round(model, deque(prompts), concurrency, outputs.append)
+    errors = [*(await _round(model, prompts, concurrency, outputs.append)).values()]
     seconds = clock() - begun_s
-    if errors := [*failed.values(), *(output.error for output in outputs if output.error)]:
+    if errors := [*errors, *(output.error for output in outputs if output.error)]:
         raise EngineError(f"{model.alias} did not answer {len(errors)} questions: {errors[0]}")
     tokens = [output.completion_tokens for output in outputs]
     return SessionRun(len(prompts), sum(tokens) / len(tokens), max(tokens), seconds), outputs

@@ -1,6 +1,6 @@
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -39,7 +39,6 @@ class Run:
     workers: ScriptedWorkers
     shares: Shares
     concurrency: int = 4
-    capacity: int = 0
     refuse: Callable[[Output], None] | None = None
     outputs: list[Output] = field(default_factory=list)
     sessions: Sequence[Session] = ()
@@ -55,7 +54,7 @@ class Run:
         work = Workload(tuple(models), len(self.shares), max(1, len(models)))
         plan = Plan("by hand", sessions_of(work, self.shares), 0.0)
         self.running = Sessions(
-            WorkerQueues(models, self.prompts, plan, len(self.shares), self.capacity),
+            WorkerQueues(models, self.prompts, plan, len(self.shares)),
             self.workers,
             self._output,
             self.messages.append,
@@ -92,11 +91,8 @@ class Run:
 
 
 @st.composite
-def troubles(draw: st.DrawFn) -> tuple[Shares, set[tuple[int, str]], set[str], set[str], int, int]:
-    """Shares of at most three workers, where which model does not load, which prompts kill, which fail for a while.
-
-    Last how many prompts an engine has at the same time, and how many models a worker may load to help another.
-    """
+def troubles(draw: st.DrawFn) -> tuple[Shares, set[tuple[int, str]], set[str], set[str], int]:
+    """Shares of at most three workers, where which model does not load, which prompts kill, which fail for a while."""
     models = draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True))
     share = st.dictionaries(st.sampled_from(models), st.integers(1, 6), max_size=len(models))
     shares = draw(st.lists(share, min_size=1, max_size=3))
@@ -104,15 +100,14 @@ def troubles(draw: st.DrawFn) -> tuple[Shares, set[tuple[int, str]], set[str], s
     killers = {f"{model}{draw(st.integers(0, 6))}" for model in models if draw(st.booleans())}
     texts = st.builds("{}{}".format, st.sampled_from(models), st.integers(0, 9))
     passing = {text for text in draw(st.sets(texts, max_size=4)) if text[0] not in {killer[0] for killer in killers}}
-    few = st.integers(1, 4)
-    return shares, draw(st.sets(places, max_size=4)), killers, passing, draw(few), draw(st.sampled_from((0, 1, 3)))
+    return shares, draw(st.sets(places, max_size=4)), killers, passing, draw(st.integers(1, 4))
 
 
 @given(troubles())
 def test_whatever_fails_every_prompt_has_one_output_and_only_what_cannot_be_answered_an_error(
-    trouble: tuple[Shares, set[tuple[int, str]], set[str], set[str], int, int],
+    trouble: tuple[Shares, set[tuple[int, str]], set[str], set[str], int],
 ) -> None:
-    shares, unloadable, killers, passing, concurrency, capacity = trouble
+    shares, unloadable, killers, passing, concurrency = trouble
     tried: Counter[str] = Counter()
 
     def says(model: str, text: str) -> Script:
@@ -121,7 +116,7 @@ def test_whatever_fails_every_prompt_has_one_output_and_only_what_cannot_be_answ
         return Script("no", error=EngineUnreachable("for a moment")) if failing else echo(model, text)
 
     workers = ScriptedWorkers(says, lambda *place: place in unloadable, lambda _, text: text in killers)
-    run = Run(workers, shares, concurrency, capacity)
+    run = Run(workers, shares, concurrency)
     asyncio.run(run.done())
     run.require_each_once()
     everywhere = {model for model in run.prompts if all((n, model) in unloadable for n in range(len(shares)))}
@@ -157,51 +152,6 @@ async def test_each_load_is_reported_with_its_kind_and_its_seconds() -> None:
         "worker 0: a answers 9 prompts (engine started in 7.0 s)",
         "worker 0: b answers 2 prompts (weights swapped in 7.0 s)",
     ]
-
-
-def longer_for(slow: int) -> Callable[[int, str], Awaitable[None]]:
-    """Loads take one step of the loop, but on the worker `slow` many."""
-
-    async def load(worker: int, _model: str) -> None:
-        for _ in range(300 if worker == slow else 1):
-            await asyncio.sleep(0)
-
-    return load
-
-
-async def test_an_idle_worker_takes_half_of_what_waits_for_the_busiest_one_and_each_is_answered_once() -> None:
-    run = Run(ScriptedWorkers(load=longer_for(0)), [{"a": 100, "b": 400}, {"a": 1}], capacity=2)
-    await run.done()
-    run.require_each_once()
-    (helped,) = (one for one in run.sessions if one.worker == 1 and one.model == "b")
-    assert 180 <= helped.prompts <= 300
-    assert sum(one.prompts for one in run.sessions) == 501
-
-
-async def test_a_running_session_gives_prompts_that_wait_to_a_worker_that_is_done() -> None:
-    run = Run(ScriptedWorkers(load=longer_for(0)), [{"a": 400}, {"a": 1}], capacity=1)
-    await run.done()
-    run.require_each_once()
-    assert len(run.sessions) == 3
-    first, second, third = run.sessions
-    assert (first.worker, second.worker, third.worker) == (0, 1, 1)
-    assert 100 <= third.prompts <= 250 and first.prompts + third.prompts == 400
-
-
-@pytest.mark.parametrize(
-    ("shares", "capacity"),
-    [
-        ([{"a": 100, "b": 400}, {"a": 1}], 1),  # it would load a second model
-        ([{"a": 100, "b": 400}, {}], 2),  # its engine is spared
-        ([{"a": 12}, {"a": 1}], 2),  # a load takes as long as the rest
-        ([{"a": 100, "b": 400}, {"a": 1}], 0),  # as planned
-    ],
-)
-async def test_a_worker_stays_idle_where_help_is_not_allowed_or_does_not_pay(shares: Shares, capacity: int) -> None:
-    run = Run(ScriptedWorkers(load=longer_for(0)), shares, capacity=capacity)
-    await run.done()
-    run.require_each_once()
-    assert len(run.sessions) == sum(map(len, shares))
 
 
 async def test_a_worker_that_cannot_load_hands_its_share_to_all_others() -> None:
