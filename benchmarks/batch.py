@@ -1,6 +1,6 @@
 """A real batch: measured costs, a plan, and its results, compared with round-robin; then the gate, at every tau.
 
-    python benchmarks/batch.py [--pool FILE] [--questions N] [--sizes N,N,...] [--rounds N] [--json]
+    python benchmarks/batch.py [--pool FILE] [--questions N] [--sizes N,N,...] [--rounds N] [--live MODEL] [--json]
 
 Every round profiles the pool, on questions that are not asked again, then runs the proposers by both plans, in turn,
 each in a folder of its own: engines start, answer and end as in any batch. A machine's speed drifts, so that a profile
@@ -15,23 +15,37 @@ At the end the aggregator answers everything, and then, with the same drafts, wh
     skipped      share of the questions that need no aggregator
     right        with the 95 % interval; lost: points against the aggregator that is always asked
     stage_s      the aggregator's stage, its engine's start included
+
+`--live MODEL` measures workers whose engines stay up instead: the pool's proposers are three copies of the folder
+MODEL, so that weights are swapped between them. After one profile the engines of all workers are started, once for
+all rounds, and the order of the plans alternates. Then a table of loads:
+
+    seconds      medians, and the range; `alone` is what the profile says of one engine that starts by itself
 """
 
 import argparse
 import asyncio
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 from report import Row, report
 
+from shell_router.batch.journal import opened
 from shell_router.batch.planner import WITHOUT_SOLVER, Plan, Workload, plan
-from shell_router.batch.pool import ALWAYS, Pool, load_pool
+from shell_router.batch.pool import ALWAYS, Pool, PoolModel, load_pool
 from shell_router.batch.pool_run import profile_pool, questions_for, run_pool
+from shell_router.batch.profile import Load, PoolProfile
+from shell_router.batch.prompts import Batch
 from shell_router.batch.questions import Questions
-from shell_router.batch.run import Finished, Follow
+from shell_router.batch.run import Finished, Follow, Rig, run_batch
+from shell_router.batch.sessions import load_on_all
+from shell_router.batch.workers import pool_workers
+from shell_router.config.read import read_file
 from shell_router.core.statistics import paired_difference, wilson
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +61,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=300)
     parser.add_argument("--sizes", default="16,48,96,160", help="prompts of the profile's sessions")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--live", type=Path, metavar="MODEL", help="three copies of it on engines that stay up")
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
     asyncio.run(_measured(parser.parse_args()))
 
@@ -56,6 +71,9 @@ async def _measured(options: argparse.Namespace) -> None:
         pool = replace(load_pool(options.pool), profile=Path(folder) / "costs.yaml")
         sizes = tuple(map(int, options.sizes.split(",")))
         questions = questions_for(pool, ROOT / "models/data/test.jsonl", options.questions)
+        if options.live is not None:
+            await _live(copies_of(options.live, pool), sizes, questions, options)
+            return
         rounds = [await _round(pool, sizes, questions, Path(folder) / str(number)) for number in range(options.rounds)]
         engine = f"{'SGLang' if pool.workers[0].pair else 'embedded pairs'}, {len(pool.workers)} workers"
         report(
@@ -76,17 +94,78 @@ async def _round(pool: Pool, sizes: Sequence[int], questions: Questions, folder:
     return {name: await run_pool(alone, questions, folder / name, planner, QUIET) for name, planner in PLANNERS.items()}
 
 
+def copies_of(model: Path, pool: Pool) -> Pool:
+    """The pool with three copies of one model as its proposers, next to its profile, and no aggregator."""
+    assert pool.profile is not None
+    folders = {name: pool.profile.with_name(name) for name in "abc"}
+    for folder in folders.values():
+        shutil.copytree(model, folder)
+    models = {name: PoolModel(folder) for name, folder in folders.items()}
+    return replace(pool, models=models, proposers=(), aggregate=None)
+
+
+class Loads(Follow):
+    """Collects the seconds of loads by kind."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def on_load(self, load: Load, seconds: float) -> None:
+        """See `Follow`."""
+        self.seconds.setdefault(load, []).append(seconds)
+
+
+async def _live(pool: Pool, sizes: Sequence[int], questions: Questions, options: argparse.Namespace) -> None:
+    assert pool.profile is not None
+    await profile_pool(pool, questions_for(pool, ROOT / "models/data/calibration.jsonl"), sizes, Follow())
+    costs, _ = read_file(pool.profile, PoolProfile)
+    up = replace(costs, first_s=0.0, together_s=0.0)
+    batch = Batch(pool, questions, {one.id: pool.proposer_names for one in questions.asked})
+    loads, rounds = Loads(), list[dict[str, Finished]]()
+    async with pool_workers(pool, pool.profile.with_name("logs")) as workers:
+        loads.on_load("engine started", (await load_on_all("a", workers, len(pool.workers), monotonic))[0])
+        for number in range(options.rounds):
+            done = {}
+            for name, planner in list(PLANNERS.items())[:: -1 if number % 2 else 1]:
+                with opened(pool.profile.with_name(f"{number}-{name}"), {}) as journal:
+                    done[name] = await run_batch(batch, Rig(workers, up, monotonic), journal, planner, loads)
+            rounds.append(done)
+    engine = f"{'SGLang' if pool.workers[0].pair else 'embedded pairs'}, {len(pool.workers)} workers"
+    title = f"Batch on engines that stay up: {len(questions.asked)} questions, three models of one shape"
+    rows = [_planned_row(name, rounds) for name in PLANNERS]
+    report(title, rows, engine=engine, simulated=False, as_json=options.json)
+    rows = [_load_row(kind, found) for kind, found in loads.seconds.items()]
+    if costs.first_s:
+        swap_s = statistics.mean(one.load_s for one in costs.models.values())
+        rows += [_load_row("engine started, alone", [costs.first_s + swap_s]), _load_row("swapped, profile", [swap_s])]
+        together_s = costs.first_s + swap_s + costs.together_s * (len(pool.workers) - 1)
+        rows.append(_load_row("engine started, all together, profile", [together_s]))
+    report("Batch: loads", rows, engine=engine, simulated=False, as_json=options.json)
+
+
+def _load_row(kind: str, seconds: Sequence[float]) -> Row:
+    middle = statistics.median(seconds)
+    return {
+        "load": kind,
+        "loads": len(seconds),
+        "seconds": middle,
+        "range": f"{min(seconds):.2f} to {max(seconds):.2f}",
+    }
+
+
 def _planned_row(name: str, rounds: Sequence[dict[str, Finished]]) -> Row:
     stages = [done[name].stages[0] for done in rounds]
     errors = [stage.measured.makespan_s / stage.plan.makespan_s - 1 for stage in stages]
     measured_s = [stage.measured.makespan_s for stage in stages]
     others_s = [done["round-robin"].stages[0].measured.makespan_s for done in rounds]
+    speedups = [other / own for other, own in zip(others_s, measured_s, strict=True)]
     return {
         "plan": name,
         "predicted_s": statistics.median(stage.plan.makespan_s for stage in stages),
         "measured_s": statistics.median(measured_s),
         "error": f"{statistics.median(errors):+.1%} ({min(errors):+.1%} to {max(errors):+.1%})",
-        "speedup": statistics.median(other / own for other, own in zip(others_s, measured_s, strict=True)),
+        "speedup": statistics.median(speedups),
+        "speedup_range": f"{min(speedups):.2f} to {max(speedups):.2f}",
         "errors": sum(bool(result.error) for done in rounds for result in done[name].results),
     }
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -14,13 +14,13 @@ from shell_router.app.model_files import CONFIG as ADAPTER_CONFIG
 from shell_router.app.resources import running_embedder
 from shell_router.batch.journal import Key, Output, opened, write_whole
 from shell_router.batch.pool import ALWAYS, SEE, Pool
-from shell_router.batch.profile import ModelProfile, PoolProfile
+from shell_router.batch.profile import Load, ModelProfile, PoolProfile, at_their_dearest, with_starts
 from shell_router.batch.prompts import Batch, Prompt
 from shell_router.batch.questions import Question, Questions, read_questions
 from shell_router.batch.recruit import answered_by_all, recruited, skill_scores, skill_similarity, text_similarity
 from shell_router.batch.results import Result, as_lines, read_results
 from shell_router.batch.run import Finished, Follow, Planner, Rig, run_batch
-from shell_router.batch.sessions import profiled
+from shell_router.batch.sessions import load_on_all, profiled
 from shell_router.batch.workers import pool_workers
 from shell_router.config.read import read_file
 from shell_router.config.write import plain
@@ -95,19 +95,36 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
     every = {question.id: pool.proposer_names for question in questions.asked}
     batch = Batch(pool.with_tau(ALWAYS if pool.aggregate else None), questions, every)
     written: dict[Key, Output] = {}
+    count, logs, first = len(pool.workers), pool.profile.with_suffix(".logs"), pool.proposer_names[0]
 
-    async def timed(name: str, prompts: Sequence[Prompt]) -> ModelProfile:
-        found, outputs = await profiled(name, prompts, sizes, workers, len(pool.workers), pool.concurrency, monotonic)
+    async def timed(name: str, prompts: Sequence[Prompt]) -> tuple[ModelProfile, Load]:
+        found, outputs, load = await profiled(name, prompts, sizes, workers, count, pool.concurrency, monotonic)
         written.update({output.key: output for output in outputs})
-        follow.on_progress(f"{name}: {found.load_s:.1f} s to load, {found.token_s * 1000:.2f} ms per token")
-        return found
+        follow.on_progress(f"{name}: {load} in {found.load_s:.1f} s, {found.token_s * 1000:.2f} ms per token")
+        return found, load
 
-    async with pool_workers(pool, pool.profile.with_suffix(".logs")) as workers:
+    async with pool_workers(pool, logs) as workers:
         asked = batch.proposer_prompts()
-        models = {name: await timed(name, [one for one in asked if one.model == name]) for name in pool.proposer_names}
-        profile = PoolProfile(models)
+        found = [await timed(name, [one for one in asked if one.model == name]) for name in pool.proposer_names]
+        start_s, one_shape = found[0][0].load_s, {load for _, load in found[1:]} == {"weights swapped"}
+        if one_shape:  # the first was loaded by a start: here it takes the place of the last
+            swap_s, _ = await load_on_all(first, workers, count, monotonic)
+            found[0] = replace(found[0][0], load_s=swap_s), "weights swapped"
         if pool.aggregate is not None:
-            profile = PoolProfile(models, await timed(pool.aggregate.model, batch.aggregator_prompts(written.get)))
+            found.append(await timed(pool.aggregate.model, batch.aggregator_prompts(written.get)))
+            if found[-1][1] == "model kept":
+                found[-1] = replace(found[-1][0], load_s=found[0][0].load_s), "weights swapped"
+    profiles = [one for one, _ in found] if one_shape else at_their_dearest(found)
+    names = pool.proposer_names
+    profile = PoolProfile(dict(zip(names, profiles, strict=False)), profiles[-1] if pool.aggregate else None)
+    if one_shape:
+        alone_s = start_s
+        if count > 1:
+            async with pool_workers(pool, logs) as workers:
+                alone_s, _ = await load_on_all(first, workers, 1, monotonic)
+        profile = with_starts(profile, alone_s, start_s, count)
+        more = f"{profile.first_s:.1f} s longer, {profile.together_s:.1f} s more for each other worker in use"
+        follow.on_progress(f"the first load of a worker: {more}")
     _write(pool.profile, yaml.safe_dump(plain(asdict(profile)), sort_keys=False).encode())
 
 

@@ -10,13 +10,16 @@ not grow with N is `fixed_s` of a `planner.ModelWork`, what does is its `per_pro
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
 from shell_router.batch.planner import ModelWork
 from shell_router.core.statistics import Timing, fitted_costs, held_out_error
 from shell_router.errors import ConfigError, require
 from shell_router.topology.forms import Number
+
+Load = Literal["engine started", "weights swapped", "model kept"]
+"""How a session got its model: its engine was started with it, took its weights from disk, or had it already."""
 
 Figure = Annotated[float, Number("Measured.", at_least=0)]
 
@@ -60,10 +63,16 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True)
 class PoolProfile:
-    """A pool's proposers, and its aggregator."""
+    """A pool's proposers, and its aggregator.
+
+    If the proposers have one shape, `load_s` is their swap of weights, and a worker's first load takes longer by
+    `first_s`, the start of its engine, and by `together_s` for each other worker that starts one. Else both are 0.
+    """
 
     models: Mapping[str, ModelProfile] = field(default_factory=dict)
     aggregator: ModelProfile | None = None
+    first_s: Figure = 0.0
+    together_s: Figure = 0.0
 
     def cost(self, name: str, prompts: int) -> ModelWork:
         """A proposer's cost. Raises ConfigError where it was not profiled."""
@@ -88,3 +97,25 @@ def profile_of(runs: Sequence[SessionRun], load_s: float) -> ModelProfile:
         held_out_error=held_out_error(timings),
         runs=tuple(runs),
     )
+
+
+def at_their_dearest(timed: Sequence[tuple[ModelProfile, Load]]) -> list[ModelProfile]:
+    """Profiles of models of several shapes, loaded in this order: in a plan's order any of them may start an engine.
+
+    One that was swapped in has the shape of the last that was started, and costs as much.
+    """
+    found, start_s = [], 0.0
+    for profile, load in timed:
+        start_s = profile.load_s if load == "engine started" else start_s
+        found.append(replace(profile, load_s=start_s))
+    return found
+
+
+def with_starts(profile: PoolProfile, alone_s: float, together_s: float, workers: int) -> PoolProfile:
+    """The profile of a pool of one shape.
+
+    A load that starts an engine takes `alone_s`, or `together_s` on all `workers` at once; `load_s` are swaps.
+    """
+    swap_s = sum(model.load_s for model in profile.models.values()) / len(profile.models)
+    more_s = max(0.0, together_s - alone_s) / max(1, workers - 1)
+    return replace(profile, first_s=max(0.0, alone_s - swap_s), together_s=more_s)

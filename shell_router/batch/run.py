@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from shell_router.batch.journal import Journal, Output, Role
 from shell_router.batch.planner import ModelWork, Plan, Session, Workload
-from shell_router.batch.profile import PoolProfile
+from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch, Prompt
 from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.results import Result, results_of
@@ -64,6 +64,9 @@ class Follow:
     def on_output(self, output: Output) -> None:
         """An output is on disk."""
 
+    def on_load(self, load: Load, seconds: float) -> None:
+        """A worker has loaded a model."""
+
     def on_progress(self, line: str) -> None:
         """Something happened that a person may want to read."""
         log.info("%s", line)
@@ -84,11 +87,13 @@ async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, 
                 asked.setdefault(prompt.model, []).append(prompt)
         count = len(pool.workers)
         models = tuple(_cost(rig.profile, role, model, len(its), count) for model, its in asked.items())
-        planning = planner(Workload(models, count, capacity))
+        # the proposers have started the engines
+        starts_s = (rig.profile.first_s, rig.profile.together_s) if role == "proposer" else ()
+        planning = planner(Workload(models, count, capacity, *starts_s))
         plan = planning if isinstance(planning, Plan) else await planning
         queues = WorkerQueues(models, asked, plan, count)
         sessions = Sessions(
-            queues, rig.workers, note, follow.on_progress, concurrency=pool.concurrency, clock=rig.clock
+            queues, rig.workers, note, follow.on_progress, follow.on_load, concurrency=pool.concurrency, clock=rig.clock
         )
         follow.on_stage(Stage(role, plan), sessions)
         return Stage(role, plan, await ungrouped(sessions.run()))

@@ -9,11 +9,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, get_args
 
 from shell_router.batch.journal import Output
 from shell_router.batch.planner import Session
-from shell_router.batch.profile import ModelProfile, SessionRun, profile_of
+from shell_router.batch.profile import Load, ModelProfile, SessionRun, profile_of
 from shell_router.batch.prompts import Prompt, answered
 from shell_router.batch.queues import Share, WorkerQueue, WorkerQueues
 from shell_router.core.engine import ServedModel
@@ -31,8 +31,8 @@ Left = tuple[list[Prompt], str]
 class Workers(Protocol):
     """Workers that hold one model at a time."""
 
-    def session(self, worker: int, model: str) -> AbstractAsyncContextManager[ServedModel]:
-        """`model`, loaded on `worker` while the context is open.
+    def session(self, worker: int, model: str) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
+        """`model`, loaded on `worker` while the context is open. Its engine may stay up for the next one.
 
         Raises EngineError, ConfigError and OSError where it cannot be loaded.
         """
@@ -40,7 +40,9 @@ class Workers(Protocol):
 
 
 class Sessions:
-    """Runs what is queued for the workers; `on_output` and `on_progress` are called with each output and line of text.
+    """Runs what is queued for the workers.
+
+    `on_output` and `on_progress` are called with each output and line of text, `on_load` with a load and its seconds.
 
     At most `concurrency` prompts of a session are with the engine at the same time. `clock` is monotonic seconds.
     """
@@ -51,6 +53,7 @@ class Sessions:
         workers: Workers,
         on_output: OnOutput,
         on_progress: Callable[[str], None],
+        on_load: Callable[[Load, float], None],
         *,
         concurrency: int,
         clock: Clock,
@@ -59,6 +62,7 @@ class Sessions:
         self._workers = workers
         self._on_output = on_output
         self._on_progress = on_progress
+        self._on_load = on_load
         self._concurrency = concurrency
         self._clock = clock
         self._changed = asyncio.Condition()
@@ -97,13 +101,18 @@ class Sessions:
     async def _session(self, worker: int, share: Share) -> int:
         """How many of the share's prompts have an output; the others are handed on."""
         async with AsyncExitStack() as stack:
+            begun_s = self._clock()
             try:
-                model = await stack.enter_async_context(self._workers.session(worker, share.model))
+                model, load = await stack.enter_async_context(self._workers.session(worker, share.model))
             except (EngineError, ConfigError, OSError) as error:
                 taken = self._queues.not_loaded(worker, share)
                 self._report(worker, share.model, share.prompts, str(error), taken)
                 return 0
-            self._on_progress(f"worker {worker}: {share.model} answers {len(share.prompts)} prompts")
+            load_s = self._clock() - begun_s
+            self._on_load(load, load_s)
+            self._on_progress(
+                f"worker {worker}: {share.model} answers {len(share.prompts)} prompts ({load} in {load_s:.1f} s)"
+            )
             left, failure = await self._answer(model, self._queues[worker], share)
         done = len(share.prompts) - len(left)
         if done:
@@ -196,6 +205,39 @@ async def _round(
     return failed
 
 
+async def load_on_all(
+    model: str,
+    workers: Workers,
+    count: int,
+    clock: Clock,
+    use: Callable[[int, ServedModel], Awaitable[None]] | None = None,
+) -> tuple[float, Load]:
+    """Load the model on `count` workers at the same time, and `use` it there.
+
+    Returns the mean of the seconds of a load and its end, and the dearest kind of load among them. Raises EngineError.
+    """
+    loads_s: list[float] = []
+    kinds: list[Load] = []
+
+    async def on(worker: int) -> None:
+        begun_s = clock()
+        async with workers.session(worker, model) as (loaded, kind):
+            load_s = clock() - begun_s
+            if use is not None:
+                await use(worker, loaded)
+            begun_s = clock()
+        loads_s.append(load_s + clock() - begun_s)
+        kinds.append(kind)
+
+    async def on_all() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for worker in range(count):
+                tasks.create_task(on(worker))
+
+    await ungrouped(on_all())
+    return sum(loads_s) / count, min(kinds, key=get_args(Load).index)
+
+
 async def profiled(
     model: str,
     prompts: Sequence[Prompt],
@@ -204,8 +246,8 @@ async def profiled(
     count: int,
     concurrency: int,
     clock: Clock,
-) -> tuple[ModelProfile, list[Output]]:
-    """The model's profile from sessions of all `sizes` on all of `count` workers, and what it wrote.
+) -> tuple[ModelProfile, list[Output], Load]:
+    """The model's profile from sessions of all `sizes` on all of `count` workers, what it wrote, and how it was loaded.
 
     All workers begin each size at the same time: in a batch all of them are busy, too. As there, a session has at most
     `concurrency` prompts with the engine at the same time. Every prompt is asked once: an engine would remember one
@@ -214,31 +256,21 @@ async def profiled(
     """
     _require_enough(sizes, count, len(prompts))
     runs: list[SessionRun] = []
-    loads_s: list[float] = []
     outputs: list[Output] = []
     together = asyncio.Barrier(count)
 
-    async def time(worker: int, left: Sequence[Prompt]) -> None:
-        begun_s = clock()
-        async with workers.session(worker, model) as loaded:
-            load_s = clock() - begun_s
-            for size in sizes:
-                await together.wait()
-                run, written = await _timed(loaded, left[:size], concurrency, clock)
-                runs.append(run)
-                outputs.extend(written)
-                left = left[size:]
+    async def time(worker: int, loaded: ServedModel) -> None:
+        left = prompts[worker * sum(sizes) :]
+        for size in sizes:
             await together.wait()
-            begun_s = clock()
-        loads_s.append(load_s + clock() - begun_s)
+            run, written = await _timed(loaded, left[:size], concurrency, clock)
+            runs.append(run)
+            outputs.extend(written)
+            left = left[size:]
+        await together.wait()
 
-    async def time_all() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for worker in range(count):
-                tasks.create_task(time(worker, prompts[worker * sum(sizes) :]))
-
-    await ungrouped(time_all())
-    return profile_of(runs, sum(loads_s) / count), outputs
+    load_s, kind = await load_on_all(model, workers, count, clock, time)
+    return profile_of(runs, load_s), outputs, kind
 
 
 def _require_enough(sizes: Sequence[int], count: int, prompts: int) -> None:

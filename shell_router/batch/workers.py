@@ -1,4 +1,4 @@
-"""The workers of a pool: each starts an engine with one model, and stops it before the next.
+"""The workers of a pool: each has an engine with one model, and swaps the next model's weights in or starts another.
 
 On a Ray cluster each is an actor, which starts engines on its node and says where they are. The router asks those
 engines over HTTP, as any others.
@@ -10,12 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock, current_thread, main_thread
 from typing import Any
 
+import orjson
 from yarl import URL
 
 from shell_router.app.launching import launched_engines
@@ -23,12 +25,16 @@ from shell_router.app.model_files import named
 from shell_router.app.models import RunningModel, adapted_models, running_models
 from shell_router.app.wings import EngineKind
 from shell_router.batch.pool import Pool, PoolWorker, RaySettings
+from shell_router.batch.profile import Load
 from shell_router.batch.sessions import Workers
 from shell_router.config import AdaptersSection, Config, ModelSettings, PairLaunch, PairSettings
 from shell_router.core.engine import ServedModel
 from shell_router.engines.address import PairAddress
+from shell_router.engines.server_client import ServerClient
+from shell_router.engines.weight_swapping import obstacle_to_swap, swap_weights
 from shell_router.errors import ConfigError, EngineError, EngineStalled, EngineUnreachable
 from shell_router.launching.plan import plan
+from shell_router.launching.supervisor import Engines
 from shell_router.standins.embedded.kind import LOOPBACK, Embedded
 from shell_router.standins.embedded.servers import Spawner
 
@@ -50,63 +56,129 @@ async def pool_workers(pool: Pool, folder: Path) -> AsyncIterator[Workers]:
             finally:
                 await workers.stop()
     else:
-        async with Spawner() as spawner:
+        async with Spawner() as spawner, aclosing(PoolWorkers(pool, folder, spawner)) as here:
             if any(worker.embedded for worker in pool.workers):
                 await spawner.launch()  # here, so that the first session is no dearer than the others
-            yield PoolWorkers(pool, folder, spawner)
+            yield here
 
 
-@dataclass(frozen=True, slots=True)
 class PoolWorkers:
     """See `batch.sessions.Workers`. `pool_workers` makes it."""
 
-    pool: Pool
-    folder: Path
-    spawner: Spawner
+    def __init__(self, pool: Pool, folder: Path, spawner: Spawner) -> None:
+        self._pool = pool
+        self._workers = [
+            LocalWorker(pool, place, folder / f"worker-{number}", spawner) for number, place in enumerate(pool.workers)
+        ]
 
     @asynccontextmanager
-    async def session(self, worker: int, model: str) -> AsyncIterator[ServedModel]:
+    async def session(self, worker: int, model: str) -> AsyncIterator[tuple[ServedModel, Load]]:
         """See `Workers`."""
-        place, logs = self.pool.workers[worker], self.folder / f"worker-{worker}"
-        async with running_session(self.pool, place, model, logs, self.spawner) as running:
-            served, adapter = running.served, self.pool.models[model].adapter
-            if adapter is None:
-                yield served
-            else:  # as its adapter has it, under the name that the pool gives it
+        async with self._workers[worker].session(model) as (running, load):
+            served, adapter = running.served, self._pool.models[model].adapter
+            if adapter is not None:  # as its adapter has it, under the name that the pool gives it
                 assert running.pool is not None
                 adapted, _ = adapted_models(served, running.pool)[named(served.alias, adapter.name)]
-                yield replace(adapted, alias=served.alias)
+                served = replace(adapted, alias=served.alias)
+            yield served, load
+
+    async def aclose(self) -> None:
+        """Stop the engines that are up."""
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
 
 
-@asynccontextmanager
-async def running_session(
-    pool: Pool, place: PoolWorker, model: str, logs: Path, spawner: Spawner, host: str = LOOPBACK
-) -> AsyncIterator[RunningModel]:
-    """The pool's `model`, loaded on the worker `place` of this machine, whose embedded servers listen on `host`.
+class LocalWorker:
+    """A worker of this machine, whose embedded servers listen on `host`; sessions are opened one after the other.
 
-    Raises ConfigError and EngineError.
+    An SGLang pair stays up after a session. It takes the next model's weights if that needs nothing else, and is
+    started anew otherwise, or if a request failed by its fault. An embedded pair is forked for each session.
     """
-    config = _config(pool, place, model)
-    async with AsyncExitStack() as stack:
-        if place.pair is not None:
-            launched = plan(config, folder=logs, python=sys.executable)
-            await stack.enter_async_context(launched_engines(launched))
-        kinds: Mapping[str, EngineKind] = {} if place.embedded is None else {"embedded": Embedded(spawner, host)}
-        models = await stack.enter_async_context(running_models(config, log.info, kinds))
-        yield models[model]
+
+    def __init__(self, pool: Pool, place: PoolWorker, logs: Path, spawner: Spawner, host: str = LOOPBACK) -> None:
+        self._pool = pool
+        self._place = place
+        self._logs = logs
+        self._kinds: Mapping[str, EngineKind] = {"embedded": Embedded(spawner, host)} if place.embedded else {}
+        self._stack = AsyncExitStack()
+        self._engines: Engines | None = None
+        self._started: ModelSettings | None = None
+        self._holds: Path | None = None
+        """The weights in the engine that is up; None where a swap did not end well."""
+
+    @asynccontextmanager
+    async def session(self, model: str) -> AsyncIterator[tuple[RunningModel, Load]]:
+        """The pool's `model`, loaded. Raises ConfigError and EngineError."""
+        config = _config(self._pool, self._place, model)
+        obstacle = await self._obstacle(config.models[model])
+        async with AsyncExitStack() as stack:
+            load: Load = "model kept" if self._holds == config.models[model].path else "weights swapped"
+            try:
+                running = None if obstacle else await self._swapped(config, model, stack)
+            except EngineError as error:
+                obstacle, running = str(error), None
+                await stack.aclose()
+            if running is None:
+                log.info("%s: an engine is started, as %s", model, obstacle)
+                await self._start(config, model)
+                running, load = await self._connected(config, model, stack), "engine started"
+            try:
+                yield running, load
+            finally:
+                if running.pool is not None and any(server.failures for server in running.pool.servers):
+                    log.warning("%s: the engine failed requests and is not used again", model)
+                    await self.stop()
+
+    async def stop(self) -> None:
+        """Stop the engine that is up, if one is."""
+        self._engines = self._started = self._holds = None
+        await self._stack.aclose()
+
+    async def _obstacle(self, wanted: ModelSettings) -> str:
+        """Why an engine has to be started for `wanted`; empty where the one that is up may serve it."""
+        if self._engines is None or self._started is None or not all(one.running for one in self._engines.processes):
+            return "none is up"
+        if self._holds is None or replace(wanted, path=self._started.path) != self._started:
+            return "the one that is up has other settings"
+        return await asyncio.to_thread(obstacle_to_swap, self._started.path, wanted.path)
+
+    async def _start(self, config: Config, model: str) -> None:
+        await self.stop()
+        if self._place.pair is not None:
+            launched = plan(config, folder=self._logs, python=sys.executable)
+            self._engines = await self._stack.enter_async_context(launched_engines(launched))
+            self._started, self._holds = config.models[model], config.models[model].path
+
+    async def _connected(self, config: Config, model: str, stack: AsyncExitStack) -> RunningModel:
+        return (await stack.enter_async_context(running_models(config, log.info, self._kinds)))[model]
+
+    async def _swapped(self, config: Config, model: str, stack: AsyncExitStack) -> RunningModel:
+        """The model on the engine that is up, with its weights. Raises EngineError."""
+        running, folder = await self._connected(config, model, stack), config.models[model].path
+        assert running.pool is not None
+        if self._holds != folder:
+            self._holds = None  # unless all servers have them
+            swaps = (swap_weights(one.name, partial(self._post, one), folder) for one in running.pool.servers)
+            if failed := [one for one in await asyncio.gather(*swaps, return_exceptions=True) if one]:
+                raise failed[0]
+            self._holds = folder
+        return running
+
+    async def _post(self, server: ServerClient, path: str, body: dict[str, Any]) -> bytes:
+        return await server.post(path[1:], orjson.dumps(body), limit_s=self._pool.limits.engine_start_s)
 
 
 def _config(pool: Pool, place: PoolWorker, model: str) -> Config:
     wanted = pool.models[model]
     pairs = () if place.pair is None else (place.pair,)
     settings = ModelSettings(
-        wanted.path,
+        wanted.path.resolve(),
         engine={} if place.embedded is None else {"embedded": place.embedded},
         pairs=pairs,
         context_length=wanted.context_length,
         adapters=None if wanted.adapter is None else AdaptersSection(wanted.adapter.parent, max_loaded_adapters=1),
     )
-    return Config({model: settings}, limits=pool.limits, launch=pool.launch)
+    # an engine that started by itself again would have the weights of its first model
+    return Config({model: settings}, limits=pool.limits, launch=replace(pool.launch, restart_limit=0))
 
 
 CONNECT_LIMIT_S = 5.0
@@ -235,26 +307,28 @@ class NodeWorker:
         self._node = node
         self._host = ""
         self._spawner = Spawner()
-        self._stack = AsyncExitStack()
+        self._worker: LocalWorker | None = None
         self._session: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Get ready for sessions; gives the node's address."""
         self._host, gpus = self._node()
         self._place = on_node(self._place, self._host, gpus)
-        await self._stack.enter_async_context(self._spawner)
         if self._place.embedded is not None:
             await self._spawner.launch()
+        self._worker = LocalWorker(self._pool, self._place, self._folder, self._spawner, self._host)
         return self._host
 
     async def stop(self) -> None:
         """End the session, and all else that `start` started."""
         await self.close()
-        await self._stack.aclose()
+        if self._worker is not None:
+            await self._worker.stop()
+        await self._spawner.stop()
 
-    async def open(self, model: str) -> PairAddress:
+    async def open(self, model: str) -> tuple[PairAddress, Load]:
         """Load `model`; gives where it serves until `close`. Raises EngineError, which Ray passes to the router."""
-        opened: asyncio.Future[PairAddress] = asyncio.get_running_loop().create_future()
+        opened: asyncio.Future[tuple[PairAddress, Load]] = asyncio.get_running_loop().create_future()
         self._session = asyncio.create_task(self._hold(model, opened), name=f"session of {model}")
         self._session.add_done_callback(lambda _: opened.cancel())  # it may be closed before it has begun
         return await opened
@@ -266,14 +340,13 @@ class NodeWorker:
             session.cancel()
             await asyncio.wait([session])
 
-    async def _hold(self, model: str, opened: asyncio.Future[PairAddress]) -> None:
+    async def _hold(self, model: str, opened: asyncio.Future[tuple[PairAddress, Load]]) -> None:
         """One task enters and leaves the session, as task groups in it demand."""
         try:
-            async with running_session(
-                self._pool, self._place, model, self._folder, self._spawner, self._host
-            ) as running:
+            assert self._worker is not None
+            async with self._worker.session(model) as (running, load):
                 assert running.pool is not None
-                opened.set_result(running.pool.addresses[0])
+                opened.set_result((running.pool.addresses[0], load))
                 await asyncio.Event().wait()  # until `close` cancels this
         except Exception as error:
             if opened.done():
@@ -325,18 +398,18 @@ class RayWorkers:
                 tasks.create_task(self._stop(placed))
 
     @asynccontextmanager
-    async def session(self, worker: int, model: str) -> AsyncIterator[ServedModel]:
+    async def session(self, worker: int, model: str) -> AsyncIterator[tuple[ServedModel, Load]]:
         """See `Workers`. A worker whose node was lost is placed again, if it fits elsewhere."""
         placed = self.placed.get(worker) or await self._start(worker)
         try:
             # engines, and then whether they serve, have the limit each
             limit_s = 2 * self.pool.limits.engine_start_s + CLOSE_LIMIT_S
-            address = await self._answer(placed, placed.actor.open.remote(model), limit_s)
+            address, load = await self._answer(placed, placed.actor.open.remote(model), limit_s)
             wanted = self.pool.models[model]
             pair = PairSettings(address.prefill_url, address.decode_url, address.bootstrap_port, address.bootstrap_host)
             settings = ModelSettings(wanted.path, pairs=(pair,), context_length=wanted.context_length)
             async with running_models(Config({model: settings}, limits=self.pool.limits), log.info) as models:
-                yield models[model].served
+                yield models[model].served, load
         finally:
             await self._close(placed)
 

@@ -53,6 +53,9 @@ async def keep_running(
     while True:
         how = await ended()
         delay_s = policy.next_delay_s(restarted_s, clock())
+        if not policy.limit:
+            log.warning("%s", how)
+            return
         if delay_s is None:
             log.error(
                 "%s It ended too often and is left down; requests that need it fail. Its log says why "

@@ -1,13 +1,39 @@
 """A server of the embedded pair, by SGLang's command line: `python embedded_as_sglang.py --model-path FOLDER ...`."""
 
 import argparse
+import asyncio
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
+from aiohttp import web
+
+from shell_router.standins.embedded.app import EngineApp
+from shell_router.standins.embedded.model import load_causal_lm
+from shell_router.standins.embedded.prefill import KvCache, PrefillService
 from shell_router.standins.embedded.settings import MODES, EmbeddedSettings, ServerSettings
 from shell_router.standins.embedded.spawner import run_server
+
+
+class SwappingApp(EngineApp):
+    """Takes the weights of other checkpoints of the same shapes, too. As in SGLang, nothing else changes."""
+
+    def application(self) -> web.Application:
+        app = super().application()
+        app.router.add_post("/update_weights_from_disk", self._update_weights)
+        return app
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        """All of it runs while nothing is in work and no request is taken: it holds up the event loop."""
+        folder = (await request.json())["model_path"]
+        while len(self.service.inflight):  # noqa: ASYNC110 # as SGLang, which waits for its requests
+            await asyncio.sleep(0.01)
+        other = load_causal_lm(replace(self.settings.pair, model_path=folder))
+        self.lm.network.load_state_dict(other.network.state_dict())
+        if isinstance(self.service, PrefillService):
+            self.service._worker.cache = KvCache(self.settings.pair.max_total_tokens)
+        return web.json_response({"success": True})
 
 
 def server_settings(arguments: Sequence[str]) -> ServerSettings:
@@ -33,7 +59,11 @@ def server_settings(arguments: Sequence[str]) -> ServerSettings:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    run_server(server_settings(sys.argv[1:]), lambda taken: logging.info("%s listens on %d", taken.mode, taken.port))
+    run_server(
+        server_settings(sys.argv[1:]),
+        lambda taken: logging.info("%s listens on %d", taken.mode, taken.port),
+        SwappingApp,
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from shell_router.batch.profile import Load
 from shell_router.core.engine import Generation, ServedModel
 from shell_router.errors import EngineError, EngineUnreachable
 from tests.fakes.moa import WordTokenizer
@@ -23,6 +24,11 @@ def echo(model: str, text: str) -> Script:
 def never(*_names: object) -> bool:
     """Nothing of the kind happens."""
     return False
+
+
+def started(_worker: int, _model: str) -> Load:
+    """Every load starts an engine."""
+    return "engine started"
 
 
 async def soon(_worker: int, _model: str) -> None:
@@ -45,6 +51,7 @@ class ScriptedWorkers:
     pace: Callable[[str, int], Awaitable[None]] = at_once
     load: Callable[[int, str], Awaitable[None]] = soon
     context_length: int = 4096
+    kind: Callable[[int, str], Load] = started
     open: dict[int, str] = field(default_factory=dict)
     loads: list[tuple[int, str]] = field(default_factory=list)
     """Worker and model of every session, failed ones included, in the order in which they began."""
@@ -54,7 +61,7 @@ class ScriptedWorkers:
     """The most prompts that one engine had at the same time."""
 
     @asynccontextmanager
-    async def session(self, worker: int, model: str) -> AsyncIterator[ServedModel]:
+    async def session(self, worker: int, model: str) -> AsyncIterator[tuple[ServedModel, Load]]:
         """See `batch.Workers`."""
         assert worker not in self.open, f"worker {worker} holds {self.open[worker]} and is given {model}"
         self.open[worker] = model
@@ -64,7 +71,8 @@ class ScriptedWorkers:
             if self.unloadable(worker, model):
                 raise EngineUnreachable(f"{model} did not load on worker {worker}")
             tokenizer = WordTokenizer()
-            yield ServedModel(model, _Mortal(self, model, tokenizer).engine, tokenizer, self.context_length)
+            served = ServedModel(model, _Mortal(self, model, tokenizer).engine, tokenizer, self.context_length)
+            yield served, self.kind(worker, model)
             await asyncio.sleep(0)  # unloading takes its time, too
         finally:
             del self.open[worker]

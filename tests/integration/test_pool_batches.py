@@ -1,10 +1,12 @@
 """Batches of the official client whose lines name a pool, answered by real models on embedded workers."""
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import orjson
 import pytest
@@ -69,6 +71,9 @@ async def test_lines_that_name_a_pool_are_answered_by_its_experts_and_the_others
             line("online", asked[0]["question"], model="small", max_tokens=64),
             line("hot", asked[0]["question"], model="panel", temperature=1.0),
         )
+        async with aiohttp.ClientSession() as session, session.get(str(ai.base_url.join("/metrics"))) as answer:
+            metrics = await answer.text()
+    assert re.search(r'pool_load_seconds_count\{kind="engine started"\} [1-9]', metrics)
     assert set(done) == {*map(str, range(12)), "online"}
     assert "temperature" in refused["hot"]["error"]["message"]
     right = [

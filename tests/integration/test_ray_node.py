@@ -42,14 +42,15 @@ async def serves(address: PairAddress) -> bool:
 
 @pytest.mark.slow
 async def test_one_model_after_the_other_serves_at_the_address_of_the_node(worker: NodeWorker) -> None:
-    first = await worker.open("small")
+    first, load = await worker.open("small")
+    assert load == "engine started"
     assert first.prefill_url.startswith(f"http://{HOST}:")
     assert first.decode_url.startswith(f"http://{HOST}:")
     assert first.bootstrap_host == HOST
     assert await serves(first)
     await worker.close()
     assert not await serves(first)
-    second = await worker.open("medium")
+    second, _ = await worker.open("medium")
     assert await serves(second)
     await worker.close()
     assert not await serves(second)
@@ -60,7 +61,8 @@ async def test_a_folder_that_the_node_has_not_is_an_error_that_names_both(worker
     with pytest.raises(EngineError, match=rf"On the node {HOST}: .*there is no folder .*/absent"):
         await worker.open("absent")
     await worker.close()
-    assert await serves(await worker.open("small"))
+    address, _ = await worker.open("small")
+    assert await serves(address)
 
 
 @pytest.mark.slow
@@ -70,4 +72,5 @@ async def test_a_session_that_is_closed_while_it_begins_leaves_no_engine(worker:
     await worker.close()
     with pytest.raises(asyncio.CancelledError):
         await opening
-    assert await serves(await worker.open("small"))
+    address, _ = await worker.open("small")
+    assert await serves(address)

@@ -1,5 +1,7 @@
 """`shell-router batch run` on two real SGLang workers, which are started with one model after the other."""
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +9,12 @@ import orjson
 import pytest
 import yaml
 
+from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.pair import free_ports
-from shell_router.batch.pool import load_pool
+from shell_router.batch.pool import PoolModel, load_pool
+from shell_router.batch.profile import Load
+from shell_router.batch.prompts import Prompt, answered
+from shell_router.batch.workers import pool_workers
 from tests.fakes.command import running_command, survivors
 from tests.fakes.pools import ROOT, write_costs, write_questions
 
@@ -16,6 +22,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 
 POOL = ROOT / "configs/pools/word-problems-sglang-cpu.yaml"
 LIMIT_S = 900.0
+GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+PROMPT = Prompt("q", "proposer", "", [{"role": "user", "content": "Why is the river silver?"}], GREEDY)
 
 
 def shipped_pool(folder: Path) -> Path:
@@ -52,3 +60,23 @@ async def test_a_batch_is_planned_run_and_gated_and_leaves_no_engine(tmp_path: P
     assert {one["by"] for one in results(out)} == {"proposers", "aggregator"}
     assert all(len(one["proposals"]) == 2 and not one["error"] for one in results(out))
     assert sum(one["right"] for one in results(out)) >= 8
+
+
+async def test_an_engine_stays_up_for_a_model_of_the_same_shape_which_answers_as_it_does_alone(tmp_path: Path) -> None:
+    pool = load_pool(shipped_pool(tmp_path))
+    for seed, name in enumerate("ab"):
+        make_checkpoint(tmp_path / name, seed=seed, context_length=2048)
+    pool = replace(pool, models={name: PoolModel(tmp_path / name) for name in "ab"}, proposers=(), aggregate=None)
+    loads_s: list[tuple[Load, float]] = []
+    texts: list[str] = []
+    for names in ("aba", "b"):
+        async with pool_workers(pool, tmp_path / "logs") as workers:
+            for name in names:
+                begun_s = time.monotonic()
+                async with workers.session(0, name) as (model, load):
+                    loads_s.append((load, time.monotonic() - begun_s))
+                    texts.append((await answered(model, PROMPT)).text)
+    print("; ".join(f"{load} in {load_s:.1f} s" for load, load_s in loads_s))
+    assert [load for load, _ in loads_s] == ["engine started", "weights swapped", "weights swapped", "engine started"]
+    assert texts[0] == texts[2] != texts[1] == texts[3]
+    assert loads_s[1][1] < loads_s[0][1] / 2

@@ -19,11 +19,13 @@ from shell_router.app.topologies import load_topologies
 from shell_router.batch.api.lines import BatchLine, Keep, LineResult
 from shell_router.batch.pool import Pool, load_pool
 from shell_router.batch.pool_run import run_pool
+from shell_router.batch.profile import Load
 from shell_router.batch.questions import Question, Questions
 from shell_router.batch.results import Result
 from shell_router.batch.run import Follow, plan_apart
 from shell_router.config import Config
 from shell_router.errors import ConfigError, EngineError, InvalidField, ShellRouterError
+from shell_router.telemetry.metrics import Metrics
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 """An engine that died is started again, and loads its model, within about two minutes."""
@@ -151,7 +153,7 @@ class PoolLines:
         folder = self.folder / f"{self.name}-{questions.fingerprint[:16]}"
         log.info("pool %s: %d lines of a batch", self.name, len(asked))
         try:
-            done = await run_pool(self.pool, questions, folder, plan_apart, Follow())
+            done = await run_pool(self.pool, questions, folder, plan_apart, _Measured(self.services.metrics))
         except ShellRouterError as error:
             log.error("pool %s: %s", self.name, error)
             for line in asked.values():
@@ -182,6 +184,16 @@ class PoolLines:
             },
             "pool": {"by": result.by, "confidence": result.confidence, "error": result.error or None},
         }
+
+
+class _Measured(Follow):
+    """Follows a run by metrics and the log."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def on_load(self, load: Load, seconds: float) -> None:
+        self._metrics.pool_loads.labels(load).observe(seconds)
 
 
 def _question(line: BatchLine) -> Question:

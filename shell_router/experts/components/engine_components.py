@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,23 +23,22 @@ from shell_router.app.models import SGLANG_BATCH_SIZE, address_of, running_pairs
 from shell_router.app.topologies import load_topologies
 from shell_router.app.wings import EngineKind, Progress, StartedEngine
 from shell_router.config import AutoSettings, Config, ModelSettings
-from shell_router.core.engine import Engine, Finish, Generation, Prefilled, Tokens, error_message
+from shell_router.core.engine import Engine, Finish, Generation, Prefilled, Tokens
 from shell_router.engines.adapter_leases import AdapterLeases, Loader
 from shell_router.engines.http_client import TaskOwner
 from shell_router.engines.sglang import SglangPair
+from shell_router.engines.weight_swapping import TensorShape, read_tensors, swap_weights
 from shell_router.errors import (
     AdapterMissing,
     ConfigError,
     EngineError,
-    EngineStalled,
     EngineUnavailable,
     ModelFailed,
 )
-from shell_router.experts.components.checkpoints import TensorShape, read_tensors
 from shell_router.experts.components.memory import Resident, queue_aware
 from shell_router.experts.components.policies import by_probability
 from shell_router.experts.components.values import Component
-from shell_router.experts.server_control import OK, ServerControl
+from shell_router.experts.server_control import ServerControl
 from shell_router.routing.adapter_cache import LoadedAdapter
 from shell_router.standins.embedded.kind import Embedded
 from shell_router.standins.embedded.servers import Spawner
@@ -46,9 +46,6 @@ from shell_router.standins.embedded.settings import EmbeddedSection
 from shell_router.topology import Graph
 
 log = logging.getLogger(__name__)
-
-NOT_FLUSHED = "cache was not flushed"
-FLUSH_LIMIT_S, FLUSH_EVERY_S = 10.0, 0.05
 
 
 class WeightServer(ServerControl):
@@ -59,28 +56,8 @@ class WeightServer(ServerControl):
         return Path(orjson.loads(await self.done("GET", "/model_info"))["model_path"])
 
     async def swap(self, folder: Path) -> None:
-        """Replace the weights by those of `folder`, and drop all KV that was computed with those before.
-
-        It waits for requests that run. Some of a pair's end a moment after they were answered, and a server does not
-        drop its KV before: it is asked again then.
-        """
-        wanted = {"model_path": str(folder), "flush_cache": True}
-        status, body = await self.asked("POST", "/update_weights_from_disk", wanted)
-        if status == OK or NOT_FLUSHED not in error_message(body):
-            self.checked(status, body)
-            return
-        try:
-            async with asyncio.timeout(FLUSH_LIMIT_S):
-                while True:
-                    status, _ = await self.asked("POST", "/flush_cache")
-                    if status == OK:
-                        return
-                    await asyncio.sleep(FLUSH_EVERY_S)
-        except TimeoutError:
-            raise EngineStalled(
-                f"The {self.name} did not drop its KV within {FLUSH_LIMIT_S:g} s.",
-                remedy="Send no other requests to an engine whose weights are swapped.",
-            ) from None
+        """See `swap_weights`."""
+        await swap_weights(self.name, partial(self.done, "POST"), folder)
 
 
 class Places(Loader, Protocol):

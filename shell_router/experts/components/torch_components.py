@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
 
+from shell_router.engines.weight_swapping import read_header
 from shell_router.errors import ConfigError
 from shell_router.experts.components import ComponentPool, Policies
-from shell_router.experts.components.checkpoints import read_header
 from shell_router.experts.components.executor import Watch
 from shell_router.experts.components.pool import Route, follow_chain, ignore
 from shell_router.experts.components.pool_file import ComponentPoolFile, read_profiled_pool

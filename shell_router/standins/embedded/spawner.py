@@ -53,8 +53,10 @@ TERM_LIMIT_S = 5.0
 PR_SET_NAME = 15
 
 
-def run_server(settings: ServerSettings, on_listening: Callable[[ServerSettings], None]) -> None:
-    """Load the model and serve until SIGTERM or SIGINT. Blocks; call in a process of its own.
+def run_server(
+    settings: ServerSettings, on_listening: Callable[[ServerSettings], None], app: type[EngineApp] = EngineApp
+) -> None:
+    """Load the model and serve `app` until SIGTERM or SIGINT. Blocks; call in a process of its own.
 
     `on_listening` gets the settings with the ports that were really taken.
     """
@@ -62,7 +64,7 @@ def run_server(settings: ServerSettings, on_listening: Callable[[ServerSettings]
         _stay_on(settings.pair.cores)
     torch.set_num_threads(settings.pair.threads)
     lm = load_causal_lm(settings.pair)
-    uvloop.run(_serve(settings, lm, on_listening))
+    uvloop.run(_serve(settings, lm, on_listening, app))
 
 
 def _stay_on(cores: Collection[int]) -> None:
@@ -78,7 +80,9 @@ def _stay_on(cores: Collection[int]) -> None:
     os.sched_setaffinity(0, cores)
 
 
-async def _serve(settings: ServerSettings, lm: CausalLm, on_listening: Callable[[ServerSettings], None]) -> None:
+async def _serve(
+    settings: ServerSettings, lm: CausalLm, on_listening: Callable[[ServerSettings], None], app: type[EngineApp]
+) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -101,7 +105,7 @@ async def _serve(settings: ServerSettings, lm: CausalLm, on_listening: Callable[
         stack.push_async_callback(service.stop)
         listener = stack.enter_context(socket.create_server((pair.host, settings.port), backlog=512))
         taken = replace(settings, port=listener.getsockname()[1], bootstrap_port=bootstrap_port)
-        async with _site(EngineApp(taken, lm, service, Grammars(lm)).application(), listener):
+        async with _site(app(taken, lm, service, Grammars(lm)).application(), listener):
             on_listening(taken)
             await stopped.wait()
             service.inflight.abort_all()

@@ -1,7 +1,7 @@
 """`shell-router batch profile` and `run`: what they refuse, and what needs no engine."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -212,7 +212,8 @@ def test_the_screen_shows_names_as_they_are_and_counts_outputs() -> None:
     work = Workload((proposer,), 1, 1)
     stage = Stage("proposer", Plan("ilp", sessions_of(work, [{"c[/x]": 2}]), 0.0))
     queues = WorkerQueues((proposer,), {"c[/x]": []}, stage.plan, 1)
-    sessions = Sessions(queues, ScriptedWorkers(), lambda _: None, lambda _: None, concurrency=1, clock=lambda: 0.0)
+    ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+    sessions = Sessions(queues, ScriptedWorkers(), ignore, ignore, ignore, concurrency=1, clock=lambda: 0.0)
     with on_screen(console) as follow:
         follow.on_stage(stage, sessions)
         follow.on_progress("worker 0: c[/x] answers 2 prompts")

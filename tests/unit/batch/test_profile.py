@@ -1,14 +1,23 @@
 import asyncio
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from shell_router.batch.pool import Sampling
-from shell_router.batch.profile import ModelProfile, PoolProfile, SessionRun, profile_of
+from shell_router.batch.profile import (
+    Load,
+    ModelProfile,
+    PoolProfile,
+    SessionRun,
+    at_their_dearest,
+    profile_of,
+    with_starts,
+)
 from shell_router.batch.prompts import Prompt
-from shell_router.batch.sessions import profiled
+from shell_router.batch.sessions import load_on_all, profiled
 from shell_router.config.read import read_file
 from shell_router.config.write import plain
 from shell_router.errors import ConfigError, EngineError, EngineRejected
@@ -29,11 +38,15 @@ def prompts(number: int) -> list[Prompt]:
 
 def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "costs.yaml"
-    for profile in (PoolProfile({"a": MODEL, "7": profile_of(RUNS[:2], 1.0)}, MODEL), PoolProfile({"a": MODEL})):
+    for profile in (
+        PoolProfile({"a": MODEL, "7": profile_of(RUNS[:2], 1.0)}, MODEL),
+        PoolProfile({"a": MODEL}, None, 40.5, 2.5),
+    ):
         file.write_text(yaml.safe_dump(plain(asdict(profile)), sort_keys=False), encoding="utf-8")
         found, _ = read_file(file, PoolProfile)
         assert found.models["a"] == MODEL
         assert found.aggregator == profile.aggregator
+        assert (found.first_s, found.together_s) == (profile.first_s, profile.together_s)
         assert found.models.keys() == profile.models.keys()
 
 
@@ -89,7 +102,7 @@ class Timed:
 
 async def test_each_worker_runs_each_size_and_no_prompt_is_asked_twice() -> None:
     timed = Timed()
-    found, outputs = await profiled("a", prompts(20), (2, 4), timed.workers, 2, 2, timed.timers.clock)
+    found, outputs, _ = await profiled("a", prompts(20), (2, 4), timed.workers, 2, 2, timed.timers.clock)
     assert sorted(one.prompts for one in found.runs) == [2, 2, 4, 4]
     assert sorted(text for _, text in timed.workers.asked) == sorted(f"Q{n}" for n in range(12))
     assert sorted(int(one.question) for one in outputs) == list(range(12))
@@ -101,7 +114,7 @@ async def test_each_worker_runs_each_size_and_no_prompt_is_asked_twice() -> None
 
 async def test_all_workers_begin_a_size_together_when_all_have_loaded() -> None:
     timed = Timed()
-    found, _ = await profiled("a", prompts(6), (1, 2), timed.workers, 2, 1, timed.timers.clock)
+    found, _, _ = await profiled("a", prompts(6), (1, 2), timed.workers, 2, 1, timed.timers.clock)
     by_size = {size: [one.seconds for one in found.runs if one.prompts == size] for size in (1, 2)}
     # both are busy at the same time: each sees the clock that the other steps, too
     assert sum(by_size[1]) >= 2 * 1 + 1
@@ -112,7 +125,7 @@ async def test_all_workers_begin_a_size_together_when_all_have_loaded() -> None:
 
 async def test_loads_are_timed_apart_from_sessions() -> None:
     timed = Timed()
-    found, _ = await profiled("a", prompts(3), (1, 2), timed.workers, 1, 1, timed.timers.clock)
+    found, _, _ = await profiled("a", prompts(3), (1, 2), timed.workers, 1, 1, timed.timers.clock)
     assert found.load_s == 6
     assert [one.seconds for one in found.runs] == [1, 2]
 
@@ -149,3 +162,34 @@ async def test_a_prompt_that_is_not_answered_ends_the_profile_with_its_error(sta
     with pytest.raises(EngineError, match="not this one"):
         await profiled("a", prompts(12), (2, 4), timed.workers, 2, 2, timed.timers.clock)
     assert not timed.workers.open
+
+
+STARTED, SWAPPED, KEPT = get_args(Load)
+
+
+def test_of_models_of_one_shape_loads_are_swaps_and_the_first_of_a_worker_starts_its_engine_too() -> None:
+    models = {"a": replace(MODEL, load_s=2.0), "b": replace(MODEL, load_s=4.0)}
+    found = with_starts(PoolProfile(models, MODEL), alone_s=43.0, together_s=73.0, workers=4)
+    assert (found.first_s, found.together_s) == (40.0, 10.0)
+    assert (found.models, found.aggregator) == (models, MODEL)
+    alone = with_starts(PoolProfile(models), alone_s=43.0, together_s=43.0, workers=1)
+    assert (alone.first_s, alone.together_s) == (40.0, 0.0)
+    faster = with_starts(PoolProfile(models), alone_s=1.0, together_s=0.5, workers=2)
+    assert (faster.first_s, faster.together_s) == (0.0, 0.0), "no figure is negative"
+
+
+def test_of_models_of_several_shapes_each_load_may_be_a_start() -> None:
+    loads = [(60.0, STARTED), (2.0, SWAPPED), (90.0, STARTED), (3.0, SWAPPED), (1.0, KEPT)]
+    found = at_their_dearest([(replace(MODEL, load_s=load_s), load) for load_s, load in loads])
+    assert [one.load_s for one in found] == [60.0, 60.0, 90.0, 90.0, 90.0]
+
+
+async def test_a_load_that_starts_an_engine_on_any_worker_counts_as_a_start() -> None:
+    timed = Timed()
+    timed.workers.kind = lambda worker, _: SWAPPED if worker else KEPT
+    _, load = await load_on_all("a", timed.workers, 2, timed.timers.clock)
+    assert load == SWAPPED
+    timed.workers.kind = lambda worker, _: SWAPPED if worker else STARTED
+    _, _, load = await profiled("a", prompts(12), (2, 4), timed.workers, 2, 2, timed.timers.clock)
+    assert load == STARTED
+    assert await load_on_all("a", timed.workers, 1, timed.timers.clock) == (6.0, STARTED)

@@ -99,6 +99,17 @@ class Started(Follow):
         return finished
 
 
+async def test_the_plan_counts_the_start_of_a_workers_engine_once_and_the_aggregators_has_it_up(tmp_path: Path) -> None:
+    started = Started()
+    with opened(tmp_path, DEPENDS_ON) as journal:
+        await started.on(batch(tau=2.0), journal, replace(PROFILE, first_s=40.0, together_s=10.0))
+    proposers, aggregator = (stage.plan for stage in started.stages)
+    begins_s = {one.worker: one.end_s for one in reversed(proposers.sessions)}
+    loaded_s = COST.load_s + 40.0 + 10.0
+    assert len(begins_s) == 2 and all(loaded_s < end_s < loaded_s + COST.load_s for end_s in begins_s.values())
+    assert aggregator.makespan_s < 40.0
+
+
 async def outcome(answers: Mapping[str, str], folder: Path, asked: Batch | None = None) -> tuple[Started, list[Result]]:
     """A whole run in one go."""
     started = Started(ScriptedWorkers(saying(answers)))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shell_router.batch.journal import Output
 from shell_router.batch.planner import ModelWork, Plan, Session, Workload, sessions_of
 from shell_router.batch.pool import Sampling
+from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.sessions import Sessions
@@ -42,6 +43,7 @@ class Run:
     outputs: list[Output] = field(default_factory=list)
     sessions: Sequence[Session] = ()
     messages: list[str] = field(default_factory=list)
+    kinds: list[Load] = field(default_factory=list)
     left_s: list[float] = field(default_factory=list)
     timers: SteppedTimers = field(default_factory=SteppedTimers)
 
@@ -56,6 +58,7 @@ class Run:
             self.workers,
             self._output,
             self.messages.append,
+            lambda load, _: self.kinds.append(load),
             concurrency=self.concurrency,
             clock=self.timers.clock,
         )
@@ -134,6 +137,20 @@ async def test_each_worker_loads_what_the_plan_says_in_its_order() -> None:
         (0, "a", 3),
         (0, "b", 1),
         (1, "b", 2),
+    ]
+
+
+async def test_each_load_is_reported_with_its_kind_and_its_seconds() -> None:
+    async def load(_worker: int, _model: str) -> None:
+        run.timers.step(7.0)
+
+    workers = ScriptedWorkers(kind=lambda _, model: "weights swapped" if model == "b" else "engine started", load=load)
+    run = Run(workers, [{"a": 9, "b": 2}])
+    await run.done()
+    assert run.kinds == ["engine started", "weights swapped"]
+    assert run.messages == [
+        "worker 0: a answers 9 prompts (engine started in 7.0 s)",
+        "worker 0: b answers 2 prompts (weights swapped in 7.0 s)",
     ]
 
 

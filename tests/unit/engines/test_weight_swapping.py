@@ -1,11 +1,12 @@
+import json
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from benchmarks.random_checkpoint import make_checkpoint
+from shell_router.engines.weight_swapping import obstacle_to_swap, read_tensors
 from shell_router.errors import ConfigError
-from shell_router.experts.components.checkpoints import read_tensors
 
 
 @pytest.fixture
@@ -43,3 +44,28 @@ def test_a_file_of_something_else_is_reported(folder: Path, content: bytes) -> N
 def test_a_folder_without_weights_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \.safetensors"):
         read_tensors(tmp_path)
+
+
+def test_checkpoints_of_one_shape_take_turns_and_others_say_why_not(folder: Path) -> None:
+    other = make_checkpoint(folder.with_name("other"), hidden=32, layers=2, heads=4, kv_heads=2, vocab_size=512, seed=1)
+    assert obstacle_to_swap(folder, other) == ""
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "_name_or_path": "x", "transformers_version": "9"}))
+    assert obstacle_to_swap(folder, other) == ""
+    larger = make_checkpoint(folder.with_name("larger"), hidden=64, layers=2, heads=4, kv_heads=2, vocab_size=512)
+    assert "tensors" in obstacle_to_swap(folder, larger)
+    assert "no .safetensors" in obstacle_to_swap(folder, folder.parent)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [("config.json", "rope_theta", 5.0), ("generation_config.json", "eos_token_id", 7), ("tokenizer.json", "x", 1)],
+)
+def test_what_a_server_reads_only_at_its_start_must_be_the_same(
+    folder: Path, file: str, name: str, value: float
+) -> None:
+    other = make_checkpoint(folder.with_name("other"), hidden=32, layers=2, heads=4, kv_heads=2, vocab_size=512, seed=1)
+    (other / file).write_text(json.dumps({**json.loads((other / file).read_text()), name: value}))
+    assert obstacle_to_swap(folder, other) == f"its {file} differs"
+    (other / file).unlink()
+    assert file in obstacle_to_swap(folder, other)
