@@ -53,13 +53,10 @@ async def keep_running(
     while True:
         how = await ended()
         delay_s = policy.next_delay_s(restarted_s, clock())
-        if not policy.limit:
-            log.warning("%s", how)
-            return
         if delay_s is None:
             log.error(
                 "%s It ended too often and is left down; requests that need it fail. Its log says why "
-                "(SIGKILL: is there too little memory?); then restart the router.",
+                "(SIGKILL: is there too little memory?); then start this command again.",
                 how,
             )
             return

@@ -157,7 +157,7 @@ async def test_a_killed_prefill_server_fails_its_requests_and_leaves_decode_serv
     assert logged.startswith(
         f"Embedded engine first/prefill (pid {first.prefill.pid}) was ended by SIGKILL. It ended too"
     )
-    assert logged.endswith("then restart the router.")
+    assert logged.endswith("then start this command again.")
     assert fleet.restarts == {"first/prefill": 0, "first/decode": 0, "second/prefill": 0, "second/decode": 0}
 
 

@@ -95,7 +95,7 @@ async def test_an_engine_that_keeps_dying_is_left_down_and_an_error_says_what_to
     assert engine.keeping.done()
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert line.startswith(f"{ENDED} It ended too often and is left down; requests that need it fail.")
-    assert line.endswith("then restart the router.")
+    assert line.endswith("then start this command again.")
 
 
 async def test_ten_minutes_later_an_engine_has_all_its_restarts_again(engine: Engine) -> None:
