@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -162,8 +163,9 @@ async def api(
     journals: Journals | None = None,
     embedders: Mapping[str, Embedder] | None = None,
     drain_s: float = 1,
+    send_buffer_bytes: int | None = None,
 ) -> AsyncIterator[Api]:
-    """Serve while the context is open."""
+    """Serve while the context is open. `send_buffer_bytes`: what the system may hold for a client that is slow."""
     moa = moa or ScriptedMoa()
     services = Services(
         executor=executor or moa.executor,
@@ -188,6 +190,9 @@ async def api(
     app = create_app(services, settings or ApiSettings())
     extend(app)
     with bound_sockets() as sockets:
+        if send_buffer_bytes is not None:
+            for listener in sockets:  # its connections have the same
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         async with listening(app, sockets, drain_s=drain_s) as url, aiohttp.ClientSession(timeout=LIMIT) as client:
             yield Api(url, moa, services, client)
 
