@@ -59,7 +59,7 @@ class Pair:
 
 
 class Pairing:
-    """All servers of a model. One that several addresses name is one server."""
+    """All servers of a model. One that several addresses name is one server. `draw` is uniform in [0, 1)."""
 
     def __init__(
         self,
@@ -68,8 +68,11 @@ class Pairing:
         room: Callable[[], int],
         scheduling: SchedulingSettings,
         adapters: AdapterSettings,
+        retries: RetrySettings,
+        draw: Callable[[], float],
     ) -> None:
         self.limits = transport.limits
+        self.retries, self.draw = retries, draw
         self.retried = 0
         self.bootstraps: dict[ServerClient, Bootstrap] = {}
         """Those of prefill servers, also of drained ones on which requests still run."""
@@ -77,7 +80,7 @@ class Pairing:
         self._transport, self._room, clock = transport, room, transport.clock
 
         def has_adapter(server: ServerClient, adapter: str) -> bool:
-            return self.adapters.will_have(server, adapter)
+            return self.adapters.leases[server].will_have(adapter)
 
         self.prefills = Dispatcher[ServerClient]([], scheduling, clock, has_adapter, decodes=False)
         self.decodes = Dispatcher[ServerClient]([], scheduling, clock, has_adapter, prefills=False)
@@ -112,26 +115,28 @@ class Pairing:
         return Adapters(self.servers, self.adapter_settings, self._transport.tasks, self._transport.clock)
 
 
+async def load_again(
+    blamed: Collection[ServerClient], servers: Sequence[ServerClient], leases: "Sequence[Lease]"
+) -> None:
+    """Have the adapter loaded again on those of `servers` that lost it; each has its lease."""
+    for server, lease in zip(servers, leases, strict=False):
+        if server in blamed:
+            await lease.missing()
+
+
 class Attempts:
     """The attempts of one request, each on other servers than those before where there are others.
 
     An error status that every one of several attempts gets is the request's fault, and counts on no circuit breaker: it
     would take the servers from all others. So the statuses of early attempts count once another attempt is `answered`,
-    or fails otherwise. `draw` is uniform in [0, 1).
+    or fails otherwise.
     """
 
-    def __init__(
-        self,
-        pairing: Pairing,
-        request: PlacementRequest,
-        settings: RetrySettings,
-        draw: Callable[[], float],
-    ) -> None:
+    def __init__(self, pairing: Pairing, request: PlacementRequest) -> None:
         self.made = 0
         self._pairing = pairing
         self._request = request
-        self._settings = settings
-        self._draw = draw
+        self._settings = pairing.retries
         self._avoid: set[ServerClient] = set()
         self._last: EngineError | None = None
         self._statuses: list[tuple[ServerClient, EngineRejected]] | None = []
@@ -182,22 +187,20 @@ class Attempts:
                 if not isinstance(error, EngineError):
                     raise
                 failure = error
-            await self._next_due(failure, adapters.failing(prefill, decode))
+            await self._next_due(failure, [one for one in (prefill, decode) if adapters.leases[one].failing])
 
     async def failed(self, pair: Pair, error: EngineError, blamed_servers: Collection[ServerClient]) -> None:
         """The attempt on `pair` failed: return when the next is due, or raise `error` if it was the last.
 
         An adapter that a server of the pair lost is loaded again.
         """
-        if isinstance(error, AdapterMissing):
-            for slot, lease in zip((pair.prefill, pair.decode), pair.leases or (), strict=False):
-                if slot.engine in blamed_servers:
-                    await self._pairing.adapters.missing(slot.engine, lease)
+        if isinstance(error, AdapterMissing) and pair.leases is not None:
+            await load_again(blamed_servers, (pair.prefill.engine, pair.decode.engine), pair.leases)
         await self._next_due(error, blamed_servers)
 
     async def _next_due(self, error: EngineError, blamed_servers: Collection[ServerClient]) -> None:
         self.made += 1
-        wait_s = self._settings.wait_s(error, self.made, self._draw())
+        wait_s = self._settings.wait_s(error, self.made, self._pairing.draw())
         if wait_s is None:
             if self.made < self._settings.attempts or len({one.status for _, one in self._statuses or ()}) > 1:
                 self.answered()  # not each of the attempts failed in this way

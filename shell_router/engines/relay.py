@@ -11,17 +11,17 @@ from shell_router.core.engine import Hints, NativeRoute, Relayed
 from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.http_client import Exchange
 from shell_router.engines.legs import Legs
-from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NOTHING, NativeBody, NativeRules, as_list, read_native
+from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NativeBody, NativeRules, as_list, read_native
 from shell_router.engines.pairing import Attempts, Pair, Pairing
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import EventSplitter, broken_wire, missing_adapter, tells_missing_adapter
-from shell_router.errors import AdapterMissing, EngineError
+from shell_router.errors import EngineError
 from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import INTERNAL_ERROR, RETRYABLE_STATUSES
 
 if TYPE_CHECKING:
-    from shell_router.engines.adapter_leases import Lease
+    pass
 
 _DONE = b"[DONE]"
 _NO_OUTPUT = (orjson.JSONDecodeError, KeyError, TypeError, AttributeError)
@@ -86,42 +86,47 @@ class InputLogprobs:
 
 
 class PairRelay:
-    """Implements `Relay` for a model's servers. `rid` gives fresh request ids, `attempts` a new request's attempts."""
+    """Forwards bodies to a model's servers. `rid` gives fresh request ids. If it `isolates`, each tenant has a prefix
+    cache of its own there."""
 
     def __init__(
         self,
         pairing: Pairing,
         prefill_only: Mapping[ServerClient, PrefillOnly],
-        attempts: Callable[[PlacementRequest], Attempts],
         rid: Callable[[], str],
         rules: NativeRules,
+        *,
+        isolates: bool,
     ) -> None:
         self._pairing = pairing
         self._prefill_only = prefill_only
-        self._attempts = attempts
         self._rid = rid
         self._rules = rules
+        self._isolates = isolates
 
     def forward(
         self,
         route: NativeRoute,
         body: bytes,
-        affinity: str | None,
-        adapter: str | None,
-        cache_key: str | None,
-        user: str | None,
-        admit: Callable[[int], None],
+        *,
+        affinity: str | None = None,
+        tenant: str | None = None,
+        admit: Callable[[int], None] = lambda requests: None,
+        adapter: str | None = None,
     ) -> AbstractAsyncContextManager[Relayed]:
-        """See `SglangPair.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
-        own = NOTHING
-        if adapter is not None or cache_key is not None:
-            own = {name: found for name, found in ((ADAPTER, adapter), (CACHE_KEY, cache_key)) if found is not None}
+        """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's.
+
+        With `adapter` that one answers.
+        """
+        own = {} if adapter is None else {ADAPTER: adapter}
+        if self._isolates and tenant is not None:
+            own[CACHE_KEY] = tenant
         native = read_native(body, self._rid(), self._rules, own, route)
         if native.batch is not None:
             admit(native.batch)
         tokens = max(1, len(body) // 4)  # about: it is not tokenized here
         update = route == "prefill_only"
-        wanted = PlacementRequest(tokens, hints=Hints(user), affinity=affinity, update=update, adapter=adapter)
+        wanted = PlacementRequest(tokens, hints=Hints(tenant), affinity=affinity, update=update, adapter=adapter)
         if update and all(only.way != "pair" for only in self._prefill_only.values()):
             return self._prefilled_alone(native, wanted)
         return _ByPair(self, route, native, wanted)
@@ -129,21 +134,17 @@ class PairRelay:
     @asynccontextmanager
     async def _prefilled_alone(self, native: NativeBody, wanted: PlacementRequest) -> AsyncIterator[Relayed]:
         slot = await engine_slot(self._pairing.prefills, wanted)
-        server = slot.engine
+        server, body = slot.engine, native.with_fields({})
         try:
             async with AsyncExitStack() as stack:
-                lease: Lease | None = None
+                waited_s = 0.0
                 if wanted.adapter is not None:
-                    lease = await stack.enter_async_context(self._pairing.adapters.leased(server, wanted.adapter))
-                response = await stack.enter_async_context(self._prefill_only[server].forward(native))
-                if lease is not None and response.status != HTTP_OK:
-                    try:
-                        await server.read_all(response)
-                    except AdapterMissing:
-                        await self._pairing.adapters.missing(server, lease)
-                        raise
-                placed = slot.placement(0.0 if lease is None else lease.waited_s)
-                yield Relayed(response.status, response.content_type, _body(response), (placed,))
+                    waited_s = await stack.enter_async_context(self._pairing.adapters.leased(server, wanted.adapter))
+                forwarded = self._prefill_only[server].forward(body, native.rids)
+                response = await stack.enter_async_context(forwarded)
+                if wanted.adapter is not None and response.status != HTTP_OK:
+                    await server.read_all(response)  # raises
+                yield Relayed(response.status, response.content_type, _body(response), (slot.placement(waited_s),))
         finally:
             slot.close()
 
@@ -151,7 +152,7 @@ class PairRelay:
         self, route: NativeRoute, native: NativeBody, wanted: PlacementRequest
     ) -> tuple[Pair, Legs, Relayed]:
         """The first attempt whose answer began, its legs running on. Raises EngineError and PromptTooLong."""
-        attempts = self._attempts(wanted)
+        attempts = Attempts(self._pairing, wanted)
         while True:
             pair = await attempts.pick()
             try:

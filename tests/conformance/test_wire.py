@@ -410,7 +410,7 @@ async def test_loads_count_requests_and_tokens(wire: Wire, client: SglangPair) -
             assert {"dp_rank", "num_running_reqs", "num_waiting_reqs"} <= rank.keys()
             assert 0 <= rank["token_usage"] <= 1
             assert 0 <= rank["num_used_tokens"] <= rank["max_total_num_tokens"]
-    prefill, decode = [await state_of(server, 5) for server in client.servers]
+    prefill, decode = [await state_of(server) for server in client.servers]
     assert prefill.running == decode.running == 0
 
 
