@@ -13,8 +13,7 @@ import orjson
 
 from shell_router.core.durations import Durations
 from shell_router.engines.http_client import TaskOwner
-from shell_router.engines.server_client import ServerClient
-from shell_router.engines.server_state import server_info
+from shell_router.engines.server_client import NOT_FOUND, ServerClient
 from shell_router.engines.wire import broken_wire
 from shell_router.errors import (
     AdapterFailed,
@@ -32,6 +31,7 @@ from shell_router.routing.adapter_cache import (
     Order,
     least_recently_used,
 )
+from shell_router.routing.failures import INTERNAL_ERROR
 
 log = logging.getLogger(__name__)
 
@@ -369,7 +369,6 @@ class Adapters:
 _LOADED_ALREADY = re.compile(r"already (?:loaded|exists)")
 """In what SGLang says of an adapter whose name it has: `it is already loaded`, `already exists`."""
 _NOT_THERE = "does not exist"
-NOT_FOUND, INTERNAL_ERROR = 404, 500
 
 
 class ServerLoader:
@@ -418,7 +417,7 @@ class ServerLoader:
 
         Raises EngineRejected where the server takes no adapters, and EngineError.
         """
-        if not (await server_info(self._server)).get("enable_lora", True):  # one that says nothing of it may
+        if not (await self._server.info()).get("enable_lora", True):  # one that says nothing of it may
             raise EngineRejected(
                 f"The {self._server.name} takes no adapters.",
                 status=501,

@@ -15,8 +15,8 @@ from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NativeBody, Nat
 from shell_router.engines.pairing import Attempts, Pair, Pairing
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
-from shell_router.engines.wire import EventSplitter, broken_wire, missing_adapter, tells_missing_adapter
-from shell_router.errors import EngineError
+from shell_router.engines.wire import EventSplitter, broken_wire, rejected
+from shell_router.errors import AdapterMissing, EngineError
 from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import INTERNAL_ERROR, RETRYABLE_STATUSES
 
@@ -214,8 +214,8 @@ async def _beginning(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
     fails = b'"error"' in first or b'"abort"' in first
     if pair.leases is not None and (fails or not good):
         message = first.decode("utf-8", "replace")
-        if tells_missing_adapter(message):  # what the engine lost is loaded again, so that it is no answer yet
-            error = missing_adapter(legs.decode_server.name, message)
+        error = rejected(legs.decode_server.name, decode.status, message)
+        if isinstance(error, AdapterMissing):  # what the engine lost is loaded again, so that it is no answer yet
             legs.failed(error)
             raise error
     if good and not fails:

@@ -1,6 +1,7 @@
 """A model's prefill and decode servers as an engine: SGLang's, or servers that speak its wire format."""
 
 import asyncio
+import logging
 import random
 import ssl
 import time
@@ -22,7 +23,6 @@ from shell_router.engines.pairing import Attempts, Pairing
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
 from shell_router.engines.relay import PairRelay
 from shell_router.engines.server_client import ServerClient, Transport
-from shell_router.engines.server_state import chat_of, plugin_is_known, server_info, state_of
 from shell_router.engines.wire import broken_wire, leg_bodies
 from shell_router.errors import EngineError, EngineRejected
 from shell_router.routing.adapter_cache import AdapterSettings
@@ -32,6 +32,8 @@ from shell_router.routing.failures import DEFAULT_BREAKER, DEFAULT_RETRIES, Brea
 
 if TYPE_CHECKING:
     from shell_router.engines.adapter_leases import Adapters
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SCHEDULING = SchedulingSettings()
 NO_ADAPTERS = AdapterSettings()
@@ -184,7 +186,7 @@ class SglangPair:
         return self.prefill_ways
 
     async def _probe(self, servers: Sequence[ServerClient]) -> None:
-        routes = await asyncio.gather(*map(plugin_is_known, servers))
+        routes = await asyncio.gather(*(one.knows_contract() for one in servers))
         if self.adapter_settings.folders:
             await self.adapters.begin()
         for server, route in zip(servers, routes, strict=True):
@@ -231,7 +233,7 @@ class SglangPair:
     async def version(self) -> str:
         """The version that the first decode server names itself by. Raises EngineError."""
         server = self._pairing.decodes.engines[0]
-        found = await server_info(server)
+        found = await server.info()
         if "version" not in found:
             raise broken_wire(server.name, "server_info without a version")
         return str(found["version"])
@@ -243,7 +245,7 @@ class SglangPair:
         async with AsyncExitStack() as stack:
             for one in self.dispatchers:
                 often = lambda of=one: poll_s if of.reads_reports else metrics_poll_s  # noqa: E731
-                self._monitors.append(await stack.enter_async_context(Monitor(one, state_of, often)))
+                self._monitors.append(await stack.enter_async_context(Monitor(one, ServerClient.report, often)))
             yield
             self._monitors.clear()
 
@@ -290,6 +292,22 @@ class SglangPair:
         """Wait, within the abort limit, for the aborts and legs that still end, and close idle connections."""
         await self._tasks.aclose(self._limits.abort_s)
         await self._http.aclose(self._limits.abort_s)
+
+
+async def chat_of(servers: Sequence[ServerClient]) -> ChatServing | None:
+    """What all of `servers` have of SGLang's OpenAI routes; None where one has none, or does not answer.
+
+    SGLang's servers name their parser of tool calls, set or not; other servers do not.
+    """
+    try:
+        found = await asyncio.gather(*(one.info() for one in servers))
+    except EngineError as error:
+        log.warning("chats are not forwarded, as a server does not say whether it has them: %s", error)
+        return None
+    if not all("tool_call_parser" in one for one in found):
+        return None
+    parsers = {one["tool_call_parser"] for one in found}
+    return ChatServing(parsers.pop() if len(parsers) == 1 else None)
 
 
 class AdaptedModel:

@@ -11,7 +11,6 @@ import pytest
 from benchmarks.scripted.server import ScriptedSettings
 from shell_router.core.engine import Finish, Generation, Hints, Tokens
 from shell_router.engines.address import PairLimits
-from shell_router.engines.server_state import state_of
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import EngineRejected, InvalidRequest, PromptTooLong
 from shell_router.routing.engine_selection import EngineReport
@@ -140,7 +139,7 @@ async def test_loads_and_health_are_read_from_both_servers() -> None:
     async with served(ScriptedSettings(token_s=5)) as at:
 
         async def states() -> list[EngineReport]:
-            return [await state_of(server) for server in at.pair.servers]
+            return [await server.report() for server in at.pair.servers]
 
         await at.pair.ready()
         assert [(one.running, one.waiting) for one in await states()] == [(0, 0), (0, 0)]
