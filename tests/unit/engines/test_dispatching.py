@@ -63,14 +63,6 @@ def test_one_that_does_not_answer_is_asked_less_and_less_and_named_once(caplog: 
     assert caplog.text.count("does not report its state") == 1
 
 
-def test_a_report_is_ignored_once_it_is_stale() -> None:
-    engines = Engines()
-    dispatcher = run_virtual(followed(engines, 0.5))
-    fresh, stale = (dispatcher.tracked[0].state(at_s, 5.0, has_adapter=False) for at_s in (4.9, 5.0))
-    assert (fresh.reported, fresh.age_s) == (IDLE, 4.9)
-    assert (stale.reported, stale.age_s) == (None, 5.0)
-
-
 def test_no_engine_is_polled_after_the_end() -> None:
     engines = Engines()
 
