@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 DEFAULT_SCHEDULING = SchedulingSettings()
 NO_ADAPTERS = AdapterSettings()
 HEALTH_LIMIT_S = 10.0
-METRICS_POLL_S = 5.0
-"""How often servers are asked for a state that only metrics show."""
 
 
 def random_rid() -> str:
@@ -84,7 +82,6 @@ class SglangPair:
             raise ValueError("name at least one pair")
         self.addresses = addresses
         self._limits = limits
-        self._scheduling = scheduling
         self._tasks = TaskOwner()
         self._http = HttpClient(connect_s=limits.connect_s, tls=tls)
         transport = Transport(self._http, self._tasks, limits, breaker, clock, key)
@@ -241,11 +238,9 @@ class SglangPair:
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
         """While the context is open, every server is asked for its state: often where choices depend on it."""
-        poll_s, metrics_poll_s = self._scheduling.poll_s, max(METRICS_POLL_S, self._scheduling.poll_s)
         async with AsyncExitStack() as stack:
             for one in self.dispatchers:
-                often = lambda of=one: poll_s if of.reads_reports else metrics_poll_s  # noqa: E731
-                self._monitors.append(await stack.enter_async_context(Monitor(one, ServerClient.report, often)))
+                self._monitors.append(await stack.enter_async_context(Monitor(one, ServerClient.report)))
             yield
             self._monitors.clear()
 

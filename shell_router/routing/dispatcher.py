@@ -28,6 +28,9 @@ from shell_router.routing.queue import QueueEntry, QueueMemory, QueueSettings, R
 
 E = TypeVar("E")
 
+METRICS_POLL_S = 5.0
+"""How often engines are asked for a state that only metrics show."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulingSettings:
@@ -195,6 +198,9 @@ class Dispatcher(Generic[E]):
         self._only = Choice(tracked[0].index, "only_engine") if len(tracked) == 1 else None
         self.reads_reports = len(tracked) > 1 and self.policy not in BLIND
         """Whether choices depend on what engines report."""
+        often_s = self.settings.poll_s
+        self.poll_s = often_s if self.reads_reports else max(METRICS_POLL_S, often_s)
+        """Seconds between polls of the engines."""
         self._memory.remembers = self.reads_reports
         by_prefix = len(tracked) > 1 and self.policy not in IGNORES_PREFIXES
         self.prompts.prefixes = (self.prompts.prefixes or PrefixIndex()) if by_prefix else None

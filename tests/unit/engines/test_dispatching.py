@@ -10,7 +10,7 @@ from shell_router.engines.dispatching import Monitor
 from shell_router.errors import EngineUnreachable
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
-from shell_router.routing.engine_selection import EngineReport
+from shell_router.routing.engine_selection import EngineReport, SelectionSettings
 from shell_router.routing.failures import Breaker
 
 IDLE = EngineReport(0.0, 0, 0, 0)
@@ -33,10 +33,9 @@ class Engines:
 
 
 async def followed(engines: Engines, seconds: float) -> Dispatcher[str]:
-    dispatcher = Dispatcher(
-        [(name, name, Breaker()) for name in engines.asked], SchedulingSettings(), asyncio.get_running_loop().time
-    )
-    async with Monitor(dispatcher, engines.ask, lambda: 1.0):
+    settings, clock = SchedulingSettings(SelectionSettings("gimbal")), asyncio.get_running_loop().time
+    dispatcher = Dispatcher([(name, name, Breaker()) for name in engines.asked], settings, clock)
+    async with Monitor(dispatcher, engines.ask):
         await asyncio.sleep(seconds)
     return dispatcher
 
