@@ -21,7 +21,6 @@ from shell_router.errors import (
     EngineError,
     EngineRejected,
     EngineUnavailable,
-    UnknownModel,
 )
 from shell_router.routing.adapter_cache import (
     AdapterCache,
@@ -233,46 +232,42 @@ class AdapterLeases:
 
         Where there is no place, the next lease that closes starts this again.
         """
+        cache, has_place = self._cache, True
         try:
-            while (found := self._cache.next_to_load()) is not None and await self._loaded_or_failed(*found):
+            while has_place and (found := cache.next_to_load()) is not None:
+                adapter, turn = found
+                cache.loading = adapter
+                try:
+                    has_place = await self._load(adapter, turn)
+                except AdapterFailed as error:
+                    self._give_up(error, [group for group in cache.groups if group.adapter == adapter])
+                except EngineError as error:  # the server's fault: every request here fails
+                    self.failing = True
+                    cache.ahead.clear()
+                    self._give_up(error, cache.groups)
+                except Exception as error:
+                    log.exception("%ss of the %s", self._kind, self._server)
+                    self._give_up(AdapterFailed(f"{error!r}", remedy="Please report it."), cache.groups)
+                finally:
+                    cache.loading = None
+                    cache.ahead.pop(adapter, None)
                 self._grant()
         finally:
             self._at_work = False
 
-    async def _loaded_or_failed(self, adapter: str, turn: int) -> bool:
-        """False where there is no place."""
-        try:
-            return await self._load(adapter, turn)
-        except AdapterFailed as error:
-            self._give_up(error, [group for group in self._cache.groups if group.adapter == adapter])
-        except EngineError as error:  # the server's fault: every request here fails
-            self.failing = True
-            self._cache.ahead.clear()
-            self._give_up(error, self._cache.groups)
-        except Exception as error:
-            log.exception("%ss of the %s", self._kind, self._server)
-            self._give_up(AdapterFailed(f"{error!r}", remedy="Please report it."), self._cache.groups)
-        finally:
-            self._cache.ahead.pop(adapter, None)
-        return True
-
     async def _load(self, adapter: str, turn: int) -> bool:
-        cache = self._cache
-        cache.loading = adapter
-        try:
-            async with self._lock:
-                if not await self._make_room(turn):
-                    return False
-                begun_s = self._clock()
-                cache.taken += 1
-                try:
-                    await self._loader.load(adapter)
-                except BaseException:
-                    cache.taken -= 1
-                    raise
-                cache.add(adapter)
-        finally:
-            cache.loading = None
+        """False where there is no place."""
+        async with self._lock:
+            if not await self._make_room(turn):
+                return False
+            begun_s = self._clock()
+            self._cache.taken += 1
+            try:
+                await self._loader.load(adapter)
+            except BaseException:
+                self._cache.taken -= 1
+                raise
+            self._cache.add(adapter)
         took_s = self._clock() - begun_s
         self.failing = False
         self.counts.loads.add(took_s)
@@ -315,7 +310,6 @@ class Adapters:
         tasks: TaskOwner,
         clock: Callable[[], float],
     ) -> None:
-        self.settings = settings
         self._loaders = {one: ServerLoader(one, settings.folders, settings.load_s) for one in servers}
         self.leases = {
             one: AdapterLeases(str(one), loader, settings, tasks, clock) for one, loader in self._loaders.items()
@@ -325,12 +319,6 @@ class Adapters:
         """Begin with no adapter on any server. Raises EngineError."""
         await asyncio.gather(*(loader.clear() for loader in self._loaders.values()))
 
-    async def lease(self, server: ServerClient, adapter: str) -> Lease:
-        """See `AdapterLeases.lease`. Raises UnknownModel too."""
-        if adapter not in self.settings.folders:
-            raise UnknownModel(f"No adapter is named {adapter!r}.", remedy="Choose from the model's adapters.folder.")
-        return await self.leases[server].lease(adapter)
-
     async def of_pair(self, prefill: ServerClient, decode: ServerClient, adapter: str) -> tuple[Lease, Lease]:
         """Leases on both servers of an attempt, prefill's first in what is returned.
 
@@ -338,25 +326,21 @@ class Adapters:
         lease on prefill waits for nothing more, so that no two requests wait for each other. Where prefill has a free
         place, the adapter is loaded there meanwhile.
         """
-        if adapter in self.settings.folders:
-            self.leases[prefill].load_ahead(adapter)
-        decode_lease = await self.lease(decode, adapter)
+        self.leases[prefill].load_ahead(adapter)
+        decode_lease = await self.leases[decode].lease(adapter)
         try:
-            return await self.lease(prefill, adapter), decode_lease
+            return await self.leases[prefill].lease(adapter), decode_lease
         except BaseException:
             decode_lease.close()
             raise
 
     @asynccontextmanager
-    async def leased(self, server: ServerClient, adapter: str | None) -> AsyncIterator[float]:
+    async def leased(self, server: ServerClient, adapter: str) -> AsyncIterator[float]:
         """A lease on one server while the context is open, which gives how long it was waited for.
 
-        None needs no lease. An adapter that turns out to be missing is loaded again.
+        An adapter that turns out to be missing is loaded again.
         """
-        if adapter is None:
-            yield 0.0
-            return
-        lease = await self.lease(server, adapter)
+        lease = await self.leases[server].lease(adapter)
         try:
             yield lease.waited_s
         except AdapterMissing:

@@ -160,7 +160,7 @@ class Attempts:
 
         The slot on decode comes first, as in SGLang's disaggregation: a request that waits for one on prefill keeps no
         decode server from its work, and one that has that waits for nothing more but an adapter (`Adapters.of_pair`).
-        Raises EngineUnavailable, the error of the attempt before, AdapterFailed, or UnknownModel for the adapter.
+        Raises EngineUnavailable, the error of the attempt before, or AdapterFailed.
         """
         pairing, request = self._pairing, self._request
         while True:

@@ -24,7 +24,7 @@ from shell_router.routing.engine_selection import (
 )
 from shell_router.routing.failures import Breaker
 from shell_router.routing.prompt_index import PrefixIndex, PromptIndex
-from shell_router.routing.queue import QueueEntry, QueueMemory, QueueSettings, RequestQueue
+from shell_router.routing.queue import QueueEntry, QueueSettings, RequestQueue
 
 E = TypeVar("E")
 
@@ -93,7 +93,7 @@ class EngineSlot(Generic[E]):
     ) -> None:
         self.engine, self.name, self.why, self.waited_s = at.engine, at.name, why, waited_s
         self._dispatcher = dispatcher
-        self._features = features
+        self.features = features
         self._load = load = at.load
         self._prefill = features.new_tokens if features.prefills else 0
         self._output = features.output_tokens
@@ -115,7 +115,7 @@ class EngineSlot(Generic[E]):
         load = self._load
         load.prefill_tokens -= self._prefill
         self._prefill = 0
-        self._held = self._features.prompt_tokens
+        self._held = self.features.prompt_tokens
         load.held_tokens += self._held
         if self._dispatcher.holds:
             self._dispatcher.grant()
@@ -134,7 +134,7 @@ class EngineSlot(Generic[E]):
         self._held += tokens
         load.held_tokens += tokens
         if self._dispatcher.holds:
-            self._dispatcher.queue_memory.served(self._features.user, 0, tokens)
+            self._dispatcher.queue.served(self.features.user, 0, tokens)
 
     def completed(self) -> None:
         """All that it had to write is written."""
@@ -147,12 +147,12 @@ class EngineSlot(Generic[E]):
         self._closed = True
         load = self._load
         load.running -= 1
-        load.updates -= self._features.update
+        load.updates -= self.features.update
         load.prefill_tokens -= self._prefill
         load.output_tokens -= self._output
         load.held_tokens -= self._held
         if self._dispatcher.holds:
-            self._dispatcher.left(self._features)
+            self._dispatcher.left(self.features)
 
 
 class Dispatcher(Generic[E]):
@@ -185,8 +185,7 @@ class Dispatcher(Generic[E]):
         self._has_adapter = has_adapter
         self._memory = ChoiceMemory(settings.selection.affinity_s)
         self.prompts = PromptIndex()
-        self.queue_memory = QueueMemory(settings.queue.weights)
-        self._queue = RequestQueue(settings.queue, self.queue_memory)
+        self.queue = RequestQueue(settings.queue)
         self.ever = len(engines)  # the index of the next
         self._track([TrackedEngine(*one, EngineState(index)) for index, one in enumerate(engines)])
 
@@ -214,7 +213,7 @@ class Dispatcher(Generic[E]):
     def drain(self, engine: E) -> TrackedEngine[E]:
         """Send no more requests to this engine, which is not the only one; what runs there stays in flight there."""
         (at,) = (one for one in self.tracked if one.engine is engine)
-        for entry in self._queue.entries:
+        for entry in self.queue.entries:
             if entry.bound is not None and entry.bound.index == at.index:
                 self._held_back(entry, -1)
                 entry.bound = None
@@ -225,7 +224,7 @@ class Dispatcher(Generic[E]):
     @property
     def waiting(self) -> int:
         """Requests that wait for a slot."""
-        return len(self._queue.entries)
+        return len(self.queue.entries)
 
     def report(self, index: int, reported: EngineReport) -> None:
         """The engine has reported its state."""
@@ -261,9 +260,8 @@ class Dispatcher(Generic[E]):
         if self.waiting >= most and not features.update:  # no client waits for an update
             raise Overloaded(f"{self.waiting} requests wait for an engine.", remedy=f"Try again; {most} may wait.")
         entry = QueueEntry(features, now_s, excluded=excluded)
-        self.queue_memory.arrived(features, now_s)
         self._bind(entry, _not_excluded(serving, excluded))
-        self._queue.join(entry)
+        self.queue.join(entry)
         self.grant()
         if entry.slot is not None:
             slot: EngineSlot[E] = entry.slot
@@ -273,22 +271,22 @@ class Dispatcher(Generic[E]):
 
     def withdraw(self, entry: QueueEntry) -> None:
         """The request waits no longer. A slot that it had got in this moment is closed."""
-        if entry in self._queue.entries:
-            self._queue.entries.remove(entry)
+        if entry in self.queue.entries:
+            self.queue.entries.remove(entry)
         if entry.slot is not None:
             entry.slot.close()
         else:
             self._held_back(entry, -1)
-            self.queue_memory.left(entry.features)
+            self.queue.left(entry.features)
 
     def grant(self) -> None:
         """Give slots that are free to requests that wait, in their order."""
-        if not self._queue.entries:
+        if not self.queue.entries:
             return
         try:
             serving = self.serving()
         except EngineUnavailable as error:
-            entries, self._queue.entries = self._queue.entries, []
+            entries, self.queue.entries = self.queue.entries, []
             for entry in entries:
                 entry.error = error
                 entry.decided()
@@ -304,7 +302,7 @@ class Dispatcher(Generic[E]):
                 able = free_for_updates if entry.features.update else free  # noqa: B023 - called in this round only
                 return entry.bound.index in able if entry.bound and entry.bound.index in up else bool(able)
 
-            first = self._queue.next(can_go, self._clock())
+            first = self.queue.next(can_go, self._clock())
             if first is None:
                 return
             able = free_for_updates if first.features.update else free
@@ -313,7 +311,7 @@ class Dispatcher(Generic[E]):
 
     def left(self, features: RoutingFeatures) -> None:
         """A request is over."""
-        self.queue_memory.left(features)
+        self.queue.left(features)
         self.grant()
 
     # --- choosing
@@ -374,21 +372,16 @@ class Dispatcher(Generic[E]):
         waited_s = now_s - entry.arrived_s if entry.waits else 0.0
         if entry.waits:
             self.waits.add(waited_s)
-        self._queue.leave(entry)
         self._held_back(entry, -1)
-        entry.slot = self._take(choice, entry.features, now_s, waited_s, entry.missed)
+        entry.slot = slot = self._take(choice, entry.features, now_s, waited_s)
+        self.queue.chosen(entry, slot.features.new_tokens)
 
-    def _take(
-        self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0, missed: int = 0
-    ) -> EngineSlot[E]:
+    def _take(self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0) -> EngineSlot[E]:
         at = self._by_index[choice.index]
         features = self.prompts.sent(features, choice.index)
         at.breaker.tried(now_s)
         at.load.chosen = self._memory.made
         self.choices[choice.why] += 1
-        if self.holds:
-            queue = self.settings.queue
-            self.queue_memory.chosen(features, missed // queue.starvation_misses, queue.quantum)
         return EngineSlot(self, at, features, choice.why, waited_s)
 
 

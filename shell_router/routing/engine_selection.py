@@ -109,7 +109,7 @@ class RoutingFeatures:
     blocks: tuple[int, ...] = ()
 
     @property
-    def user(self) -> Hashable | None:
+    def user(self) -> str | None:
         """The user who asks, where that is known."""
         return self.hints.user
 
