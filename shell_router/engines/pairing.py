@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shell_router.core.engine import Placement
-from shell_router.engines.address import Bootstrap, PairAddress
+from shell_router.engines.address import PairAddress
 from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.server_client import ServerClient, ServerFailure, Transport
 from shell_router.errors import AdapterMissing, EngineError, EngineRejected, EngineUnavailable
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 class Pair:
     """The slots of one attempt, and its adapter's leases on both servers; `close` it in the end.
 
-    `bootstrap` gives the fields by which decode finds prefill.
+    `bootstrap` has the body's fields by which decode finds prefill.
     """
 
     prefill: EngineSlot[ServerClient]
     decode: EngineSlot[ServerClient]
-    bootstrap: Bootstrap
+    bootstrap: Mapping[str, Any]
     leases: "tuple[Lease, Lease] | None" = None
 
     @property
@@ -74,10 +74,10 @@ class Pairing:
         self.limits = transport.limits
         self.retries, self.draw = retries, draw
         self.retried = 0
-        self.bootstraps: dict[ServerClient, Bootstrap] = {}
-        """Those of prefill servers, also of drained ones on which requests still run."""
+        self._bootstraps: dict[ServerClient, tuple[str, int]] = {}
         self.adapter_settings = adapters
-        self._transport, self._room, clock = transport, room, transport.clock
+        self.room = room
+        self._transport, clock = transport, transport.clock
 
         def has_adapter(server: ServerClient, adapter: str) -> bool:
             return self.adapters.leases[server].will_have(adapter)
@@ -98,8 +98,17 @@ class Pairing:
         prefill, decode = (
             known.get(server) or ServerClient(server, self._transport) for server in (address.prefill, address.decode)
         )
-        self.bootstraps.setdefault(prefill, Bootstrap(address.bootstrap_host, address.bootstrap_port, self._room))
+        self._bootstraps.setdefault(prefill, (address.bootstrap_host, address.bootstrap_port))
         return prefill, decode
+
+    def bootstrap(self, prefill: ServerClient) -> Mapping[str, Any]:
+        """The body's fields of one attempt by which decode finds this prefill server, with a fresh room."""
+        host, port = self._bootstraps[prefill]
+        return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": self.room()}
+
+    def forget(self, server: ServerClient) -> None:
+        """It was drained, and nothing runs there any more."""
+        self._bootstraps.pop(server, None)
 
     def add(self, prefill: ServerClient, decode: ServerClient) -> None:
         """Requests go to those of these servers, too, that are not among these yet."""
@@ -174,7 +183,7 @@ class Attempts:
                     raise
             except EngineUnavailable as refusal:
                 raise self._last or refusal from None
-            pair = Pair(to_prefill, to_decode, pairing.bootstraps[to_prefill.engine])
+            pair = Pair(to_prefill, to_decode, pairing.bootstrap(to_prefill.engine))
             pairing.retried += self.made > 0
             if request.adapter is None:
                 return pair

@@ -88,7 +88,7 @@ class PrefillOnly:
         try:
             if request.adapter is not None:
                 leases = await self._pairing.adapters.of_pair(*pair, request.adapter)
-            bodies = leg_bodies(request, self._pairing.bootstraps[self._server].fields())
+            bodies = leg_bodies(request, self._pairing.bootstrap(self._server))
             prefilled = leases[0].close if leases else None
             legs = Legs(*pair, (request.rid,), bodies, self._pairing.limits.stall_s, prefilled)
             try:
@@ -129,7 +129,7 @@ class PrefillOnly:
 
     def _fresh(self) -> list[int]:
         """Ids that every vocabulary has, in an order that no cache knows."""
-        return [self._pairing.bootstraps[self._server].room() % 256 for _ in range(PROBE_TOKENS)]
+        return [self._pairing.room() % 256 for _ in range(PROBE_TOKENS)]
 
     async def _measured(self) -> PrefillCost:
         """A line through the shortest times of fresh prompts and of the same prompts once they are cached."""

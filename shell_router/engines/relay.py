@@ -173,7 +173,7 @@ class PairRelay:
             native = replace(native, rid=self._rid())  # the engines may still hold the id before
 
     def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts) -> Legs:
-        fields, limits = pair.bootstrap.fields(), self._pairing.limits
+        fields, limits = pair.bootstrap, self._pairing.limits
         at = "generate" if route == "prefill_only" else route
         if route == "prefill_only":
             sent = native.replaced({**fields, "stream": False, "sampling_params": {"max_new_tokens": 1}})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from shell_router.core.engine import ChatServing, Finish, Generation, PrefillCost, Prefilled, Tokens
-from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits, random_bootstrap_room
+from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits
 from shell_router.engines.dispatching import Monitor, engine_slot
 from shell_router.engines.http_client import HttpClient, TaskOwner
 from shell_router.engines.legs import Legs
@@ -38,6 +38,11 @@ log = logging.getLogger(__name__)
 DEFAULT_SCHEDULING = SchedulingSettings()
 NO_ADAPTERS = AdapterSettings()
 HEALTH_LIMIT_S = 10.0
+
+
+def random_bootstrap_room() -> int:
+    """A fresh bootstrap room, below 2^62 so that a batch may count on from it."""
+    return random.getrandbits(62)
 
 
 def random_rid() -> str:
@@ -92,7 +97,7 @@ class SglangPair:
         self.chat: ChatServing | None = None
         """See `Relay.chat`; known after `probe`."""
         self._rid, self._clock = rid, clock
-        self._prefill_only = {server: self._prefill_only_of(server) for server in self._pairing.bootstraps}
+        self._prefill_only = {server: self._prefill_only_of(server) for server in self._pairing.prefills.engines}
         self._monitors: list[Monitor[ServerClient]] = []
         self._isolates = isolates
         chosen = ({ADAPTER} if adapters.folders else set()) | ({CACHE_KEY} if isolates else set())
@@ -131,7 +136,7 @@ class SglangPair:
             legs: Legs | None = None
             try:
                 request.on_placed(*pair.placed)
-                bodies = leg_bodies(sent, pair.bootstrap.fields())
+                bodies = leg_bodies(sent, pair.bootstrap)
                 prefill, decode, stall_s = pair.prefill.engine, pair.decode.engine, self._limits.stall_s
                 legs = Legs(prefill, decode, (sent.rid,), bodies, stall_s, pair.prefilled, attempts.blame)
                 while not isinstance(event := await legs.next(logprobs=request.logprobs), Finish):
@@ -220,7 +225,7 @@ class SglangPair:
         """They were drained, and nothing runs there any more."""
         for one in servers:
             self._prefill_only.pop(one, None)
-            self._pairing.bootstraps.pop(one, None)
+            self._pairing.forget(one)
 
     def _serve(self, addresses: tuple[PairAddress, ...]) -> None:
         self.addresses, self.servers = addresses, self._pairing.servers

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -37,7 +38,7 @@ def body_fields(request: Generation) -> dict[str, Any]:
     return fields
 
 
-def leg_bodies(request: Generation, fields: dict[str, Any]) -> tuple[bytes, bytes]:
+def leg_bodies(request: Generation, fields: Mapping[str, Any]) -> tuple[bytes, bytes]:
     """The `/generate` bodies of a request's prefill and decode legs, with the bootstrap `fields` that both need.
 
     The prefill leg is not streamed, so that its errors come as HTTP statuses.
