@@ -93,7 +93,8 @@ class RoutingFeatures:
 
     `new_tokens` of its `prompt_tokens` are not yet prefilled as far as is known, `output_tokens` are expected of it.
     `overlaps` are leading prompt tokens that an engine, by its index, has had before; engines that had none are absent.
-    `affinity` and `adapter` are as in `Generation`. `update` marks a prefill-only request; without `prefills` the
+    `grows` identifies the growing prompt that it is of. `adapter` is as in `Generation`. `update` marks a prefill-only
+    request; without `prefills` the
     engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix index.
     """
 
@@ -101,7 +102,7 @@ class RoutingFeatures:
     new_tokens: int = 0
     output_tokens: int = 0
     hints: Hints = NO_HINTS
-    affinity: str | None = None
+    grows: int | None = None
     overlaps: Mapping[int, int] = field(default_factory=dict)
     update: bool = False
     prefills: bool = True
