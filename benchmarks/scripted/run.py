@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 import orjson
 
 from benchmarks.scripted.http import Exchange
-from shell_router.engines.prefill_only import FAKE_BOOTSTRAP_HOST
 
 FaultKind = Literal["refuse", "status", "close", "stall", "garbage", "error_event", "abort"]
 
@@ -58,7 +57,7 @@ class ScriptedSettings:
     vocabulary: int = 1000
     context_length: int = 32768
     cache_tokens: int = 1_000_000
-    warms: tuple[Literal["route", "fake_host"], ...] = ("route",)
+    warms: tuple[Literal["route"], ...] = ("route",)
     cut_bytes: int = 0
     crlf: bool = False
     log_bodies: int = 0
@@ -110,7 +109,6 @@ class ScriptedRun:
         self.settings = settings
         self.rid = str(body.get("rid") or id(self))
         self.room: int | None = body.get("bootstrap_room")
-        self.fake_host = body.get("bootstrap_host") == FAKE_BOOTSTRAP_HOST
         self.prompt = _packed_prompt(body)
         self.adapter: str | None = body.get("lora_path")
         self.prompt_tokens = len(self.prompt) // ID_BYTES

@@ -205,7 +205,7 @@ class ScriptedServer:
         if not self._enter(run):
             return
         if self.settings.role == "prefill":
-            self._prefill(run, warms=not run.fake_host or "fake_host" in self.settings.warms)
+            self._prefill(run)
         elif self._rooms is None:
             self._after(self._prefill_s(run), run, self._write)
         else:
@@ -219,7 +219,7 @@ class ScriptedServer:
         if run is not None:
             run.room = None
             if self._enter(run):
-                self._prefill(run, warms=True)
+                self._prefill(run)
 
     def _abort(self, exchange: Exchange) -> None:
         """End the run of that rid, if there is one, with an abort as its finish."""
@@ -300,17 +300,16 @@ class ScriptedServer:
         if not run.ended:
             step(run)
 
-    def _prefill(self, run: ScriptedRun, *, warms: bool) -> None:
+    def _prefill(self, run: ScriptedRun) -> None:
         matched = self._cache.match(run.prompt, self._adapters.get(run)) // ID_BYTES
         # as in SGLang, the last token is always computed, and so are tokens to be scored
         run.cached_tokens = min(matched, run.prompt_tokens - 1, run.scored_from)
         run.first_token_only()
-        self._after(self._prefill_s(run), run, lambda run: self._answer_prefill(run, warms))
+        self._after(self._prefill_s(run), run, self._answer_prefill)
 
-    def _answer_prefill(self, run: ScriptedRun, warms: bool) -> None:
-        if warms:
-            self._cache.add(run.prompt, self._adapters.get(run))
-        if run.fault is None and self._rooms is not None and run.room is not None and not run.fake_host:
+    def _answer_prefill(self, run: ScriptedRun) -> None:
+        self._cache.add(run.prompt, self._adapters.get(run))
+        if run.fault is None and self._rooms is not None and run.room is not None:
             self._rooms.arrive(run.room, run.cached_tokens)
         self._write(run)
 

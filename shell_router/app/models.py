@@ -143,7 +143,7 @@ class Fleet:
         drained, running = self._drained[pair], 0
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while running := max((at.in_flight.requests for at in drained), default=0):  # noqa: ASYNC110
+                while running := max((at.load.running for at in drained), default=0):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 pool.forget(at.engine for at in drained)
                 drained.clear()

@@ -2,18 +2,35 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+import re
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Protocol
 
+import orjson
+
 from shell_router.core.durations import Durations
-from shell_router.engines.adapter_loading import ServerLoader
 from shell_router.engines.http_client import TaskOwner
-from shell_router.engines.server_client import ServerClient
-from shell_router.errors import AdapterFailed, EngineError, EngineUnavailable, UnknownModel
-from shell_router.routing.adapter_cache import AdapterCache, AdapterSettings, Group, Order, least_recently_used
+from shell_router.engines.server_client import NOT_FOUND, ServerClient
+from shell_router.engines.wire import broken_wire
+from shell_router.errors import (
+    AdapterFailed,
+    AdapterMissing,
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+)
+from shell_router.routing.adapter_cache import (
+    AdapterCache,
+    AdapterSettings,
+    Group,
+    LoadedAdapter,
+    Order,
+    least_recently_used,
+)
+from shell_router.routing.failures import INTERNAL_ERROR
 
 log = logging.getLogger(__name__)
 
@@ -21,21 +38,25 @@ log = logging.getLogger(__name__)
 class Lease:
     """The adapter stays on its server from now until `close`, which must be called; calling it again changes nothing.
 
-    It is on load `number` of the adapter there, and was waited for `waited_s`.
+    It was waited for `waited_s`.
     """
 
-    def __init__(self, adapter: str, number: int, waited_s: float, left: Callable[[], None]) -> None:
-        self.adapter = adapter
-        self.number = number
+    def __init__(self, leases: "AdapterLeases", at: LoadedAdapter, waited_s: float) -> None:
+        self.adapter = at.name
         self.waited_s = waited_s
-        self._left = left
+        self._leases = leases
+        self._at = at
         self._open = True
+
+    async def missing(self) -> None:
+        """The server says that it does not have the adapter: it is to be loaded again."""
+        await self._leases.lost(self._at)
 
     def close(self) -> None:
         """The request needs it no longer."""
         if self._open:
             self._open = False
-            self._left()
+            self._leases.left(self._at)
 
 
 @dataclass(slots=True)
@@ -63,10 +84,7 @@ class Loader(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
-    """A request that waits since `arrived_s`; `coming` is called when its adapter begins to load."""
-
     lease: "asyncio.Future[Lease]"
-    coming: Callable[[], None]
     arrived_s: float
 
 
@@ -104,41 +122,44 @@ class AdapterLeases:
     @property
     def loaded(self) -> tuple[str, ...]:
         """The adapters that are loaded."""
-        return tuple(self._cache)
+        return tuple(self._cache.loaded)
 
     @property
     def waiting(self) -> int:
         """Requests that wait for theirs."""
-        return self._cache.waiting
+        return sum(len(group.waiters) for group in self._cache.groups)
 
     def will_have(self, adapter: str) -> bool:
         """Whether it is loaded, being loaded, or awaited here."""
-        return self._cache.is_coming(adapter) or self._cache.is_awaited(adapter)
+        return self._cache.is_coming(adapter) or any(group.adapter == adapter for group in self._cache.groups)
 
-    async def lease(self, adapter: str, coming: Callable[[], None] = lambda: None) -> Lease:
-        """The adapter, loaded, until the lease is closed. `coming` is called when it begins to be loaded.
+    def serves(self, adapter: str) -> bool:
+        """Whether a request would get it without waiting."""
+        return self._cache.serves(adapter)
+
+    async def lease(self, adapter: str) -> Lease:
+        """The adapter, loaded, until the lease is closed.
 
         Raises AdapterFailed where it does not load, EngineError where the server fails, EngineUnavailable where no
         place for it comes free within `wait_s`, or it is still being loaded then.
         """
         self._cache.drain(self._clock())
         if self._cache.serves(adapter):
-            return self._granted(adapter, 0.0)
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), coming, self._clock())
+            return Lease(self, self._cache.pin(adapter), 0.0)
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), self._clock())
         self._cache.wait(adapter, waiter, waiter.arrived_s)
         self._advance()
         try:
             async with asyncio.timeout(self._wait_s):
                 return await waiter.lease
         except BaseException as error:
-            self._forget(waiter)
+            if self._cache.leave(waiter):
+                self._advance()
+            elif waiter.lease.done() and not waiter.lease.cancelled() and waiter.lease.exception() is None:
+                waiter.lease.result().close()  # it came in this very moment
             if not isinstance(error, TimeoutError):
                 raise
             raise self._too_late(adapter) from error
-
-    def serves(self, adapter: str) -> bool:
-        """Whether a request would get it without waiting."""
-        return self._cache.serves(adapter)
 
     def load_ahead(self, adapter: str, *, evicting: bool = False) -> None:
         """A request is about to want it: load it now if a place is free.
@@ -149,25 +170,23 @@ class AdapterLeases:
             self._cache.load_ahead(adapter, evicting=evicting)
             self._advance()
 
-    async def missing(self, lease: Lease) -> None:
-        """The server says that it does not have the adapter of this lease: it is to be loaded again."""
+    # --- for leases
+
+    def left(self, at: LoadedAdapter) -> None:
+        """A lease on this load of an adapter was closed."""
+        at.pins -= 1
+        self._advance()
+
+    async def lost(self, at: LoadedAdapter) -> None:
+        """The server does not have this load of an adapter."""
         async with self._lock:
-            if self._cache.load_number(lease.adapter) == lease.number:
+            if self._cache.loaded.get(at.name) is at:
                 self.counts.missing += 1
-                log.warning("the %s has lost the %s %r: it is loaded again", self._server, self._kind, lease.adapter)
-                await self._unload(lease.adapter)
+                log.warning("the %s has lost the %s %r: it is loaded again", self._server, self._kind, at.name)
+                await self._unload(at.name)
         self._advance()
 
     # --- granting
-
-    def _granted(self, adapter: str, waited_s: float) -> Lease:
-        at = self._cache.pin(adapter)
-
-        def left() -> None:
-            at.pins -= 1
-            self._advance()
-
-        return Lease(adapter, at.loaded, waited_s, left)
 
     def _advance(self) -> None:
         """Something has changed: grant leases, and load what is next."""
@@ -187,21 +206,13 @@ class AdapterLeases:
             for waiter in self._taken_out([group]):
                 waited_s = now_s - waiter.arrived_s
                 self.counts.waits.add(waited_s)
-                waiter.lease.set_result(self._granted(group.adapter, waited_s))
+                waiter.lease.set_result(Lease(self, cache.pin(group.adapter), waited_s))
             cache.drain(self._clock())
 
-    def _taken_out(self, groups: Iterable[Group[_Waiter]]) -> list[_Waiter]:
+    def _taken_out(self, groups: Collection[Group[_Waiter]]) -> list[_Waiter]:
         """The requests of these groups, which wait no longer, but for those that were given up in this very moment."""
-        groups = list(groups)
         self._cache.groups = [one for one in self._cache.groups if one not in groups]
         return [waiter for group in groups for waiter in group.waiters if not waiter.lease.done()]
-
-    def _forget(self, waiter: _Waiter) -> None:
-        """The request waits no longer. A lease that came in this very moment is given back."""
-        if self._cache.leave(waiter):
-            self._advance()
-        elif waiter.lease.done() and not waiter.lease.cancelled() and waiter.lease.exception() is None:
-            waiter.lease.result().close()
 
     def _too_late(self, adapter: str) -> EngineUnavailable:
         if self._cache.is_coming(adapter):
@@ -217,51 +228,46 @@ class AdapterLeases:
     # --- loading
 
     async def _load_all(self) -> None:
-        """Load what is awaited, one after the other, until there is nothing more to load or no place for it."""
+        """Load what is awaited, one after the other, until there is nothing more to load or no place for it.
+
+        Where there is no place, the next lease that closes starts this again.
+        """
+        cache, has_place = self._cache, True
         try:
-            while (found := self._cache.next_to_load()) is not None and await self._loaded_or_failed(*found):
+            while has_place and (found := cache.next_to_load()) is not None:
+                adapter, turn = found
+                cache.loading = adapter
+                try:
+                    has_place = await self._load(adapter, turn)
+                except AdapterFailed as error:
+                    self._give_up(error, [group for group in cache.groups if group.adapter == adapter])
+                except EngineError as error:  # the server's fault: every request here fails
+                    self.failing = True
+                    cache.ahead.clear()
+                    self._give_up(error, cache.groups)
+                except Exception as error:
+                    log.exception("%ss of the %s", self._kind, self._server)
+                    self._give_up(AdapterFailed(f"{error!r}", remedy="Please report it."), cache.groups)
+                finally:
+                    cache.loading = None
+                    cache.ahead.pop(adapter, None)
                 self._grant()
         finally:
             self._at_work = False
 
-    async def _loaded_or_failed(self, adapter: str, turn: int) -> bool:
-        """False where there is no place: the next lease that closes starts this again."""
-        try:
-            return await self._load(adapter, turn)
-        except AdapterFailed as error:
-            self._give_up(error, [group for group in self._cache.groups if group.adapter == adapter])
-        except EngineError as error:  # the server's fault: every request here fails
-            self.failing = True
-            self._cache.forget_ahead()
-            self._give_up(error, self._cache.groups)
-        except Exception as error:
-            log.exception("%ss of the %s", self._kind, self._server)
-            self._give_up(AdapterFailed(f"{error!r}", remedy="Please report it."), self._cache.groups)
-        finally:
-            self._cache.forget_ahead(adapter)
-        return True
-
     async def _load(self, adapter: str, turn: int) -> bool:
-        cache = self._cache
-        cache.loading(adapter)
-        try:
-            async with self._lock:
-                if not await self._make_room(turn):
-                    return False
-                for group in cache.groups:
-                    if group.adapter == adapter:
-                        for waiter in group.waiters:
-                            waiter.coming()
-                begun_s = self._clock()
-                cache.taken += 1
-                try:
-                    await self._loader.load(adapter)
-                except BaseException:
-                    cache.taken -= 1
-                    raise
-                cache.add(adapter)
-        finally:
-            cache.loading(None)
+        """False where there is no place."""
+        async with self._lock:
+            if not await self._make_room(turn):
+                return False
+            begun_s = self._clock()
+            self._cache.taken += 1
+            try:
+                await self._loader.load(adapter)
+            except BaseException:
+                self._cache.taken -= 1
+                raise
+            self._cache.add(adapter)
         took_s = self._clock() - begun_s
         self.failing = False
         self.counts.loads.add(took_s)
@@ -273,15 +279,12 @@ class AdapterLeases:
         while (victims := self._cache.victims(turn)) is not None:
             if not victims:
                 return True
-            for adapter in victims:
-                if self._cache.in_use(adapter):  # since the one before it began to be unloaded
-                    break
-                await self._unload(adapter)
+            await self._unload(victims[0])
         return False
 
     async def _unload(self, adapter: str) -> None:
         """Unload it, needed or not. One that cannot be unloaded counts as gone, with a line in the log."""
-        self._cache.remove(adapter)
+        del self._cache.loaded[adapter]
         try:
             await self._loader.unload(adapter)
         except Exception:
@@ -289,7 +292,7 @@ class AdapterLeases:
         finally:
             self._cache.taken -= 1
 
-    def _give_up(self, error: EngineError, groups: Iterable[Group[_Waiter]]) -> None:
+    def _give_up(self, error: EngineError, groups: Collection[Group[_Waiter]]) -> None:
         """Fail the requests of these groups; a later request tries again."""
         self.counts.failures += 1
         log.error("%s", error)
@@ -307,7 +310,6 @@ class Adapters:
         tasks: TaskOwner,
         clock: Callable[[], float],
     ) -> None:
-        self.settings = settings
         self._loaders = {one: ServerLoader(one, settings.folders, settings.load_s) for one in servers}
         self.leases = {
             one: AdapterLeases(str(one), loader, settings, tasks, clock) for one, loader in self._loaders.items()
@@ -317,43 +319,118 @@ class Adapters:
         """Begin with no adapter on any server. Raises EngineError."""
         await asyncio.gather(*(loader.clear() for loader in self._loaders.values()))
 
-    async def lease(self, server: ServerClient, adapter: str, coming: Callable[[], None] = lambda: None) -> Lease:
-        """See `AdapterLeases.lease`. Raises UnknownModel too."""
-        if adapter not in self.settings.folders:
-            raise UnknownModel(f"No adapter is named {adapter!r}.", remedy="Choose from the model's adapters.folder.")
-        return await self.leases[server].lease(adapter, coming)
-
     async def of_pair(self, prefill: ServerClient, decode: ServerClient, adapter: str) -> tuple[Lease, Lease]:
         """Leases on both servers of an attempt, prefill's first in what is returned.
 
         All take decode's first and keep it while they wait for prefill's, as they do with slots: a request that holds a
-        lease on prefill waits for nothing more, so that no two requests wait for each other. Meanwhile the adapter is
-        loaded on prefill as soon as it is on decode.
+        lease on prefill waits for nothing more, so that no two requests wait for each other. Where prefill has a free
+        place, the adapter is loaded there meanwhile.
         """
-        decode_lease = await self.lease(decode, adapter, partial(self.leases[prefill].load_ahead, adapter))
+        self.leases[prefill].load_ahead(adapter)
+        decode_lease = await self.leases[decode].lease(adapter)
         try:
-            return await self.lease(prefill, adapter), decode_lease
+            return await self.leases[prefill].lease(adapter), decode_lease
         except BaseException:
             decode_lease.close()
             raise
 
     @asynccontextmanager
-    async def leased(self, server: ServerClient, adapter: str) -> AsyncIterator[Lease]:
-        """A lease on one server while the context is open."""
-        lease = await self.lease(server, adapter)
+    async def leased(self, server: ServerClient, adapter: str) -> AsyncIterator[float]:
+        """A lease on one server while the context is open, which gives how long it was waited for.
+
+        An adapter that turns out to be missing is loaded again.
+        """
+        lease = await self.leases[server].lease(adapter)
         try:
-            yield lease
+            yield lease.waited_s
+        except AdapterMissing:
+            await lease.missing()
+            raise
         finally:
             lease.close()
 
-    def will_have(self, server: ServerClient, adapter: str) -> bool:
-        """Whether the adapter is loaded on the server, or on its way there."""
-        return self.leases[server].will_have(adapter)
 
-    def failing(self, *servers: ServerClient) -> Collection[ServerClient]:
-        """Those of the servers that failed when they were last to load something."""
-        return [one for one in servers if self.leases[one].failing]
+_LOADED_ALREADY = re.compile(r"already (?:loaded|exists)")
+"""In what SGLang says of an adapter whose name it has: `it is already loaded`, `already exists`."""
+_NOT_THERE = "does not exist"
 
-    async def missing(self, server: ServerClient, lease: Lease) -> None:
-        """The server says that it does not have the adapter of this lease."""
-        await self.leases[server].missing(lease)
+
+class ServerLoader:
+    """The adapters of `folders` on `server`, each load and each unload within `limit_s`. Meets `Loader`."""
+
+    def __init__(self, server: ServerClient, folders: Mapping[str, Path], limit_s: float) -> None:
+        self._server = server
+        self._folders = folders
+        self._limit_s = limit_s
+        self._unsettled: set[str] = set()
+
+    async def load(self, adapter: str) -> None:
+        """Raises AdapterFailed where the server refuses it, and EngineError where the server fails.
+
+        One that the server has already, which it should not have, is taken as it is, with a warning.
+        """
+        for left in tuple(self._unsettled):  # it takes up memory, and SGLang refuses to load it again before
+            await self.unload(left)
+        self._unsettled.add(adapter)  # without an answer it may still be loaded, later
+        try:
+            await self._post("load_lora_adapter", {"lora_name": adapter, "lora_path": str(self._folders[adapter])})
+        except EngineRejected as refusal:
+            if refusal.status >= INTERNAL_ERROR:
+                raise
+            self._unsettled.discard(adapter)
+            if not _LOADED_ALREADY.search(str(refusal)):
+                raise AdapterFailed(
+                    f"The adapter {adapter!r} could not be loaded: {str(refusal).removesuffix('.')}.",
+                    remedy=f"Check {self._folders[adapter]}, and what the server was started with for adapters.",
+                ) from refusal
+            log.warning("the %s had the adapter %r before this router loaded it: used as it is", self._server, adapter)
+        self._unsettled.discard(adapter)
+
+    async def unload(self, adapter: str) -> None:
+        """One that is not there is gone already. Raises EngineError; then it is tried again before the next load."""
+        self._unsettled.add(adapter)
+        try:
+            await self._post("unload_lora_adapter", {"lora_name": adapter})
+        except EngineRejected as refusal:
+            if _NOT_THERE not in str(refusal):
+                raise
+        self._unsettled.discard(adapter)
+
+    async def clear(self) -> None:
+        """Unload what an earlier router left of these adapters: their files may have changed.
+
+        Raises EngineRejected where the server takes no adapters, and EngineError.
+        """
+        if not (await self._server.info()).get("enable_lora", True):  # one that says nothing of it may
+            raise EngineRejected(
+                f"The {self._server.name} takes no adapters.",
+                status=501,
+                remedy="Start it with --enable-lora, or take adapters out of the model's settings.",
+            )
+        held = await self._held()
+        for name in held:
+            if name in self._folders:
+                await self._post("unload_lora_adapter", {"lora_name": name})
+        if others := sorted(set(held) - self._folders.keys()):
+            log.warning("the %s holds adapters of others, which take up places: %s", self._server, others)
+
+    async def _held(self) -> Collection[str]:
+        """The adapters that the server lists with its model: those that name it as their parent."""
+        try:
+            answer = await self._server.get("v1/models", limit_s=self._limit_s)
+        except EngineRejected as refusal:
+            if refusal.status != NOT_FOUND:
+                raise
+            log.info("the %s does not list its adapters: it is taken to hold none", self._server)
+            return ()
+        try:
+            return [one["id"] for one in orjson.loads(answer)["data"] if one.get("parent")]
+        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+            raise broken_wire(self._server.name, f"{answer[:200]!r}") from error
+
+    async def _post(self, route: str, fields: Mapping[str, str]) -> None:
+        try:
+            await self._server.post(route, orjson.dumps(fields), limit_s=self._limit_s)
+        except EngineError as error:
+            self._server.failed(error)
+            raise

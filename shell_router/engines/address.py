@@ -1,9 +1,6 @@
 """Where a prefill-decode pair is, and how long to wait for it."""
 
-import random
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
 from yarl import URL
 
@@ -61,21 +58,3 @@ class PairAddress:
     def decode(self) -> Server:
         """The decode server."""
         return Server("decode", URL(self.decode_url))
-
-
-def random_bootstrap_room() -> int:
-    """A fresh bootstrap room, below 2^62 so that a batch may count on from it."""
-    return random.getrandbits(62)
-
-
-@dataclass(frozen=True, slots=True)
-class Bootstrap:
-    """Gives each attempt the fields by which decode finds its prefill."""
-
-    host: str
-    port: int
-    room: Callable[[], int]
-
-    def fields(self) -> dict[str, Any]:
-        """The body fields of one attempt, with a fresh room."""
-        return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room()}

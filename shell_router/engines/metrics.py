@@ -23,10 +23,10 @@ Server = TrackedEngine[ServerClient]
 Family = type[CounterMetricFamily | GaugeMetricFamily]
 GAUGE, COUNT = GaugeMetricFamily, CounterMetricFamily
 SERVER_FAMILIES: tuple[tuple[Family, str, str, Callable[[Server, float], float | None]], ...] = (
-    (GAUGE, "engine_requests", "Running requests of this router", lambda at, _: at.in_flight.requests),
+    (GAUGE, "engine_requests", "Running requests of this router", lambda at, _: at.load.running),
     (COUNT, "engine_failures", "Failures of the server: unreachable, silent, or 5xx", lambda at, _: at.engine.failures),
     (GAUGE, "engine_breaker_open", "1 while the circuit breaker is open", lambda at, _: at.breaker.open),
-    (GAUGE, "engine_tokens", "Prompt and expected output tokens on the server", lambda at, _: at.in_flight.tokens),
+    (GAUGE, "engine_tokens", "Prompt and expected output tokens on the server", lambda at, _: at.load.tokens),
     (
         GAUGE,
         "engine_kv_usage",

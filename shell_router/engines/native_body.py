@@ -154,24 +154,30 @@ def _check_prompt(name: str, given: object, rules: NativeRules) -> None:
     if len(several) > MAX_BATCH:
         raise InvalidRequest(f"`{name}` has {len(several)} prompts.", remedy=f"Send at most {MAX_BATCH} at a time.")
     for one in several:
-        _check_one_prompt(name, one, rules)
+        if name in _KINDS and one is not None and not (one and isinstance(one, _KINDS[name])):
+            raise InvalidRequest(f"`{name}` is empty, or of the wrong kind.", remedy="Send `text` or `input_ids`.")
+        if isinstance(one, str):
+            if rules.context_length is not None:
+                require_possible(len(one), rules.context_length)
+            if one and rules.vocabulary is not None and name not in ("text", "prompt"):
+                raise _no_ids(name, rules.vocabulary)
+        elif isinstance(one, list):
+            _check_ids(name, one, rules)
 
 
-def _check_one_prompt(name: str, given: object, rules: NativeRules) -> None:
-    kinds = _KINDS.get(name)
-    if kinds is not None and given is not None and not (given and isinstance(given, kinds)):
-        raise InvalidRequest(f"`{name}` is empty, or of the wrong kind.", remedy="Send `text`, or token `input_ids`.")
-    if isinstance(given, list) and given and isinstance(given[0], list):
+def _check_ids(name: str, ids: list[Any], rules: NativeRules) -> None:
+    limit, vocabulary = rules.context_length, rules.vocabulary
+    if ids and isinstance(ids[0], list):
         raise InvalidRequest(f"`{name}` nests lists in lists.", remedy="Send a list of token ids per prompt.")
-    if rules.context_length is not None:
-        if isinstance(given, str):
-            require_possible(len(given), rules.context_length)
-        elif isinstance(given, list) and len(given) > rules.context_length:
-            raise PromptTooLong(
-                f"`{name}` has {len(given)} token ids; the model takes {rules.context_length}.", remedy="Send fewer."
-            )
-    if rules.vocabulary is not None and not (isinstance(given, str) and name in ("text", "prompt")):
-        _check_ids(name, given, rules.vocabulary)
+    if limit is not None and len(ids) > limit:
+        raise PromptTooLong(f"`{name}` has {len(ids)} token ids; the model takes {limit}.", remedy="Send fewer.")
+    if ids and vocabulary is not None and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary):
+        raise _no_ids(name, vocabulary)
+
+
+def _no_ids(name: str, vocabulary: int) -> InvalidRequest:
+    words = f"`{name}` holds something else than token ids below {vocabulary}."
+    return InvalidRequest(words, remedy="Tokenize for this model.")
 
 
 def _refuse_media(messages: object) -> None:
@@ -196,15 +202,6 @@ def _read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidRequest(f"The body is a JSON {type(found).__name__}.", remedy="Send one JSON object.")
     return found
-
-
-def _check_ids(name: str, ids: Any, vocabulary: int) -> None:
-    if not ids or not isinstance(ids, _LIST_OR_TEXT):
-        return
-    if isinstance(ids, str) or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary:
-        raise InvalidRequest(
-            f"`{name}` holds something else than token ids below {vocabulary}.", remedy="Tokenize for this model."
-        )
 
 
 def _check_sampling(found: Mapping[str, Any], vocabulary: int | None, openai: bool) -> None:

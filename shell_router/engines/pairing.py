@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shell_router.core.engine import Placement
-from shell_router.engines.address import Bootstrap, PairAddress
+from shell_router.engines.address import PairAddress
 from shell_router.engines.dispatching import engine_slot
+from shell_router.engines.legs import Legs
 from shell_router.engines.server_client import ServerClient, ServerFailure, Transport
 from shell_router.errors import AdapterMissing, EngineError, EngineRejected, EngineUnavailable
 from shell_router.routing.adapter_cache import AdapterSettings
@@ -25,15 +26,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Pair:
-    """The slots of one attempt, and its adapter's leases on both servers; `close` it in the end.
+    """The slots of one attempt, its adapter's leases on both servers, and its legs there; `close` it in the end.
 
-    `bootstrap` gives the fields by which decode finds prefill.
+    `bootstrap` has the body's fields by which decode finds prefill.
     """
 
     prefill: EngineSlot[ServerClient]
     decode: EngineSlot[ServerClient]
-    bootstrap: Bootstrap
+    bootstrap: Mapping[str, Any]
     leases: "tuple[Lease, Lease] | None" = None
+    legs: Legs | None = None
 
     @property
     def placed(self) -> tuple[Placement, Placement]:
@@ -51,7 +53,9 @@ class Pair:
         self.decode.prefilled()
 
     def close(self) -> None:
-        """The attempt is over, however it ended."""
+        """The attempt is over, however it ended. Calling it again changes nothing."""
+        if self.legs is not None:
+            self.legs.close()
         for lease in self.leases or ():
             lease.close()
         self.prefill.close()
@@ -59,7 +63,7 @@ class Pair:
 
 
 class Pairing:
-    """All servers of a model. One that several addresses name is one server."""
+    """All servers of a model. One that several addresses name is one server. `draw` is uniform in [0, 1)."""
 
     def __init__(
         self,
@@ -68,16 +72,19 @@ class Pairing:
         room: Callable[[], int],
         scheduling: SchedulingSettings,
         adapters: AdapterSettings,
+        retries: RetrySettings,
+        draw: Callable[[], float],
     ) -> None:
         self.limits = transport.limits
+        self.retries, self.draw = retries, draw
         self.retried = 0
-        self.bootstraps: dict[ServerClient, Bootstrap] = {}
-        """Those of prefill servers, also of drained ones on which requests still run."""
+        self._bootstraps: dict[ServerClient, tuple[str, int]] = {}
         self.adapter_settings = adapters
-        self._transport, self._room, clock = transport, room, transport.clock
+        self.room = room
+        self._transport, clock = transport, transport.clock
 
         def has_adapter(server: ServerClient, adapter: str) -> bool:
-            return self.adapters.will_have(server, adapter)
+            return self.adapters.leases[server].will_have(adapter)
 
         self.prefills = Dispatcher[ServerClient]([], scheduling, clock, has_adapter, decodes=False)
         self.decodes = Dispatcher[ServerClient]([], scheduling, clock, has_adapter, prefills=False)
@@ -95,8 +102,17 @@ class Pairing:
         prefill, decode = (
             known.get(server) or ServerClient(server, self._transport) for server in (address.prefill, address.decode)
         )
-        self.bootstraps.setdefault(prefill, Bootstrap(address.bootstrap_host, address.bootstrap_port, self._room))
+        self._bootstraps.setdefault(prefill, (address.bootstrap_host, address.bootstrap_port))
         return prefill, decode
+
+    def bootstrap(self, prefill: ServerClient) -> Mapping[str, Any]:
+        """The body's fields of one attempt by which decode finds this prefill server, with a fresh room."""
+        host, port = self._bootstraps[prefill]
+        return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": self.room()}
+
+    def forget(self, server: ServerClient) -> None:
+        """It was drained, and nothing runs there any more."""
+        self._bootstraps.pop(server, None)
 
     def add(self, prefill: ServerClient, decode: ServerClient) -> None:
         """Requests go to those of these servers, too, that are not among these yet."""
@@ -112,26 +128,28 @@ class Pairing:
         return Adapters(self.servers, self.adapter_settings, self._transport.tasks, self._transport.clock)
 
 
+async def load_again(
+    blamed: Collection[ServerClient], servers: Sequence[ServerClient], leases: "Sequence[Lease]"
+) -> None:
+    """Have the adapter loaded again on those of `servers` that lost it; each has its lease."""
+    for server, lease in zip(servers, leases, strict=False):
+        if server in blamed:
+            await lease.missing()
+
+
 class Attempts:
     """The attempts of one request, each on other servers than those before where there are others.
 
     An error status that every one of several attempts gets is the request's fault, and counts on no circuit breaker: it
     would take the servers from all others. So the statuses of early attempts count once another attempt is `answered`,
-    or fails otherwise. `draw` is uniform in [0, 1).
+    or fails otherwise.
     """
 
-    def __init__(
-        self,
-        pairing: Pairing,
-        request: PlacementRequest,
-        settings: RetrySettings,
-        draw: Callable[[], float],
-    ) -> None:
+    def __init__(self, pairing: Pairing, request: PlacementRequest) -> None:
         self.made = 0
         self._pairing = pairing
         self._request = request
-        self._settings = settings
-        self._draw = draw
+        self._settings = pairing.retries
         self._avoid: set[ServerClient] = set()
         self._last: EngineError | None = None
         self._statuses: list[tuple[ServerClient, EngineRejected]] | None = []
@@ -155,7 +173,7 @@ class Attempts:
 
         The slot on decode comes first, as in SGLang's disaggregation: a request that waits for one on prefill keeps no
         decode server from its work, and one that has that waits for nothing more but an adapter (`Adapters.of_pair`).
-        Raises EngineUnavailable, the error of the attempt before, AdapterFailed, or UnknownModel for the adapter.
+        Raises EngineUnavailable, the error of the attempt before, or AdapterFailed.
         """
         pairing, request = self._pairing, self._request
         while True:
@@ -169,7 +187,7 @@ class Attempts:
                     raise
             except EngineUnavailable as refusal:
                 raise self._last or refusal from None
-            pair = Pair(to_prefill, to_decode, pairing.bootstraps[to_prefill.engine])
+            pair = Pair(to_prefill, to_decode, pairing.bootstrap(to_prefill.engine))
             pairing.retried += self.made > 0
             if request.adapter is None:
                 return pair
@@ -182,22 +200,21 @@ class Attempts:
                 if not isinstance(error, EngineError):
                     raise
                 failure = error
-            await self._next_due(failure, adapters.failing(prefill, decode))
+            await self._next_due(failure, [one for one in (prefill, decode) if adapters.leases[one].failing])
 
-    async def failed(self, pair: Pair, error: EngineError, blamed_servers: Collection[ServerClient]) -> None:
+    async def failed(self, pair: Pair, error: EngineError) -> None:
         """The attempt on `pair` failed: return when the next is due, or raise `error` if it was the last.
 
         An adapter that a server of the pair lost is loaded again.
         """
-        if isinstance(error, AdapterMissing):
-            for slot, lease in zip((pair.prefill, pair.decode), pair.leases or (), strict=False):
-                if slot.engine in blamed_servers:
-                    await self._pairing.adapters.missing(slot.engine, lease)
+        blamed_servers = () if pair.legs is None else pair.legs.blamed_servers
+        if isinstance(error, AdapterMissing) and pair.leases is not None:
+            await load_again(blamed_servers, (pair.prefill.engine, pair.decode.engine), pair.leases)
         await self._next_due(error, blamed_servers)
 
     async def _next_due(self, error: EngineError, blamed_servers: Collection[ServerClient]) -> None:
         self.made += 1
-        wait_s = self._settings.wait_s(error, self.made, self._draw())
+        wait_s = self._settings.wait_s(error, self.made, self._pairing.draw())
         if wait_s is None:
             if self.made < self._settings.attempts or len({one.status for _, one in self._statuses or ()}) > 1:
                 self.answered()  # not each of the attempts failed in this way

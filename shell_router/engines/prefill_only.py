@@ -1,81 +1,70 @@
-"""Prefill without decode: the ways a server may offer it, and how to find out which one warms its cache."""
+"""Prefill without decode: by the plugin's route, or by a pair that decodes one token; which of them warms the cache.
+
+Stock SGLang keeps the KV of requests without a decode partner out of its prefix cache.
+"""
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import orjson
 
-from shell_router.core.engine import Generation, PrefillCost, Prefilled
-from shell_router.engines.address import Bootstrap
+from shell_router.core.engine import Finish, Generation, PrefillCost, Prefilled
+from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.http_client import Exchange
-from shell_router.engines.native_body import NativeBody
+from shell_router.engines.legs import Legs
+from shell_router.engines.pairing import Pairing, load_again
 from shell_router.engines.server_client import HTTP_OK, ServerClient
-from shell_router.engines.wire import body_fields, read_prefilled
-from shell_router.errors import EngineError, EngineRejected, PromptTooLong
+from shell_router.engines.wire import body_fields, leg_bodies, read_prefilled
+from shell_router.errors import AdapterMissing, EngineError, EngineRejected, PromptTooLong
+from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import INTERNAL_ERROR
+
+if TYPE_CHECKING:
+    from shell_router.engines.adapter_leases import Lease
 
 logger = logging.getLogger(__name__)
 
-PrefillWay = Literal["route", "fake_host", "pair"]
-"""How a prefill-only request is made: its own route, SGLang's fake bootstrap host, or a real pair of one token."""
-
-PREFILL_WAYS: tuple[PrefillWay, ...] = ("route", "fake_host", "pair")
-FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-"""SGLang's own marker for a prefill without a decode partner (`disaggregation.utils.FAKE_BOOTSTRAP_HOST`)."""
-
+PrefillWay = Literal["route", "pair"]
+PREFILL_WAYS: tuple[PrefillWay, ...] = ("route", "pair")
+PROBE_TOKENS = 256
 MEASURED_ROUNDS = 3
 
 
 class PrefillOnly:
-    """Prefill-only requests to one prefill server, by the way in `way`; `cost` is theirs on an idle server.
-
-    `by_pair` runs a one-token request on this server and a decode server.
-    """
+    """Prefill-only requests to one prefill server, by the way in `way`; `cost` is theirs on an idle server."""
 
     def __init__(
-        self,
-        server: ServerClient,
-        bootstrap: Bootstrap,
-        by_pair: Callable[[Generation], Awaitable[Prefilled]],
-        rid: Callable[[], str],
-        clock: Callable[[], float],
+        self, server: ServerClient, pairing: Pairing, rid: Callable[[], str], clock: Callable[[], float]
     ) -> None:
         self.way: PrefillWay = "route"
         self.cost: PrefillCost | None = None
         self._server = server
-        self._bootstrap = bootstrap
-        self._by_pair = by_pair
+        self._pairing = pairing
         self._rid = rid
         self._clock = clock
 
     async def prefill(self, request: Generation) -> Prefilled:
-        """See `Engine.prefill`."""
-        return await self._prefill_by(self.way, request)
+        """See `Engine.prefill`. The caller holds a slot on this server."""
+        request = replace(request, sampling={**request.sampling, "max_new_tokens": 1}, logprobs=False)
+        if self.way == "pair":
+            return await self._by_pair(request)
+        if request.adapter is None:
+            return await self._by_route(request)
+        async with self._pairing.adapters.leased(self._server, request.adapter):
+            return await self._by_route(request)
 
-    async def _prefill_by(self, way: PrefillWay, request: Generation) -> Prefilled:
-        one_token = replace(request, sampling={**request.sampling, "max_new_tokens": 1}, logprobs=False)
-        if way == "pair":
-            return await self._by_pair(one_token)
-        body = orjson.dumps({**body_fields(one_token), **self._fields(way), "stream": False})
-        async with self._post(way, body, (request.rid,)) as response:
+    async def _by_route(self, request: Generation) -> Prefilled:
+        body = orjson.dumps({**body_fields(request), "stream": False})
+        async with self.forward(body, (request.rid,)) as response:
             return read_prefilled(self._server.name, await self._server.read_all(response))
 
-    def _fields(self, way: PrefillWay) -> dict[str, Any]:
-        return {**self._bootstrap.fields(), "bootstrap_host": FAKE_BOOTSTRAP_HOST} if way == "fake_host" else {}
-
     @asynccontextmanager
-    async def forward(self, native: NativeBody) -> AsyncIterator[Exchange]:
-        """The prefill server's answer to a client's own body; not for the way `pair`."""
-        async with self._post(self.way, native.with_fields(self._fields(self.way)), native.rids) as response:
-            yield response
-
-    @asynccontextmanager
-    async def _post(self, way: PrefillWay, body: bytes, rids: Sequence[str]) -> AsyncIterator[Exchange]:
-        """A request to the prefill server only, aborted unless its answer is read to the end."""
-        exchange = self._server.begin("prefill_only" if way == "route" else "generate", body)
+    async def forward(self, body: bytes, rids: Sequence[str]) -> AsyncIterator[Exchange]:
+        """The server's answer to a body by its route, aborted unless it is read to the end."""
+        exchange = self._server.begin("prefill_only", body)
         try:
             await exchange.head()
             yield exchange
@@ -91,49 +80,77 @@ class PrefillOnly:
                 self._server.abort(rids)
                 exchange.close()
 
-    async def probe(self, tokens: int, vocabulary: int, *, route: bool = True) -> PrefillWay:
+    async def _by_pair(self, request: Generation) -> Prefilled:
+        """One token by this server and a decode server."""
+        # an update is not limited on decode: requests that wait for this prefill server may hold its last slots
+        slot = await engine_slot(self._pairing.decodes, PlacementRequest.of(request, update=True))
+        pair, leases = (self._server, slot.engine), tuple["Lease", ...]()
+        try:
+            if request.adapter is not None:
+                leases = await self._pairing.adapters.of_pair(*pair, request.adapter)
+            bodies = leg_bodies(request, self._pairing.bootstrap(self._server))
+            prefilled = leases[0].close if leases else None
+            legs = Legs(*pair, (request.rid,), bodies, self._pairing.limits.stall_s, prefilled)
+            try:
+                while not isinstance(event := await legs.next(logprobs=False), Finish):
+                    pass
+                return Prefilled(event.prompt_tokens, event.cached_tokens)
+            except AdapterMissing:
+                await load_again(legs.blamed_servers, pair, leases)
+                raise
+            finally:
+                legs.close()
+        finally:
+            for lease in leases:
+                lease.close()
+            slot.close()
+
+    async def probe(self, *, route: bool) -> None:
         """Find the first way that warms the prefix cache, use it from now on and measure it; see `SglangPair.probe`.
 
         Without `route` the server's own route is not tried.
         """
         found = []
         for way in PREFILL_WAYS if route else PREFILL_WAYS[1:]:
-            outcome = await self._try(way, self._fresh(tokens, vocabulary))
-            found.append(
-                f"{way}: {outcome if isinstance(outcome, Exception) else f'{outcome} of {tokens} tokens cached'}"
-            )
-            if isinstance(outcome, int) and outcome >= tokens // 2:
-                self.way = way
-                self.cost = await self._measured(tokens, vocabulary)
-                logger.info("prefill-only requests to the %s go by %s (%s)", self._server, way, "; ".join(found))
-                return way
+            self.way = way
+            outcome = await self._try(self._fresh())
+            told = str(outcome) if isinstance(outcome, Exception) else f"{outcome} of {PROBE_TOKENS} tokens cached"
+            found.append(f"{self.way}: {told}")
+            if isinstance(outcome, int) and outcome >= PROBE_TOKENS // 2:
+                self.cost = await self._measured()
+                logger.info("prefill-only requests to the %s go by %s (%s)", self._server, self.way, "; ".join(found))
+                return
         raise EngineRejected(
-            f"No prefill-only request of {tokens} tokens warms the prefix cache of the {self._server} "
+            f"No prefill-only request of {PROBE_TOKENS} tokens warms the prefix cache of the {self._server} "
             f"({'; '.join(found)}).",
             status=501,
             remedy="Start it with its prefix cache on (without --disable-radix-cache).",
         )
 
-    def _fresh(self, tokens: int, vocabulary: int) -> list[int]:
-        return [self._bootstrap.room() % vocabulary for _ in range(tokens)]
+    def _fresh(self) -> list[int]:
+        """Ids that every vocabulary has, in an order that no cache knows."""
+        return [self._pairing.room() % 256 for _ in range(PROBE_TOKENS)]
 
-    async def _measured(self, tokens: int, vocabulary: int) -> PrefillCost:
+    async def _measured(self) -> PrefillCost:
         """A line through the shortest times of fresh prompts and of the same prompts once they are cached."""
         shortest: dict[bool, tuple[float, int]] = {}
         for _ in range(MEASURED_ROUNDS):
-            ids = self._fresh(tokens, vocabulary)
+            ids = self._fresh()
             for cached in (False, True):
                 began_s = self._clock()
-                done = await self._prefill_by(self.way, Generation(rid=self._rid(), input_ids=ids))
+                done = await self._once(ids)
                 timed = self._clock() - began_s, done.prompt_tokens - done.cached_tokens
                 shortest[cached] = min(shortest.get(cached, timed), timed)
         (long_s, many), (short_s, few) = shortest[False], shortest[True]
         return PrefillCost.through(few, short_s, many, long_s)
 
-    async def _try(self, way: PrefillWay, input_ids: Sequence[int]) -> int | EngineRejected:
+    async def _once(self, input_ids: Sequence[int]) -> Prefilled:
+        return await self.prefill(Generation(rid=self._rid(), input_ids=input_ids))
+
+    async def _try(self, input_ids: Sequence[int]) -> int | EngineRejected:
         """Tokens found cached on the second sending, or the refusal where the server knows no such way."""
         try:
-            await self._prefill_by(way, Generation(rid=self._rid(), input_ids=input_ids))
-            return (await self._prefill_by(way, Generation(rid=self._rid(), input_ids=input_ids))).cached_tokens
+            await self._once(input_ids)
+            return (await self._once(input_ids)).cached_tokens
         except EngineRejected as refusal:
             return refusal

@@ -11,17 +11,17 @@ from shell_router.core.engine import Hints, NativeRoute, Relayed
 from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.http_client import Exchange
 from shell_router.engines.legs import Legs
-from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NOTHING, NativeBody, NativeRules, as_list, read_native
+from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NativeBody, NativeRules, as_list, read_native
 from shell_router.engines.pairing import Attempts, Pair, Pairing
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
-from shell_router.engines.wire import EventSplitter, broken_wire, missing_adapter, tells_missing_adapter
+from shell_router.engines.wire import EventSplitter, broken_wire, rejected
 from shell_router.errors import AdapterMissing, EngineError
 from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import INTERNAL_ERROR, RETRYABLE_STATUSES
 
 if TYPE_CHECKING:
-    from shell_router.engines.adapter_leases import Lease
+    pass
 
 _DONE = b"[DONE]"
 _NO_OUTPUT = (orjson.JSONDecodeError, KeyError, TypeError, AttributeError)
@@ -86,42 +86,47 @@ class InputLogprobs:
 
 
 class PairRelay:
-    """Implements `Relay` for a model's servers. `rid` gives fresh request ids, `attempts` a new request's attempts."""
+    """Forwards bodies to a model's servers. `rid` gives fresh request ids. If it `isolates`, each tenant has a prefix
+    cache of its own there."""
 
     def __init__(
         self,
         pairing: Pairing,
         prefill_only: Mapping[ServerClient, PrefillOnly],
-        attempts: Callable[[PlacementRequest], Attempts],
         rid: Callable[[], str],
         rules: NativeRules,
+        *,
+        isolates: bool,
     ) -> None:
         self._pairing = pairing
         self._prefill_only = prefill_only
-        self._attempts = attempts
         self._rid = rid
         self._rules = rules
+        self._isolates = isolates
 
     def forward(
         self,
         route: NativeRoute,
         body: bytes,
-        affinity: str | None,
-        adapter: str | None,
-        cache_key: str | None,
-        user: str | None,
-        admit: Callable[[int], None],
+        *,
+        affinity: str | None = None,
+        tenant: str | None = None,
+        admit: Callable[[int], None] = lambda requests: None,
+        adapter: str | None = None,
     ) -> AbstractAsyncContextManager[Relayed]:
-        """See `SglangPair.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's."""
-        own = NOTHING
-        if adapter is not None or cache_key is not None:
-            own = {name: found for name, found in ((ADAPTER, adapter), (CACHE_KEY, cache_key)) if found is not None}
+        """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's.
+
+        With `adapter` that one answers.
+        """
+        own = {} if adapter is None else {ADAPTER: adapter}
+        if self._isolates and tenant is not None:
+            own[CACHE_KEY] = tenant
         native = read_native(body, self._rid(), self._rules, own, route)
         if native.batch is not None:
             admit(native.batch)
         tokens = max(1, len(body) // 4)  # about: it is not tokenized here
         update = route == "prefill_only"
-        wanted = PlacementRequest(tokens, hints=Hints(user), affinity=affinity, update=update, adapter=adapter)
+        wanted = PlacementRequest(tokens, hints=Hints(tenant), affinity=affinity, update=update, adapter=adapter)
         if update and all(only.way != "pair" for only in self._prefill_only.values()):
             return self._prefilled_alone(native, wanted)
         return _ByPair(self, route, native, wanted)
@@ -129,58 +134,49 @@ class PairRelay:
     @asynccontextmanager
     async def _prefilled_alone(self, native: NativeBody, wanted: PlacementRequest) -> AsyncIterator[Relayed]:
         slot = await engine_slot(self._pairing.prefills, wanted)
-        server = slot.engine
+        server, body = slot.engine, native.with_fields({})
         try:
             async with AsyncExitStack() as stack:
-                lease: Lease | None = None
+                waited_s = 0.0
                 if wanted.adapter is not None:
-                    lease = await stack.enter_async_context(self._pairing.adapters.leased(server, wanted.adapter))
-                response = await stack.enter_async_context(self._prefill_only[server].forward(native))
-                if lease is not None and response.status != HTTP_OK:
-                    try:
-                        await server.read_all(response)
-                    except AdapterMissing:
-                        await self._pairing.adapters.missing(server, lease)
-                        raise
-                placed = slot.placement(0.0 if lease is None else lease.waited_s)
-                yield Relayed(response.status, response.content_type, _body(response), (placed,))
+                    waited_s = await stack.enter_async_context(self._pairing.adapters.leased(server, wanted.adapter))
+                forwarded = self._prefill_only[server].forward(body, native.rids)
+                response = await stack.enter_async_context(forwarded)
+                if wanted.adapter is not None and response.status != HTTP_OK:
+                    await server.read_all(response)  # raises
+                yield Relayed(response.status, response.content_type, _body(response), (slot.placement(waited_s),))
         finally:
             slot.close()
 
-    async def begun(
-        self, route: NativeRoute, native: NativeBody, wanted: PlacementRequest
-    ) -> tuple[Pair, Legs, Relayed]:
+    async def begun(self, route: NativeRoute, native: NativeBody, wanted: PlacementRequest) -> tuple[Pair, Relayed]:
         """The first attempt whose answer began, its legs running on. Raises EngineError and PromptTooLong."""
-        attempts = self._attempts(wanted)
+        attempts = Attempts(self._pairing, wanted)
         while True:
             pair = await attempts.pick()
             try:
-                legs = self._legs(route, native, pair, attempts)
-            except BaseException:
-                pair.close()
-                raise
-            try:
-                relayed = await _beginning(legs, native, pair)
+                relayed = await _beginning(self._legs(route, native, pair, attempts), native, pair)
                 attempts.answered()
-                return pair, legs, relayed
+                return pair, relayed
             except BaseException as error:
-                legs.close()
                 pair.close()
                 if not isinstance(error, EngineError):
                     raise
-                await attempts.failed(pair, error, legs.blamed_servers)
+                await attempts.failed(pair, error)
             native = replace(native, rid=self._rid())  # the engines may still hold the id before
 
     def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts) -> Legs:
-        fields, limits = pair.bootstrap.fields(), self._pairing.limits
         at = "generate" if route == "prefill_only" else route
         if route == "prefill_only":
-            sent = native.replaced({**fields, "stream": False, "sampling_params": {"max_new_tokens": 1}})
+            fields = {**pair.bootstrap, "stream": False, "sampling_params": {"max_new_tokens": 1}}
+            sent = native.replaced(fields)
         else:
-            sent = native.with_fields(fields)
+            sent = native.with_fields(pair.bootstrap)
+        limits = self._pairing.limits
         read_timeout_s = limits.stall_s if native.stream else limits.answer_s
         prefill, decode = pair.prefill.engine, pair.decode.engine
-        return Legs(prefill, decode, native.rids, (sent, sent), read_timeout_s, pair.prefilled, attempts.blame, at)
+        legs = Legs(prefill, decode, native.rids, (sent, sent), read_timeout_s, pair.prefilled, attempts.blame, at)
+        pair.legs = legs
+        return legs
 
 
 class _ByPair(AbstractAsyncContextManager[Relayed]):
@@ -190,14 +186,12 @@ class _ByPair(AbstractAsyncContextManager[Relayed]):
         self._relay = relay
         self._request = (route, native, wanted)
         self._pair: Pair
-        self._legs: Legs
 
     async def __aenter__(self) -> Relayed:
-        self._pair, self._legs, relayed = await self._relay.begun(*self._request)
+        self._pair, relayed = await self._relay.begun(*self._request)
         return relayed
 
     async def __aexit__(self, *_: object) -> None:
-        self._legs.close()
         self._pair.close()
 
 
@@ -213,8 +207,8 @@ async def _beginning(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
     fails = b'"error"' in first or b'"abort"' in first
     if pair.leases is not None and (fails or not good):
         message = first.decode("utf-8", "replace")
-        if tells_missing_adapter(message):  # what the engine lost is loaded again, so that it is no answer yet
-            error = missing_adapter(legs.decode_server.name, message)
+        error = rejected(legs.decode_server.name, decode.status, message)
+        if isinstance(error, AdapterMissing):  # what the engine lost is loaded again, so that it is no answer yet
             legs.failed(error)
             raise error
     if good and not fails:

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 
@@ -12,13 +13,16 @@ from shell_router.core.engine import error_message
 from shell_router.core.spans import CURRENT
 from shell_router.engines.address import PairLimits, Server
 from shell_router.engines.http_client import MAX_BUFFERED_BYTES, Endpoint, Exchange, HttpClient, TaskOwner, endpoint
-from shell_router.engines.wire import rejected
+from shell_router.engines.wire import broken_wire, rejected
 from shell_router.errors import EngineError, EngineRejected, EngineStalled, EngineUnreachable, PromptTooLong
+from shell_router.routing.engine_selection import EngineReport
 from shell_router.routing.failures import Breaker, BreakerSettings
 
 logger = logging.getLogger(__name__)
 
-HTTP_OK = 200
+HTTP_OK, NOT_FOUND = 200, 404
+CONTRACT = 1
+"""The SGLang plugin's contract that this router knows (`sglang_plugin.routes.CONTRACT`)."""
 
 ServerFailure = EngineError | PromptTooLong
 _SERVERS_FAULTS = (EngineUnreachable, EngineStalled)
@@ -124,6 +128,69 @@ class ServerClient:
             return found
         finally:
             exchange.close()
+
+    # --- what it says about itself
+
+    async def info(self) -> dict[str, Any]:
+        """The object at `/server_info`; raises EngineError."""
+        return self._object(await self.get("server_info", limit_s=self.limits.connect_s))
+
+    async def knows_contract(self) -> bool:
+        """Whether what the SGLang plugin adds, if it is there, means what this router takes it to mean.
+
+        Raises EngineRejected where the server's role is another than it is named for, and EngineError.
+        """
+        limit_s = self.limits.connect_s
+        try:
+            answer = await self.get("shell_router/capabilities", limit_s=limit_s)
+        except EngineRejected as refusal:
+            if refusal.status != NOT_FOUND:
+                raise
+            answer = await self.get("model_info", limit_s=limit_s)
+        found = self._object(answer)
+        mode, contract = found.get("disaggregation_mode"), found.get("contract")
+        if mode not in (None, self.server.role):
+            raise EngineRejected(
+                f"The {self} says that its disaggregation mode is {mode}.",
+                status=501,
+                remedy="Correct the pair's URLs, or start it with --disaggregation-mode.",
+            )
+        logger.info("%s: contract of the SGLang plugin: %s", self, contract)
+        if contract not in (None, CONTRACT):
+            logger.warning("%s: this router knows contract %d, so the plugin's route is left alone", self, CONTRACT)
+            return False
+        return True
+
+    async def report(self) -> EngineReport:
+        """Its load by `/v1/loads`, over its data-parallel ranks: it is as full as its fullest. Raises EngineError.
+
+        SGLang has `num_total_tokens` (KV in use, and tokens that wait) from 0.5.19 on; where it is missing, the tokens
+        in use stand for it.
+        """
+        body = await self.get("v1/loads", limit_s=self.limits.connect_s)
+        try:
+            ranks = orjson.loads(body)["loads"]
+            rates = [rate for rank in ranks if (rate := rank.get("cache_hit_rate")) is not None]
+            return EngineReport(
+                max((float(rank["token_usage"]) for rank in ranks), default=0.0),
+                sum(int(rank.get("num_total_tokens", rank["num_used_tokens"])) for rank in ranks),
+                sum(rank["num_running_reqs"] for rank in ranks),
+                sum(rank["num_waiting_reqs"] for rank in ranks),
+                max(rates, default=None),
+            )
+        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise broken_wire(self.name, f"{body[:200]!r}") from error
+
+    def _object(self, answer: bytes) -> dict[str, Any]:
+        try:
+            found = orjson.loads(answer)
+        except orjson.JSONDecodeError:
+            found = None
+        if not isinstance(found, dict):
+            raise broken_wire(self.name, f"{answer[:200]!r}")
+        return found
+
+    # --- failures
 
     def failure(self, error: Exception) -> EngineError:
         """The router's error for an OSError or TimeoutError of the HTTP client; a note of it, for logs, has the URL."""

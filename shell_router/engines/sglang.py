@@ -1,59 +1,47 @@
 """A model's prefill and decode servers as an engine: SGLang's, or servers that speak its wire format."""
 
 import asyncio
+import logging
 import random
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from shell_router.core.engine import (
-    ChatServing,
-    Finish,
-    Generation,
-    NativeRoute,
-    PrefillCost,
-    Prefilled,
-    Relayed,
-    Tokens,
-)
-from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits, random_bootstrap_room
+from shell_router.core.engine import ChatServing, Finish, Generation, PrefillCost, Prefilled, Tokens
+from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits
 from shell_router.engines.dispatching import Monitor, engine_slot
 from shell_router.engines.http_client import HttpClient, TaskOwner
-from shell_router.engines.legs import Legs
 from shell_router.engines.native_body import ADAPTER, ANY_MODEL, CACHE_KEY, NativeRules
 from shell_router.engines.pairing import Attempts, Pairing
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay
 from shell_router.engines.relay import PairRelay
 from shell_router.engines.server_client import ServerClient, Transport
-from shell_router.engines.server_state import (
-    any_healthy,
-    capabilities_of,
-    chat_of,
-    require_healthy,
-    state_of,
-    version_of,
-)
 from shell_router.engines.wire import broken_wire, leg_bodies
-from shell_router.errors import AdapterMissing, EngineError, EngineRejected
+from shell_router.errors import EngineError, EngineRejected
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.dispatcher import SchedulingSettings, TrackedEngine
 from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import DEFAULT_BREAKER, DEFAULT_RETRIES, BreakerSettings, RetrySettings
 
 if TYPE_CHECKING:
-    from shell_router.engines.adapter_leases import Adapters, Lease
+    from shell_router.engines.adapter_leases import Adapters
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SCHEDULING = SchedulingSettings()
 NO_ADAPTERS = AdapterSettings()
 HEALTH_LIMIT_S = 10.0
-METRICS_POLL_S = 5.0
-"""How often servers are asked for a state that only metrics show."""
+
+
+def random_bootstrap_room() -> int:
+    """A fresh bootstrap room, below 2^62 so that a batch may count on from it."""
+    return random.getrandbits(62)
 
 
 def random_rid() -> str:
@@ -98,25 +86,23 @@ class SglangPair:
             raise ValueError("name at least one pair")
         self.addresses = addresses
         self._limits = limits
-        self._retries = retries
-        self._draw = draw
-        self._scheduling = scheduling
         self._tasks = TaskOwner()
         self._http = HttpClient(connect_s=limits.connect_s, tls=tls)
         transport = Transport(self._http, self._tasks, limits, breaker, clock, key)
-        self._pairing = Pairing(addresses, transport, room, scheduling, adapters)
+        self._pairing = Pairing(addresses, transport, room, scheduling, adapters, retries, draw)
         self.servers = self._pairing.servers
         self.dispatchers = self._pairing.prefills, self._pairing.decodes
         self.adapter_settings = adapters
         self.chat: ChatServing | None = None
         """See `Relay.chat`; known after `probe`."""
         self._rid, self._clock = rid, clock
-        self._prefill_only = {server: self._prefill_only_of(server) for server in self._pairing.bootstraps}
+        self._prefill_only = {server: self._prefill_only_of(server) for server in self._pairing.prefills.engines}
         self._monitors: list[Monitor[ServerClient]] = []
         self._isolates = isolates
         chosen = ({ADAPTER} if adapters.folders else set()) | ({CACHE_KEY} if isolates else set())
         rules = replace(rules, fields=rules.fields - chosen)
-        self._relay = PairRelay(self._pairing, self._prefill_only, self._attempts, rid, rules)
+        self.forward = PairRelay(self._pairing, self._prefill_only, rid, rules, isolates=isolates).forward
+        """See `Relay.forward`, and `PairRelay.forward`."""
 
     @property
     def adapters(self) -> "Adapters":
@@ -142,122 +128,78 @@ class SglangPair:
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`. Raises PromptTooLong where the engine says so."""
         request = self._isolated(request)
-        attempts, sent = self._attempts(PlacementRequest.of(request)), request
+        attempts, sent = Attempts(self._pairing, PlacementRequest.of(request)), request
         while True:
-            pair = await attempts.pick()
-            begun = False
-            legs: Legs | None = None
+            pair, begun = await attempts.pick(), False
             try:
                 request.on_placed(*pair.placed)
-                bodies = leg_bodies(sent, pair.bootstrap.fields())
+                bodies = leg_bodies(sent, pair.bootstrap)
                 prefill, decode, stall_s = pair.prefill.engine, pair.decode.engine, self._limits.stall_s
                 legs = Legs(prefill, decode, (sent.rid,), bodies, stall_s, pair.prefilled, attempts.blame)
-                while not isinstance(event := await legs.next(logprobs=request.logprobs), Finish):
+                pair.legs = legs
+                while True:
+                    event = await legs.next(logprobs=request.logprobs)
                     if not begun:
                         begun = True
                         attempts.answered()
+                    if isinstance(event, Finish):
+                        pair.decode.completed()
+                        yield event
+                        return
                     pair.decode.wrote(len(event.ids))
                     yield event
-                begun = True
-                attempts.answered()
-                pair.decode.completed()
-                yield event
-                return
             except EngineError as error:
-                if begun or legs is None:
+                if begun or pair.legs is None:
                     raise
                 failure = error
             finally:
-                if legs is not None:
-                    legs.close()
                 pair.close()
-            await attempts.failed(pair, failure, legs.blamed_servers)
+            await attempts.failed(pair, failure)
             # engines abort whatever begins with the id of an attempt before, so that stands last
             sent = replace(request, rid=f"{attempts.made}.{request.rid}")
 
     def _isolated(self, request: Generation) -> Generation:
         return replace(request, cache_key=request.hints.user) if self._isolates else request
 
-    def _attempts(self, request: PlacementRequest) -> Attempts:
-        return Attempts(self._pairing, request, self._retries, self._draw)
-
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`. It is made once, in its server's way: a failure costs no more than the overlap."""
         request = self._isolated(request)
         slot = await engine_slot(self._pairing.prefills, PlacementRequest.of(request, update=True))
         try:
-            only = self._prefill_only[slot.engine]
-            if only.way == "pair" or request.adapter is None:  # a pair takes its leases itself, decode's first
-                return await only.prefill(request)
-            async with self.adapters.leased(slot.engine, request.adapter) as lease:
-                try:
-                    return await only.prefill(request)
-                except AdapterMissing:
-                    await self.adapters.missing(slot.engine, lease)
-                    raise
+            return await self._prefill_only[slot.engine].prefill(request)
         finally:
             slot.close()
 
     def _prefill_only_of(self, server: ServerClient) -> PrefillOnly:
-        by_pair = partial(self._prefill_by_pair, server)
-        return PrefillOnly(server, self._pairing.bootstraps[server], by_pair, self._rid, self._clock)
+        return PrefillOnly(server, self._pairing, self._rid, self._clock)
 
-    async def _prefill_by_pair(self, prefill: ServerClient, request: Generation) -> Prefilled:
-        """One token by a pair with this prefill server, whose slot the caller holds."""
-        # an update is not limited on decode: requests that wait for this prefill server may hold its last slots
-        slot = await engine_slot(self._pairing.decodes, PlacementRequest.of(request, update=True))
-        decode, leases = slot.engine, tuple["Lease", ...]()
-        try:
-            if request.adapter is not None:
-                leases = await self.adapters.of_pair(prefill, decode, request.adapter)
-            bodies = leg_bodies(request, self._pairing.bootstraps[prefill].fields())
-            legs = Legs(
-                prefill, decode, (request.rid,), bodies, self._limits.stall_s, leases[0].close if leases else None
-            )
-            try:
-                while not isinstance(event := await legs.next(logprobs=False), Finish):
-                    pass
-                return Prefilled(event.prompt_tokens, event.cached_tokens)
-            except AdapterMissing:
-                for server, lease in zip((prefill, decode), leases, strict=False):
-                    if server in legs.blamed_servers:
-                        await self.adapters.missing(server, lease)
-                raise
-            finally:
-                legs.close()
-        finally:
-            for lease in leases:
-                lease.close()
-            slot.close()
-
-    async def probe(self, *, tokens: int = 256, vocabulary: int = 256) -> tuple[PrefillWay, ...]:
+    async def probe(self) -> tuple[PrefillWay, ...]:
         """Ask every server what it is, and find each prefill server's first way of prefill-only that warms its cache.
 
-        Each way is tried with a prompt of `tokens` fresh random ids below `vocabulary`, sent twice. Raises
-        EngineRejected when no way warms anything or a server has another role, EngineUnreachable or EngineStalled when
-        one does not serve.
+        Raises EngineRejected when no way warms anything or a server has another role, EngineUnreachable or
+        EngineStalled when one does not serve.
         """
-        await self._probe(self.servers, tokens, vocabulary)
+        await self._probe(self.servers)
         self.chat = await chat_of(self.servers)
         return self.prefill_ways
 
-    async def _probe(self, servers: Sequence[ServerClient], tokens: int, vocabulary: int) -> None:
-        found = await asyncio.gather(*map(capabilities_of, servers))
+    async def _probe(self, servers: Sequence[ServerClient]) -> None:
+        routes = await asyncio.gather(*(one.knows_contract() for one in servers))
         if self.adapter_settings.folders:
             await self.adapters.begin()
-        for server, capabilities in zip(servers, found, strict=True):
+        for server, route in zip(servers, routes, strict=True):
             if server in self._prefill_only:
-                await self._prefill_only[server].probe(tokens, vocabulary, route=capabilities.known)
+                await self._prefill_only[server].probe(route=route)
 
-    async def add(self, address: PairAddress, *, tokens: int = 256, vocabulary: int = 256) -> None:
+    async def add(self, address: PairAddress) -> None:
         """Send requests to this pair, too, once its servers are healthy and probed. Raises EngineError."""
         clients = self._pairing.clients_of(address)
         new = [one for one in clients if one not in self.servers]
         try:
-            await asyncio.gather(*(require_healthy(one, HEALTH_LIMIT_S) for one in new))
+            await asyncio.gather(*(one.get("health", limit_s=HEALTH_LIMIT_S) for one in new))
             if clients[0] in new:
                 self._prefill_only[clients[0]] = self._prefill_only_of(clients[0])
-            await self._probe(new, tokens, vocabulary)
+            await self._probe(new)
             if self.chat is not None and await chat_of((*self.servers, *new)) != self.chat:
                 remedy = "Start its engines with the --tool-call-parser of the model's others."
                 raise EngineRejected("The pair has no chats, or others than the model.", status=400, remedy=remedy)
@@ -279,7 +221,7 @@ class SglangPair:
         """They were drained, and nothing runs there any more."""
         for one in servers:
             self._prefill_only.pop(one, None)
-            self._pairing.bootstraps.pop(one, None)
+            self._pairing.forget(one)
 
     def _serve(self, addresses: tuple[PairAddress, ...]) -> None:
         self.addresses, self.servers = addresses, self._pairing.servers
@@ -288,43 +230,36 @@ class SglangPair:
 
     async def version(self) -> str:
         """The version that the first decode server names itself by. Raises EngineError."""
-        return await version_of(self._pairing.decodes.engines[0])
-
-    def forward(
-        self,
-        route: NativeRoute,
-        body: bytes,
-        *,
-        affinity: str | None = None,
-        tenant: str | None = None,
-        admit: Callable[[int], None] = lambda requests: None,
-        adapter: str | None = None,
-    ) -> AbstractAsyncContextManager[Relayed]:
-        """See `Relay.forward`. The answer relayed is decode's, or for `prefill_only` the prefill server's.
-
-        With `adapter` that one answers.
-        """
-        return self._relay.forward(route, body, affinity, adapter, tenant if self._isolates else None, tenant, admit)
+        server = self._pairing.decodes.engines[0]
+        found = await server.info()
+        if "version" not in found:
+            raise broken_wire(server.name, "server_info without a version")
+        return str(found["version"])
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
         """While the context is open, every server is asked for its state: often where choices depend on it."""
-        ask = partial(state_of, limit_s=self._limits.connect_s)
-        poll_s, metrics_poll_s = self._scheduling.poll_s, max(METRICS_POLL_S, self._scheduling.poll_s)
         async with AsyncExitStack() as stack:
             for one in self.dispatchers:
-                often = lambda of=one: poll_s if of.reads_reports else metrics_poll_s  # noqa: E731
-                self._monitors.append(await stack.enter_async_context(Monitor(one, ask, often)))
+                self._monitors.append(await stack.enter_async_context(Monitor(one, ServerClient.report)))
             yield
             self._monitors.clear()
 
-    async def ready(self, *, limit_s: float = HEALTH_LIMIT_S) -> None:
+    async def ready(self) -> None:
         """Return when every server says that it is healthy; raises EngineError for the first that does not."""
-        await asyncio.gather(*(require_healthy(server, limit_s) for server in self.servers))
+        await asyncio.gather(*(server.get("health", limit_s=HEALTH_LIMIT_S) for server in self.servers))
 
-    async def serves(self, *, limit_s: float = HEALTH_LIMIT_S) -> bool:
+    async def serves(self) -> bool:
         """Whether at least one server of each role says that it is healthy."""
-        return all(await asyncio.gather(*(any_healthy(of.engines, limit_s) for of in self.dispatchers)))
+
+        async def is_healthy(server: ServerClient) -> bool:
+            with suppress(EngineError):
+                await server.get("health", limit_s=HEALTH_LIMIT_S)
+                return True
+            return False
+
+        found = [await asyncio.gather(*map(is_healthy, of.engines)) for of in self.dispatchers]
+        return all(map(any, found))
 
     @property
     def tool_parser(self) -> str | None:
@@ -353,6 +288,22 @@ class SglangPair:
         """Wait, within the abort limit, for the aborts and legs that still end, and close idle connections."""
         await self._tasks.aclose(self._limits.abort_s)
         await self._http.aclose(self._limits.abort_s)
+
+
+async def chat_of(servers: Sequence[ServerClient]) -> ChatServing | None:
+    """What all of `servers` have of SGLang's OpenAI routes; None where one has none, or does not answer.
+
+    SGLang's servers name their parser of tool calls, set or not; other servers do not.
+    """
+    try:
+        found = await asyncio.gather(*(one.info() for one in servers))
+    except EngineError as error:
+        log.warning("chats are not forwarded, as a server does not say whether it has them: %s", error)
+        return None
+    if not all("tool_call_parser" in one for one in found):
+        return None
+    parsers = {one["tool_call_parser"] for one in found}
+    return ChatServing(parsers.pop() if len(parsers) == 1 else None)
 
 
 class AdaptedModel:

@@ -1,7 +1,6 @@
 """Last hidden states from a sentence-transformers model. Imported only in the embedding process."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,16 +25,8 @@ def sentence_transformer(named: str, *, device: str, threads: int) -> Any:
     return SentenceTransformer(named, device=device, local_files_only=True, model_kwargs=kept_as)
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A piece of a text, at most as long as the model reads at once, its special tokens included."""
-
-    text: int
-    inputs: dict[str, list[int]]
-
-    @property
-    def tokens(self) -> int:
-        return len(self.inputs["input_ids"])
+Window = tuple[int, dict[str, list[int]]]
+"""The text of which it is a piece, and the piece as the model reads it, special tokens included."""
 
 
 class TokenStateModel:
@@ -54,12 +45,12 @@ class TokenStateModel:
         """States [tokens >= 1, features] of each text; a long text's windows are stacked, in order."""
         windows = self._windows(texts)
         states: dict[int, TokenStates] = {}
-        for batch in _batches([window.tokens for window in windows]):
+        for batch in _batches([len(inputs["input_ids"]) for _, inputs in windows]):
             rows = self._forward([windows[index] for index in batch])
             states.update(zip(batch, rows, strict=True))
         parts: list[list[TokenStates]] = [[] for _ in texts]
-        for index, window in enumerate(windows):
-            parts[window.text].append(states[index])
+        for index, (text, _) in enumerate(windows):
+            parts[text].append(states[index])
         return [np.concatenate(part) for part in parts]
 
     def _windows(self, texts: Sequence[str]) -> list[Window]:
@@ -69,12 +60,10 @@ class TokenStateModel:
         )
         owners = encoded.pop("overflow_to_sample_mapping")
         columns = {name: encoded[name] for name in encoded}
-        return [
-            Window(text, {name: values[index] for name, values in columns.items()}) for index, text in enumerate(owners)
-        ]
+        return [(text, {name: values[index] for name, values in columns.items()}) for index, text in enumerate(owners)]
 
     def _forward(self, windows: Sequence[Window]) -> list[TokenStates]:
-        padded = self._tokenizer.pad([window.inputs for window in windows], return_tensors="pt")
+        padded = self._tokenizer.pad([inputs for _, inputs in windows], return_tensors="pt")
         with torch.inference_mode():
             inputs = {name: tensor.to(self._model.device) for name, tensor in padded.items()}
             output = self._model[0](inputs)["token_embeddings"].float().cpu().numpy()

@@ -70,11 +70,17 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 
 
 class ChatTemplate:
-    """One compiled template, with the special tokens that it may name."""
+    """One compiled template, with the special tokens that it may name. `now` is for templates that write the date."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime]) -> None:
-        self._template = _environment(now).from_string(source)
-        self._special_tokens = dict(special_tokens)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+        self._template = environment.from_string(source)
+        self._special_tokens = special_tokens
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], options: Mapping[str, Any]) -> str:
         """The prompt text of `messages`, up to where the assistant speaks; raises InvalidRequest."""
@@ -100,35 +106,22 @@ class ChatTemplate:
 
 def read_chat_template(folder: Path, settings: Mapping[str, Any], now: Callable[[], datetime]) -> ChatTemplate | None:
     """The folder's template (`chat_template.jinja` before `tokenizer_config.json`), or None; raises ConfigError."""
-    file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.exists() else _configured(settings.get("chat_template"))
-    if source is None:
+    file, source = folder / "chat_template.jinja", settings.get("chat_template")
+    if file.exists():
+        source = file.read_text(encoding="utf-8")
+    elif isinstance(source, list):
+        source = next((one["template"] for one in source if one["name"] == "default"), None)
+    if not isinstance(source, str):
         return None
+    tokens = {name: settings.get(name) for name in _SPECIAL_TOKENS}
+    texts = {name: one.get("content") if isinstance(one, Mapping) else one for name, one in tokens.items()}
     try:
-        return ChatTemplate(source, _special_tokens(settings), now)
+        return ChatTemplate(source, {name: text for name, text in texts.items() if isinstance(text, str)}, now)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"{folder}: the chat template's line {error.lineno} is wrong: {error.message}.",
             remedy="Fetch the model's files again.",
         ) from error
-
-
-def _configured(found: object) -> str | None:
-    """A template given as text, or the one named `default` of several."""
-    if isinstance(found, list):
-        return next((one["template"] for one in found if one["name"] == "default"), None)
-    return found if isinstance(found, str) else None
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    for name in _SPECIAL_TOKENS:
-        token = settings.get(name)
-        if isinstance(token, Mapping):
-            token = token.get("content")
-        if isinstance(token, str):
-            found[name] = token
-    return found
 
 
 class _Generation(Extension):
@@ -139,16 +132,6 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
-    return environment
 
 
 def _tojson(found: Any, indent: int | None = None) -> str:

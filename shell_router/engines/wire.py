@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -37,7 +38,7 @@ def body_fields(request: Generation) -> dict[str, Any]:
     return fields
 
 
-def leg_bodies(request: Generation, fields: dict[str, Any]) -> tuple[bytes, bytes]:
+def leg_bodies(request: Generation, fields: Mapping[str, Any]) -> tuple[bytes, bytes]:
     """The `/generate` bodies of a request's prefill and decode legs, with the bootstrap `fields` that both need.
 
     The prefill leg is not streamed, so that its errors come as HTTP statuses.
@@ -113,7 +114,9 @@ class OutputReader:
         try:
             event = orjson.loads(payload)
             if "error" in event:
-                raise rejected_event(self._where, event)
+                error = event["error"]
+                code = error.get("code") if isinstance(error, dict) else None
+                raise rejected(self._where, code if isinstance(code, int) else 500, error_message(payload))
             return self._new_tokens(event, event["meta_info"])
         except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise broken_wire(self._where, f"{payload[:200]!r}") from error
@@ -194,29 +197,12 @@ def rejected(where: str, status: int, message: str) -> Refusal:
     """The error for an engine's error status; a 400 about the context length is the client's PromptTooLong."""
     if _ABORTED in message:
         return _ended(where, message)
-    if tells_missing_adapter(message):
-        return missing_adapter(where, message)
+    if _NO_ADAPTER.search(message):
+        said = message.strip().splitlines()[0].removesuffix(".")
+        return AdapterMissing(f"The {where} does not have the adapter: {said}.", remedy="Ask again: it is loaded anew.")
     if status == 400 and _TOO_LONG.search(message):
         return PromptTooLong(message, remedy="Shorten the prompt or ask for fewer new tokens.")
     return EngineRejected(f"The {where} answered {status}: {message}", status=status)
-
-
-def tells_missing_adapter(message: str) -> bool:
-    """Whether the engine says that it does not have the request's adapter."""
-    return _NO_ADAPTER.search(message) is not None
-
-
-def missing_adapter(where: str, message: str) -> AdapterMissing:
-    """The error for a request whose adapter the engine does not have."""
-    said = message.strip().splitlines()[0].removesuffix(".")
-    return AdapterMissing(f"The {where} does not have the adapter: {said}.", remedy="Ask again: it is loaded anew.")
-
-
-def rejected_event(where: str, event: dict[str, Any]) -> Refusal:
-    """The error for an error event inside a stream."""
-    error = event["error"]
-    code = error.get("code") if isinstance(error, dict) else None
-    return rejected(where, code if isinstance(code, int) else 500, error_message(orjson.dumps(event)))
 
 
 def aborted(where: str, reason: dict[str, Any]) -> Refusal:
@@ -225,9 +211,7 @@ def aborted(where: str, reason: dict[str, Any]) -> Refusal:
     With a status the engine itself gave up; without, another client aborted it.
     """
     message, status = reason.get("message") or "aborted", reason.get("status_code")
-    if status is None:
-        return _ended(where, message)
-    return rejected(where, status, message)
+    return _ended(where, message) if status is None else rejected(where, status, message)
 
 
 def _ended(where: str, message: str) -> EngineAborted:

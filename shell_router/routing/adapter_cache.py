@@ -7,7 +7,7 @@ one whose last use was first leaves first; orders that know more gained nothing 
 Models that take turns are kept by the same rules, in an order of their own (`experts.components.swapping`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -77,57 +77,42 @@ class Group(Generic[W]):
 class AdapterCache(Generic[W]):
     """The adapters of one server, and the requests (`W`) that wait for one.
 
-    The caller loads and unloads: it asks `next_to_load`, makes room by `victims` and `remove`, and calls `loading`,
-    then `add`, or `loading(None)`. Times are in monotonic seconds.
+    The caller loads and unloads: it asks `next_to_load`, makes room for it by `victims`, and keeps `loading`, the
+    adapter that is about to be loaded, and `taken`: places of adapters that are loaded, being loaded or being unloaded.
+    `ahead` are adapters that no request waits for yet. Times are in monotonic seconds.
     """
 
     def __init__(self, settings: AdapterSettings, order: Order = least_recently_used) -> None:
         self.groups: list[Group[W]] = []
+        self.loaded: dict[str, LoadedAdapter] = {}
+        self.loading: str | None = None
         self.taken = 0
-        """Places that are taken: by loaded adapters, by one that is being loaded, by one that is being unloaded."""
+        self.ahead: dict[str, int] = {}
         self._settings = settings
         self._order = order
-        self._loaded: dict[str, LoadedAdapter] = {}
-        self._loading: str | None = None
-        self._ahead: dict[str, int] = {}
         self._draining: tuple[str, ...] = ()
         self._numbers = count()
 
-    def __contains__(self, adapter: str) -> bool:
-        return adapter in self._loaded
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._loaded)
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for theirs."""
-        return sum(len(group.waiters) for group in self.groups)
-
     def is_coming(self, adapter: str) -> bool:
         """Whether it is loaded, or being loaded."""
-        return adapter in self._loaded or adapter == self._loading
-
-    def is_awaited(self, adapter: str) -> bool:
-        """Whether a request waits for it."""
-        return any(group.adapter == adapter for group in self.groups)
+        return adapter in self.loaded or adapter == self.loading
 
     def serves(self, adapter: str) -> bool:
         """Whether it is loaded and takes further requests, by what `drain` found last."""
-        return adapter in self._loaded and adapter not in self._draining
+        return adapter in self.loaded and adapter not in self._draining
 
     # --- waiting
 
     def wait(self, adapter: str, waiter: W, now_s: float) -> None:
         """Join the last group for the adapter, unless one behind it is `window_s` old; or else open a new group."""
-        for at in range(len(self.groups) - 1, -1, -1):
-            group = self.groups[at]
+        behind: Group[W] | None = None
+        for group in reversed(self.groups):
             if group.adapter == adapter:
-                behind = self.groups[at + 1] if at + 1 < len(self.groups) else None
                 if behind is None or now_s - behind.opened_s < self._settings.window_s:
                     group.waiters.append(waiter)
                     return
                 break
+            behind = group
         self.groups.append(Group(adapter, now_s, [waiter]))
 
     def leave(self, waiter: W) -> bool:
@@ -161,21 +146,14 @@ class AdapterCache(Generic[W]):
 
     def load_ahead(self, adapter: str, *, evicting: bool = False) -> None:
         """A request is about to want it: load it if a place is free; `evicting`, also for one that none awaits."""
-        self._ahead[adapter] = REACH - evicting
-
-    def forget_ahead(self, adapter: str | None = None) -> None:
-        """Load it, or anything, no longer ahead."""
-        if adapter is None:
-            self._ahead.clear()
-        else:
-            self._ahead.pop(adapter, None)
+        self.ahead[adapter] = REACH - evicting
 
     def next_to_load(self) -> tuple[str, int] | None:
         """The first awaited adapter that is not loaded, with its group's place; where all are, one to load ahead."""
         for turn, group in enumerate(self.groups):
-            if group.adapter not in self._loaded:
+            if group.adapter not in self.loaded:
                 return group.adapter, turn
-        return next(iter(self._ahead.items()), None)
+        return next(iter(self.ahead.items()), None)
 
     def victims(self, turn: int) -> list[str] | None:
         """The adapters to unload for one more; None where that frees too little now.
@@ -183,36 +161,17 @@ class AdapterCache(Generic[W]):
         Adapters in use, and those whose turn comes no later than `turn`, stay.
         """
         missing = 1 + self.taken - self._settings.max_loaded_adapters
-        if missing <= 0:
-            return []
-        leaving = self._leaving(turn)[:missing]
-        return leaving if len(leaving) == missing else None
-
-    def in_use(self, adapter: str) -> bool:
-        """Whether requests hold it."""
-        return self._loaded[adapter].pins > 0
-
-    def loading(self, adapter: str | None) -> None:
-        """It is being loaded from now on; None where the load has ended."""
-        self._loading = adapter
+        leaving = self._leaving(turn)[: max(0, missing)]
+        return leaving if len(leaving) >= missing else None
 
     def add(self, adapter: str) -> None:
         """It is loaded, on a place that was taken before."""
         number = next(self._numbers)
-        self._loaded[adapter] = LoadedAdapter(adapter, number, number)
-
-    def remove(self, adapter: str) -> None:
-        """It is gone. Its place stays taken until the caller frees it."""
-        del self._loaded[adapter]
-
-    def load_number(self, adapter: str) -> int | None:
-        """Which load brought it, to tell it from a later one; None where it is not loaded."""
-        at = self._loaded.get(adapter)
-        return None if at is None else at.loaded
+        self.loaded[adapter] = LoadedAdapter(adapter, number, number)
 
     def pin(self, adapter: str) -> LoadedAdapter:
         """It is in use, and stays until its `pins` are counted down again."""
-        at = self._loaded[adapter]
+        at = self.loaded[adapter]
         at.pins += 1
         at.used = next(self._numbers)
         return at
@@ -222,6 +181,6 @@ class AdapterCache(Generic[W]):
         turns: dict[str, int] = {}
         for turn, group in enumerate(islice(self.groups, REACH)):
             turns.setdefault(group.adapter, turn)
-        order = self._order(tuple(self._loaded.values()), turns)
+        order = self._order(tuple(self.loaded.values()), turns)
         found = [at for at in order if in_use or not at.pins]
         return [at.name for at in found if keep_before is None or turns.get(at.name, REACH) > keep_before]

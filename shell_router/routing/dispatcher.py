@@ -24,9 +24,12 @@ from shell_router.routing.engine_selection import (
 )
 from shell_router.routing.failures import Breaker
 from shell_router.routing.prompt_index import PrefixIndex, PromptIndex
-from shell_router.routing.queue import QueueEntry, QueueMemory, QueueSettings, RequestQueue
+from shell_router.routing.queue import QueueEntry, QueueSettings, RequestQueue
 
 E = TypeVar("E")
+
+METRICS_POLL_S = 5.0
+"""How often engines are asked for a state that only metrics show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,66 +52,29 @@ class SchedulingSettings:
         )
 
 
-@dataclass(slots=True)
-class InFlight:
-    """What this router has under way on one engine: the activity monitor (Chimera, section 3.5).
-
-    `prefill_tokens` of prompts are not yet prefilled, `output_tokens` are expected and not yet written (together the
-    paper's volume I[m]), and `held_tokens` of prompts and outputs are there already, as KV. `updates` of the `requests`
-    are prefill-only.
-    """
-
-    requests: int = 0
-    updates: int = 0
-    prefill_tokens: int = 0
-    output_tokens: int = 0
-    held_tokens: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """The KV that all of it takes in the end, as far as is expected."""
-        return self.prefill_tokens + self.output_tokens + self.held_tokens
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TrackedEngine(Generic[E]):
     """An engine, and what is known of it.
 
-    `waiting` requests, of `waiting_tokens`, are held back for it; `chosen` numbers the last choice of it; `reported_s`
-    is when it last reported its state, `failed_polls` how often it did not answer.
+    `reported_s` is when it last reported its state, `failed_polls` how often it did not answer.
     """
 
-    index: int
     engine: E
     name: str
     breaker: Breaker
-    in_flight: InFlight = field(default_factory=InFlight)
-    waiting: int = 0
-    waiting_tokens: int = 0
-    chosen: int = 0
+    load: EngineState
     reported: EngineReport | None = None
     reported_s: float = 0.0
     failed_polls: int = 0
 
+    @property
+    def index(self) -> int:
+        """Its place among all that there ever were."""
+        return self.load.index
+
     def age_s(self, now_s: float) -> float | None:
         """How long ago it reported its state; None where it never did."""
         return None if self.reported is None else now_s - self.reported_s
-
-    def state(self, now_s: float, stale_s: float, *, has_adapter: bool) -> EngineState:
-        """As policies see it, without a report that is `stale_s` old."""
-        load, age_s = self.in_flight, self.age_s(now_s)
-        return EngineState(
-            self.index,
-            load.requests,
-            self.waiting,
-            load.prefill_tokens,
-            load.output_tokens,
-            self.waiting_tokens,
-            self.chosen,
-            None if age_s is None or age_s >= stale_s else self.reported,
-            age_s,
-            has_adapter,
-        )
 
 
 class EngineSlot(Generic[E]):
@@ -127,13 +93,13 @@ class EngineSlot(Generic[E]):
     ) -> None:
         self.engine, self.name, self.why, self.waited_s = at.engine, at.name, why, waited_s
         self._dispatcher = dispatcher
-        self._features = features
-        self._load = load = at.in_flight
+        self.features = features
+        self._load = load = at.load
         self._prefill = features.new_tokens if features.prefills else 0
         self._output = features.output_tokens
         self._held = self._written = 0
         self._closed = False
-        load.requests += 1
+        load.running += 1
         load.updates += features.update
         load.prefill_tokens += self._prefill
         load.output_tokens += self._output
@@ -149,7 +115,7 @@ class EngineSlot(Generic[E]):
         load = self._load
         load.prefill_tokens -= self._prefill
         self._prefill = 0
-        self._held = self._features.prompt_tokens
+        self._held = self.features.prompt_tokens
         load.held_tokens += self._held
         if self._dispatcher.holds:
             self._dispatcher.grant()
@@ -168,11 +134,11 @@ class EngineSlot(Generic[E]):
         self._held += tokens
         load.held_tokens += tokens
         if self._dispatcher.holds:
-            self._dispatcher.served(self._features, tokens)
+            self._dispatcher.queue.served(self.features.user, 0, tokens)
 
     def completed(self) -> None:
         """All that it had to write is written."""
-        self._dispatcher.completed(self._written)
+        self._dispatcher.prompts.wrote(self._written)
 
     def close(self) -> None:
         """The engine has done with it, however it ended. Calling it again changes nothing."""
@@ -180,13 +146,13 @@ class EngineSlot(Generic[E]):
             return
         self._closed = True
         load = self._load
-        load.requests -= 1
-        load.updates -= self._features.update
+        load.running -= 1
+        load.updates -= self.features.update
         load.prefill_tokens -= self._prefill
         load.output_tokens -= self._output
         load.held_tokens -= self._held
         if self._dispatcher.holds:
-            self._dispatcher.left(self._features)
+            self._dispatcher.left(self.features)
 
 
 class Dispatcher(Generic[E]):
@@ -218,11 +184,10 @@ class Dispatcher(Generic[E]):
         self._clock = clock
         self._has_adapter = has_adapter
         self._memory = ChoiceMemory(settings.selection.affinity_s)
-        self._prompts = PromptIndex()
-        self._queue_memory = QueueMemory(settings.queue.weights)
-        self._queue = RequestQueue(settings.queue, self._queue_memory)
+        self.prompts = PromptIndex()
+        self.queue = RequestQueue(settings.queue)
         self.ever = len(engines)  # the index of the next
-        self._track([TrackedEngine(index, *one) for index, one in enumerate(engines)])
+        self._track([TrackedEngine(*one, EngineState(index)) for index, one in enumerate(engines)])
 
     def _track(self, tracked: list[TrackedEngine[E]]) -> None:
         """Requests go to these engines from now on."""
@@ -232,22 +197,25 @@ class Dispatcher(Generic[E]):
         self._only = Choice(tracked[0].index, "only_engine") if len(tracked) == 1 else None
         self.reads_reports = len(tracked) > 1 and self.policy not in BLIND
         """Whether choices depend on what engines report."""
+        often_s = self.settings.poll_s
+        self.poll_s = often_s if self.reads_reports else max(METRICS_POLL_S, often_s)
+        """Seconds between polls of the engines."""
         self._memory.remembers = self.reads_reports
         by_prefix = len(tracked) > 1 and self.policy not in IGNORES_PREFIXES
-        self._prompts.prefixes = (self._prompts.prefixes or PrefixIndex()) if by_prefix else None
+        self.prompts.prefixes = (self.prompts.prefixes or PrefixIndex()) if by_prefix else None
 
     def add(self, engine: E, name: str, breaker: Breaker) -> None:
         """Requests go to this engine, too."""
-        self._track([*self.tracked, TrackedEngine(self.ever, engine, name, breaker)])
+        self._track([*self.tracked, TrackedEngine(engine, name, breaker, EngineState(self.ever))])
         self.ever += 1
         self.grant()
 
     def drain(self, engine: E) -> TrackedEngine[E]:
         """Send no more requests to this engine, which is not the only one; what runs there stays in flight there."""
         (at,) = (one for one in self.tracked if one.engine is engine)
-        for entry in self._queue.entries:
+        for entry in self.queue.entries:
             if entry.bound is not None and entry.bound.index == at.index:
-                self._unbind(entry)
+                self._held_back(entry, -1)
                 entry.bound = None
         self._track([one for one in self.tracked if one is not at])
         self.grant()
@@ -256,7 +224,7 @@ class Dispatcher(Generic[E]):
     @property
     def waiting(self) -> int:
         """Requests that wait for a slot."""
-        return len(self._queue.entries)
+        return len(self.queue.entries)
 
     def report(self, index: int, reported: EngineReport) -> None:
         """The engine has reported its state."""
@@ -283,7 +251,7 @@ class Dispatcher(Generic[E]):
         """
         serving, now_s = self.serving(), self._clock()
         excluded = frozenset(at.index for at in self.tracked if at.engine in avoid) if avoid else _NONE
-        features = self._prompts.features(request, prefills=self._prefills, decodes=self._decodes)
+        features = self.prompts.features(request, prefills=self._prefills, decodes=self._decodes)
         if not self.holds:
             choice = self._choice(features, _not_excluded(serving, excluded) if excluded else serving)
             self._memory.note(features, choice.index, now_s)
@@ -292,9 +260,8 @@ class Dispatcher(Generic[E]):
         if self.waiting >= most and not features.update:  # no client waits for an update
             raise Overloaded(f"{self.waiting} requests wait for an engine.", remedy=f"Try again; {most} may wait.")
         entry = QueueEntry(features, now_s, excluded=excluded)
-        self._queue_memory.arrived(features, now_s)
         self._bind(entry, _not_excluded(serving, excluded))
-        self._queue.join(entry)
+        self.queue.join(entry)
         self.grant()
         if entry.slot is not None:
             slot: EngineSlot[E] = entry.slot
@@ -304,22 +271,22 @@ class Dispatcher(Generic[E]):
 
     def withdraw(self, entry: QueueEntry) -> None:
         """The request waits no longer. A slot that it had got in this moment is closed."""
-        if entry in self._queue.entries:
-            self._queue.entries.remove(entry)
+        if entry in self.queue.entries:
+            self.queue.entries.remove(entry)
         if entry.slot is not None:
             entry.slot.close()
         else:
-            self._unbind(entry)
-            self._queue_memory.left(entry.features)
+            self._held_back(entry, -1)
+            self.queue.left(entry.features)
 
     def grant(self) -> None:
         """Give slots that are free to requests that wait, in their order."""
-        if not self._queue.entries:
+        if not self.queue.entries:
             return
         try:
             serving = self.serving()
         except EngineUnavailable as error:
-            entries, self._queue.entries = self._queue.entries, []
+            entries, self.queue.entries = self.queue.entries, []
             for entry in entries:
                 entry.error = error
                 entry.decided()
@@ -335,26 +302,16 @@ class Dispatcher(Generic[E]):
                 able = free_for_updates if entry.features.update else free  # noqa: B023 - called in this round only
                 return entry.bound.index in able if entry.bound and entry.bound.index in up else bool(able)
 
-            first = self._queue.next(can_go, self._clock())
+            first = self.queue.next(can_go, self._clock())
             if first is None:
                 return
             able = free_for_updates if first.features.update else free
             self._grant_to(first, [at for at in serving if at.index in able])
             first.decided()
 
-    # --- for slots
-
-    def served(self, features: RoutingFeatures, output_tokens: int) -> None:
-        """A request wrote tokens."""
-        self._queue_memory.served(features.user, 0, output_tokens)
-
-    def completed(self, output_tokens: int) -> None:
-        """A request wrote all of its output."""
-        self._prompts.wrote(output_tokens)
-
     def left(self, features: RoutingFeatures) -> None:
         """A request is over."""
-        self._queue_memory.left(features)
+        self.queue.left(features)
         self.grant()
 
     # --- choosing
@@ -366,43 +323,43 @@ class Dispatcher(Generic[E]):
         """
         if at.breaker.blocked_until_s > self._clock():
             return False
-        limits, load = self.settings.queue, at.in_flight
+        limits, load = self.settings.queue, at.load
         if limits.max_prefill_tokens is not None and load.prefill_tokens >= limits.max_prefill_tokens:
             return False
         if update:
             return True
         if limits.max_tokens is not None and load.tokens >= limits.max_tokens:
             return False
-        return limits.max_running is None or load.requests - load.updates < limits.max_running
+        return limits.max_running is None or load.running - load.updates < limits.max_running
 
     def _choice(self, features: RoutingFeatures, among: Sequence[TrackedEngine[E]]) -> Choice:
         if self._only is not None:
             return self._only
-        home = self._prompts.home(features)
+        home = self.prompts.home(features)
         if home is not None and any(at.index == home for at in among):
             return Choice(home, "growing_prompt")
         if len(among) == 1:
             return Choice(among[0].index, "only_one_free")
         now_s, stale_s, adapter = self._clock(), self.settings.stale_s, features.adapter
-        states = [
-            at.state(now_s, stale_s, has_adapter=adapter is not None and self._has_adapter(at.engine, adapter))
-            for at in among
-        ]
-        return choose(Scene(features, states, self._memory, self.settings.selection, now_s))
+        for at in among:
+            at.load.reported = at.reported if now_s - at.reported_s < stale_s else None
+            at.load.has_adapter = adapter is not None and self._has_adapter(at.engine, adapter)
+        return choose(Scene(features, [at.load for at in among], self._memory, self.settings.selection, now_s))
 
     def _bind(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
         """Choose the engine now if the settings say so, or if one of `among` holds the prompt's beginning."""
-        home = self._prompts.home(entry.features)
+        home = self.prompts.home(entry.features)
         if self.settings.queue.bind == "arrival" or any(at.index == home for at in among):
             entry.bound = self._choice(entry.features, among)
             self._memory.note(entry.features, entry.bound.index, entry.arrived_s)
-            self._by_index[entry.bound.index].waiting += 1
-            self._by_index[entry.bound.index].waiting_tokens += entry.features.new_tokens
+            self._held_back(entry, 1)
 
-    def _unbind(self, entry: QueueEntry) -> None:
+    def _held_back(self, entry: QueueEntry, more: int) -> None:
+        """The entry is held back for the engine that it is bound to, if to any; no longer where `more` is -1."""
         if entry.bound is not None:
-            self._by_index[entry.bound.index].waiting -= 1
-            self._by_index[entry.bound.index].waiting_tokens -= entry.features.new_tokens
+            load = self._by_index[entry.bound.index].load
+            load.waiting += more
+            load.waiting_tokens += more * entry.features.new_tokens
 
     def _grant_to(self, entry: QueueEntry, among: Sequence[TrackedEngine[E]]) -> None:
         """A slot on the engine that the entry is bound to, if that is among these, or else on one of these."""
@@ -415,21 +372,16 @@ class Dispatcher(Generic[E]):
         waited_s = now_s - entry.arrived_s if entry.waits else 0.0
         if entry.waits:
             self.waits.add(waited_s)
-        self._queue.leave(entry)
-        self._unbind(entry)
-        entry.slot = self._take(choice, entry.features, now_s, waited_s, entry.missed)
+        self._held_back(entry, -1)
+        entry.slot = slot = self._take(choice, entry.features, now_s, waited_s)
+        self.queue.chosen(entry, slot.features.new_tokens)
 
-    def _take(
-        self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0, missed: int = 0
-    ) -> EngineSlot[E]:
+    def _take(self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0) -> EngineSlot[E]:
         at = self._by_index[choice.index]
-        features = self._prompts.sent(features, choice.index)
+        features = self.prompts.sent(features, choice.index)
         at.breaker.tried(now_s)
-        at.chosen = self._memory.made
+        at.load.chosen = self._memory.made
         self.choices[choice.why] += 1
-        if self.holds:
-            queue = self.settings.queue
-            self._queue_memory.chosen(features, missed // queue.starvation_misses, queue.quantum)
         return EngineSlot(self, at, features, choice.why, waited_s)
 
 

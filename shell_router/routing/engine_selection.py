@@ -33,27 +33,34 @@ class EngineReport:
     hit_rate: float | None = None
 
 
-@value
+@dataclass(slots=True, eq=False)
 class EngineState:
-    """One engine that may be chosen, `index` by its place among all of its kind.
+    """One engine that may be chosen, `index` by its place among all of its kind, and this router's load on it, which is
+    exact: the activity monitor (Chimera, section 3.5).
 
-    What the router counts itself is exact: requests it has sent there (`running`) and holds back for it (`waiting`),
-    prompt tokens there that are not yet prefilled, output tokens that are expected and not yet written, and new
-    prompt tokens of what is held back. `reported` is the engine's own report, `age_s` old; None without a fresh
-    one. `chosen` numbers the last choice of it: the lower, the longer ago. `has_adapter`: the request's adapter is
-    loaded there, or being loaded.
+    Of the `running` requests `updates` are prefill-only. `prefill_tokens` of their prompts are not yet prefilled,
+    `output_tokens` are expected and not yet written (together the paper's volume I[m]), and `held_tokens` of prompts
+    and outputs are there already, as KV. `waiting` requests with `waiting_tokens` new ones of prompts are held back for
+    it. `reported` is the engine's own report, None without a fresh one. `chosen` numbers the last choice of it: the
+    lower, the longer ago. `has_adapter`: the request's adapter is loaded there, or being loaded.
     """
 
     index: int
     running: int = 0
-    waiting: int = 0
+    updates: int = 0
     prefill_tokens: int = 0
     output_tokens: int = 0
+    held_tokens: int = 0
+    waiting: int = 0
     waiting_tokens: int = 0
     chosen: int = 0
     reported: EngineReport | None = None
-    age_s: float | None = None
     has_adapter: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """The KV that all of it takes in the end, as far as is expected."""
+        return self.prefill_tokens + self.output_tokens + self.held_tokens
 
 
 @value
@@ -86,7 +93,8 @@ class RoutingFeatures:
 
     `new_tokens` of its `prompt_tokens` are not yet prefilled as far as is known, `output_tokens` are expected of it.
     `overlaps` are leading prompt tokens that an engine, by its index, has had before; engines that had none are absent.
-    `affinity` and `adapter` are as in `Generation`. `update` marks a prefill-only request; without `prefills` the
+    `grows` identifies the growing prompt that it is of. `adapter` is as in `Generation`. `update` marks a prefill-only
+    request; without `prefills` the
     engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix index.
     """
 
@@ -94,7 +102,7 @@ class RoutingFeatures:
     new_tokens: int = 0
     output_tokens: int = 0
     hints: Hints = NO_HINTS
-    affinity: str | None = None
+    grows: int | None = None
     overlaps: Mapping[int, int] = field(default_factory=dict)
     update: bool = False
     prefills: bool = True
@@ -102,7 +110,7 @@ class RoutingFeatures:
     blocks: tuple[int, ...] = ()
 
     @property
-    def user(self) -> Hashable | None:
+    def user(self) -> str | None:
         """The user who asks, where that is known."""
         return self.hints.user
 

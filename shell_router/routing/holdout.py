@@ -115,9 +115,6 @@ class _Evidence:
         for programs in (self.held_out,) if held_out else (self.using, self.recent):
             programs.add(value)
 
-    def enter(self, state: State, now_s: float) -> None:
-        self.state, self.since_s = state, now_s
-
     def fewest(self) -> float:
         return min(self.using.count, self.held_out.count)
 
@@ -169,9 +166,9 @@ class Holdouts:
             gain, error = found.difference()
             is_over = found.fewest() >= _LONGEST_TRIAL or gain > _CLEARED * error
             if gain < -_HARM * error or (is_over and gain <= 0):
-                found.enter("off", now_s)
+                found.state, found.since_s = "off", now_s
             elif is_over:
-                found.enter("on", now_s)
+                found.state = "on"
         if found.state == before:
             return None
         seen = self._comparison(key, found)

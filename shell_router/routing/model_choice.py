@@ -29,11 +29,6 @@ class ModelChoiceSettings:
     slack_s: Annotated[float, "Seconds added to the latency slack, which is 0 while any model is idle."] = 0.0
     answer_worth_s: Annotated[float, "Of policy `worth`: seconds of waiting that a right answer makes up for."] = 20.0
 
-    @property
-    def reads_scores(self) -> bool:
-        """Whether the policy looks at scores: where it does not, they need not be predicted."""
-        return self.policy in READS_SCORES
-
     def __post_init__(self) -> None:
         require(self.policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         for name in ("latency_slack", "score_margin", "slack_s"):
@@ -72,105 +67,109 @@ class ModelChoice:
     unmeasured: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What policies see: the models, at least one, the wait for each, and how many choices were made before."""
+
+    candidates: Sequence[Candidate]
+    settings: ModelChoiceSettings
+    waits: Mapping[str, float]
+    turn: int
+
+    @property
+    def fastest(self) -> Candidate:
+        """The shortest wait; of several, as on idle models, the one whose tokens cost least, then the first."""
+        return min(self.candidates, key=lambda one: (self.waits[one.model], one.decode_s_per_token or 0.0))
+
+    @property
+    def within_slack(self) -> Sequence[Candidate]:
+        """Line 18; the fastest is among them."""
+        limit = (1 + self.settings.latency_slack) * min(self.waits.values()) + self.settings.slack_s
+        return [one for one in self.candidates if self.waits[one.model] <= limit]
+
+    @property
+    def scored(self) -> bool:
+        """Whether every model has a score."""
+        return all(one.score is not None for one in self.candidates)
+
+
 def choose_model(candidates: Sequence[Candidate], settings: ModelChoiceSettings, turn: int = 0) -> ModelChoice:
     """One of `candidates`, which are not empty. `turn` counts choices, for the policy that takes turns."""
     waits, unmeasured = _waits(candidates)
     if len(candidates) == 1:
         return ModelChoice(candidates[0].model, "only", waits, unmeasured)
-    chosen, why = POLICIES[settings.policy](candidates, waits, settings, turn)
+    chosen, why = POLICIES[settings.policy](Scene(candidates, settings, waits, turn))
     return ModelChoice(chosen.model, why, waits, unmeasured)
 
 
 def scores_decide(candidates: Sequence[Candidate], settings: ModelChoiceSettings) -> bool:
     """Whether scores could change which of `candidates` is chosen, as busy as they are. Reads none."""
-    if len(candidates) == 1 or not settings.reads_scores:
+    if len(candidates) == 1 or settings.policy not in READS_SCORES:
         return False
-    return settings.policy != "chimera" or len(_within_slack(candidates, _waits(candidates)[0], settings)) > 1
+    return settings.policy != "chimera" or len(Scene(candidates, settings, _waits(candidates)[0], 0).within_slack) > 1
 
 
 def _waits(candidates: Sequence[Candidate]) -> tuple[Mapping[str, float], tuple[str, ...]]:
-    """L[m] by model, and those whose cost is not known: see ModelChoice."""
+    """L[m] = P_m * decode_s_per_token / max_batch by model (Algorithm 1, line 11), and those whose cost is not known:
+    see ModelChoice."""
     unmeasured = tuple(one.model for one in candidates if one.decode_s_per_token is None)
-    return {one.model: _wait(one, measured=not unmeasured) for one in candidates}, unmeasured
+    costs = [1.0 if unmeasured else one.decode_s_per_token or 0.0 for one in candidates]
+    waits = {
+        one.model: one.tokens_in_flight * cost / one.max_batch for one, cost in zip(candidates, costs, strict=True)
+    }
+    return waits, unmeasured
 
 
-def _wait(candidate: Candidate, *, measured: bool) -> float:
-    """L[m] = P_m * decode_s_per_token / max_batch (Algorithm 1, line 11)."""
-    cost = candidate.decode_s_per_token if measured else None
-    return candidate.tokens_in_flight * (1.0 if cost is None else cost) / candidate.max_batch
+Policy = Callable[[Scene], tuple[Candidate, Reason]]
 
 
-Waits = Mapping[str, float]
-Policy = Callable[[Sequence[Candidate], Waits, ModelChoiceSettings, int], tuple[Candidate, Reason]]
-
-
-def chimera(
-    candidates: Sequence[Candidate], waits: Waits, settings: ModelChoiceSettings, _turn: int
-) -> tuple[Candidate, Reason]:
+def chimera(scene: Scene) -> tuple[Candidate, Reason]:
     """The highest score within the latency slack and above the score margin (lines 12 to 22); without scores, the load.
 
     The paper's loop ends at the first model within the slack, whether its score suffices or not: those after it have
     lower ones. Where only the fastest is within the slack, scores do not matter.
     """
-    fastest, within = _fastest(candidates, waits), _within_slack(candidates, waits, settings)
+    fastest, within = scene.fastest, scene.within_slack
     if len(within) == 1:
         return fastest, "fastest"
-    if any(one.score is None for one in candidates):
+    if not scene.scored:
         return fastest, "no_scores"
-    best = _by_score(within)[0]
-    if best is not fastest and _score(best) >= _score(fastest) + settings.score_margin:
+    best = max(within, key=_score)
+    if best is not fastest and _score(best) >= _score(fastest) + scene.settings.score_margin:
         return best, "better"
     return fastest, "fastest"
 
 
-def _within_slack(candidates: Sequence[Candidate], waits: Waits, settings: ModelChoiceSettings) -> Sequence[Candidate]:
-    """Line 18; the fastest is among them."""
-    limit = (1 + settings.latency_slack) * min(waits.values()) + settings.slack_s
-    return [one for one in candidates if waits[one.model] <= limit]
-
-
-def worth(
-    candidates: Sequence[Candidate], waits: Waits, settings: ModelChoiceSettings, _turn: int
-) -> tuple[Candidate, Reason]:
+def worth(scene: Scene) -> tuple[Candidate, Reason]:
     """The highest score less what waiting costs, q[m] - (L[m] + own time) / `answer_worth_s`; without scores, the load.
 
     Our own. Chimera's slack lets every question to a better model while there is room, and none when there is not; here
     those that gain most by it go first. Own time is `own_tokens` * `decode_s_per_token`, where both are known of all.
     """
-    if any(one.score is None for one in candidates):
-        return _fastest(candidates, waits), "no_scores"
-    own = {one.model: _own_s(one) for one in candidates}
-    known = all(one.own_tokens is not None for one in candidates)
-    took = {one.model: waits[one.model] + (own[one.model] if known else 0.0) for one in candidates}
-    return max(candidates, key=lambda one: _score(one) - took[one.model] / settings.answer_worth_s), "worth"
+    if not scene.scored:
+        return scene.fastest, "no_scores"
+    known = all(one.own_tokens is not None for one in scene.candidates)
+
+    def gain(one: Candidate) -> float:
+        own_s = (one.own_tokens or 0.0) * (one.decode_s_per_token or 0.0) if known else 0.0
+        return _score(one) - (scene.waits[one.model] + own_s) / scene.settings.answer_worth_s
+
+    return max(scene.candidates, key=gain), "worth"
 
 
-def _own_s(candidate: Candidate) -> float:
-    """Seconds of its own output; 0 where what that takes is not known."""
-    return (candidate.own_tokens or 0.0) * (candidate.decode_s_per_token or 0.0)
-
-
-def least_loaded(
-    candidates: Sequence[Candidate], waits: Waits, _settings: ModelChoiceSettings, _turn: int
-) -> tuple[Candidate, Reason]:
+def least_loaded(scene: Scene) -> tuple[Candidate, Reason]:
     """m_fast, whatever the scores."""
-    return _fastest(candidates, waits), "least_loaded"
+    return scene.fastest, "least_loaded"
 
 
-def round_robin(
-    candidates: Sequence[Candidate], _waits: Waits, _settings: ModelChoiceSettings, turn: int
-) -> tuple[Candidate, Reason]:
+def round_robin(scene: Scene) -> tuple[Candidate, Reason]:
     """One after the other."""
-    return candidates[turn % len(candidates)], "in_turn"
+    return scene.candidates[scene.turn % len(scene.candidates)], "in_turn"
 
 
-def best_score(
-    candidates: Sequence[Candidate], waits: Waits, _settings: ModelChoiceSettings, _turn: int
-) -> tuple[Candidate, Reason]:
+def best_score(scene: Scene) -> tuple[Candidate, Reason]:
     """The highest score, whatever the load; without scores, the load."""
-    if any(one.score is None for one in candidates):
-        return _fastest(candidates, waits), "no_scores"
-    return _by_score(candidates)[0], "best_score"
+    return (max(scene.candidates, key=_score), "best_score") if scene.scored else (scene.fastest, "no_scores")
 
 
 POLICIES: Mapping[str, Policy] = {
@@ -180,19 +179,8 @@ POLICIES: Mapping[str, Policy] = {
     "round_robin": round_robin,
     "best_score": best_score,
 }
-
-
 READS_SCORES = frozenset({"chimera", "worth", "best_score"})
 """Policies whose choice depends on scores; for the others they need not be predicted."""
-
-
-def _fastest(candidates: Sequence[Candidate], waits: Waits) -> Candidate:
-    """The shortest wait; of several, as on idle models, the one whose tokens cost least, then the first."""
-    return min(candidates, key=lambda one: (waits[one.model], one.decode_s_per_token or 0.0))
-
-
-def _by_score(candidates: Sequence[Candidate]) -> list[Candidate]:
-    return sorted(candidates, key=_score, reverse=True)
 
 
 def _score(candidate: Candidate) -> float:

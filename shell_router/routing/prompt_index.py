@@ -70,9 +70,11 @@ class PromptIndex:
 
     def features(self, request: PlacementRequest, *, prefills: bool, decodes: bool) -> RoutingFeatures:
         """The request as engines see it that prefill it, decode it, or do both."""
-        hints, affinity, resident = request.hints, request.affinity if prefills else None, 0
-        if affinity is not None:
-            resident = self._homes.get(hash((affinity, request.adapter)), (0, 0))[1]
+        hints, grows, resident = request.hints, None, 0
+        if prefills and request.affinity is not None:
+            # clients' own keys may be long, and KV of one adapter is of no use to another
+            grows = hash((request.affinity, request.adapter))
+            resident = self._homes.get(grows, (0, 0))[1]
         blocks: tuple[int, ...] = ()
         if self.prefixes is not None and prefills and request.ids is not None:
             blocks = blocks_of(request.ids, request.adapter)
@@ -85,7 +87,7 @@ class PromptIndex:
             max(1, request.prompt_tokens - resident),
             output_tokens,
             hints,
-            affinity,
+            grows,
             self.prefixes.overlaps(blocks) if blocks and self.prefixes is not None else _NO_OVERLAPS,
             request.update,
             prefills,
@@ -95,22 +97,18 @@ class PromptIndex:
 
     def home(self, features: RoutingFeatures) -> int | None:
         """The engine that holds the beginning of a prompt that grows."""
-        if features.affinity is None:
-            return None
-        # clients' own keys may be long, and KV of one adapter is of no use to another
-        return self._homes.get(hash((features.affinity, features.adapter)), (None, 0))[0]
+        return None if features.grows is None else self._homes.get(features.grows, (None, 0))[0]
 
     def sent(self, features: RoutingFeatures, index: int) -> RoutingFeatures:
         """The prompt goes to this engine: the features with what of it is new there."""
-        if features.affinity is None and self.prefixes is None:
+        if features.grows is None and self.prefixes is None:
             return features
         known = features.overlaps.get(index, 0)
-        if features.affinity is not None:
-            key = hash((features.affinity, features.adapter))
-            if self._homes.get(key, (None, 0))[0] == index:
+        if features.grows is not None:
+            if self.home(features) == index:
                 known = max(known, features.prompt_tokens - features.new_tokens)
-            self._homes[key] = (index, features.prompt_tokens)
-            self._homes.move_to_end(key)
+            self._homes[features.grows] = (index, features.prompt_tokens)
+            self._homes.move_to_end(features.grows)
             if len(self._homes) > KEPT:
                 self._homes.popitem(last=False)
         if self.prefixes is not None:

@@ -5,7 +5,7 @@ ages every order but the fair one, which starves none: a request that has waited
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -14,72 +14,6 @@ from shell_router.routing.engine_selection import KEPT, Choice, RoutingFeatures,
 
 OUTPUT_WEIGHT = 2
 """An output token counts as two of a prompt, as in the literature on fair serving (and in most price lists)."""
-
-
-class QueueMemory:
-    """Tokens that users were served, when programs began, and how far their requests have risen.
-
-    A user's tokens count divided by its weight, 1 where it has none.
-    """
-
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self._weights: Mapping[Any, float] = weights or {}
-        self._attained: OrderedDict[Hashable, float] = OrderedDict()
-        self._active: Counter[Hashable] = Counter()
-        self._began_s: OrderedDict[str, float] = OrderedDict()
-        self._levels: OrderedDict[str, tuple[int, int]] = OrderedDict()
-
-    def attained(self, user: Hashable) -> float:
-        """Tokens that this user was served, outputs twice, by its weight."""
-        return self._attained.get(user, 0.0)
-
-    def began_s(self, program: str | None, otherwise: float) -> float:
-        """When the program's first request arrived."""
-        return otherwise if program is None else self._began_s.get(program, otherwise)
-
-    def level(self, program: str | None) -> int:
-        """The starvation level at which the program's requests start: 0 or below."""
-        return 0 if program is None else self._levels.get(program, (0, 0))[0]
-
-    # --- what happens
-
-    def arrived(self, features: RoutingFeatures, now_s: float) -> None:
-        """A request arrives. A user without requests gets no more credit than the least served user with some."""
-        user, program = features.user, features.hints.program
-        if not self._active[user] and self._active.total():
-            least = min(self.attained(one) for one, requests in self._active.items() if requests)
-            self._set(user, max(self.attained(user), least))
-        self._active[user] += 1
-        if program is not None:
-            self._began_s.setdefault(program, now_s)
-            _forget_oldest(self._began_s)
-
-    def chosen(self, features: RoutingFeatures, risen: int, quantum: int) -> None:
-        """The request is served next, having risen by `risen` levels while it waited."""
-        program = features.hints.program
-        if program is not None:
-            level, left = self._levels.pop(program, (0, 0))
-            level, left = (-risen, quantum) if risen else (level, left - 1)
-            if left > 0:
-                self._levels[program] = (level, left)
-                _forget_oldest(self._levels)
-        self.served(features.user, features.new_tokens)
-
-    def served(self, user: Hashable, prompt_tokens: int, output_tokens: int = 0) -> None:
-        """Tokens were prefilled, or written, for the user."""
-        tokens = prompt_tokens + OUTPUT_WEIGHT * output_tokens
-        self._set(user, self.attained(user) + tokens / self._weights.get(user, 1.0))
-
-    def left(self, features: RoutingFeatures) -> None:
-        """A request that had arrived is over."""
-        self._active[features.user] -= 1
-        if self._active[features.user] <= 0:
-            del self._active[features.user]
-
-    def _set(self, user: Hashable, tokens: float) -> None:
-        self._attained[user] = tokens
-        self._attained.move_to_end(user)
-        _forget_oldest(self._attained)
 
 
 def _forget_oldest(remembered: OrderedDict[Any, Any]) -> None:
@@ -165,19 +99,19 @@ class QueueEntry:
     error: EngineUnavailable | None = None
     decided: Callable[[], None] = _ignore
     waits: bool = False
-    served_before: int = 0
+    chosen_before: int = 0
 
 
-Order = Callable[[QueueEntry, QueueMemory, QueueSettings], Key]
+Order = Callable[[QueueEntry, "RequestQueue"], Key]
 """The key of a waiting request; requests with equal keys go by their arrival."""
 
 
-def fcfs(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> Key:
+def fcfs(one: QueueEntry, queue: "RequestQueue") -> Key:
     """First come, first served."""
     return ()
 
 
-def shortest_prefill(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> Key:
+def shortest_prefill(one: QueueEntry, queue: "RequestQueue") -> Key:
     """The fewest tokens to prefill first (Gimbal, Algorithm 2; `turn` has its aging).
 
     What is known to be prefilled already is not counted: the paper's r.prompt, where nothing is.
@@ -185,7 +119,7 @@ def shortest_prefill(one: QueueEntry, memory: QueueMemory, settings: QueueSettin
     return (one.features.new_tokens,)
 
 
-def shortest_total(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> Key:
+def shortest_total(one: QueueEntry, queue: "RequestQueue") -> Key:
     """The program with the fewest output tokens to come first: (starvation_level, priority), Chimera 3.4 and 3.7.
 
     A request rises by a level whenever S others were chosen before it. Here nothing that runs is interrupted, so the
@@ -193,11 +127,11 @@ def shortest_total(one: QueueEntry, memory: QueueMemory, settings: QueueSettings
     of which nothing is expected count the output that is expected of themselves.
     """
     hints = one.features.hints
-    level = memory.level(hints.program) - one.missed // settings.starvation_misses
+    level = queue.level(hints.program) - one.missed // queue.settings.starvation_misses
     return (level, one.features.output_tokens if hints.total_tokens is None else hints.total_tokens)
 
 
-def critical_path(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> Key:
+def critical_path(one: QueueEntry, queue: "RequestQueue") -> Key:
     """The program that came first, and of its agents the one with the longest path to the answer.
 
     So a program that has begun is finished before another begins, and its slowest sibling, for which all others would
@@ -205,15 +139,15 @@ def critical_path(one: QueueEntry, memory: QueueMemory, settings: QueueSettings)
     """
     hints = one.features.hints
     path = one.features.output_tokens if hints.path_tokens is None else hints.path_tokens
-    return (memory.began_s(hints.program, one.arrived_s), -path)
+    return (queue.began_s(hints.program, one.arrived_s), -path)
 
 
-def least_attained(one: QueueEntry, memory: QueueMemory, settings: QueueSettings) -> Key:
+def least_attained(one: QueueEntry, queue: "RequestQueue") -> Key:
     """The user who has been served least, in tokens by its weight; of one user, in order of arrival.
 
     One that is not served becomes the least served: were requests to age, a flood of one user's would go before all.
     """
-    return (memory.attained(one.features.user),)
+    return (queue.attained(one.features.user),)
 
 
 ORDERS: dict[str, Order] = {
@@ -226,40 +160,92 @@ ORDERS: dict[str, Order] = {
 """Every order by the name that settings give it."""
 
 
-def turn(one: QueueEntry, memory: QueueMemory, settings: QueueSettings, now_s: float) -> Key:
+def turn(one: QueueEntry, queue: "RequestQueue", now_s: float) -> Key:
     """The full key: the lowest is next.
 
     Requests that have waited `age_s` come first, the longest waiting before all (Algorithm 2, line 4). Then come
     requests of clients, then prefill-only updates, which only make a later request faster, however long they wait.
     """
-    ages = settings.order != "least_attained" and not one.features.update
-    if ages and now_s - one.arrived_s >= settings.age_s:
+    order, update = queue.settings.order, one.features.update
+    if order != "least_attained" and not update and now_s - one.arrived_s >= queue.settings.age_s:
         return (0, one.arrived_s)
-    return (2 if one.features.update else 1, *ORDERS[settings.order](one, memory, settings), one.arrived_s)
+    return (2 if update else 1, *ORDERS[order](one, queue), one.arrived_s)
 
 
 class RequestQueue:
-    """The requests that wait, and which is next."""
+    """The requests that wait, which is next, and what orders know of users and programs.
 
-    def __init__(self, settings: QueueSettings, memory: QueueMemory) -> None:
+    That is the tokens that users were served, when programs began, and how far their requests have risen.
+    """
+
+    def __init__(self, settings: QueueSettings) -> None:
+        self.settings = settings
         self.entries: list[QueueEntry] = []
-        self._served = 0
-        self._settings = settings
-        self._memory = memory
+        self._chosen = 0
+        self._attained: OrderedDict[str | None, float] = OrderedDict()
+        self._active: Counter[str | None] = Counter()
+        self._began_s: OrderedDict[str, float] = OrderedDict()
+        self._levels: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
-    def join(self, entry: QueueEntry) -> None:
-        """Wait from now on."""
-        entry.served_before = self._served
-        self.entries.append(entry)
+    def attained(self, user: str | None) -> float:
+        """Tokens that this user was served, outputs twice, divided by its weight, 1 where it has none."""
+        return self._attained.get(user, 0.0)
 
-    def leave(self, entry: QueueEntry) -> None:
-        """The entry is served."""
-        self.entries.remove(entry)
-        self._served += 1
+    def began_s(self, program: str | None, otherwise: float) -> float:
+        """When the program's first request arrived."""
+        return otherwise if program is None else self._began_s.get(program, otherwise)
+
+    def level(self, program: str | None) -> int:
+        """The starvation level at which the program's requests start: 0 or below."""
+        return 0 if program is None else self._levels.get(program, (0, 0))[0]
 
     def next(self, can_go: Callable[[QueueEntry], bool], now_s: float) -> QueueEntry | None:
         """The next, by the settings' order, of those that can go; None where none can."""
         able = [entry for entry in self.entries if can_go(entry)]
         for entry in able:
-            entry.missed = self._served - entry.served_before
-        return min(able, key=lambda entry: turn(entry, self._memory, self._settings, now_s), default=None)
+            entry.missed = self._chosen - entry.chosen_before
+        return min(able, key=lambda entry: turn(entry, self, now_s), default=None)
+
+    # --- what happens
+
+    def join(self, entry: QueueEntry) -> None:
+        """A request arrives. A user without requests gets no more credit than the least served user with some."""
+        user, program = entry.features.user, entry.features.hints.program
+        if not self._active[user] and self._active.total():
+            least = min(self.attained(one) for one, requests in self._active.items() if requests)
+            self._set(user, max(self.attained(user), least))
+        self._active[user] += 1
+        if program is not None:
+            self._began_s.setdefault(program, entry.arrived_s)
+            _forget_oldest(self._began_s)
+        entry.chosen_before = self._chosen
+        self.entries.append(entry)
+
+    def chosen(self, entry: QueueEntry, new_tokens: int) -> None:
+        """It is served next, and `new_tokens` of its prompt are to be prefilled."""
+        self.entries.remove(entry)
+        self._chosen += 1
+        program, risen = entry.features.hints.program, entry.missed // self.settings.starvation_misses
+        if program is not None:
+            level, left = self._levels.pop(program, (0, 0))
+            level, left = (-risen, self.settings.quantum) if risen else (level, left - 1)
+            if left > 0:
+                self._levels[program] = (level, left)
+                _forget_oldest(self._levels)
+        self.served(entry.features.user, new_tokens)
+
+    def served(self, user: str | None, prompt_tokens: int, output_tokens: int = 0) -> None:
+        """Tokens were prefilled, or written, for the user."""
+        tokens = prompt_tokens + OUTPUT_WEIGHT * output_tokens
+        self._set(user, self.attained(user) + tokens / self.settings.weights.get(user or "", 1.0))
+
+    def left(self, features: RoutingFeatures) -> None:
+        """A request that had arrived is over."""
+        self._active[features.user] -= 1
+        if self._active[features.user] <= 0:
+            del self._active[features.user]
+
+    def _set(self, user: str | None, tokens: float) -> None:
+        self._attained[user] = tokens
+        self._attained.move_to_end(user)
+        _forget_oldest(self._attained)

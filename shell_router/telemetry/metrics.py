@@ -5,22 +5,8 @@ from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from shell_router.core import events
 from shell_router.core.durations import SECONDS
-from shell_router.core.events import (
-    AgentErred,
-    AgentFinished,
-    AgentStarted,
-    AgentStopped,
-    AgentThought,
-    AgentTokens,
-    AggregationSkipped,
-    Degraded,
-    Event,
-    ExitScored,
-    ModelChosen,
-    PrefillIncrement,
-    StepChosen,
-)
 from shell_router.telemetry.trace import Trace
 
 PREFIX = "shell_router_"
@@ -150,42 +136,42 @@ class RunMetrics:
         self._answering = answering
         self._answered = False
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: events.Event) -> None:
         """Count `event`. Events that are not named here count nothing; dispatchers count their choices themselves."""
         metrics, target = self._metrics, self._target
         match event:
-            case AgentTokens() | AgentThought():
+            case events.AgentTokens() | events.AgentThought():
                 self._written(event)
-            case AgentStarted():
+            case events.AgentStarted():
                 metrics.agents_started.labels(event.model).inc()
-            case AgentFinished():
+            case events.AgentFinished():
                 self._finished(event)
-            case PrefillIncrement():
+            case events.PrefillIncrement():
                 self._increment(event)
-            case AgentStopped():
+            case events.AgentStopped():
                 model, tokens = self._model(event.agent), self._trace.agents[event.agent].tokens
                 metrics.agents_stopped.labels(model, event.why).inc()
                 metrics.wasted_tokens.labels(model, event.why).inc(tokens)
-            case AggregationSkipped():
+            case events.AggregationSkipped():
                 metrics.aggregations_skipped.labels(self._model(event.agent)).inc()
                 self._written(event)
-            case AgentErred():
+            case events.AgentErred():
                 metrics.agents_failed.labels(self._model(event.agent), str(event.dropped).lower()).inc()
-            case ModelChosen():
+            case events.ModelChosen():
                 metrics.model_choices.labels(event.model, event.policy, event.why).inc()
                 metrics.model_choice_seconds.observe(event.at_s - event.started_s)
-            case StepChosen():
+            case events.StepChosen():
                 names = ("", "") if target == "inline" else (event.after, event.step)  # clients make those up
                 metrics.steps_chosen.labels(target, names[0], str(event.rule), names[1]).inc()
                 if event.text:
                     self._first_tokens(event.at_s)
-            case ExitScored():
+            case events.ExitScored():
                 metrics.gate_decisions.labels(target, str(event.exited).lower()).inc()
                 metrics.gate_seconds.labels(target).observe(event.at_s - event.started_s)
                 metrics.gate_confidence.labels(target).observe(event.confidence)
                 metrics.gate_agreement.labels(target).observe(event.agreement)
                 metrics.gate_probability.labels(target).observe(event.probability)
-            case Degraded():
+            case events.Degraded():
                 metrics.degraded.labels(target, event.what).inc()
 
     def ended(self, at_s: float, outcome: str) -> None:
@@ -195,7 +181,7 @@ class RunMetrics:
     def _model(self, agent: str) -> str:
         return self._trace.agents[agent].model
 
-    def _finished(self, event: AgentFinished) -> None:
+    def _finished(self, event: events.AgentFinished) -> None:
         model, metrics = self._model(event.agent), self._metrics
         metrics.agents_finished.labels(model, event.reason).inc()
         metrics.prompt_tokens.labels(model).inc(event.prompt_tokens)
@@ -206,7 +192,7 @@ class RunMetrics:
         if (token_s := self._trace.agents[event.agent].token_s) is not None:
             metrics.output_token_seconds.labels(model).observe(token_s)
 
-    def _written(self, event: AgentTokens | AgentThought | AggregationSkipped) -> None:
+    def _written(self, event: events.AgentTokens | events.AgentThought | events.AggregationSkipped) -> None:
         if not self._answered and event.agent in self._answering:
             self._first_tokens(event.at_s)
 
@@ -215,7 +201,7 @@ class RunMetrics:
             self._answered = True
             self._metrics.first_token_seconds.labels(self._target).observe(at_s - self._trace.started_s)
 
-    def _increment(self, event: PrefillIncrement) -> None:
+    def _increment(self, event: events.PrefillIncrement) -> None:
         model, metrics = self._model(event.agent), self._metrics
         metrics.increments.labels(model).inc()
         metrics.increment_seconds.labels(model).observe(event.at_s - event.started_s)

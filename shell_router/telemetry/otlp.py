@@ -4,18 +4,15 @@ The router only pickles a run's trace, which takes a twentieth of the CPU that m
 """
 
 import importlib.util
-import pickle
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 from shell_router.errors import ConfigError
 from shell_router.telemetry.recorder import Outbox
 from shell_router.telemetry.trace import Trace
-
-SIZE = struct.Struct("<I")
-"""Of a message that follows: a list of traces to the process, the number of their spans and why they are lost back."""
 
 MOST_WAITING, AT_ONCE = 2_000, 64
 """Runs."""
@@ -41,6 +38,7 @@ class SpanExport(Outbox[Trace]):
             )
         self._command = [sys.executable, "-m", "shell_router.telemetry.otlp_process", endpoint, str(limit_s)]
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection
         self._is_closed = False
         super().__init__("spans", "exported", count, most_waiting=MOST_WAITING, at_once=AT_ONCE, linger_s=linger_s)
 
@@ -50,7 +48,7 @@ class SpanExport(Outbox[Trace]):
         self._is_closed = True
         if self._process is not None:
             self._process.kill()  # it has answered, or is late
-            self._process.communicate()
+            self._process.wait()
 
     def _take(self, items: Sequence[Trace]) -> None:
         part, spans = list[Trace](), 0
@@ -64,7 +62,7 @@ class SpanExport(Outbox[Trace]):
 
     def _export(self, items: Sequence[Trace]) -> None:
         try:
-            spans, why = self._asked(pickle.dumps(list(items), pickle.HIGHEST_PROTOCOL))
+            spans, why = self._asked(items)
         except Exception as error:  # one run must not end the export of all others
             self._lost(sum(map(self._size, items)), f"their process ended, or cannot take them: {error!r}")
             return
@@ -73,24 +71,18 @@ class SpanExport(Outbox[Trace]):
         else:
             self._done(spans)
 
-    def _asked(self, body: bytes) -> tuple[int, str]:
-        process = self._process
+    def _asked(self, items: Sequence[Trace]) -> tuple[int, str]:
+        """The number of their spans, and why these are lost, if they are."""
         if self._is_closed:
             raise EOFError("the router ends")
-        if process is None or process.poll() is not None:
-            if process is not None:
-                process.communicate()
-            # a Ctrl-C at the terminal is for the router, which then closes the pipe
-            process = self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(SIZE.pack(len(body)) + body)
-        process.stdin.flush()
-        head = process.stdout.read(SIZE.size)
-        if len(head) < SIZE.size:
-            raise EOFError("no answer")
-        found: tuple[int, str] = pickle.loads(process.stdout.read(*SIZE.unpack(head)))
+        if self._process is None or self._process.poll() is not None:
+            self._pipe, there = Pipe()
+            with there:
+                # a Ctrl-C at the terminal is for the router, which then closes the pipe
+                command, inherited = [*self._command, str(there.fileno())], [there.fileno()]
+                self._process = subprocess.Popen(command, pass_fds=inherited, start_new_session=True)
+        self._pipe.send(items)
+        found: tuple[int, str] = self._pipe.recv()
         return found
 
     def _size(self, item: Trace) -> int:

@@ -6,9 +6,10 @@ they have no name for begins with `shell_router.`. Content of prompts and answer
 
 import logging
 import os
-import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -21,7 +22,6 @@ from opentelemetry.trace import SpanContext as OtelContext
 from shell_router import __version__
 from shell_router.core.events import AgentErred, AgentFinished, ExitScored, PrefillIncrement
 from shell_router.core.spans import SpanContext
-from shell_router.telemetry.otlp import SIZE
 from shell_router.telemetry.trace import AgentTrace, Trace
 
 SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
@@ -30,23 +30,16 @@ Value = str | int | float | bool | Sequence[str]
 
 
 def main() -> None:
-    """Export what comes in on standard input to the endpoint that the command line names, until it ends."""
-    endpoint, limit_s = sys.argv[1], float(sys.argv[2])
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints goes to standard error
+    """Export what comes to the endpoint that the command line names, until the router ends."""
+    endpoint, limit_s, pipe = sys.argv[1], float(sys.argv[2]), Connection(int(sys.argv[3]))
     exporter = OTLPSpanExporter(endpoint, timeout=limit_s)
     reason = _Reason(logging.getLogger(OTLPSpanExporter.__module__))
     resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "shell-router")})
-    while len(head := sys.stdin.buffer.read(SIZE.size)) == SIZE.size:
-        traces = pickle.loads(sys.stdin.buffer.read(*SIZE.unpack(head)))
-        spans = [span for trace in traces for span in spans_of(trace, resource)]
-        is_taken = exporter.export(spans) is SpanExportResult.SUCCESS
-        answer = pickle.dumps((len(spans), "" if is_taken else f"{endpoint} does not take them: {reason.last}"))
-        try:
-            answers.write(SIZE.pack(len(answer)) + answer)
-            answers.flush()
-        except BrokenPipeError:  # the router has ended
-            os._exit(0)  # closing the pipe would fail again
+    with suppress(EOFError, ConnectionError):
+        while True:
+            spans = [span for trace in pipe.recv() for span in spans_of(trace, resource)]
+            is_taken = exporter.export(spans) is SpanExportResult.SUCCESS
+            pipe.send((len(spans), "" if is_taken else f"{endpoint} does not take them: {reason.last}"))
 
 
 class _Reason(logging.Handler):

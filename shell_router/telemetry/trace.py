@@ -1,29 +1,13 @@
 """One request's trace, built from its events, and the store of the latest ones."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
+from shell_router.core import events
 from shell_router.core.engine import Placement
-from shell_router.core.events import (
-    AgentErred,
-    AgentFinished,
-    AgentPlaced,
-    AgentStarted,
-    AgentStopped,
-    AgentThought,
-    AgentTokens,
-    AggregationSkipped,
-    Degraded,
-    Event,
-    ExitScored,
-    ModelChosen,
-    PrefillIncrement,
-    PromptReady,
-    StepChosen,
-)
 from shell_router.core.spans import SpanContext, span_of_run
 from shell_router.errors import UnknownTrace
 
@@ -39,17 +23,19 @@ class PrefillTimes:
     hidden_s: float
     exposed_s: float
 
-    @property
-    def overlap_share(self) -> float | None:
-        """Hidden part of the whole; None when nothing was prefilled."""
+    def as_json(self) -> dict[str, Any]:
+        """Both in seconds, and the hidden share, None where nothing was prefilled."""
         total = self.hidden_s + self.exposed_s
-        return self.hidden_s / total if total > 0 else None
+        return {
+            "hidden_prefill_s": round(self.hidden_s, 6),
+            "exposed_prefill_s": round(self.exposed_s, 6),
+            "overlap_share": self.hidden_s / total if total > 0 else None,
+        }
 
 
-def summed(times: Iterable[PrefillTimes]) -> PrefillTimes:
+def summed(times: Collection[PrefillTimes]) -> PrefillTimes:
     """Both times added up over agents."""
-    listed = tuple(times)
-    return PrefillTimes(sum(t.hidden_s for t in listed), sum(t.exposed_s for t in listed))
+    return PrefillTimes(sum(one.hidden_s for one in times), sum(one.exposed_s for one in times))
 
 
 def critical_path(root: str, precursors: Mapping[str, Sequence[str]], ended_s: Mapping[str, float]) -> tuple[str, ...]:
@@ -63,7 +49,7 @@ def critical_path(root: str, precursors: Mapping[str, Sequence[str]], ended_s: M
 OUTCOMES = ("running", "finished", "failed", "cancelled")
 """Of runs."""
 
-End = AgentFinished | AggregationSkipped | AgentStopped | AgentErred
+End = events.AgentFinished | events.AggregationSkipped | events.AgentStopped | events.AgentErred
 
 
 @dataclass(slots=True)
@@ -72,9 +58,9 @@ class AgentTrace:
 
     model: str
     started_s: float
-    increments: list[PrefillIncrement] = field(default_factory=list)
-    ready: PromptReady | None = None
-    placed: AgentPlaced | None = None
+    increments: list[events.PrefillIncrement] = field(default_factory=list)
+    ready: events.PromptReady | None = None
+    placed: events.AgentPlaced | None = None
     first_token_s: float | None = None
     first_tokens: int = 0
     tokens: int = 0
@@ -86,26 +72,26 @@ class AgentTrace:
         match self.end:
             case None:
                 return "running"
-            case AgentFinished():
+            case events.AgentFinished():
                 return "finished"
-            case AggregationSkipped():
+            case events.AggregationSkipped():
                 return "skipped"
-            case AgentStopped(why=why):
+            case events.AgentStopped(why=why):
                 return why
-            case AgentErred():
+            case events.AgentErred():
                 return "failed"
 
     @property
     def usage(self) -> tuple[int, int]:
         """Tokens of its prompt and of its output, as far as they are known."""
-        if isinstance(self.end, AgentFinished):
+        if isinstance(self.end, events.AgentFinished):
             return self.end.prompt_tokens, self.end.completion_tokens
         return self.ready.prompt_tokens if self.ready else 0, self.tokens
 
     @property
     def confidence(self) -> float | None:
         """Geometric mean token probability of the output, where measured."""
-        return self.end.confidence if isinstance(self.end, AgentFinished | AggregationSkipped) else None
+        return self.end.confidence if isinstance(self.end, events.AgentFinished | events.AggregationSkipped) else None
 
     @property
     def token_s(self) -> float | None:
@@ -142,7 +128,7 @@ class AgentTrace:
             facts = {name: getattr(one, name) for name in ("slot", "prompt_tokens", "cached_tokens", "resident_tokens")}
             spans.append(_span("prefill_increment", one.started_s, one.at_s, origin_s) | facts)
         if self.ready is not None:  # the real request, from when it was sent to its first token
-            cached = self.end.cached_tokens if isinstance(self.end, AgentFinished) else None
+            cached = self.end.cached_tokens if isinstance(self.end, events.AgentFinished) else None
             tokens = {"prompt_tokens": self.ready.prompt_tokens, "cached_tokens": cached}
             spans.append(_span("prefill", self.ready.at_s, self.first_token_s, origin_s) | tokens)
         if self.first_token_s is not None:
@@ -160,13 +146,13 @@ class AgentTrace:
 
 
 END_FACTS: Mapping[type, tuple[str, ...]] = {
-    AgentFinished: (
+    events.AgentFinished: (
         *("reason", "prompt_tokens", "completion_tokens", "cached_tokens", "confidence"),
         *("drafted_tokens", "accepted_tokens"),
     ),
-    AggregationSkipped: ("source", "confidence"),
-    AgentErred: ("error", "dropped"),
-    AgentStopped: (),
+    events.AggregationSkipped: ("source", "confidence"),
+    events.AgentErred: ("error", "dropped"),
+    events.AgentStopped: (),
 }
 """What a trace says of each kind of end."""
 
@@ -212,10 +198,10 @@ class Trace:
         self.started_s = started_s
         self.wall_s = wall_s
         self.precursors = precursors
-        self.choices: list[ModelChosen] = []
-        self.steps: list[StepChosen] = []
-        self.exits: list[ExitScored] = []
-        self.degraded: list[Degraded] = []
+        self.choices: list[events.ModelChosen] = []
+        self.steps: list[events.StepChosen] = []
+        self.exits: list[events.ExitScored] = []
+        self.degraded: list[events.Degraded] = []
         self.outcome = "running"
         self.ended_s: float | None = None
         self.error = ""
@@ -240,34 +226,41 @@ class Trace:
             prompts, outputs = prompts + prompt, outputs + output
         return prompts, outputs
 
-    def add(self, event: Event) -> None:
+    def add(self, event: events.Event) -> None:
         """Take in the next event."""
-        if isinstance(event, (AgentTokens, AgentThought)):  # the one kind of which there are many
-            agent = self.agents.get(event.agent) or self._unstarted(event.agent, event.at_s)
+        if isinstance(event, (events.AgentTokens, events.AgentThought)):  # the one kind of which there are many
+            agent = self._agent(event.agent, event.at_s)
             if agent.first_token_s is None:
                 agent.first_token_s, agent.first_tokens = event.at_s, len(event.ids)
             agent.tokens += len(event.ids)
             return
         match event:
-            case AgentStarted():
+            case events.AgentStarted():
                 self.agents[event.agent] = AgentTrace(event.model, event.at_s)
-            case PrefillIncrement():
-                (self.agents.get(event.agent) or self._unstarted(event.agent, event.started_s)).increments.append(event)
-            case PromptReady():
-                (self.agents.get(event.agent) or self._unstarted(event.agent, event.at_s)).ready = event
-            case AgentPlaced():
-                (self.agents.get(event.agent) or self._unstarted(event.agent, event.at_s)).placed = event
-            case AgentFinished() | AggregationSkipped() | AgentStopped() | AgentErred():
-                (self.agents.get(event.agent) or self._unstarted(event.agent, event.at_s)).end = event
-            case ModelChosen():
+            case events.PrefillIncrement():
+                self._agent(event.agent, event.started_s).increments.append(event)
+            case events.PromptReady():
+                self._agent(event.agent, event.at_s).ready = event
+            case events.AgentPlaced():
+                self._agent(event.agent, event.at_s).placed = event
+            case events.AgentFinished() | events.AggregationSkipped() | events.AgentStopped() | events.AgentErred():
+                self._agent(event.agent, event.at_s).end = event
+            case events.ModelChosen():
                 self.choices.append(event)
-            case StepChosen():
+            case events.StepChosen():
                 self.steps.append(event)
                 self._root = event.root
-            case ExitScored():
+            case events.ExitScored():
                 self.exits.append(event)
-            case Degraded():
+            case events.Degraded():
                 self.degraded.append(event)
+
+    def _agent(self, agent: str, at_s: float) -> AgentTrace:
+        """The record of an agent, which may fail or be cut off before it starts."""
+        found = self.agents.get(agent)
+        if found is None:
+            found = self.agents[agent] = AgentTrace("unknown", at_s)
+        return found
 
     def placed(self) -> tuple[Placement, ...]:
         """Where the root's request went last, and why; empty before that."""
@@ -308,16 +301,11 @@ class Trace:
             "overlap": self._overlap_json(ended),
         }
 
-    def _unstarted(self, agent: str, at_s: float) -> AgentTrace:
-        """The record of an agent that failed, or was cut off, before it started."""
-        found = self.agents[agent] = AgentTrace("unknown", at_s)
-        return found
-
     def _agent_json(self, agent: str, ended: Mapping[str, float]) -> dict[str, Any]:
-        facts = self.agents[agent].as_json(self.started_s)
-        return facts | {"precursors": list(self.precursors.get(agent, ())), **times_json(self._times(agent, ended))}
+        facts, times = self.agents[agent].as_json(self.started_s), self._times(agent, ended)
+        return facts | {"precursors": list(self.precursors.get(agent, ()))} | (times.as_json() if times else {})
 
-    def _timed_json(self, event: ModelChosen | StepChosen | ExitScored) -> dict[str, Any]:
+    def _timed_json(self, event: events.ModelChosen | events.StepChosen | events.ExitScored) -> dict[str, Any]:
         facts = asdict(event)
         for text in ("text", "reasoning"):  # traces hold no texts
             facts.pop(text, None)
@@ -339,21 +327,10 @@ class Trace:
         path = critical_path(self._root, self.precursors, ended)
         known = {agent: times for agent in self.agents if (times := self._times(agent, ended)) is not None}
         return {
-            **times_json(summed(known[agent] for agent in readers if agent in known)),
+            **summed([known[agent] for agent in readers if agent in known]).as_json(),
             "critical_path": list(path),
-            "critical_exposed_prefill_s": summed(known[agent] for agent in path if agent in known).exposed_s,
+            "critical_exposed_prefill_s": summed([known[agent] for agent in path if agent in known]).exposed_s,
         }
-
-
-def times_json(times: PrefillTimes | None) -> dict[str, Any]:
-    """Hidden and exposed prefill in seconds and the hidden share, where known."""
-    if times is None:
-        return {}
-    return {
-        "hidden_prefill_s": round(times.hidden_s, 6),
-        "exposed_prefill_s": round(times.exposed_s, 6),
-        "overlap_share": times.overlap_share,
-    }
 
 
 class TraceStore:

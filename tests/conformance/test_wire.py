@@ -18,7 +18,6 @@ import pytest_asyncio
 from shell_router.core.engine import Finish, Generation, Tokens
 from shell_router.engines.address import PairAddress
 from shell_router.engines.prefill_only import PREFILL_WAYS
-from shell_router.engines.server_state import state_of
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.errors import PromptTooLong
@@ -410,7 +409,7 @@ async def test_loads_count_requests_and_tokens(wire: Wire, client: SglangPair) -
             assert {"dp_rank", "num_running_reqs", "num_waiting_reqs"} <= rank.keys()
             assert 0 <= rank["token_usage"] <= 1
             assert 0 <= rank["num_used_tokens"] <= rank["max_total_num_tokens"]
-    prefill, decode = [await state_of(server, 5) for server in client.servers]
+    prefill, decode = [await server.report() for server in client.servers]
     assert prefill.running == decode.running == 0
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shell_router
-from shell_router.engines.embedding import SentenceTransformerEmbedder, SupervisedEmbedder
+from shell_router.engines.embedding import SupervisedEmbedder
 from shell_router.errors import EngineError, EngineStalled, EngineUnreachable
 from shell_router.launching.side_work import Inbox
 
@@ -230,9 +230,3 @@ def test_the_process_ends_with_its_parents_pipe_even_while_it_loads():
             assert child.wait(timeout=30) == 0
         finally:
             child.kill()
-
-
-@pytest.mark.parametrize("bad", [{"threads": 0}, {"max_batch": 0}])
-def test_bad_settings_are_refused(bad):
-    with pytest.raises(ValueError, match="at least 1"):
-        SentenceTransformerEmbedder(**bad)

@@ -12,7 +12,8 @@ from shell_router.core.engine import Finish, Generation, Placement
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import SglangPair, random_rid
 from shell_router.errors import EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable, Overloaded
-from shell_router.routing.dispatcher import InFlight, SchedulingSettings
+from shell_router.routing.dispatcher import SchedulingSettings
+from shell_router.routing.engine_selection import EngineState
 from shell_router.routing.failures import BreakerSettings
 from shell_router.routing.queue import QueueSettings
 from tests.fakes.scripted_pair import BREAKER, ONCE, ScriptedPool, collect, generation, scripted_pool, until
@@ -260,13 +261,13 @@ async def test_requests_under_way_are_counted_and_end_with_their_streams() -> No
     async with scripted_pool(settings=ScriptedSettings(token_s=5)) as at:
         async with aclosing(at.pool.generate(generation())) as stream:
             await anext(stream)
-            assert [one.requests for one in in_flight(at.pool)] == [0, 1]
+            assert [one.running for one in in_flight(at.pool)] == [0, 1]
         await at.pool.aclose()
-        assert [one.requests for one in in_flight(at.pool)] == [0, 0]
+        assert [one.running for one in in_flight(at.pool)] == [0, 0]
 
 
-def in_flight(pool: SglangPair) -> list[InFlight]:
-    return [at.in_flight for role in pool.dispatchers for at in role.tracked]
+def in_flight(pool: SglangPair) -> list[EngineState]:
+    return [at.load for role in pool.dispatchers for at in role.tracked]
 
 
 @asynccontextmanager
@@ -285,7 +286,7 @@ async def test_what_is_in_flight_is_forgotten_on_every_way_to_end() -> None:
         await at.pool.prefill(of("grown", 50))
         async with aclosing(at.pool.generate(generation("left"))) as stream:
             await anext(stream)
-            assert sum(load.requests for load in in_flight(at.pool)) == 1, "decode's: prefill has done its part"
+            assert sum(load.running for load in in_flight(at.pool)) == 1, "decode's: prefill has done its part"
             assert sum(load.held_tokens for load in in_flight(at.pool)) > 40
         async with at.pool.forward("generate", b'{"input_ids": [1, 2, 3], "stream": true}') as answer:
             await anext(aiter(answer.chunks))
@@ -293,7 +294,7 @@ async def test_what_is_in_flight_is_forgotten_on_every_way_to_end() -> None:
         for index in range(4):
             await collect(at.pool, generation(f"retried-{index}"))
         assert at.pool.retried
-        assert in_flight(at.pool) == [InFlight()] * 4
+        assert [(one.running, one.tokens) for one in in_flight(at.pool)] == [(0, 0)] * 4
 
 
 async def test_requests_wait_in_the_router_while_a_server_runs_as_many_as_it_may() -> None:
@@ -309,7 +310,7 @@ async def test_requests_wait_in_the_router_while_a_server_runs_as_many_as_it_may
         await asyncio.gather(*(ask(number) for number in range(8)))
         assert most == 2
         assert pool.dispatchers[1].waits.count == 6
-        assert in_flight(pool) == [InFlight()] * 2
+        assert [(one.running, one.tokens) for one in in_flight(pool)] == [(0, 0)] * 2
 
 
 async def test_no_more_requests_wait_than_may() -> None:
@@ -391,7 +392,7 @@ async def test_updates_by_real_pairs_and_real_requests_never_wait_for_each_other
             for index in range(6):
                 group.create_task(pool.prefill(generation(f"u{index}", 40 + index)))
                 group.create_task(collect(pool, generation(f"r{index}", 60 + index)))
-        assert in_flight(pool) == [InFlight()] * 2
+        assert [(one.running, one.tokens) for one in in_flight(pool)] == [(0, 0)] * 2
         await pool.aclose()
 
 
@@ -399,4 +400,4 @@ async def test_a_request_that_cannot_be_written_down_leaves_nothing_in_flight() 
     async with scripted_pool() as at:
         with pytest.raises(TypeError):
             await collect(at.pool, replace(generation("odd"), sampling={"temperature": object()}))
-        assert in_flight(at.pool) == [InFlight()] * 2
+        assert [(one.running, one.tokens) for one in in_flight(at.pool)] == [(0, 0)] * 2

@@ -9,7 +9,6 @@ import openai
 import orjson
 import pytest
 
-from shell_router.engines.server_state import state_of
 from shell_router.engines.sglang import SglangPair
 from tests.fakes.api_server import api
 
@@ -89,7 +88,7 @@ async def test_prompts_are_completed_and_responses_translated(pair: SglangPair) 
 
 
 async def held(pair: SglangPair) -> int:
-    return sum([(await state_of(server, 10.0)).running for server in pair.servers])
+    return sum([(await server.report()).running for server in pair.servers])
 
 
 async def test_a_client_that_leaves_ends_its_chats_on_both_servers(pair: SglangPair) -> None:

@@ -280,7 +280,7 @@ class SwappedModel:
                 async for event in events:
                     yield event
         except AdapterMissing:
-            await self.leases.missing(lease)
+            await lease.missing()
             raise
         finally:
             lease.close()

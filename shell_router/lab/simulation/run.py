@@ -58,7 +58,7 @@ class Fleet:
         if len(self.pairs) == 1:
             yield
             return
-        async with Monitor(self.dispatcher, _reported, lambda: self.dispatcher.settings.poll_s):
+        async with Monitor(self.dispatcher, _reported):
             yield
 
     async def prefill(self, request: Generation) -> Prefilled:

@@ -249,7 +249,7 @@ async def test_an_adapter_that_the_server_lost_is_loaded_again_once_for_all_who_
         for lease in leases:
             at.loader.loaded.discard("a")
             at.loader.loaded.add("a")  # unloading what is gone is the loader's business
-            await at.leases.missing(lease)
+            await lease.missing()
             close(await at.held("a"))
         assert at.loader.loads == ["a", "a"]
         assert at.leases.counts.missing == 1
@@ -282,18 +282,6 @@ async def test_what_is_about_to_be_wanted_is_loaded_ahead_but_never_in_the_place
         await waiting
         assert at.loader.loaded == {"b", "c"}
         held.close()
-
-
-async def test_requests_are_called_when_their_adapter_begins_to_load() -> None:
-    async with server() as at:
-        (first,) = await at.held("a")
-        seen: list[str] = []
-        task = asyncio.create_task(at.leases.lease("b", lambda: seen.append("b")))
-        await until(lambda: at.leases.waiting)
-        assert not seen
-        first.close()
-        await task
-        assert seen == ["b"]
 
 
 @pytest.mark.parametrize("window_s", [0.0, 3.0, 1000.0])

@@ -10,7 +10,7 @@ from shell_router.engines.dispatching import Monitor
 from shell_router.errors import EngineUnreachable
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
-from shell_router.routing.engine_selection import EngineReport
+from shell_router.routing.engine_selection import EngineReport, SelectionSettings
 from shell_router.routing.failures import Breaker
 
 IDLE = EngineReport(0.0, 0, 0, 0)
@@ -33,10 +33,9 @@ class Engines:
 
 
 async def followed(engines: Engines, seconds: float) -> Dispatcher[str]:
-    dispatcher = Dispatcher(
-        [(name, name, Breaker()) for name in engines.asked], SchedulingSettings(), asyncio.get_running_loop().time
-    )
-    async with Monitor(dispatcher, engines.ask, lambda: 1.0):
+    settings, clock = SchedulingSettings(SelectionSettings("gimbal")), asyncio.get_running_loop().time
+    dispatcher = Dispatcher([(name, name, Breaker()) for name in engines.asked], settings, clock)
+    async with Monitor(dispatcher, engines.ask):
         await asyncio.sleep(seconds)
     return dispatcher
 
@@ -61,14 +60,6 @@ def test_one_that_does_not_answer_is_asked_less_and_less_and_named_once(caplog: 
     assert engines.asked["a"] == [0, 2, 6, 14, 30, 60, 90]
     assert dispatcher.tracked[0].failed_polls == 7
     assert caplog.text.count("does not report its state") == 1
-
-
-def test_a_report_is_ignored_once_it_is_stale() -> None:
-    engines = Engines()
-    dispatcher = run_virtual(followed(engines, 0.5))
-    fresh, stale = (dispatcher.tracked[0].state(at_s, 5.0, has_adapter=False) for at_s in (4.9, 5.0))
-    assert (fresh.reported, fresh.age_s) == (IDLE, 4.9)
-    assert (stale.reported, stale.age_s) == (None, 5.0)
 
 
 def test_no_engine_is_polled_after_the_end() -> None:

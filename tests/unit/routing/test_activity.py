@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.routing.dispatcher import Dispatcher, EngineSlot, InFlight, SchedulingSettings
+from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
 from shell_router.routing.engine_selection import RoutingFeatures
 from shell_router.routing.failures import Breaker
 
@@ -43,7 +43,7 @@ def test_the_sums_are_exact_through_prefill_writing_and_every_way_to_end(
     data: st.DataObject, requests: list[tuple[int, int, int, bool]]
 ) -> None:
     dispatcher, living = tracked(), list[Expected]()
-    load = dispatcher.tracked[0].in_flight
+    load = dispatcher.tracked[0].load
     for prompt, new, output, prefills in requests:
         asked = RoutingFeatures(max(1, prompt), new, output, prefills=prefills)
         living.append(Expected(asked, slot(dispatcher, asked)))
@@ -70,15 +70,15 @@ def test_the_sums_are_exact_through_prefill_writing_and_every_way_to_end(
             gone.entry.close()
             gone.entry.wrote(5)
             gone.entry.prefilled()
-        assert (load.requests, load.prefill_tokens, load.output_tokens, load.held_tokens) == sums(living)
+        assert (load.running, load.prefill_tokens, load.output_tokens, load.held_tokens) == sums(living)
     for one in living:
         one.entry.close()
-    assert load == InFlight()
+    assert (load.running, load.updates, load.tokens) == (0, 0, 0)
 
 
 def test_a_request_that_writes_more_than_expected_owes_nothing() -> None:
     dispatcher = tracked()
-    load, entry = dispatcher.tracked[0].in_flight, slot(dispatcher, RoutingFeatures(10, 10, 4))
+    load, entry = dispatcher.tracked[0].load, slot(dispatcher, RoutingFeatures(10, 10, 4))
     entry.prefilled()
     entry.wrote(7)
     assert (load.output_tokens, load.held_tokens, load.tokens) == (0, 17, 17)
@@ -86,7 +86,7 @@ def test_a_request_that_writes_more_than_expected_owes_nothing() -> None:
 
 def test_updates_are_counted_apart() -> None:
     dispatcher = tracked()
-    load, entry = dispatcher.tracked[0].in_flight, slot(dispatcher, RoutingFeatures(10, 3, 0, update=True))
-    assert (load.requests, load.updates, load.prefill_tokens) == (1, 1, 3)
+    load, entry = dispatcher.tracked[0].load, slot(dispatcher, RoutingFeatures(10, 3, 0, update=True))
+    assert (load.running, load.updates, load.prefill_tokens) == (1, 1, 3)
     entry.close()
-    assert load == InFlight()
+    assert (load.running, load.updates, load.tokens) == (0, 0, 0)

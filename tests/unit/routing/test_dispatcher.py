@@ -12,8 +12,8 @@ from shell_router.core.engine import Hints
 from shell_router.engines.dispatching import engine_slot
 from shell_router.errors import EngineUnavailable
 from shell_router.lab.simulation.virtual_time import run_virtual
-from shell_router.routing.dispatcher import Dispatcher, EngineSlot, InFlight, SchedulingSettings
-from shell_router.routing.engine_selection import EngineReport, PlacementRequest, SelectionSettings
+from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
+from shell_router.routing.engine_selection import EngineReport, EngineState, PlacementRequest, SelectionSettings
 from shell_router.routing.failures import Breaker, BreakerSettings
 from shell_router.routing.queue import ORDERS, QueueSettings
 
@@ -46,6 +46,12 @@ def virtually(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
     run.__name__ = test.__name__
     return run
+
+
+def nothing_on(load: EngineState) -> bool:
+    return not any(
+        (load.running, load.updates, load.prefill_tokens, load.output_tokens, load.held_tokens, load.waiting)
+    ) and (load.waiting_tokens == 0)
 
 
 async def soon() -> None:
@@ -111,7 +117,7 @@ async def test_a_growing_prompt_waits_for_the_engine_that_holds_its_kv_and_lets_
     first.close()
     assert (await grown).engine == "engine 0"
     assert at.choices["growing_prompt"] == 1
-    assert at.tracked[0].in_flight.prefill_tokens == 20, "10 of its 30 tokens are there already"
+    assert at.tracked[0].load.prefill_tokens == 20, "10 of its 30 tokens are there already"
 
 
 @virtually
@@ -166,7 +172,7 @@ async def test_who_waits_too_long_is_refused_with_what_to_do() -> None:
         await engine_slot(at, wanted())
     assert (asyncio.get_running_loop().time(), at.waiting) == (7.0, 0)
     held.close()
-    assert at.tracked[0].in_flight == InFlight()
+    assert nothing_on(at.tracked[0].load)
 
 
 @virtually
@@ -239,7 +245,7 @@ async def test_updates_neither_take_the_places_of_real_requests_nor_wait_for_the
     again = await engine_slot(at, update)
     for place in (first, real, again):
         place.close()
-    assert at.tracked[0].in_flight == InFlight()
+    assert nothing_on(at.tracked[0].load)
 
 
 @virtually
@@ -271,7 +277,7 @@ async def test_requests_that_share_a_long_prefix_meet_on_one_engine() -> None:
     first.wrote(1)
     second = await ask(2)
     assert second.engine == first.engine
-    assert at.tracked[0].in_flight.prefill_tokens == 1, "what is known to be there is not counted"
+    assert at.tracked[0].load.prefill_tokens == 1, "what is known to be there is not counted"
 
 
 STEPS = st.lists(
@@ -300,7 +306,7 @@ def test_however_requests_end_nothing_is_in_flight_and_none_waits(
                 _step(had[which % len(had)], what)
             await soon()
             for candidate in at.tracked:
-                assert candidate.in_flight.requests - candidate.in_flight.updates <= 2
+                assert candidate.load.running - candidate.load.updates <= 2
         while any(not task.done() for task in tasks):  # requests with a slot leave: all others get theirs
             for task in tasks:
                 if task.done() and not task.cancelled():
@@ -309,8 +315,7 @@ def test_however_requests_end_nothing_is_in_flight_and_none_waits(
         for task in tasks:
             if not task.cancelled():
                 task.result().close()
-        assert all(candidate.in_flight == InFlight() for candidate in at.tracked)
-        assert all((candidate.waiting, candidate.waiting_tokens) == (0, 0) for candidate in at.tracked)
+        assert all(nothing_on(candidate.load) for candidate in at.tracked)
         assert at.waiting == 0
 
     run_virtual(live())

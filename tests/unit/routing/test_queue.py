@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shell_router.core.engine import Hints
 from shell_router.errors import ConfigError
 from shell_router.routing.engine_selection import RoutingFeatures
-from shell_router.routing.queue import ORDERS, QueueEntry, QueueMemory, QueueSettings, turn
+from shell_router.routing.queue import ORDERS, QueueEntry, QueueSettings, RequestQueue, turn
 
 NEVER_AGE = 1e9
 
@@ -18,10 +18,10 @@ def asked(tokens: int = 10, **hints: object) -> RoutingFeatures:
     return RoutingFeatures(tokens, tokens, tokens, Hints(**hints))  # type: ignore[arg-type]
 
 
-def first(order: str, *waiting: QueueEntry, memory: QueueMemory | None = None, now_s: float = 1.0) -> int:
+def first(order: str, *waiting: QueueEntry, queue: RequestQueue | None = None, now_s: float = 1.0) -> int:
     """The index of the one that is next."""
-    known, chosen = memory or QueueMemory(), QueueSettings(order)
-    return min(range(len(waiting)), key=lambda at: turn(waiting[at], known, chosen, now_s))
+    known = queue or RequestQueue(QueueSettings(order))
+    return min(range(len(waiting)), key=lambda at: turn(waiting[at], known, now_s))
 
 
 def test_first_come_first_served() -> None:
@@ -52,67 +52,67 @@ def test_missing_s_turns_raises_a_request_above_all_that_missed_fewer() -> None:
 
 
 def test_a_promoted_programs_next_q_requests_start_as_high() -> None:
-    memory, quantum = QueueMemory(), 2
-    one = asked(900, program="slow", total_tokens=900.0)
-    memory.chosen(one, 1, quantum)
-    for level in (-1, -1, 0):
-        assert memory.level("slow") == level
-        memory.chosen(one, 0, quantum)
+    queue = RequestQueue(QueueSettings("shortest_total", quantum=2))
+    for missed, level in ((queue.settings.starvation_misses, -1), (0, -1), (0, 0)):
+        entry = QueueEntry(asked(900, program="slow", total_tokens=900.0), 0.0, missed)
+        queue.join(entry)
+        queue.chosen(entry, 900)
+        assert queue.level("slow") == level
 
 
 def test_the_oldest_program_goes_first_and_its_slowest_sibling_before_the_others() -> None:
-    memory = QueueMemory()
+    queue = RequestQueue(QueueSettings("critical_path"))
     old = [asked(10, program="old", path_tokens=path) for path in (100.0, 400.0)]
     young = asked(10, program="young", path_tokens=9999.0)
     for at_s, one in ((0.0, old[0]), (0.1, young), (0.2, old[1])):
-        memory.arrived(one, at_s)
+        queue.join(QueueEntry(one, at_s))
     waiting = [QueueEntry(old[0], 0.0), QueueEntry(young, 0.1), QueueEntry(old[1], 0.2)]
-    assert first("critical_path", *waiting, memory=memory) == 2
-    assert first("critical_path", *waiting[:2], memory=memory) == 0
+    assert first("critical_path", *waiting, queue=queue) == 2
+    assert first("critical_path", *waiting[:2], queue=queue) == 0
 
 
 def test_the_user_who_was_served_least_goes_first() -> None:
-    memory = QueueMemory()
+    queue = RequestQueue(QueueSettings("least_attained"))
     for user in ("busy", "quiet"):
-        memory.arrived(asked(user=user), 0.0)
-    memory.served("quiet", 20, 20)
-    memory.served("busy", 20, 500)
+        queue.join(QueueEntry(asked(user=user), 0.0))
+    queue.served("quiet", 20, 20)
+    queue.served("busy", 20, 500)
     assert first(
-        "least_attained", QueueEntry(asked(user="busy"), 0.0), QueueEntry(asked(user="quiet"), 0.5), memory=memory
+        "least_attained", QueueEntry(asked(user="busy"), 0.0), QueueEntry(asked(user="quiet"), 0.5), queue=queue
     )
 
 
 def test_a_users_weight_is_its_share() -> None:
-    memory = QueueMemory({"paying": 4.0})
+    queue = RequestQueue(QueueSettings("least_attained", weights={"paying": 4.0}))
     for user in ("paying", "free"):
-        memory.arrived(asked(user=user), 0.0)
-    memory.served("paying", 100, 100)
-    memory.served("free", 30, 30)
+        queue.join(QueueEntry(asked(user=user), 0.0))
+    queue.served("paying", 100, 100)
+    queue.served("free", 30, 30)
     waiting = [QueueEntry(asked(user=user), 0.0) for user in ("free", "paying")]
-    assert first("least_attained", *waiting, memory=memory) == 1
-    memory.served("paying", 0, 100)
-    assert first("least_attained", *waiting, memory=memory) == 0
+    assert first("least_attained", *waiting, queue=queue) == 1
+    queue.served("paying", 0, 100)
+    assert first("least_attained", *waiting, queue=queue) == 0
 
 
 def test_a_flood_of_one_users_old_requests_does_not_go_before_anothers() -> None:
     """Were they to age, the fair order would become first come, first served just when it is needed."""
-    memory = QueueMemory()
+    queue = RequestQueue(QueueSettings("least_attained"))
     flood = [QueueEntry(asked(user="flood"), float(number)) for number in range(100)]
     for entry in flood:
-        memory.arrived(entry.features, entry.arrived_s)
-    memory.served("flood", 1000)
+        queue.join(entry)
+    queue.served("flood", 1000)
     quiet = QueueEntry(asked(user="quiet"), 200.0)
-    memory.served("quiet", 900)
-    assert first("least_attained", *flood, quiet, memory=memory, now_s=200.1) == 100
-    assert first("shortest_prefill", *flood, quiet, memory=memory, now_s=200.1) == 0
+    queue.served("quiet", 900)
+    assert first("least_attained", *flood, quiet, queue=queue, now_s=200.1) == 100
+    assert first("shortest_prefill", *flood, quiet, now_s=200.1) == 0
 
 
 def test_a_user_who_was_away_gets_no_credit_for_it() -> None:
-    memory = QueueMemory()
-    memory.arrived(asked(user="busy"), 0.0)
-    memory.served("busy", 5000)
-    memory.arrived(asked(user="new"), 1.0)
-    assert memory.attained("new") == memory.attained("busy") == 5000
+    queue = RequestQueue(QueueSettings("least_attained"))
+    queue.join(QueueEntry(asked(user="busy"), 0.0))
+    queue.served("busy", 5000)
+    queue.join(QueueEntry(asked(user="new"), 1.0))
+    assert queue.attained("new") == queue.attained("busy") == 5000
 
 
 def test_updates_wait_behind_real_requests_however_long_they_have_waited() -> None:
@@ -141,7 +141,7 @@ def test_no_real_request_waits_longer_than_to_age_and_for_those_before_it(
     order: str, arrivals: list[tuple[float, int, str, str | None, bool]], service_s: float
 ) -> None:
     """One engine that serves one request at a time, each in the same time."""
-    chosen, memory = QueueSettings(order, age_s=5.0), QueueMemory()
+    queue = RequestQueue(QueueSettings(order, age_s=5.0))
     coming = [
         QueueEntry(
             replace(asked(tokens, user=user, program=program, total_tokens=tokens, path_tokens=tokens), update=update),
@@ -155,12 +155,15 @@ def test_no_real_request_waits_longer_than_to_age_and_for_those_before_it(
         now_s = max(now_s, coming[0].arrived_s) if not waiting else now_s
         while coming and coming[0].arrived_s <= now_s:
             waiting.append(coming.pop(0))
-            memory.arrived(waiting[-1].features, waiting[-1].arrived_s)
-        one = min(waiting, key=lambda each: turn(each, memory, chosen, now_s))
+            queue.join(waiting[-1])
+        one = min(waiting, key=lambda each: turn(each, queue, now_s))
         waiting.remove(one)
-        memory.chosen(one.features, 0, chosen.quantum)
-        memory.left(one.features)
-        assert one.features.update or now_s - one.arrived_s <= chosen.age_s + service_s * (1 + before[id(one)]) + 1e-6
+        queue.chosen(one, one.features.new_tokens)
+        queue.left(one.features)
+        assert (
+            one.features.update
+            or now_s - one.arrived_s <= queue.settings.age_s + service_s * (1 + before[id(one)]) + 1e-6
+        )
         now_s += service_s
 
 
@@ -169,7 +172,7 @@ def test_without_aging_promotion_alone_keeps_the_shortest_total_from_starving_re
     arrivals: list[list[int]],
 ) -> None:
     """One is served after each turn's arrivals. Only who came before, or while S others were served, can go before."""
-    chosen, memory = QueueSettings("shortest_total", age_s=NEVER_AGE, starvation_misses=3), QueueMemory()
+    queue = RequestQueue(QueueSettings("shortest_total", age_s=NEVER_AGE, starvation_misses=3))
     waiting: list[tuple[int, int]] = []  # turn of arrival, tokens
     arrived_by: list[int] = []  # how many had arrived when each turn was given
     served = 0
@@ -179,11 +182,11 @@ def test_without_aging_promotion_alone_keeps_the_shortest_total_from_starving_re
 
         def key(one: tuple[int, int], given: int = served) -> tuple[float, ...]:
             at = QueueEntry(asked(total_tokens=float(one[1])), one[0], given - one[0])
-            return turn(at, memory, chosen, 0.0)
+            return turn(at, queue, 0.0)
 
         entered, tokens = min(waiting, key=key)
         waiting.remove((entered, tokens))
-        assert served < arrived_by[min(served, entered + chosen.starvation_misses)]
+        assert served < arrived_by[min(served, entered + queue.settings.starvation_misses)]
         served += 1
 
 
