@@ -12,12 +12,10 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from threading import Lock, current_thread, main_thread
 from typing import Any
 
-import orjson
 from yarl import URL
 
 from shell_router.app.launching import launched_engines
@@ -30,7 +28,6 @@ from shell_router.batch.sessions import Workers
 from shell_router.config import AdaptersSection, Config, ModelSettings, PairLaunch, PairSettings
 from shell_router.core.engine import ServedModel
 from shell_router.engines.address import PairAddress
-from shell_router.engines.server_client import ServerClient
 from shell_router.engines.weight_swapping import obstacle_to_swap, swap_weights
 from shell_router.errors import ConfigError, EngineError, EngineStalled, EngineUnreachable
 from shell_router.launching.plan import plan
@@ -157,14 +154,9 @@ class LocalWorker:
         assert running.pool is not None
         if self._holds != folder:
             self._holds = None  # unless all servers have them
-            swaps = (swap_weights(one.name, partial(self._post, one), folder) for one in running.pool.servers)
-            if failed := [one for one in await asyncio.gather(*swaps, return_exceptions=True) if one]:
-                raise failed[0]
+            await swap_weights(running.pool.servers, folder, self._pool.limits.engine_start_s)
             self._holds = folder
         return running
-
-    async def _post(self, server: ServerClient, path: str, body: dict[str, Any]) -> bytes:
-        return await server.post(path[1:], orjson.dumps(body), limit_s=self._pool.limits.engine_start_s)
 
 
 def _config(pool: Pool, place: PoolWorker, model: str) -> Config:
