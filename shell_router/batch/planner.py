@@ -6,7 +6,6 @@ OR-tools CP-SAT solves from the best quick one.
 """
 
 import pickle
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -432,16 +431,16 @@ def plan(workload: Workload, limit_s: float = 10.0, *, seed: int = 0) -> Plan:
     return start if start.makespan_s < SHORTEST_S or start.optimal else _Program(workload, start).solved(limit_s, seed)
 
 
-def answer() -> None:
-    """Read the arguments of `plan` from standard input and write its plan, or the ConfigError, to standard output.
+def planning() -> Callable[[Sequence[bytes]], list[list[bytes]]]:
+    """The work of a side process: from the arguments of `plan` to its plan, or the ConfigError, all of them pickled."""
 
-    Both are pickled.
-    """
-    try:
-        found: Plan | ConfigError = plan(*pickle.load(sys.stdin.buffer))
-    except ConfigError as error:
-        found = error
-    sys.stdout.buffer.write(pickle.dumps(found))
+    def planned(arguments: bytes) -> Plan | ConfigError:
+        try:
+            return plan(*pickle.loads(arguments))
+        except ConfigError as error:
+            return error
+
+    return lambda bodies: [[pickle.dumps(planned(body))] for body in bodies]
 
 
 @dataclass(slots=True)

@@ -25,11 +25,11 @@ from shell_router.batch.api.storage import (
     BatchFolder,
     BatchRecord,
     FileRecord,
-    append_whole,
     keep_as,
     on_disk,
     opened_folder,
 )
+from shell_router.batch.journal import append_whole
 from shell_router.config import BatchesSettings, Config
 from shell_router.errors import (
     FileTooLarge,

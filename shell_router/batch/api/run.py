@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from shell_router.api.services import Services
-from shell_router.batch.api.lines import BatchLine, LineResult, LineRunner, Results, checked, lines_left
+from shell_router.batch.api.lines import BatchLine, LineResult, Results, checked, lines_left
+from shell_router.batch.api.runner import ChatLines
 from shell_router.batch.api.storage import (
     OUTPUT_PURPOSE,
     BatchFolder,
@@ -193,7 +194,7 @@ class BatchRuns:
     """
 
     folder: BatchFolder
-    runner: LineRunner
+    runner: ChatLines
     services: Services
     max_line_bytes: int
     file_ttl_s: float | None = None
