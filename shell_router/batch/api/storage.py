@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, get_args
 
 import orjson
 
@@ -80,6 +80,11 @@ class FileRecord:
     bytes: int
     created_at: int
     expires_at: int | None = None
+
+    @classmethod
+    def made(cls, id: str, tenant: str, name: str, purpose: str, size: int, now: int, ttl_s: float | None) -> Self:
+        """A file that is made `now`, and expires `ttl_s` later if that is given."""
+        return cls(id, tenant, name, purpose, size, now, None if ttl_s is None else int(now + ttl_s))
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's file object."""
