@@ -42,7 +42,7 @@ from shell_router.batch.pool_run import profile_pool, questions_for, run_pool
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch
 from shell_router.batch.questions import Questions
-from shell_router.batch.run import Finished, Follow, Rig, run_batch
+from shell_router.batch.run import Finished, Follow, run_batch
 from shell_router.batch.sessions import load_on_all
 from shell_router.batch.workers import pool_workers
 from shell_router.config.read import read_file
@@ -128,7 +128,7 @@ async def _live(pool: Pool, sizes: Sequence[int], questions: Questions, options:
             done = {}
             for name, planner in list(PLANNERS.items())[:: -1 if number % 2 else 1]:
                 with opened(pool.profile.with_name(f"{number}-{name}"), {}) as journal:
-                    done[name] = await run_batch(batch, Rig(workers, up, monotonic), journal, planner, loads)
+                    done[name] = await run_batch(batch, workers, up, journal, planner, loads, monotonic)
             rounds.append(done)
     engine = f"{'SGLang' if pool.workers[0].pair else 'embedded pairs'}, {len(pool.workers)} workers"
     title = f"Batch on engines that stay up: {len(questions.asked)} questions, three models of one shape"

@@ -7,18 +7,20 @@
 A run that was killed goes on from `outputs.jsonl`: its last line may be torn and is then cut off.
 """
 
+import contextlib
 import fcntl
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal, TypeVar
 
 import orjson
 
 from shell_router.errors import ConfigError
 
+T = TypeVar("T")
 Role = Literal["proposer", "aggregator"]
 Key = tuple[str, Role, str]
 """Question, role and model: each is answered once."""
@@ -47,30 +49,24 @@ class Output:
 
 
 class Journal:
-    """The outputs of a run, on disk and at hand. Made by `opened`."""
+    """The outputs of a run, in `file` and at hand. Made by `opened`."""
 
-    def __init__(self, file: Path, opened: BinaryIO, outputs: Iterable[Output]) -> None:
+    def __init__(self, file: Path) -> None:
         self._file = file
-        self._opened = opened
-        self._torn = False
         self._outputs: dict[Key, Output] = {}
         self._aggregated: dict[str, Key] = {}
-        for output in outputs:
+        for output in filter(None, recovered(file, _output)):
             self._keep(output)
 
     def add(self, output: Output) -> None:
         """Write one output down. Raises ConfigError where it cannot be, as on a full disk."""
-        content = b"\n" * self._torn + orjson.dumps(asdict(output)) + b"\n"
         try:
-            while content:  # a disk that runs full first takes a part
-                content = content[self._opened.write(content) :]
+            append_whole(self._file, orjson.dumps(output) + b"\n")
         except OSError as error:
-            self._torn = True
             raise ConfigError(
                 f"{self._file}: {error.strerror}.",
                 remedy="Free disk space and run the same command again: it goes on where it was.",
             ) from error
-        self._torn = False
         self._keep(output)
 
     def get(self, key: Key) -> Output | None:
@@ -98,15 +94,12 @@ def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
     Raises ConfigError where the folder holds another run, one that is still at work, or cannot be written.
     """
     file = folder / "outputs.jsonl"
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _require_same(folder / "run.json", depends_on)
-            journal = stack.enter_context(file.open("ab+", buffering=0))
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by whatever ends this process
-            journal.seek(0)
-            content = journal.read()
-            journal.truncate(content.rfind(b"\n") + 1)
+            stack.enter_context(locked(file))
+            journal = Journal(file)
         except BlockingIOError as error:
             raise ConfigError(
                 f"{folder}: another run is at work there.", remedy="Wait for its end, or name another folder."
@@ -115,7 +108,45 @@ def opened(folder: Path, depends_on: Mapping[str, Any]) -> Iterator[Journal]:
             raise ConfigError(
                 f"{error.filename or folder}: {error.strerror}.", remedy="Name another folder."
             ) from error
-        yield Journal(file, journal, _outputs(content))
+        yield journal
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """The file, made where it is not there, for this process alone. Raises OSError: BlockingIOError if it is taken."""
+    with file.open("ab") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by whatever ends this process
+        yield
+
+
+def append_whole(file: Path, content: bytes) -> None:
+    """Add all of `content` at the end of the file, or nothing of it. Raises OSError."""
+    size = file.stat().st_size if file.exists() else 0
+    try:
+        with file.open("ab") as opened:
+            opened.write(content)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first one says what is wrong
+            os.truncate(file, size)
+        raise
+
+
+def recovered(file: Path, read: Callable[[bytes], T]) -> list[T]:
+    """What `read` makes of each line that `append_whole` has written, if there are any.
+
+    A last line that was torn when a process was killed, or what begins with a line that cannot be read, is cut off.
+    """
+    found: list[T] = []
+    whole_bytes = 0
+    if file.exists():
+        with file.open("rb") as opened, contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
+            for line in opened:
+                if not line.endswith(b"\n"):
+                    break
+                found.append(read(line))
+                whole_bytes += len(line)
+        os.truncate(file, whole_bytes)
+    return found
 
 
 def write_whole(file: Path, content: bytes) -> None:
@@ -150,10 +181,8 @@ def _require_same(file: Path, depends_on: Mapping[str, Any]) -> None:
         )
 
 
-def _outputs(content: bytes) -> Iterator[Output]:
-    whole = content[: content.rfind(b"\n") + 1]
-    for line in whole.splitlines():
-        try:
-            yield Output(**orjson.loads(line))
-        except (orjson.JSONDecodeError, TypeError):
-            continue  # a line that a full disk has torn: its output is asked for again
+def _output(line: bytes) -> Output | None:
+    try:
+        return Output(**orjson.loads(line))
+    except (orjson.JSONDecodeError, TypeError):
+        return None  # its output is asked for again

@@ -6,14 +6,13 @@ OR-tools CP-SAT solves from the best quick one.
 """
 
 import pickle
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from typing import Annotated, Any
 
-from shell_router.errors import ConfigError
+from shell_router.errors import ConfigError, require
 from shell_router.topology.forms import Number
 
 OPTIMAL_GAP = 1e-4
@@ -57,8 +56,8 @@ class ModelWork:
     ] = None
 
     def __post_init__(self) -> None:
-        if not self.name or not self.name.isprintable():
-            raise ConfigError(f"A model is named {self.name!r}", remedy="Give it a name of printable characters.")
+        named = bool(self.name) and self.name.isprintable()
+        require(named, f"A model is named {self.name!r}", "Give it a name of printable characters.")
 
     def session_s(self, prompts: int) -> float:
         """How long a session of `prompts` prompts takes, its load included."""
@@ -94,24 +93,21 @@ class Workload:
     together_s: Annotated[float, _seconds("Seconds more of a first load for each other worker in use.")] = 0.0
 
     def __post_init__(self) -> None:
-        names = [model.name for model in self.models]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ConfigError(f"Two models are named {twice!r}", remedy="Give each a name of its own.")
-        if self.workers < 1 or self.capacity < 1:
-            raise ConfigError(
-                f"{self.workers} workers of {self.capacity} models each cannot run anything", remedy="Give 1 or more."
-            )
-        if self.workers * max(1, len(self.models)) > MAX_PAIRS:
-            raise ConfigError(
-                f"{len(self.models)} models on {self.workers} workers are too many to plan",
-                remedy=f"Split the workload: models times workers may be {MAX_PAIRS}.",
-            )
-        if len(self.asked) > self.workers * self.capacity:
-            raise ConfigError(
-                f"{len(self.asked)} models do not fit on {self.workers} workers that load {self.capacity} each",
-                remedy=f"Raise the capacity to {-(-len(self.asked) // self.workers)}, "
-                f"or the workers to {-(-len(self.asked) // self.capacity)}.",
-            )
+        names, asked = [model.name for model in self.models], len(self.asked)
+        twice = next((name for name in names if names.count(name) > 1), None)
+        require(twice is None, f"Two models are named {twice!r}", "Give each a name of its own.")
+        runs = self.workers >= 1 and self.capacity >= 1
+        require(runs, f"{self.workers} workers of {self.capacity} models each cannot run anything", "Give 1 or more.")
+        require(
+            self.workers * max(1, len(names)) <= MAX_PAIRS,
+            f"{len(names)} models on {self.workers} workers are too many to plan",
+            f"Split the workload: models times workers may be {MAX_PAIRS}.",
+        )
+        require(
+            asked <= self.workers * self.capacity,
+            f"{asked} models do not fit on {self.workers} workers that load {self.capacity} each",
+            f"Raise the capacity to {-(-asked // self.workers)}, or the workers to {-(-asked // self.capacity)}.",
+        )
 
     def begin_s(self, used: int) -> float:
         """When a worker's first session would begin, if its load were like later ones, with `used` workers in use."""
@@ -177,14 +173,6 @@ def sessions_of(workload: Workload, shares: Shares) -> tuple[Session, ...]:
             ends_s.append(models[name].session_s(prompts) + (ends_s[-1] if len(ends_s) > 1 else begin_s))
             sessions.append(Session(worker, name, prompts, *ends_s[-2:]))
     return tuple(sessions)
-
-
-def shares_of(workload: Workload, sessions: Sequence[Session]) -> Shares:
-    """What `sessions_of` was given."""
-    shares: list[dict[str, int]] = [{} for _ in range(workload.workers)]
-    for session in sessions:
-        shares[session.worker][session.model] = session.prompts
-    return shares
 
 
 BISECTIONS = 50
@@ -426,31 +414,21 @@ def plan(workload: Workload, limit_s: float = 10.0, *, seed: int = 0) -> Plan:
     Which of several plans that are equally good is found may change from run to run, as several threads search.
     Raises ConfigError for a limit that is no positive number, and without OR-tools.
     """
-    if not 0 < limit_s < inf:
-        raise ConfigError(f"A plan cannot be searched for {limit_s} s.", remedy="Give a positive number.")
+    require(0 < limit_s < inf, f"A plan cannot be searched for {limit_s} s.", "Give a positive number.")
     start = replace(wrap_around(workload), method="ilp")
     return start if start.makespan_s < SHORTEST_S or start.optimal else _Program(workload, start).solved(limit_s, seed)
 
 
-def answer() -> None:
-    """Read the arguments of `plan` from standard input and write its plan, or the ConfigError, to standard output.
+def planning() -> Callable[[Sequence[bytes]], list[list[bytes]]]:
+    """The work of a side process: from the arguments of `plan` to its plan, or the ConfigError, all of them pickled."""
 
-    Both are pickled.
-    """
-    try:
-        found: Plan | ConfigError = plan(*pickle.load(sys.stdin.buffer))
-    except ConfigError as error:
-        found = error
-    sys.stdout.buffer.write(pickle.dumps(found))
+    def planned(arguments: bytes) -> Plan | ConfigError:
+        try:
+            return plan(*pickle.loads(arguments))
+        except ConfigError as error:
+            return error
 
-
-@dataclass(slots=True)
-class _Variables:
-    """Of one model, per worker: whether it is loaded (Y), and how many prompts it gets (X)."""
-
-    model: ModelWork
-    loaded: Sequence[Any]
-    prompts: Sequence[Any]
+    return lambda bodies: [[pickle.dumps(planned(body))] for body in bodies]
 
 
 class _Program:
@@ -460,17 +438,20 @@ class _Program:
     """
 
     def __init__(self, workload: Workload, start: Plan) -> None:
-        self._cp = _solver()
+        try:
+            from ortools.sat.python import cp_model  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            raise ConfigError("Plans need OR-tools.", remedy="pip install 'shell-router[plan]'") from error
+        self._cp: Any = cp_model
         self._workload = workload
         self._start = start
         self._all_ticks = max(TICKS, TICKS_PER_PROMPT * max(model.prompts for model in workload.asked))
         self._tick_s = start.makespan_s / self._all_ticks
         self._program = self._cp.CpModel()
         self._used = [self._program.new_bool_var(f"U {worker}") for worker in range(workload.workers)]
-        self._variables = [self._variables_of(model) for model in workload.asked]
+        self._variables = [(model, *self._variables_of(model)) for model in workload.asked]
         self._makespan = self._program.new_int_var(self._ticks(start.bound_s), self._all_ticks, "C")
         self._limit_workers()
-        self._hint()
         self._program.minimize(self._makespan)  # (10)
 
     def solved(self, limit_s: float, seed: int) -> Plan:
@@ -485,55 +466,40 @@ class _Program:
         bound_s = max(self._start.bound_s, solver.best_objective_bound * self._tick_s)
         found = [self._start.sessions]
         if status != self._cp.UNKNOWN:
-            found.append(sessions_of(self._workload, self._shares(solver)))
+            shares = [
+                {model.name: count for model, _, prompts in self._variables if (count := solver.value(prompts[worker]))}
+                for worker in range(self._workload.workers)
+            ]
+            found.append(sessions_of(self._workload, shares))
         return min((Plan("ilp", sessions, bound_s) for sessions in found), key=lambda made: made.makespan_s)
 
-    def _variables_of(self, model: ModelWork) -> _Variables:
+    def _variables_of(self, model: ModelWork) -> tuple[list[Any], list[Any]]:
+        """Per worker, whether the model is loaded there (Y), and how many prompts it gets (X), with what is known."""
         program, workers = self._program, range(self._workload.workers)
         most = model.fitting(self._start.makespan_s * (1 + 1e-9))  # more would take longer than what is known
         loaded = [program.new_bool_var(f"Y {model.name} {worker}") for worker in workers]
         prompts = [program.new_int_var(0, most, f"X {model.name} {worker}") for worker in workers]
         program.add(sum(prompts) == model.prompts)  # (5)
-        for is_used, is_loaded, count in zip(self._used, loaded, prompts, strict=True):
+        known = {one.worker: one.prompts for one in self._start.sessions if one.model == model.name}
+        for worker, (is_used, is_loaded, count) in enumerate(zip(self._used, loaded, prompts, strict=True)):
             program.add(count <= most * is_loaded)  # (6)
             program.add(count >= is_loaded)
             program.add(is_used >= is_loaded)  # one of them is its first
+            program.add_hint(is_loaded, worker in known)
+            program.add_hint(count, known.get(worker, 0))
         program.add_linear_constraint(sum(loaded), 1, model.replicas(self._workload.workers))  # (7)
-        return _Variables(model, loaded, prompts)
+        return loaded, prompts
 
     def _limit_workers(self) -> None:
         together = self._ticks(self._workload.together_s) * (sum(self._used) - 1)
+        most = min(self._workload.capacity, len(self._variables))
         for worker, is_used in enumerate(self._used):
-            self._program.add(
-                sum(of.loaded[worker] for of in self._variables) <= min(self._workload.capacity, len(self._variables))
-            )  # (9)
+            self._program.add(sum(loaded[worker] for _, loaded, _ in self._variables) <= most)  # (9)
             time = sum(
-                self._ticks(of.model.session_s(0)) * of.loaded[worker]
-                + self._ticks(of.model.per_prompt_s) * of.prompts[worker]
-                for of in self._variables
+                self._ticks(model.session_s(0)) * loaded[worker] + self._ticks(model.per_prompt_s) * prompts[worker]
+                for model, loaded, prompts in self._variables
             )  # (4)
             self._program.add(time + self._ticks(self._workload.first_s) * is_used + together <= self._makespan)
 
     def _ticks(self, seconds: float) -> int:
         return int(seconds / self._tick_s)
-
-    def _hint(self) -> None:
-        shares = shares_of(self._workload, self._start.sessions)
-        for of in self._variables:
-            for worker, share in enumerate(shares):
-                self._program.add_hint(of.loaded[worker], of.model.name in share)
-                self._program.add_hint(of.prompts[worker], share.get(of.model.name, 0))
-
-    def _shares(self, solver: Any) -> Shares:
-        return [
-            {of.model.name: count for of in self._variables if (count := solver.value(of.prompts[worker]))}
-            for worker in range(self._workload.workers)
-        ]
-
-
-def _solver() -> Any:
-    try:
-        from ortools.sat.python import cp_model  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ConfigError("Plans need OR-tools.", remedy="pip install 'shell-router[plan]'") from error
-    return cp_model

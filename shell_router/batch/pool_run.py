@@ -19,7 +19,7 @@ from shell_router.batch.prompts import Batch, Prompt
 from shell_router.batch.questions import Question, Questions, read_questions
 from shell_router.batch.recruit import answered_by_all, recruited, skill_scores, skill_similarity, text_similarity
 from shell_router.batch.results import Result, as_lines, read_results
-from shell_router.batch.run import Finished, Follow, Planner, Rig, run_batch
+from shell_router.batch.run import Finished, Follow, Planner, run_batch
 from shell_router.batch.sessions import load_on_all, profiled
 from shell_router.batch.workers import pool_workers
 from shell_router.config.read import read_file
@@ -79,7 +79,7 @@ async def run_pool(
     profile = _profile(pool)
     with opened(folder, _depends_on(pool, questions, seed)) as journal:
         async with pool_workers(pool, folder / "logs") as workers:
-            finished = await run_batch(batch, Rig(workers, profile, monotonic), journal, planner, follow)
+            finished = await run_batch(batch, workers, profile, journal, planner, follow, monotonic)
     _write(folder / "results.jsonl", as_lines(finished.results))
     return finished
 

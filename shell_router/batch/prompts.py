@@ -77,46 +77,32 @@ async def _written(model: ServedModel, prompt: Prompt, ids: Sequence[int]) -> Ou
     raise EngineError(f"The stream of a prompt on {model.alias!r} ended without its last event.")
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """What one proposer answers, None where it answers nothing, and the probability that it gives to that."""
+def verdict_of(
+    answers: Sequence[str | None], probabilities: Sequence[float], measure: Agreement = "plurality"
+) -> tuple[int | None, float]:
+    """The place of an answer that most are for, None where no proposer has one, and how much confidence it deserves.
 
-    answer: str | None
-    probability: float
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The vote that says the answer most votes are for, and how much confidence that deserves, 0 to 1."""
-
-    winner: int | None
-    confidence: float
-
-    def passes(self, tau: float) -> bool:
-        """Whether the winner stands and no aggregator is needed (MOSAIC, equation 11); above 1 it always is."""
-        return self.winner is not None and self.confidence >= tau - ROUNDING
-
-
-def verdict_of(votes: Sequence[Vote], measure: Agreement = "plurality") -> Verdict:
-    """The plurality and its confidence.
-
-    By plurality C = max_a |{i : a_i = a}| / k (equation 11); a proposer without an answer agrees with none. By
-    probability each vote weighs as much as its own.
+    `probabilities` are those that proposers give to their answers. By plurality C = max_a |{i : a_i = a}| / k
+    (MOSAIC, equation 11); a proposer without an answer agrees with none. By probability each weighs as much as its own.
     """
-    winner = plurality([vote.answer for vote in votes])
-    weights = [vote.probability if measure == "probability" else 1.0 for vote in votes]
+    winner = plurality(answers)
+    weights = [1.0] * len(answers) if measure == "plurality" else probabilities
     if winner is None or not sum(weights):
-        return Verdict(winner, 0.0)
-    agreeing = sum(weight for vote, weight in zip(votes, weights, strict=True) if vote.answer == votes[winner].answer)
-    return Verdict(winner, agreeing / sum(weights))
+        return winner, 0.0
+    agreeing = sum(weight for answer, weight in zip(answers, weights, strict=True) if answer == answers[winner])
+    return winner, agreeing / sum(weights)
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A question after its proposers: their outputs, in order, and the verdict; whether that `passes` the gate."""
+    """A question after its proposers: their outputs, in order, the place of the winner among them, and its confidence.
+
+    `passes`: the winner stands, and no aggregator is needed.
+    """
 
     outputs: Sequence[Output]
-    verdict: Verdict
+    winner: int | None
+    confidence: float
     passes: bool
 
     @property
@@ -146,23 +132,22 @@ class Batch:
         """One per question that does not pass the gate and has drafts, with the default prompt of topologies."""
         to = self.pool.aggregate
         assert to is not None
-        judged = [(question, self.judged(question, outputs)) for question in self.questions.asked]
         return [
-            self._prompt(question, "aggregator", to.model, _with_drafts(question, one.drafts), to.sampling)
-            for question, one in judged
-            if not one.passes and one.drafts
+            self._prompt(question, "aggregator", to.model, _with_drafts(question, judged.drafts), to.sampling)
+            for question in self.questions.asked
+            if not (judged := self.judged(question, outputs)).passes and judged.drafts
         ]
 
     def judged(self, question: Question, outputs: Outputs) -> Judged:
         """What the proposers' outputs come to; without an aggregator every plurality passes."""
         keys: list[Key] = [(question.id, "proposer", proposer) for proposer in self.proposers[question.id]]
         written = [output for key in keys if (output := outputs(key))]
-        votes = [Vote(None if one.error else self.pool.answers.read(one.text), one.confidence) for one in written]
+        answers = [None if one.error else self.pool.answers.read(one.text) for one in written]
         gate = self.pool.aggregate
-        if gate is None:
-            return Judged(written, verdict_of(votes), True)
-        verdict = verdict_of(votes, gate.confidence)
-        return Judged(written, verdict, verdict.passes(gate.tau))
+        measure = "plurality" if gate is None else gate.confidence
+        winner, confidence = verdict_of(answers, [one.confidence for one in written], measure)
+        passes = gate is None or (winner is not None and confidence >= gate.tau - ROUNDING)
+        return Judged(written, winner, confidence, passes)
 
     def _prompt(self, question: Question, role: Role, model: str, text: str, sampling: Sampling) -> Prompt:
         system = self.pool.models[model].system

@@ -93,9 +93,9 @@ def _result(batch: Batch, question: Question, outputs: Outputs) -> Result:
         by,
         text,
         batch.pool.answers.read(text),
-        judged.verdict.confidence,
+        judged.confidence,
         question.grade(text),
-        judged.verdict.winner,
+        judged.winner,
         tuple(_proposal(batch, question, output) for output in judged.outputs),
         " ".join([*(f"{one.model}: {one.error}" for one in judged.outputs if one.error), *error]),
         sum(output.prompt_tokens for output in written),
@@ -113,8 +113,8 @@ def _chosen(
         if output is not None and not output.error:
             return output, "aggregator", ()
         error = [f"The aggregator did not answer: {output.error if output else 'it was not asked.'}"]
-    if judged.verdict.winner is not None:
-        return judged.outputs[judged.verdict.winner], "proposers", error
+    if judged.winner is not None:
+        return judged.outputs[judged.winner], "proposers", error
     return (judged.drafts[-1], "proposers", error) if judged.drafts else (None, "none", error)
 
 

@@ -1,36 +1,26 @@
 """A whole batch: proposers planned and run, then the gate, then the aggregator where they do not agree."""
 
-import asyncio
 import logging
 import pickle
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shell_router.batch.journal import Journal, Output, Role
-from shell_router.batch.planner import ModelWork, Plan, Session, Workload
+from shell_router.batch.planner import SEARCHERS, ModelWork, Plan, Session, Workload
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch, Prompt
 from shell_router.batch.queues import WorkerQueues
 from shell_router.batch.results import Result, results_of
 from shell_router.batch.sessions import Clock, Sessions, Workers, ungrouped
 from shell_router.errors import ConfigError
-from shell_router.launching.with_parent import with_parent
+from shell_router.launching.side_process import ProcessLimits, SideProcess, side_command, side_environment
 
 log = logging.getLogger(__name__)
 
+QUICK_PLAN_S = 600.0
+"""What the plan that the solver starts from takes at most, of the largest workloads."""
 Planner = Callable[[Workload], Plan | Awaitable[Plan]]
 """One that is no coroutine holds up the event loop while it plans."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rig:
-    """What a batch runs on: the pool's workers, what its models cost there, and monotonic seconds."""
-
-    workers: Workers
-    profile: PoolProfile
-    clock: Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +62,16 @@ class Follow:
         log.info("%s", line)
 
 
-async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, follow: Follow) -> Finished:
-    """Ask what the journal lacks, and return what came of everything.
+async def run_batch(
+    batch: Batch,
+    workers: Workers,
+    profile: PoolProfile,
+    journal: Journal,
+    planner: Planner,
+    follow: Follow,
+    clock: Clock,
+) -> Finished:
+    """Ask what the journal lacks, and return what came of everything. `clock` is monotonic seconds.
 
     Afterwards the journal holds an output or an error of every proposer for every question, and of the aggregator for
     those that do not pass the gate. Raises ConfigError where there is no plan, or no more can be written down.
@@ -86,14 +84,14 @@ async def run_batch(batch: Batch, rig: Rig, journal: Journal, planner: Planner, 
             if journal.lacks(prompt.key):
                 asked.setdefault(prompt.model, []).append(prompt)
         count = len(pool.workers)
-        models = tuple(_cost(rig.profile, role, model, len(its), count) for model, its in asked.items())
+        models = tuple(_cost(profile, role, model, len(its), count) for model, its in asked.items())
         # the proposers have started the engines
-        starts_s = (rig.profile.first_s, rig.profile.together_s) if role == "proposer" else ()
+        starts_s = (profile.first_s, profile.together_s) if role == "proposer" else ()
         planning = planner(Workload(models, count, capacity, *starts_s))
         plan = planning if isinstance(planning, Plan) else await planning
         queues = WorkerQueues(models, asked, plan, count)
         sessions = Sessions(
-            queues, rig.workers, note, follow.on_progress, follow.on_load, concurrency=pool.concurrency, clock=rig.clock
+            queues, workers, note, follow.on_progress, follow.on_load, concurrency=pool.concurrency, clock=clock
         )
         follow.on_stage(Stage(role, plan), sessions)
         return Stage(role, plan, await ungrouped(sessions.run()))
@@ -120,19 +118,12 @@ def _cost(profile: PoolProfile, role: Role, model: str, prompts: int, workers: i
 async def plan_apart(workload: Workload, limit_s: float = 10.0) -> Plan:
     """`planner.plan` in a process of its own, which ends with the caller: it would hold up an event loop for seconds.
 
-    Raises ConfigError.
+    Raises ConfigError, and EngineError where the process fails.
     """
-    command = with_parent((sys.executable, "-c", "from shell_router.batch.planner import answer; answer()"))
-    child = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        answered, _ = await child.communicate(pickle.dumps((workload, limit_s)))
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
-    if child.returncode:
-        raise ConfigError(f"The planner ended with status {child.returncode}.", remedy="Look at what it printed.")
-    found: Plan | ConfigError = pickle.loads(answered)
+    command = side_command("shell_router.batch.planner:planning", {}, max_batch=1)
+    limits = ProcessLimits(answer_s=QUICK_PLAN_S + limit_s)
+    async with SideProcess("planner", command, side_environment(SEARCHERS), limits) as process:
+        found: Plan | ConfigError = pickle.loads(await process.ask(pickle.dumps((workload, limit_s))))
     if isinstance(found, ConfigError):
         raise found
     return found

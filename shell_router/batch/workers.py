@@ -9,28 +9,25 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock, current_thread, main_thread
 from typing import Any
 
-import orjson
 from yarl import URL
 
 from shell_router.app.launching import launched_engines
 from shell_router.app.model_files import named
 from shell_router.app.models import RunningModel, adapted_models, running_models
 from shell_router.app.wings import EngineKind
-from shell_router.batch.pool import Pool, PoolWorker, RaySettings
+from shell_router.batch.pool import Pool, PoolWorker
 from shell_router.batch.profile import Load
 from shell_router.batch.sessions import Workers
 from shell_router.config import AdaptersSection, Config, ModelSettings, PairLaunch, PairSettings
 from shell_router.core.engine import ServedModel
 from shell_router.engines.address import PairAddress
-from shell_router.engines.server_client import ServerClient
 from shell_router.engines.weight_swapping import obstacle_to_swap, swap_weights
 from shell_router.errors import ConfigError, EngineError, EngineStalled, EngineUnreachable
 from shell_router.launching.plan import plan
@@ -41,50 +38,54 @@ from shell_router.standins.embedded.servers import Spawner
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class PoolWorkers:
+    """See `batch.sessions.Workers`. `pool_workers` makes it."""
+
+    workers: Sequence["LocalWorker | RayWorker"]
+
+    def session(self, worker: int, model: str) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
+        """See `Workers`."""
+        return self.workers[worker].session(model)
+
+    async def start(self) -> None:
+        """Place all that run on a cluster at the same time. Raises the first EngineError."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for worker in self.workers:
+                    if isinstance(worker, RayWorker):
+                        tasks.create_task(worker.start())
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def aclose(self) -> None:
+        """End all workers, and with them what they still run: whatever happens to one of them."""
+        async with asyncio.TaskGroup() as tasks:
+            for worker in self.workers:
+                tasks.create_task(worker.stop())
+
+
 @asynccontextmanager
 async def pool_workers(pool: Pool, folder: Path) -> AsyncIterator[Workers]:
     """The workers of a pool while the context is open, here or on its Ray cluster. SGLang's logs lie in `folder`.
 
     Raises ConfigError where there is no cluster, and EngineError where a worker does not fit there.
     """
-    if pool.ray is not None:
-        async with joined(pool.ray.address) as ray:
-            workers = RayWorkers(ray, pool, pool.ray, folder)
-            try:
-                await workers.start()
-                yield workers
-            finally:
-                await workers.stop()
-    else:
-        async with Spawner() as spawner, aclosing(PoolWorkers(pool, folder, spawner)) as here:
+    async with AsyncExitStack() as stack:
+        places = list(enumerate(pool.workers))
+        if pool.ray is not None:
+            ray = await stack.enter_async_context(joined(pool.ray.address))
+            workers = PoolWorkers([RayWorker(ray, pool, number, folder) for number, _ in places])
+        else:
+            spawner = await stack.enter_async_context(Spawner())
             if any(worker.embedded for worker in pool.workers):
                 await spawner.launch()  # here, so that the first session is no dearer than the others
-            yield here
-
-
-class PoolWorkers:
-    """See `batch.sessions.Workers`. `pool_workers` makes it."""
-
-    def __init__(self, pool: Pool, folder: Path, spawner: Spawner) -> None:
-        self._pool = pool
-        self._workers = [
-            LocalWorker(pool, place, folder / f"worker-{number}", spawner) for number, place in enumerate(pool.workers)
-        ]
-
-    @asynccontextmanager
-    async def session(self, worker: int, model: str) -> AsyncIterator[tuple[ServedModel, Load]]:
-        """See `Workers`."""
-        async with self._workers[worker].session(model) as (running, load):
-            served, adapter = running.served, self._pool.models[model].adapter
-            if adapter is not None:  # as its adapter has it, under the name that the pool gives it
-                assert running.pool is not None
-                adapted, _ = adapted_models(served, running.pool)[named(served.alias, adapter.name)]
-                served = replace(adapted, alias=served.alias)
-            yield served, load
-
-    async def aclose(self) -> None:
-        """Stop the engines that are up."""
-        await asyncio.gather(*(worker.stop() for worker in self._workers))
+            workers = PoolWorkers(
+                [LocalWorker(pool, place, folder / f"worker-{number}", spawner) for number, place in places]
+            )
+        await stack.enter_async_context(aclosing(workers))
+        await workers.start()
+        yield workers
 
 
 class LocalWorker:
@@ -106,7 +107,18 @@ class LocalWorker:
         """The weights in the engine that is up; None where a swap did not end well."""
 
     @asynccontextmanager
-    async def session(self, model: str) -> AsyncIterator[tuple[RunningModel, Load]]:
+    async def session(self, model: str) -> AsyncIterator[tuple[ServedModel, Load]]:
+        """See `Workers`. A model with an adapter is as its adapter has it, under the name that the pool gives it."""
+        async with self.opened(model) as (running, load):
+            served, adapter = running.served, self._pool.models[model].adapter
+            if adapter is not None:
+                assert running.pool is not None
+                adapted, _ = adapted_models(served, running.pool)[named(served.alias, adapter.name)]
+                served = replace(adapted, alias=served.alias)
+            yield served, load
+
+    @asynccontextmanager
+    async def opened(self, model: str) -> AsyncIterator[tuple[RunningModel, Load]]:
         """The pool's `model`, loaded. Raises ConfigError and EngineError."""
         config = _config(self._pool, self._place, model)
         obstacle = await self._obstacle(config.models[model])
@@ -157,14 +169,9 @@ class LocalWorker:
         assert running.pool is not None
         if self._holds != folder:
             self._holds = None  # unless all servers have them
-            swaps = (swap_weights(one.name, partial(self._post, one), folder) for one in running.pool.servers)
-            if failed := [one for one in await asyncio.gather(*swaps, return_exceptions=True) if one]:
-                raise failed[0]
+            await swap_weights(running.pool.servers, folder, self._pool.limits.engine_start_s)
             self._holds = folder
         return running
-
-    async def _post(self, server: ServerClient, path: str, body: dict[str, Any]) -> bytes:
-        return await server.post(path[1:], orjson.dumps(body), limit_s=self._pool.limits.engine_start_s)
 
 
 def _config(pool: Pool, place: PoolWorker, model: str) -> Config:
@@ -344,7 +351,7 @@ class NodeWorker:
         """One task enters and leaves the session, as task groups in it demand."""
         try:
             assert self._worker is not None
-            async with self._worker.session(model) as (running, load):
+            async with self._worker.opened(model) as (running, load):
                 assert running.pool is not None
                 opened.set_result((running.pool.addresses[0], load))
                 await asyncio.Event().wait()  # until `close` cancels this
@@ -363,120 +370,92 @@ REMEDY = (
 
 
 @dataclass(slots=True)
-class _NodeActor:
-    """A worker's actor, and the node that it is on."""
-
-    worker: int
-    actor: Any
-    node: str = ""
-    """Its address; empty until Ray has found one and the worker is ready there."""
-
-
-@dataclass(frozen=True, slots=True)
-class RayWorkers:
-    """See `batch.sessions.Workers`. `pool_workers` makes it. `ray` is the module: an extra."""
+class RayWorker:
+    """Worker `number` of the pool: an actor, on the node of this address once it is ready there."""
 
     ray: Any
     pool: Pool
-    settings: RaySettings
+    number: int
     folder: Path
-    placed: dict[int, _NodeActor] = field(default_factory=dict)
+    actor: Any = None
+    node: str = ""
 
     async def start(self) -> None:
-        """Place all workers at the same time. Raises the first EngineError."""
+        """Have Ray choose a node and start the worker there; it is ready then. Raises EngineError."""
+        place, settings, limit_s = self.pool.workers[self.number], self.pool.ray, self.pool.limits.engine_start_s
+        assert settings is not None
+        actor = self.ray.remote(NodeWorker).options(
+            num_cpus=settings.cpus,
+            num_gpus=len(gpus_of(place)),
+            resources={f"node:{place.node}": 0.001} if place.node else {},
+            scheduling_strategy="SPREAD",
+        )
+        logs = self.folder.absolute() / f"worker-{self.number}"
+        self.actor = await asyncio.to_thread(actor.remote, self.pool, place, logs)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for worker in range(len(self.pool.workers)):
-                    tasks.create_task(self._start(worker))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-
-    async def stop(self) -> None:
-        """End all workers, and with them what they still run."""
-        async with asyncio.TaskGroup() as tasks:  # returns when all have ended, whatever happens to one of them
-            for placed in list(self.placed.values()):
-                tasks.create_task(self._stop(placed))
+            self.node = await self._answer(limit_s, "start")
+        except EngineStalled as error:
+            needs = f"{settings.cpus:g} CPUs and {len(gpus_of(place))} GPUs"
+            node = f" on the node {place.node}" if place.node else ""
+            raise EngineStalled(
+                f"No node of the Ray cluster could take worker {self.number} within {limit_s:g} s: {needs}{node}.",
+                remedy="See `ray status`; add nodes, lower ray.cpus, or take the worker out of the pool.",
+            ) from error
+        log.info("worker %d runs on the node %s", self.number, self.node)
 
     @asynccontextmanager
-    async def session(self, worker: int, model: str) -> AsyncIterator[tuple[ServedModel, Load]]:
+    async def session(self, model: str) -> AsyncIterator[tuple[ServedModel, Load]]:
         """See `Workers`. A worker whose node was lost is placed again, if it fits elsewhere."""
-        placed = self.placed.get(worker) or await self._start(worker)
+        if self.actor is None:
+            await self.start()
         try:
             # engines, and then whether they serve, have the limit each
             limit_s = 2 * self.pool.limits.engine_start_s + CLOSE_LIMIT_S
-            address, load = await self._answer(placed, placed.actor.open.remote(model), limit_s)
+            address, load = await self._answer(limit_s, "open", model)
             wanted = self.pool.models[model]
             pair = PairSettings(address.prefill_url, address.decode_url, address.bootstrap_port, address.bootstrap_host)
             settings = ModelSettings(wanted.path, pairs=(pair,), context_length=wanted.context_length)
             async with running_models(Config({model: settings}, limits=self.pool.limits), log.info) as models:
                 yield models[model].served, load
         finally:
-            await self._close(placed)
+            await self._end("close")
 
-    async def _start(self, worker: int) -> _NodeActor:
-        """Have Ray choose a node and start the worker there; it is ready then."""
-        placed = _NodeActor(worker, await asyncio.to_thread(self._actor, worker))
-        self.placed[worker] = placed
-        limit_s = self.pool.limits.engine_start_s
+    async def stop(self) -> None:
+        """End it, and with it what it still runs."""
         try:
-            placed.node = await self._answer(placed, placed.actor.start.remote(), limit_s)
-        except EngineStalled as error:
-            place = self.pool.workers[worker]
-            needs = f"{self.settings.cpus:g} CPUs and {len(gpus_of(place))} GPUs"
-            node = f" on the node {place.node}" if place.node else ""
-            raise EngineStalled(
-                f"No node of the Ray cluster could take worker {worker} within {limit_s:g} s: {needs}{node}.",
-                remedy="See `ray status`; add nodes, lower ray.cpus, or take the worker out of the pool.",
-            ) from error
-        log.info("worker %d runs on the node %s", worker, placed.node)
-        return placed
+            if self.node:
+                await self._end("stop")
+        finally:
+            await self._give_up()
 
-    def _actor(self, worker: int) -> Any:
-        place = self.pool.workers[worker]
-        actor = self.ray.remote(NodeWorker).options(
-            num_cpus=self.settings.cpus,
-            num_gpus=len(gpus_of(place)),
-            resources={f"node:{place.node}": 0.001} if place.node else {},
-            scheduling_strategy="SPREAD",
-        )
-        return actor.remote(self.pool, place, self.folder.absolute() / f"worker-{worker}")
-
-    async def _answer(self, placed: _NodeActor, call: Awaitable[Any], limit_s: float) -> Any:
-        """What the worker answers. Raises EngineError; a worker that is lost, or that does not answer, is given up."""
-        name = f"Worker {placed.worker} on the node {placed.node or 'that it was meant for'}"
+    async def _answer(self, limit_s: float, method: str, *arguments: Any) -> Any:
+        """What the actor answers. Raises EngineError; one that is lost, or that does not answer, is given up."""
+        name = f"Worker {self.number} on the node {self.node or 'that it was meant for'}"
         try:
             async with asyncio.timeout(limit_s):
-                return await call
+                return await getattr(self.actor, method).remote(*arguments)
         except self.ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, EngineError):
                 raise error.cause from error
             raise EngineError(f"{name} failed: {error.cause!r}.", remedy=REMEDY) from error
         except self.ray.exceptions.RayError as error:
-            await self._give_up(placed)
+            await self._give_up()
             reason = str(error).strip().splitlines()[-1].strip()[:300]  # Ray says many lines
             raise EngineUnreachable(f"{name} was lost: {reason}", remedy=REMEDY) from error
         except TimeoutError as error:
-            await self._give_up(placed)
+            await self._give_up()
             raise EngineStalled(f"{name} did not answer within {limit_s:g} s.", remedy=REMEDY) from error
 
-    async def _close(self, placed: _NodeActor) -> None:
-        """End its session; a failure only logs a warning."""
-        if self.placed.get(placed.worker) is placed:
+    async def _end(self, method: str) -> None:
+        """Close its session, or stop it; a failure only logs a warning."""
+        if self.actor is not None:
             try:
-                await self._answer(placed, placed.actor.close.remote(), CLOSE_LIMIT_S)
+                await self._answer(CLOSE_LIMIT_S, method)
             except EngineError as error:
                 log.warning("%s", error)
 
-    async def _stop(self, placed: _NodeActor) -> None:
-        try:
-            if placed.node:
-                await self._answer(placed, placed.actor.stop.remote(), CLOSE_LIMIT_S)
-        except EngineError as error:
-            log.warning("%s", error)
-        finally:
-            await self._give_up(placed)
-
-    async def _give_up(self, placed: _NodeActor) -> None:
+    async def _give_up(self) -> None:
         """End its process; its engines end with it."""
-        self.placed.pop(placed.worker, None)
-        await asyncio.to_thread(self.ray.kill, placed.actor)
+        actor, self.actor, self.node = self.actor, None, ""
+        if actor is not None:
+            await asyncio.to_thread(self.ray.kill, actor)

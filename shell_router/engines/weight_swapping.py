@@ -3,10 +3,13 @@
 import asyncio
 import json
 import struct
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import orjson
+
+from shell_router.engines.server_client import ServerClient
 from shell_router.errors import ConfigError, EngineRejected, EngineStalled
 
 NO_TENSOR = "__metadata__"
@@ -56,14 +59,21 @@ READ_AT_START = ("config.json", "generation_config.json", "tokenizer.json")
 IRRELEVANT = {"_name_or_path", "transformers_version"}
 
 
+def differing_tensors(served: Path, wanted: Path) -> str:
+    """What tells the weights of two folders apart; empty where they have one shape. Raises ConfigError. Blocks."""
+    one, other = read_tensors(served), read_tensors(wanted)
+    names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    return f"{len(names)} tensors differ in name, type or size, {names[0]} first" if names else ""
+
+
 def obstacle_to_swap(served: Path, wanted: Path) -> str:
     """Why a server that was started with `served` cannot take the weights of `wanted`; empty where it can. Blocks.
 
     A swap replaces tensors alone. Stop tokens, rope and tokenizer are those of the start, so they must be the same.
     """
     try:
-        if read_tensors(served) != read_tensors(wanted):
-            return "its tensors have other names, types or sizes"
+        if tensors := differing_tensors(served, wanted):
+            return tensors
         differing = [name for name in READ_AT_START if _settings(served / name) != _settings(wanted / name)]
     except (ConfigError, OSError, ValueError) as error:
         return str(error)
@@ -79,14 +89,21 @@ NOT_FLUSHED = "cache was not flushed"
 FLUSH_LIMIT_S, FLUSH_EVERY_S = 10.0, 0.05
 
 
-async def swap_weights(name: str, post: Callable[[str, dict[str, Any]], Awaitable[bytes]], folder: Path) -> None:
-    """Replace the weights of the server `name` by those of `folder`, and drop all KV of those before.
+async def swap_weights(servers: Iterable[ServerClient], folder: Path, limit_s: float) -> None:
+    """Replace the weights of all these servers by those of `folder`, and drop all KV of those before.
 
-    `post` sends a body to a path. The server waits for requests that run. Some of a pair's end a moment after they
-    were answered, and a server does not drop its KV before: it is asked again then. Raises EngineError.
+    A server waits for requests that run. Some of a pair's end a moment after they were answered, and a server does not
+    drop its KV before: it is asked again then. Raises EngineError; then nothing is known of what any of them holds.
     """
+    swaps = (_swap(server, folder, limit_s) for server in servers)
+    if failed := [one for one in await asyncio.gather(*swaps, return_exceptions=True) if one]:
+        raise failed[0]
+
+
+async def _swap(server: ServerClient, folder: Path, limit_s: float) -> None:
+    body = orjson.dumps({"model_path": str(folder), "flush_cache": True})
     try:
-        await post("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
+        await server.post("update_weights_from_disk", body, limit_s=limit_s)
         return
     except EngineRejected as error:
         if NOT_FLUSHED not in str(error):
@@ -95,12 +112,12 @@ async def swap_weights(name: str, post: Callable[[str, dict[str, Any]], Awaitabl
         async with asyncio.timeout(FLUSH_LIMIT_S):
             while True:
                 try:
-                    await post("/flush_cache", {})
+                    await server.post("flush_cache", b"{}", limit_s=limit_s)
                     return
                 except EngineRejected:
                     await asyncio.sleep(FLUSH_EVERY_S)
     except TimeoutError:
         raise EngineStalled(
-            f"The {name} did not drop its KV within {FLUSH_LIMIT_S:g} s.",
+            f"The {server.name} did not drop its KV within {FLUSH_LIMIT_S:g} s.",
             remedy="Send no other requests to an engine whose weights are swapped.",
         ) from None

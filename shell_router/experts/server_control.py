@@ -1,4 +1,4 @@
-"""Control routes of an SGLang server, and recording which experts its tokens choose."""
+"""Recording which experts the tokens of an SGLang server choose, over its control routes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,61 +14,30 @@ from shell_router.errors import ConfigError, EngineStalled, EngineUnreachable
 OK, NOT_FOUND = 200, 404
 
 
-class ServerControl:
-    """The server at `url`, reached through the caller's session; a request may take `limit_s`."""
-
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, *, api_key: str | None = None, limit_s: float = 600.0
-    ) -> None:
-        self.url = url.rstrip("/")
-        self.name = f"engine {self.url}"
-        self._session = session
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._limit = aiohttp.ClientTimeout(total=limit_s)
-
-    async def done(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """The answer to what has to succeed. Raises also EngineRejected with the server's words, or PromptTooLong."""
-        return self.checked(*await self.asked(method, path, body))
-
-    async def asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        """Status and body. Raises EngineUnreachable or EngineStalled."""
-        try:
-            async with self._session.request(
-                method, self.url + path, json=body, headers=self._headers, timeout=self._limit
-            ) as response:
-                return response.status, await response.read()
-        except aiohttp.ClientError as error:
-            raise EngineUnreachable(
-                f"No answer from an engine at {self.url}: {error}.", remedy="Start it, or correct the URL."
-            ) from error
-        except TimeoutError:
-            raise EngineStalled(
-                f"The engine at {self.url} did not answer within {self._limit.total:g} s.",
-                remedy="Allow more with --timeout-s or limit_s, or look at its log.",
-            ) from None
-
-    def checked(self, status: int, body: bytes) -> bytes:
-        """The body of a good answer. Raises EngineRejected or PromptTooLong for another."""
-        if status != OK:
-            raise rejected(self.name, status, error_message(body))
-        return body
-
-
 START = (
     "Start it with --expert-distribution-recorder-mode stat and SHELL_ROUTER_EXPERT_RECORD=FILE in its environment, "
     "where the router's plugin is installed."
 )
 
 
-class ExpertRecorder(ServerControl):
-    """A server that records. All methods raise EngineUnreachable, EngineStalled, or EngineRejected."""
+class ExpertRecorder:
+    """The server at `url`, which records; it is reached through the caller's session.
+
+    A request may take `limit_s`. All methods raise EngineUnreachable, EngineStalled, or EngineRejected.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, api_key: str | None, limit_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._session = session
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._limit = aiohttp.ClientTimeout(total=limit_s)
 
     async def mode(self) -> str:
         """The server's disaggregation mode: prefill, decode or null. ConfigError where it records no experts."""
-        status, body = await self.asked("GET", "/shell_router/capabilities")
+        status, body = await self._asked("GET", "/shell_router/capabilities")
         if status == NOT_FOUND:
             raise ConfigError(f"{self.url} has no plugin of the router.", remedy=START)
-        found = orjson.loads(self.checked(status, body))
+        found = orjson.loads(self._checked(status, body))
         if not found.get("expert_record"):
             raise ConfigError(f"{self.url} does not record experts.", remedy=START)
         return str(found["disaggregation_mode"])
@@ -78,13 +47,13 @@ class ExpertRecorder(ServerControl):
 
         The server stops recording however `work` ends.
         """
-        await self.done("POST", "/start_expert_distribution_record")
+        await self._done("POST", "/start_expert_distribution_record")
         try:
             await work()
         finally:
-            await self.done("POST", "/stop_expert_distribution_record")
-        await self.done("POST", "/dump_expert_distribution_record")
-        return await self.done("GET", "/shell_router/expert_record")
+            await self._done("POST", "/stop_expert_distribution_record")
+        await self._done("POST", "/dump_expert_distribution_record")
+        return await self._done("GET", "/shell_router/expert_record")
 
     async def asking(self, prompts: Sequence[str], *, new_tokens: int, at_once: int) -> Callable[[], Awaitable[None]]:
         """The work of having all `prompts` answered greedily, `at_once` at a time; a prefill server only prefills them.
@@ -102,7 +71,7 @@ class ExpertRecorder(ServerControl):
 
         async def ask(prompt: str) -> None:
             async with slots:
-                await self.done("POST", path, {"text": prompt, "sampling_params": sampling})
+                await self._done("POST", path, {"text": prompt, "sampling_params": sampling})
 
         async def ask_all() -> None:
             try:
@@ -113,3 +82,28 @@ class ExpertRecorder(ServerControl):
                 raise failed.exceptions[0] from failed
 
         return ask_all
+
+    async def _done(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """The answer to what has to succeed. Raises also PromptTooLong."""
+        return self._checked(*await self._asked(method, path, body))
+
+    async def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        try:
+            async with self._session.request(
+                method, self.url + path, json=body, headers=self._headers, timeout=self._limit
+            ) as response:
+                return response.status, await response.read()
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(
+                f"No answer from an engine at {self.url}: {error}.", remedy="Start it, or correct the URL."
+            ) from error
+        except TimeoutError:
+            raise EngineStalled(
+                f"The engine at {self.url} did not answer within {self._limit.total:g} s.",
+                remedy="Allow more with --timeout-s, or look at its log.",
+            ) from None
+
+    def _checked(self, status: int, body: bytes) -> bytes:
+        if status != OK:
+            raise rejected(f"engine {self.url}", status, error_message(body))
+        return body

@@ -1,11 +1,10 @@
 """Components, adapters and disks that fail as a test says."""
 
 import asyncio
-import errno
-import io
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+import resource
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +97,12 @@ class GatedLoader:
         self.loaded.remove(component.name)
 
 
-class FillingDisk(io.BytesIO):
-    """Takes bytes as long as there is room, as a raw file does: a part of what is written, then nothing."""
-
-    def __init__(self, room: int) -> None:
-        super().__init__()
-        self.room = room
-
-    def write(self, content: object) -> int:
-        assert isinstance(content, bytes)
-        taken = content[: self.room]
-        if not taken:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.room -= len(taken)
-        return super().write(taken)
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """While the context is open no file of this process grows beyond `room` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

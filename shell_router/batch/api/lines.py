@@ -1,17 +1,16 @@
 """A batch's lines: read and checked, the contract of what answers them, and their results as they come."""
 
-import contextlib
-import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from shell_router.api.fields import shown
-from shell_router.batch.api.storage import Fault, append_whole, on_disk
+from shell_router.batch.api.storage import Fault, on_disk
+from shell_router.batch.journal import append_whole, recovered
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,10 @@ class Results:
 
     def recover(self) -> None:
         """Read what is there. A last line that was torn when a router was killed is cut off, to be answered again."""
-        self._completed = _recovered(self._output)
-        self._failed = _recovered(self._errors)
+        self._completed, self._failed = (
+            set(recovered(path, lambda line: str(orjson.loads(line)["custom_id"])))
+            for path in (self._output, self._errors)
+        )
 
     def add(self, results: Iterable[LineResult]) -> None:
         """Append them; each is there as a whole or not at all. Raises OSError."""
@@ -81,22 +82,6 @@ def _append(path: Path, names: set[str], results: list[LineResult]) -> None:
     if results:
         append_whole(path, b"".join(one.as_line() for one in results))
         names.update(one.custom_id for one in results)
-
-
-def _recovered(path: Path) -> set[str]:
-    """The names on the whole lines; the file is cut off after them."""
-    names: set[str] = set()
-    if not path.exists():
-        return names
-    whole_bytes = 0
-    with path.open("r+b") as file, contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            names.add(str(orjson.loads(line)["custom_id"]))
-            whole_bytes += len(line)
-    os.truncate(path, whole_bytes)
-    return names
 
 
 READ_BYTES = 2**18
@@ -117,17 +102,6 @@ class BatchLine:
 Keep = Callable[[LineResult], Awaitable[None]]
 
 
-class LineRunner(Protocol):
-    """Answers lines, in any order and grouping."""
-
-    async def run(self, tenant: str, lines: AsyncIterator[BatchLine], keep: Keep) -> None:
-        """Return once every line's result has been kept. Cancelled, it leaves nothing running.
-
-        What `keep` raises ends it. A line that fails has a result that says so.
-        """
-        ...
-
-
 def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | Fault:
     """The request on a line, or why there is none. Its body is looked at when it runs."""
     try:
@@ -136,40 +110,24 @@ def read_line(number: int, raw: bytes, endpoint: str) -> BatchLine | Fault:
         return Fault("invalid_json_line", f"The line is not JSON: {error}. Write one JSON object.", number)
     if not isinstance(line, dict):
         return Fault("invalid_json_line", f"The line must be a JSON object, not {shown(line)}.", number)
-    for param, is_right, code, message in _RULES:
-        if not is_right(line, endpoint):
-            return Fault(code, message.format(endpoint=endpoint), number, param)
+    custom_id, body = line.get("custom_id"), line.get("body")
+    missing = "missing_required_parameter"
+    named = "custom_id must be a string that is not empty: it names the line among the results."
+    for param, holds, code, message in (
+        ("custom_id", isinstance(custom_id, str) and custom_id != "", missing, named),
+        ("method", line.get("method") == "POST", "invalid_method", "method must be POST."),
+        ("url", line.get("url") == endpoint, "invalid_url", f"url must be {endpoint}, the batch's endpoint."),
+        ("body", isinstance(body, dict), missing, "body must be an object: the request itself."),
+        (
+            "body.stream",
+            not (isinstance(body, dict) and body.get("stream") is True),
+            "invalid_request",
+            "body.stream has no place in a batch. Leave it out.",
+        ),
+    ):
+        if not holds:
+            return Fault(code, message, number, param)
     return BatchLine(number, line["custom_id"], line["body"])
-
-
-_RULES: tuple[tuple[str, Callable[[dict[str, Any], str], bool], str, str], ...] = (
-    (
-        "custom_id",
-        lambda line, _: isinstance(line.get("custom_id"), str) and line["custom_id"] != "",
-        "missing_required_parameter",
-        "custom_id must be a string that is not empty: it names the line among the results.",
-    ),
-    ("method", lambda line, _: line.get("method") == "POST", "invalid_method", "method must be POST."),
-    (
-        "url",
-        lambda line, endpoint: line.get("url") == endpoint,
-        "invalid_url",
-        "url must be {endpoint}, the batch's endpoint.",
-    ),
-    (
-        "body",
-        lambda line, _: isinstance(line.get("body"), dict),
-        "missing_required_parameter",
-        "body must be an object: the request itself.",
-    ),
-    (
-        "body.stream",
-        lambda line, _: line["body"].get("stream") is not True,
-        "invalid_request",
-        "body.stream has no place in a batch. Leave it out.",
-    ),
-)
-"""Per field: whether it is right, and the code and the message where it is not; the first failure is reported."""
 
 
 async def checked(path: Path, endpoint: str, max_bytes: int) -> tuple[int, tuple[Fault, ...]]:

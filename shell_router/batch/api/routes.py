@@ -25,11 +25,11 @@ from shell_router.batch.api.storage import (
     BatchFolder,
     BatchRecord,
     FileRecord,
-    append_whole,
     keep_as,
     on_disk,
     opened_folder,
 )
+from shell_router.batch.journal import append_whole
 from shell_router.config import BatchesSettings, Config
 from shell_router.errors import (
     FileTooLarge,
@@ -202,9 +202,8 @@ async def upload_file(request: web.Request) -> web.Response:
         await on_disk(keep_as, draft, folder.content(id))
     finally:
         await on_disk(draft.unlink, missing_ok=True)
-    now, ttl_s = int(request.app[SERVICES].wall()), request.app[BATCHES].file_ttl_s
-    name, expires_at = upload.filename or "", None if ttl_s is None else int(now + ttl_s)
-    record = FileRecord(id, request[TENANT], name, upload.texts["purpose"], upload.bytes, now, expires_at)
+    about = (id, request[TENANT], upload.filename or "", upload.texts["purpose"], upload.bytes)
+    record = FileRecord.made(*about, int(request.app[SERVICES].wall()), request.app[BATCHES].file_ttl_s)
     try:
         await folder.files.save(record)
     except (StorageFailed, asyncio.CancelledError):  # or the client left, and knows no id to ask for

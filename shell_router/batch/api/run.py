@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from shell_router.api.services import Services
-from shell_router.batch.api.lines import BatchLine, LineResult, LineRunner, Results, checked, lines_left
+from shell_router.batch.api.lines import BatchLine, LineResult, Results, checked, lines_left
+from shell_router.batch.api.runner import ChatLines
 from shell_router.batch.api.storage import (
     OUTPUT_PURPOSE,
     BatchFolder,
@@ -163,10 +164,8 @@ class BatchRun:
         for id, kind in ((batch.output_name, "output"), (batch.errors_name, "errors")):
             path = self._folder.content(id)
             if size := path.stat().st_size if path.exists() else 0:
-                name = f"{batch.id}_{kind}.jsonl"
-                now, ttl_s = self._now(), self._runs.file_ttl_s
-                expires_at = None if ttl_s is None else int(now + ttl_s)
-                found.append(FileRecord(id, batch.tenant, name, OUTPUT_PURPOSE, size, now, expires_at))
+                name, kept_s = f"{batch.id}_{kind}.jsonl", self._runs.file_ttl_s
+                found.append(FileRecord.made(id, batch.tenant, name, OUTPUT_PURPOSE, size, self._now(), kept_s))
         return found
 
     async def _give_up(self, fault: Fault) -> None:
@@ -193,7 +192,7 @@ class BatchRuns:
     """
 
     folder: BatchFolder
-    runner: LineRunner
+    runner: ChatLines
     services: Services
     max_line_bytes: int
     file_ttl_s: float | None = None

@@ -59,7 +59,10 @@ class ChatLines:
         self._sleep = sleep
 
     async def run(self, tenant: str, lines: AsyncIterator[BatchLine], keep: Keep) -> None:
-        """LineRunner.run."""
+        """Return once every line's result has been kept. Cancelled, it leaves nothing running.
+
+        What `keep` raises ends it. A line that fails has a result that says so.
+        """
         ahead = asyncio.Semaphore(self._concurrency)  # a batch holds no more lines than could run
         pooled: dict[str, list[BatchLine]] = {}
         try:

@@ -1,22 +1,20 @@
 """The folder in which a router keeps files and batches: records in memory and on disk, disk work in threads."""
 
 import asyncio
-import contextlib
-import fcntl
 import functools
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, get_args
 
 import orjson
 
-from shell_router.batch.journal import write_whole
+from shell_router.batch.journal import locked, write_whole
 from shell_router.errors import ConfigError, ShellRouterError, StorageFailed, UnknownBatch, UnknownFile
 
 P = ParamSpec("P")
@@ -45,18 +43,6 @@ async def on_disk(step: Callable[P, T], *arguments: P.args, **named: P.kwargs) -
             f"The router could not read or write its files: {error.strerror or type(error).__name__}.",
             remedy="Its operator should free space in batches.folder, or make it readable and writable.",
         ) from error
-
-
-def append_whole(path: Path, content: bytes) -> None:
-    """Add all of `content` at the end of `path`, or nothing of it."""
-    size = path.stat().st_size if path.exists() else 0
-    try:
-        with path.open("ab") as file:
-            file.write(content)
-    except OSError:
-        with contextlib.suppress(OSError):  # the first one says what is wrong
-            os.truncate(path, size)
-        raise
 
 
 def keep_as(draft: Path, path: Path) -> None:
@@ -94,6 +80,11 @@ class FileRecord:
     bytes: int
     created_at: int
     expires_at: int | None = None
+
+    @classmethod
+    def made(cls, id: str, tenant: str, name: str, purpose: str, size: int, now: int, ttl_s: float | None) -> Self:
+        """A file that is made `now`, and expires `ttl_s` later if that is given."""
+        return cls(id, tenant, name, purpose, size, now, None if ttl_s is None else int(now + ttl_s))
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's file object."""
@@ -300,28 +291,19 @@ class BatchFolder:
 @contextmanager
 def opened_folder(path: Path) -> Iterator[BatchFolder]:
     """The folder, made where it is not there, for this process alone. Raises ConfigError."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what all tenants ask
-        lock = (path / "lock").open("w")
-    except OSError as error:
-        raise _unusable(path, error) from error
-    with lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by whatever ends this process
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what all tenants ask
+            stack.enter_context(locked(path / "lock"))
+            folder = BatchFolder(path)
         except BlockingIOError:
             raise ConfigError(
                 f"batches.folder: another router uses {path}, and would run its batches a second time.",
                 remedy="Give each router a folder of its own.",
             ) from None
-        try:
-            folder = BatchFolder(path)
         except OSError as error:
-            raise _unusable(path, error) from error
+            raise ConfigError(
+                f"batches.folder: {path} cannot be used: {error.strerror}.",
+                remedy="Name a folder that the router may write to.",
+            ) from error
         yield folder
-
-
-def _unusable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"batches.folder: {path} cannot be used: {error.strerror}.",
-        remedy="Name a folder that the router may write to.",
-    )

@@ -8,26 +8,23 @@ that holds its model, next to any others, so that a batch is the engine's own.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
-import aiohttp
 import orjson
 
 from shell_router.app.model_files import ModelFiles
 from shell_router.app.models import SGLANG_BATCH_SIZE, address_of, running_pairs
 from shell_router.app.topologies import load_topologies
-from shell_router.app.wings import EngineKind, Progress, StartedEngine
+from shell_router.app.wings import Progress, StartedEngine
 from shell_router.config import AutoSettings, Config, ModelSettings
 from shell_router.core.engine import Engine, Finish, Generation, Prefilled, Tokens
-from shell_router.engines.adapter_leases import AdapterLeases, Loader
+from shell_router.engines.adapter_leases import AdapterLeases
 from shell_router.engines.http_client import TaskOwner
-from shell_router.engines.sglang import SglangPair
-from shell_router.engines.weight_swapping import TensorShape, read_tensors, swap_weights
+from shell_router.engines.server_client import ServerClient
+from shell_router.engines.weight_swapping import differing_tensors, swap_weights
 from shell_router.errors import (
     AdapterMissing,
     ConfigError,
@@ -38,7 +35,6 @@ from shell_router.errors import (
 from shell_router.experts.components.memory import Resident, queue_aware
 from shell_router.experts.components.policies import by_probability
 from shell_router.experts.components.values import Component
-from shell_router.experts.server_control import ServerControl
 from shell_router.routing.adapter_cache import LoadedAdapter
 from shell_router.standins.embedded.kind import Embedded
 from shell_router.standins.embedded.servers import Spawner
@@ -48,44 +44,24 @@ from shell_router.topology import Graph
 log = logging.getLogger(__name__)
 
 
-class WeightServer(ServerControl):
-    """A server whose weights are replaced. All methods raise EngineUnreachable, EngineStalled or EngineRejected."""
+class Places:
+    """Meets `Loader`: a model is loaded while what `opening` gives for it is open. Loads raise ModelFailed."""
 
-    async def model_path(self) -> Path:
-        """The folder of the weights that it serves."""
-        return Path(orjson.loads(await self.done("GET", "/model_info"))["model_path"])
-
-    async def swap(self, folder: Path) -> None:
-        """See `swap_weights`."""
-        await swap_weights(self.name, partial(self.done, "POST"), folder)
-
-
-class Places(Loader, Protocol):
-    """Loads and unloads models, as many as there are places. A load raises ModelFailed."""
-
-    def engine(self, alias: str) -> Engine:
-        """What serves a model that is loaded. Raises AdapterMissing from its calls where the weights are lost."""
-        ...
-
-
-class StartedModels:
-    """Meets `Places`: a model is loaded by starting the engine of its kind, and unloaded by stopping it."""
-
-    def __init__(self, kind: EngineKind, files: Mapping[str, ModelFiles], config: Config) -> None:
-        self._kind = kind
-        self._files = files
-        self._config = config
+    def __init__(self, opening: Callable[[str], AbstractAsyncContextManager[Engine]]) -> None:
+        self._opening = opening
         self._loaded: dict[str, tuple[Engine, AsyncExitStack]] = {}
 
     async def load(self, alias: str) -> None:
         """See `Loader`."""
-        running = self._kind.running({alias: self._files[alias]}, self._config, log.debug)
         async with AsyncExitStack() as stack:
             try:
-                engines = await stack.enter_async_context(running)
+                engine = await stack.enter_async_context(self._opening(alias))
             except (EngineError, ConfigError, OSError) as error:
-                raise _failed(alias, error) from error
-            self._loaded[alias] = engines[alias].engine, stack.pop_all()
+                words = error.args[0] if isinstance(error, EngineError | ConfigError) else error
+                raise ModelFailed(
+                    f"The model {alias!r} could not be loaded: {words}", remedy="Check its folder and the logs."
+                ) from error
+            self._loaded[alias] = engine, stack.pop_all()
 
     async def unload(self, alias: str) -> None:
         """See `Loader`."""
@@ -93,7 +69,9 @@ class StartedModels:
         await stack.aclose()
 
     def engine(self, alias: str) -> Engine:
-        """See `Places`."""
+        """What serves a model that is loaded. Raises AdapterMissing from its calls where the weights are lost."""
+        if alias not in self._loaded:
+            raise _lost(alias)
         return self._loaded[alias][0]
 
     async def aclose(self) -> None:
@@ -101,61 +79,48 @@ class StartedModels:
         await asyncio.gather(*map(self.unload, tuple(self._loaded)), return_exceptions=True)
 
 
-def _failed(alias: str, error: Exception) -> ModelFailed:
-    words = error.args[0] if isinstance(error, EngineError | ConfigError) else error
-    return ModelFailed(f"The model {alias!r} could not be loaded: {words}", remedy="Check its folder and the logs.")
+def _lost(alias: str) -> AdapterMissing:
+    return AdapterMissing(f"The weights of {alias} were lost, and are loaded again.", remedy="Ask again.")
 
 
 @asynccontextmanager
-async def started_models(files: Mapping[str, ModelFiles], config: Config) -> AsyncIterator[StartedModels]:
-    """Embedded pairs of the models that are loaded, while the context is open. Raises ConfigError without torch."""
+async def started_models(files: Mapping[str, ModelFiles], config: Config) -> AsyncIterator[Places]:
+    """Embedded pairs, each started for its model, while the context is open. Raises ConfigError without torch."""
     async with Spawner() as spawner:
         kind = Embedded(spawner)
         await spawner.launch()
-        async with aclosing(StartedModels(kind, files, config)) as places:
+
+        @asynccontextmanager
+        async def started(alias: str) -> AsyncIterator[Engine]:
+            async with kind.running({alias: files[alias]}, config, log.debug) as engines:
+                yield engines[alias].engine
+
+        async with aclosing(Places(started)) as places:
             yield places
 
 
 class SwappedPairs:
-    """Meets `Places`: each pair holds one model at a time, whose weights replace those of the one before.
+    """Each of these pairs holds one model at a time, whose weights replace those of the one before.
 
-    `folders` lie at the same paths on the servers' machines. Unloading leaves the weights where they are, until others
-    take their place: a model that comes back in between needs no swap.
+    `folders` lie at the same paths on the servers' machines. A pair that is left keeps its weights until others take
+    their place: a model that comes back in between needs no swap.
     """
 
     def __init__(self, folders: Mapping[str, Path], pairs: Iterable["WeightPair"]) -> None:
         self._folders = folders
         self._free = list(pairs)
-        self._at: dict[str, WeightPair] = {}
 
-    async def load(self, alias: str) -> None:
-        """See `Loader`. A pair that fails is the last to be tried again."""
+    @asynccontextmanager
+    async def opened(self, alias: str) -> AsyncIterator[Engine]:
+        """The model on a pair of its own. A pair that fails is the last to be tried again."""
         folder = self._folders[alias]
         pair = next((one for one in self._free if one.folder == folder), self._free[0])
         self._free.remove(pair)
         try:
             await pair.swap(folder)
-        except (EngineError, ConfigError, OSError) as error:
+            yield CheckedEngine(alias, pair, folder)
+        finally:
             self._free.append(pair)
-            raise _failed(alias, error) from error
-        except BaseException:
-            self._free.append(pair)
-            raise
-        self._at[alias] = pair
-
-    async def unload(self, alias: str) -> None:
-        """At once: see above."""
-        self._free.append(self._at.pop(alias))
-
-    def engine(self, alias: str) -> Engine:
-        """See `Places`."""
-        if alias not in self._at:
-            raise _lost(alias)
-        return CheckedEngine(alias, self._at[alias], self._folders[alias])
-
-
-def _lost(what: object) -> AdapterMissing:
-    return AdapterMissing(f"The weights of {what} were lost, and are loaded again.", remedy="Ask again.")
 
 
 @dataclass(slots=True, eq=False)
@@ -165,42 +130,40 @@ class WeightPair:
     They must get no other requests, which would be answered by whichever model is there.
     """
 
-    engine: SglangPair
-    servers: tuple[WeightServer, ...]
+    engine: Engine
+    servers: Sequence[ServerClient]
+    limit_s: float
     folder: Path | None = None
-    _shape: Mapping[str, TensorShape] = field(default_factory=dict)
+    _began_with: Path = Path()
 
     async def begin(self) -> None:
-        """Read what is served. Raises EngineError and ConfigError."""
+        """Read what is served. Raises EngineError."""
         served = await self.served()
-        self._shape = await asyncio.to_thread(read_tensors, next(iter(served)))
-        self.folder = served.pop() if len(served) == 1 else None
+        self._began_with = next(iter(served))
+        self.folder = self._began_with if len(served) == 1 else None
 
     async def served(self) -> set[Path]:
         """The folders of the weights that the servers say they have: one, if all is well. Raises EngineError."""
-        return {path.resolve() for path in await asyncio.gather(*(server.model_path() for server in self.servers))}
+        infos = await asyncio.gather(*(one.get("model_info", limit_s=self.limit_s) for one in self.servers))
+        paths = [Path(orjson.loads(info)["model_path"]) for info in infos]
+        return {path.resolve() for path in paths}
 
     async def swap(self, folder: Path) -> None:
         """Have both servers read the weights, unless they have them, and drop the KV of those before.
 
         Raises ConfigError for a checkpoint that is missing, cut off or of another shape: servers are not asked then,
         and go on with what they had. (SGLang 0.5.23 ends where it is asked for one that it cannot read to the end.)
-        Raises EngineError where a server fails; then nothing is known of what it holds, and the next load sets it.
+        Raises EngineError where a server fails; then the next load sets what it holds.
         """
         if folder == self.folder:
             return
-        found = await asyncio.to_thread(read_tensors, folder)
-        if found != self._shape:
-            names = found.keys() | self._shape.keys()
-            other = sorted(name for name in names if found.get(name) != self._shape.get(name))
+        if differs := await asyncio.to_thread(differing_tensors, self._began_with, folder):
             raise ConfigError(
-                f"{folder} is of another shape than its pair serves: {len(other)} tensors differ, {other[0]} first.",
+                f"{folder} is of another shape than its pair serves: {differs}.",
                 remedy="Swap checkpoints of one architecture and one type of numbers.",
             )
         self.folder = None
-        outcomes = await asyncio.gather(*(server.swap(folder) for server in self.servers), return_exceptions=True)
-        if failed := [one for one in outcomes if isinstance(one, BaseException)]:
-            raise failed[0]
+        await swap_weights(self.servers, folder, self.limit_s)
         self.folder = folder
 
 
@@ -239,7 +202,7 @@ class CheckedEngine:
 @asynccontextmanager
 async def swapped_pairs(
     files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
-) -> AsyncIterator[SwappedPairs]:
+) -> AsyncIterator[Places]:
     """The deployment's `swapping.pairs`, while the context is open. Raises ConfigError and EngineError."""
     assert config.swapping is not None
     named = {f"pair {number}": pair for number, pair in enumerate(config.swapping.pairs, 1)}
@@ -247,17 +210,11 @@ async def swapped_pairs(
     models = {name: ModelSettings(some.folder, pairs=(pair,)) for name, pair in named.items()}
     alike = replace(config, models=models, swapping=None, auto=AutoSettings())
     addresses = {name: [address_of(pair)] for name, pair in named.items()}
-    limit_s = config.limits.engine_start_s
-    async with (
-        running_pairs(addresses, dict.fromkeys(named, some), alike, on_progress) as engines,
-        aiohttp.ClientSession() as session,
-    ):
-        pairs = []
-        for name, pair in named.items():
-            servers = (WeightServer(session, url, limit_s=limit_s) for url in (pair.prefill, pair.decode))
-            pairs.append(WeightPair(engines[name], tuple(servers)))
-            await pairs[-1].begin()
-        yield SwappedPairs({alias: one.folder.resolve() for alias, one in files.items()}, pairs)
+    async with running_pairs(addresses, dict.fromkeys(named, some), alike, on_progress) as engines:
+        pairs = [WeightPair(one, one.servers, config.limits.engine_start_s) for one in engines.values()]
+        for pair in pairs:
+            await pair.begin()
+        yield Places(SwappedPairs({alias: one.folder.resolve() for alias, one in files.items()}, pairs).opened)
 
 
 class SwappedModel:

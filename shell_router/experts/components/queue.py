@@ -4,9 +4,10 @@ The paper groups "within a defined window" and does not define it. Here it is a 
 that came `window_s` later or more. A window of 0 is first come, first served, in which only neighbors share a batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 
 from shell_router.errors import require
 from shell_router.experts.components.values import Costs, Stage
@@ -19,14 +20,13 @@ REACH = 1000
 class Group:
     """Stages at one component that stand together, by request id, in the order of their arrival."""
 
+    number: int
     component: str
     opened_s: float
     costs: Costs
     switch_s: float
     read_s: float = 0.0
     stages: dict[str, Stage] = field(default_factory=dict)
-    ahead: "Group | None" = None
-    behind: "Group | None" = None
 
     @property
     def seconds(self) -> float:
@@ -40,10 +40,10 @@ class ComponentQueue:
     def __init__(self, window_s: float) -> None:
         require(window_s >= 0, f"window_s is {window_s}.", "Give 0 or more seconds.")
         self._window_s = window_s
-        self._groups: dict[int, Group] = {}
+        self._numbers = count()
         self._for: dict[str, list[Group]] = {}
-        self._last: Group | None = None
         self._of: dict[str, Group] = {}
+        self.groups: list[Group] = []
         self.seconds = 0.0
         self.read_seconds = 0.0
 
@@ -54,22 +54,19 @@ class ComponentQueue:
         return request_id in self._of
 
     @property
-    def groups(self) -> Iterator[Group]:
-        """From the first to the last."""
-        return iter(self._groups.values())
-
-    @property
     def first(self) -> Group | None:
         """The group whose turn it is."""
-        return next(self.groups, None)
+        return self.groups[0] if self.groups else None
 
     def joins(self, component: str, now_s: float) -> bool:
         """Whether a request for `component` that comes now would stand with others that wait for it.
 
         It overtakes every group behind theirs; the one right behind was opened first of them.
         """
-        group = self._newest(component)
-        return group is not None and (group.behind is None or now_s - group.behind.opened_s < self._window_s)
+        if component not in self._for:
+            return False
+        behind = bisect_right(self.groups, self._for[component][-1].number, key=lambda group: group.number)
+        return behind == len(self.groups) or now_s - self.groups[behind].opened_s < self._window_s
 
     def waits_for(self, component: str) -> bool:
         """Whether any request waits for `component`."""
@@ -81,20 +78,18 @@ class ComponentQueue:
         `switch_s` is what loading the component for it is predicted to take, `read_s` of it on the disk; a request that
         joins a group needs no switch.
         """
-        group = self._newest(stage.component)
-        joins = group is not None and self.joins(stage.component, stage.arrived_s)
-        if group is None or not joins:
-            group = Group(stage.component, stage.arrived_s, costs, switch_s, read_s, ahead=self._last)
-            if self._last is not None:
-                self._last.behind = group
-            self._last = self._groups[id(group)] = group
+        opens = not self.joins(stage.component, stage.arrived_s)
+        if opens:
+            group = Group(next(self._numbers), stage.component, stage.arrived_s, costs, switch_s, read_s)
+            self.groups.append(group)
             self._for.setdefault(group.component, []).append(group)
             self.read_seconds += read_s
             self.seconds += switch_s + costs.batch_s
+        group = self._for[stage.component][-1]
         group.stages[stage.request.id] = stage
         self._of[stage.request.id] = group
         self.seconds += group.costs.sample_s
-        return not joins
+        return opens
 
     def switched(self, component: str) -> None:
         """`component` is loaded now: its groups need no switch any longer."""
@@ -103,15 +98,9 @@ class ComponentQueue:
             self.read_seconds -= group.read_s
             group.switch_s = group.read_s = 0.0
 
-    def _newest(self, component: str) -> Group | None:
-        """The last of its groups: the only one that can still be joined."""
-        groups = self._for.get(component)
-        return groups[-1] if groups else None
-
     def take(self, most: int) -> tuple[Stage, ...]:
         """The first group's first `most` stages (splitting); what is left of the group keeps its turn."""
-        group = self.first
-        taken = () if group is None else tuple(islice(group.stages.values(), most))
+        taken = tuple(islice(self.groups[0].stages.values(), most)) if self.groups else ()
         for stage in taken:
             self.remove(stage.request.id)
         return taken
@@ -125,18 +114,12 @@ class ComponentQueue:
             return
         self.seconds -= group.switch_s + group.costs.batch_s
         self.read_seconds -= group.read_s
-        del self._groups[id(group)]
+        self.groups.remove(group)
         alike = self._for[group.component]
         alike.remove(group)
         if not alike:
             del self._for[group.component]
-        if group.ahead is not None:
-            group.ahead.behind = group.behind
-        if group.behind is not None:
-            group.behind.ahead = group.ahead
-        else:
-            self._last = group.ahead
-        if not self._groups:
+        if not self.groups:
             self.seconds = self.read_seconds = 0.0  # or roundings would add up
 
 

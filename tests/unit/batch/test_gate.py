@@ -1,13 +1,35 @@
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
-from shell_router.batch.pool import Aggregating
-from shell_router.batch.prompts import Vote, verdict_of
+from shell_router.batch.journal import Output
+from shell_router.batch.pool import Aggregating, Agreement, Answers, Pool, PoolModel, PoolWorker
+from shell_router.batch.prompts import Batch, verdict_of
+from shell_router.batch.questions import Question, Questions
 from shell_router.errors import ConfigError
+from shell_router.standins.embedded.settings import EmbeddedSection
 
 
-def votes(answers: str, sure: float = 0.5) -> list[Vote]:
-    """One vote per letter; a dot answers nothing."""
-    return [Vote(None if one == "." else one, sure) for one in answers]
+def votes(answers: str) -> list[str | None]:
+    """One answer per letter; a dot is none."""
+    return [None if one == "." else one for one in answers]
+
+
+def passes(tau: float, answers: str, sure: Sequence[float] = (), measure: Agreement = "plurality") -> bool:
+    """Whether a question with these answers needs no aggregator."""
+    names = tuple(f"m{number}" for number in range(len(answers)))
+    models = dict.fromkeys((*names, "to"), PoolModel(Path()))
+    gate = Aggregating("to", tau, measure)
+    pool = Pool(models, (PoolWorker(embedded=EmbeddedSection()),), names, aggregate=gate, answers=Answers("exact"))
+    confidences = sure or [0.5] * len(answers)
+    said = {
+        ("q", "proposer", name): Output("q", "proposer", name, "" if text == "." else text, confidence)
+        for name, text, confidence in zip(names, answers, confidences, strict=True)
+    }
+    question = Question("q", "Which?")
+    batch = Batch(pool, Questions((question,), (), ""), {"q": names})
+    return batch.judged(question, said.get).passes  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -27,13 +49,11 @@ def votes(answers: str, sure: float = 0.5) -> list[Vote]:
     ],
 )
 def test_confidence_is_the_share_of_all_experts_that_agree(answers: str, confidence: float, winner: int | None) -> None:
-    verdict = verdict_of(votes(answers))
-    assert verdict.winner == winner
-    assert verdict.confidence == pytest.approx(confidence)
+    assert verdict_of(votes(answers), [0.5] * len(answers)) == (winner, pytest.approx(confidence))
 
 
 @pytest.mark.parametrize(
-    ("tau", "answers", "passes"),
+    ("tau", "answers", "expected"),
     [
         (1.0, "aaa", True),
         (1.0, "aab", False),
@@ -51,23 +71,20 @@ def test_confidence_is_the_share_of_all_experts_that_agree(answers: str, confide
         (float("inf"), "aaa", False),
     ],
 )
-def test_the_gate_is_passed_from_tau_on(tau: float, answers: str, passes: bool) -> None:
-    assert verdict_of(votes(answers)).passes(tau) is passes
+def test_the_gate_is_passed_from_tau_on(tau: float, answers: str, expected: bool) -> None:
+    assert passes(tau, answers) is expected
 
 
 def test_by_probability_each_expert_weighs_as_much_as_it_is_sure() -> None:
-    said = [Vote("a", 0.9), Vote("b", 0.2), Vote("b", 0.1), Vote(None, 0.8)]
-    verdict = verdict_of(said, "probability")
-    assert verdict.confidence == pytest.approx(0.3 / 2.0)
-    assert verdict.winner == 2
-    assert not verdict.passes(0.5)
-    assert verdict_of([Vote("a", 0.9), Vote("a", 0.0), Vote("b", 0.5)], "probability").passes(0.5)
+    sure = [0.9, 0.2, 0.1, 0.8]
+    assert verdict_of(votes("abb."), sure, "probability") == (2, pytest.approx(0.3 / 2.0))
+    assert not passes(0.5, "abb.", sure, "probability")
+    assert passes(0.5, "aab", [0.9, 0.0, 0.5], "probability")
 
 
 def test_experts_that_are_not_sure_at_all_give_no_confidence() -> None:
-    verdict = verdict_of(votes("aa", sure=0.0), "probability")
-    assert verdict.confidence == 0
-    assert not verdict.passes(0.01)
+    assert verdict_of(votes("aa"), [0.0, 0.0], "probability") == (1, 0.0)
+    assert not passes(0.01, "aa", [0.0, 0.0], "probability")
 
 
 @pytest.mark.parametrize("tau", [0.0, -1.0, float("nan")])

@@ -1,9 +1,14 @@
 import pytest
 
-from shell_router.batch.planner import ModelWork, Workload, longest_first, round_robin, shares_of, wrap_around
+from shell_router.batch.planner import ModelWork, Plan, Workload, longest_first, round_robin, wrap_around
 from shell_router.errors import ConfigError
 
 THREE = (ModelWork("a", 10, 5.0, 1.0), ModelWork("b", 20, 5.0, 1.0), ModelWork("c", 60, 5.0, 1.0))
+
+
+def shares_of(plan: Plan) -> list[dict[str, int]]:
+    """Per worker of two the prompts of each model."""
+    return [{one.model: one.prompts for one in plan.sessions if one.worker == worker} for worker in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +40,7 @@ def test_what_fits_does_not_take_longer_and_one_more_would(seconds: float) -> No
 
 
 def test_round_robin_places_whole_experts_in_turn() -> None:
-    assert shares_of(Workload(THREE, 2, 2), round_robin(Workload(THREE, 2, 2)).sessions) == [
+    assert shares_of(round_robin(Workload(THREE, 2, 2))) == [
         {"a": 10, "c": 60},
         {"b": 20},
     ]
@@ -43,7 +48,7 @@ def test_round_robin_places_whole_experts_in_turn() -> None:
 
 def test_longest_first_gives_each_expert_to_the_worker_that_is_done_first() -> None:
     made = longest_first(Workload(THREE, 2, 2))
-    assert shares_of(Workload(THREE, 2, 2), made.sessions) == [{"c": 60}, {"b": 20, "a": 10}]
+    assert shares_of(made) == [{"c": 60}, {"b": 20, "a": 10}]
     assert made.makespan_s == 65.0
 
 

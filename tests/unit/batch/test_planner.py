@@ -17,7 +17,7 @@ from shell_router.batch.planner import (
     wrap_around,
 )
 from shell_router.batch.run import plan_apart
-from shell_router.errors import ConfigError
+from shell_router.errors import ConfigError, EngineError
 
 
 def workload(seed: int, *, models: int = 6, workers: int = 4, prompts: int = 2000) -> Workload:
@@ -198,5 +198,5 @@ def test_a_limit_that_is_none_is_refused(limit_s: float) -> None:
 async def test_a_plan_is_made_in_a_process_of_its_own() -> None:
     work = Workload((ModelWork("a", 100, 5.0, 0.1), ModelWork("b", 50, 5.0, 0.1)), 2, 1)
     assert (await plan_apart(work)).makespan_s == pytest.approx(plan(work).makespan_s)
-    with pytest.raises(ConfigError, match="status"):
+    with pytest.raises(EngineError, match="planner process failed"):
         await plan_apart(None)  # type: ignore[arg-type]

@@ -18,11 +18,11 @@ from shell_router.batch.profile import ModelProfile, PoolProfile
 from shell_router.batch.prompts import Batch
 from shell_router.batch.questions import Question, Questions, Refused
 from shell_router.batch.results import Result, as_lines
-from shell_router.batch.run import Finished, Follow, Rig, Stage, run_batch
+from shell_router.batch.run import Finished, Follow, Stage, run_batch
 from shell_router.batch.sessions import Sessions
 from shell_router.errors import ConfigError, EngineRejected
 from shell_router.standins.embedded.settings import EmbeddedSection
-from tests.fakes.components import FillingDisk
+from tests.fakes.components import full_disk
 from tests.fakes.moa import WordTokenizer
 from tests.fakes.pools import ScriptedWorkers
 from tests.fakes.scripted_engine import Hold, Script
@@ -91,9 +91,10 @@ class Started(Follow):
     async def on(self, batch: Batch, journal: Journal, profile: PoolProfile = PROFILE) -> Finished:
         if self.kill_after <= 0:
             raise Killed
-        rig = Rig(self.workers, profile, SteppedTimers().clock)
         async with asyncio.timeout(20):
-            finished = await run_batch(batch, rig, journal, longest_first, self)
+            finished = await run_batch(
+                batch, self.workers, profile, journal, longest_first, self, SteppedTimers().clock
+            )
         assert not self.workers.open
         self.stages = finished.stages
         return finished
@@ -304,15 +305,13 @@ async def test_killed_after_each_number_of_outputs_it_goes_on_to_the_same_result
 
 
 @pytest.mark.parametrize("room", [0, 1, 150, 200, 400, 500])
-async def test_a_journal_that_cannot_write_ends_the_run_with_its_error_as_it_is(room: int) -> None:
-    started, disk = Started(ScriptedWorkers(saying({"a0": "2"}))), FillingDisk(room)
-    with pytest.raises(
-        ConfigError, match=r"outputs\.jsonl: No space left on device\. Free disk space and run the same"
-    ):
-        await started.on(batch(1), Journal(Path("outputs.jsonl"), disk, []))
+async def test_a_journal_that_cannot_write_ends_the_run_with_its_error_as_it_is(tmp_path: Path, room: int) -> None:
+    started, file = Started(ScriptedWorkers(saying({"a0": "2"}))), tmp_path / "outputs.jsonl"
+    with full_disk(room), pytest.raises(ConfigError, match=r"outputs\.jsonl: File too large\. Free disk space and run"):
+        await started.on(batch(1), Journal(file))
     assert not started.workers.open
     assert len(asyncio.all_tasks()) == 1
-    assert disk.getvalue().count(b"\n") == len(started.outputs) < 4
+    assert (file.read_bytes() if file.exists() else b"").count(b"\n") == len(started.outputs) < 4
 
 
 async def test_cancelled_at_any_moment_a_batch_leaves_nothing_open_and_goes_on(tmp_path: Path) -> None:
@@ -366,8 +365,8 @@ def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
         with opened(tmp_path, DEPENDS_ON) as journal:
             for number in range(2):
                 journal.add(Output(str(number), "proposer", "a", "Answer: 1."))
-            rig = Rig(ScriptedWorkers(saying({})), PROFILE, SteppedTimers().clock)
-            await run_batch(batch(), rig, journal, planner, Follow())
+            workers = ScriptedWorkers(saying({}))
+            await run_batch(batch(), workers, PROFILE, journal, planner, Follow(), SteppedTimers().clock)
 
     asyncio.run(ran())
     assert [{one.name: one.prompts for one in work.models} for work in planned] == [{"a": 1, "b": 3, "c": 3}, {}]
@@ -381,6 +380,6 @@ async def test_the_aggregator_may_take_all_workers_however_few_its_prompts(tmp_p
         return longest_first(workload)
 
     with opened(tmp_path, DEPENDS_ON) as journal:
-        rig = Rig(ScriptedWorkers(saying({})), PROFILE, SteppedTimers().clock)
-        await run_batch(batch(tau=2.0, places=4), rig, journal, planner, Follow())
+        asked, workers = batch(tau=2.0, places=4), ScriptedWorkers(saying({}))
+        await run_batch(asked, workers, PROFILE, journal, planner, Follow(), SteppedTimers().clock)
     assert replicas == [1, 1, 1, 4]

@@ -1,16 +1,16 @@
 """Disk work outside the event loop."""
 
 import asyncio
-import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shell_router.batch.api.storage import append_whole, keep_as, link_or_copy, on_disk
-from shell_router.batch.journal import write_whole
+from shell_router.batch.api.storage import keep_as, link_or_copy, on_disk
+from shell_router.batch.journal import append_whole, write_whole
 from shell_router.errors import StorageFailed
+from tests.fakes.components import full_disk
 
 
 async def test_a_failing_disk_is_reported_with_its_reason_and_the_remedy() -> None:
@@ -65,13 +65,8 @@ def test_what_the_disk_does_not_confirm_is_not_kept(tmp_path: Path, keep: Callab
 def test_of_a_write_that_did_not_fit_nothing_stays(tmp_path: Path) -> None:
     path = tmp_path / "results"
     append_whole(path, b"x" * 60)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            append_whole(path, b"y" * 60)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(100), pytest.raises(OSError, match="File too large"):
+        append_whole(path, b"y" * 60)
     assert path.read_bytes() == b"x" * 60
 
 

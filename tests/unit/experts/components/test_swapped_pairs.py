@@ -5,14 +5,15 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
 from benchmarks.random_checkpoint import make_checkpoint
 from shell_router.core.engine import Finish, Generation
+from shell_router.engines.address import PairAddress
+from shell_router.engines.sglang import SglangPair
 from shell_router.errors import AdapterMissing, ModelFailed
-from shell_router.experts.components.engine_components import SwappedPairs, WeightPair, WeightServer
+from shell_router.experts.components.engine_components import Places, SwappedPairs, WeightPair
 from tests.fakes.http_engines import SwappingEngine, served
 from tests.fakes.moa import WordTokenizer
 from tests.fakes.scripted_engine import Script, ScriptedEngine
@@ -35,12 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pair:
     """A pair's two servers, what serves their models, and the places under test: this pair."""
 
-    def __init__(self, folder: Path, session: aiohttp.ClientSession, servers: dict[str, SwappingEngine]) -> None:
-        self.prefill, self.decode = servers.values()
-        self.engine = ScriptedEngine(WordTokenizer(), lambda _: Script(self.decode.folder.name, piece_words=1))
-        weights = tuple(WeightServer(session, url) for url in servers)
-        self.weights = WeightPair(self.engine, weights)  # type: ignore[arg-type]
-        self.places = SwappedPairs({name: folder / name for name in NAMES}, [self.weights])
+    def __init__(self, folder: Path, clients: SglangPair, prefill: SwappingEngine, decode: SwappingEngine) -> None:
+        self.prefill, self.decode = prefill, decode
+        engine = ScriptedEngine(WordTokenizer(), lambda _: Script(self.decode.folder.name, piece_words=1))
+        self.weights = WeightPair(engine, clients.servers, 30.0)
+        self.places = Places(SwappedPairs({name: folder / name for name in NAMES}, [self.weights]).opened)
 
     async def answered(self, name: str) -> str:
         """What the model says, loaded for this request."""
@@ -55,8 +55,13 @@ class Pair:
 @pytest_asyncio.fixture
 async def pair(folder: Path) -> AsyncIterator[Pair]:
     first, second = SwappingEngine(folder / "a"), SwappingEngine(folder / "a")
-    async with served(first) as one, served(second) as other, aiohttp.ClientSession() as session, asyncio.timeout(30):
-        found = Pair(folder, session, {one: first, other: second})
+    async with (
+        served(first) as one,
+        served(second) as other,
+        asyncio.timeout(30),
+        aclosing(SglangPair(PairAddress(one, other, "", 0))) as clients,
+    ):
+        found = Pair(folder, clients, first, second)
         await found.weights.begin()
         yield found
 
