@@ -217,10 +217,9 @@ class PrefillWorker:
     def _finish(self, running: _Running, logits: Tensor) -> tuple[PrefillJob, Prefilled]:
         job = running.job
         sample = BatchSampler([job.output.draw], with_logprobs=job.inflight.request.return_logprob, rng=self.rng)
-        (token_id,), logprobs = sample(logits)
+        ((token_id, logprob),) = sample(logits)
         self._leave(running)
-        logprob, scored = None if logprobs is None else logprobs[0], tuple(running.input_logprobs)
-        return job, Prefilled(running.prompt.kv, running.match.length, token_id, logprob, scored)
+        return job, Prefilled(running.prompt.kv, running.match.length, token_id, logprob, tuple(running.input_logprobs))
 
     def _leave(self, running: _Running) -> None:
         self.cache.unpin(running.match.node)

@@ -37,11 +37,15 @@ class Draw:
         return random.Random(f"{self.params.sampling_seed}/{self.position}").random()
 
 
+Drawn = tuple[int, float | None]
+"""A token, and its log-probability where that is asked for."""
+
+
 class BatchSampler:
     """Samples for one fixed batch of requests; build another when the batch changes.
 
-    Calling it takes logits `[batch, vocab]` and gives token ids `[batch]` and their log-probabilities, the latter
-    None unless `with_logprobs`.
+    Calling it takes logits `[batch, vocab]` and gives a token for each row, with its log-probability if
+    `with_logprobs`.
     """
 
     def __init__(self, draws: Sequence[Draw], *, with_logprobs: bool, rng: random.Random) -> None:
@@ -57,7 +61,7 @@ class BatchSampler:
         self._top_p = _column([one.top_p for one in params])
         self._min_p = _column([one.min_p for one in params])
 
-    def __call__(self, logits: Tensor) -> tuple[list[int], list[float] | None]:
+    def __call__(self, logits: Tensor) -> list[Drawn]:
         logits = _widened(logits)
         if self._shaped:
             logits = logits.clone()
@@ -67,7 +71,10 @@ class BatchSampler:
         if self._random:
             logits = logits / self._temperature.to(logits)
             tokens[self._random] = self._sample(logits[self._random])
-        return tokens.tolist(), token_logprobs(logits, tokens) if self._with_logprobs else None
+        logprobs: Sequence[float | None] = [None] * len(tokens)
+        if self._with_logprobs:
+            logprobs = token_logprobs(logits, tokens)
+        return list(zip(tokens.tolist(), logprobs, strict=True))
 
     def _sample(self, logits: Tensor) -> Tensor:
         uniforms = _column([self._draws[row].uniform(self._rng) for row in self._random]).to(logits)
