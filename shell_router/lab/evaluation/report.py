@@ -172,20 +172,12 @@ def _difference(records: Sequence[Record], baseline: Sequence[Record]) -> Interv
     return paired_difference([fmean(of) for of in differences.values()]) if differences else None
 
 
-SCRIPTED = "scripted"
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was asked, on what, and what came out.
-
-    `simulated` is None where the router does not name its engines. `asked` answers of `wanted` are there:
-    fewer mean that the evaluation was interrupted.
-    """
+    """What was asked, on what, and what came out; fewer `asked` answers than `wanted` mean that it was interrupted."""
 
     data: str
     engine: str
-    simulated: bool | None
     settings: tuple[str, ...]
     baseline: str
     seeds: tuple[int, ...]
@@ -203,9 +195,8 @@ class Report:
     @property
     def title(self) -> str:
         """What was evaluated, on what, and whether it is whole."""
-        truth = {True: "simulated", False: "real engines", None: "real or simulated"}[self.simulated]
         partial = f"\nPARTIAL: interrupted after {self.asked} of {self.wanted} answers" if self.partial else ""
-        return f"Evaluation of {self.data} ({truth})\n{self.engine}{partial}"
+        return f"Evaluation of {self.data}\n{self.engine}{partial}"
 
     def as_json(self) -> dict[str, Any]:
         """The object of `--json`; rows and intervals as objects."""
@@ -213,14 +204,13 @@ class Report:
         return {"title": self.title, "partial": self.partial, **asdict(self), "methods": methods}
 
 
-def engines_of(settings: Sequence[Setting], served: Sequence[Setting]) -> tuple[str, bool | None]:
-    """What serves the models, in words, and whether it only simulates; topologies may use any of the models."""
+def engines_of(settings: Sequence[Setting], served: Sequence[Setting]) -> str:
+    """What serves the models, in words; topologies may use any of the models."""
     every = any(one.kind in ("topology", "auto") for one in settings)
     models = [one for one in (served if every else settings) if one.kind == "model"]
     if not models or not all(one.engine for one in models):
-        return "engines unknown: the router does not name them", None
-    words = list(dict.fromkeys(one.engine for one in models))
-    return "; ".join(words), any(word.startswith(SCRIPTED) for word in words)
+        return "engines unknown: the router does not name them"
+    return "; ".join(dict.fromkeys(one.engine for one in models))
 
 
 NOTHING = "-"
