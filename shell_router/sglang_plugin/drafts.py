@@ -15,6 +15,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from shell_router.core.drafts import Drafter, DraftGate
+from shell_router.sglang_plugin.compatibility import REQUEST, Feature
 from shell_router.sglang_plugin.waiting_queue import world_size
 
 logger = logging.getLogger(__name__)
@@ -249,3 +250,43 @@ def refuse_overlap(_made: None, worker: Any, *_arguments: Any, **_named: Any) ->
     """After `NGRAMWorker.__init__`: drafts need every token of the pass before; raises RuntimeError."""
     if worker.enable_overlap:
         raise RuntimeError(f"{VARIABLE} needs --disable-overlap-schedule: add it, or unset the variable.")
+
+
+WORKER: Final = "sglang.srt.speculative.ngram_worker"
+SAMPLING: Final = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+
+
+def feature() -> Feature:
+    """The hooks that let NGRAM speculation verify our drafts; of no effect in a server without it."""
+    decoding = DraftedDecoding()
+    worker = f"{WORKER}.NGRAMWorker"
+    return Feature(
+        hooks=(
+            (f"{worker}.__init__", refuse_overlap, "AFTER"),
+            (f"{worker}.forward_batch_generation", decoding.run, "AROUND"),
+            (f"{worker}._prepare_draft_tokens", decoding.chains, "AROUND"),
+            (f"{worker}._update_ngram_corpus", learn_nothing, "AROUND"),
+            (
+                "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input",
+                first_input,
+                "AROUND",
+            ),
+            (f"{WORKER}.move_accept_tokens_to_target_kvcache", stay_in_place, "AROUND"),
+            (f"{WORKER}.eagle_sample", decoding.sample_and_compare, "AROUND"),
+        ),
+        needs=(
+            f"{worker}.target_worker",
+            f"{worker}._init_preallocated_tensors",
+            f"{SAMPLING}.apply_logits_bias",
+            f"{SAMPLING}.has_watermark_candidates",
+            f"{SAMPLING}.sampling_mask_batch_indices",
+            "sglang.srt.speculative.ngram_info.NgramVerifyInput",
+        ),
+        sets={
+            f"{worker}.__init__": ("draft_token_num", "enable_overlap", "model_runner", "speculative_num_draft_tokens"),
+            REQUEST: (
+                *("origin_input_ids_unpadded", "output_ids", "sampling_params", "spec_verify_ct"),
+                *("custom_logit_processor", "grammar", "return_hidden_states", "return_logprob"),
+            ),
+        },
+    )

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+from shell_router.sglang_plugin.compatibility import Feature
 from shell_router.sglang_plugin.drafts import asked
 from shell_router.sglang_plugin.experts import can_record, record_file
 from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
@@ -95,3 +96,18 @@ def _of_one_token(sampling: Any) -> Any:
     if isinstance(sampling, list):
         return [_of_one_token(one) for one in sampling]
     return {**(sampling or {}), "max_new_tokens": 1, "min_new_tokens": 0}
+
+
+HTTP: Final = "sglang.srt.entrypoints.http_server"
+ARGUMENTS: Final = "sglang.srt.server_args.ServerArgs"
+FEATURE: Final = Feature(
+    hooks=((f"{HTTP}.launch_server", add_routes, "BEFORE"),),
+    needs=(
+        f"{HTTP}.app.add_api_route",
+        f"{HTTP}.generate_request",
+        *(f"{HTTP}.GenerateReqInput.{name}" for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")),
+        *(f"{ARGUMENTS}.{name}" for name in ("disaggregation_mode", "disable_radix_cache")),
+        *(f"{ARGUMENTS}.{name}" for name in ("speculative_algorithm", "tokenizer_worker_num")),
+    ),
+)
+"""The hook of the process that serves HTTP; the others need not load its code."""
