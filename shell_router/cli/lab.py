@@ -246,8 +246,7 @@ def trace(
 
     from rich.console import Console
 
-    from shell_router.lab.timeline import draw_timeline
-    from shell_router.lab.traces import as_perfetto, fetch_trace, list_rows
+    from shell_router.lab.traces import as_perfetto, draw_timeline, fetch_trace, list_rows
 
     key = secret(api_key_env)
     if id is None:

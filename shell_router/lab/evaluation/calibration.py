@@ -17,9 +17,9 @@ import yaml
 from shell_router.core.statistics import Interval
 from shell_router.early_exit import EarlyExit
 from shell_router.errors import ConfigError, ShellRouterError, require
+from shell_router.lab.evaluation.records import EvaluationOptions
 from shell_router.lab.evaluation.report import Row
 from shell_router.lab.evaluation.run import run_evaluation
-from shell_router.lab.evaluation.settings import EvaluationOptions
 from shell_router.topology import load_topology
 
 Settings = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Questions with right answers, and one record per question, seed and setting; both are read from JSONL files, too."""
+"""What is asked, questions and settings, and one record per question, seed and setting. Both come from files, too."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +11,56 @@ from shell_router.batch.questions import Grader, grader_of, read_answer
 from shell_router.errors import ConfigError, DataError
 from shell_router.prediction.scores import Graded
 from shell_router.topology.document import read_json_lines
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One entry of `GET /v1/models`; `engine` names what serves a model, where the router has it."""
+
+    name: str
+    kind: Literal["model", "topology", "auto"]
+    engine: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationOptions:
+    """One evaluation: a deployment that is started (`config`) or a router that runs (`url`), and what it is asked.
+
+    `topologies` are files and folders that a deployment serves instead of its own. `api_key` is the running router's.
+    `limit_s` is the longest that one request may take. Topologies get the `temperature` where it is given, other models
+    0 where it is not, and `max_tokens`, where given. `json` gets the report, `records` a line per answer.
+    """
+
+    data: Path
+    config: Path | None = None
+    topologies: tuple[Path, ...] = ()
+    url: str | None = None
+    api_key: str | None = None
+    settings: tuple[str, ...] = ()
+    baseline: str | None = None
+    grader: Grader | Literal["auto"] = "auto"
+    offset: int = 0
+    limit: int | None = None
+    seeds: tuple[int, ...] = (0,)
+    concurrency: int = 1
+    limit_s: float = 900.0
+    temperature: float | None = None
+    max_tokens: int | None = None
+    json: Path | None = None
+    records: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.config is None) == (self.url is None):
+            raise ConfigError("an evaluation needs a config or a url, and not both.")
+        if self.config is not None and self.api_key is not None:
+            raise ConfigError(
+                "a deployment that is started for an evaluation takes no key.", remedy="Leave out --api-key-env."
+            )
+        if self.limit_s <= 0:
+            raise ConfigError(f"a request's limit must be above 0 s, not {self.limit_s:g}.")
+        if not self.seeds:
+            raise ConfigError("seeds is empty.", remedy="Name at least one, as in --seeds 0.")
+
 
 FORM = 'Write one object per line: {"question": "…", "answer": "…"}.'
 

@@ -17,8 +17,7 @@ from shell_router.core.statistics import (
     paired_difference,
     quantile,
 )
-from shell_router.lab.evaluation.records import Record
-from shell_router.lab.evaluation.settings import Setting
+from shell_router.lab.evaluation.records import Record, Setting
 from shell_router.topology import VOTE
 
 CUT_OFF = ("early_exit", "unneeded")

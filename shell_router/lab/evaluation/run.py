@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,37 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shell_router.batch.questions import read_answer
-from shell_router.errors import ConfigError, ShellRouterError
+from shell_router.errors import ConfigError, ShellRouterError, UnknownModel
 from shell_router.lab.evaluation.client import Client, running_router
-from shell_router.lab.evaluation.records import Item, Record, read_items
+from shell_router.lab.evaluation.records import EvaluationOptions, Item, Record, Setting, read_items
 from shell_router.lab.evaluation.report import Report, engines_of, rows_of, tables
-from shell_router.lab.evaluation.settings import EvaluationOptions, Setting, baseline_of, chosen_settings
 
 TABLE_COLUMNS = 170
 WARM_UP = Item(-1, "Ready?", "yes", "exact", {})
+
+
+def chosen_settings(named: Sequence[str], served: Sequence[Setting]) -> list[Setting]:
+    """The settings `named`, each once, or else all models and then all topologies. Raises UnknownModel."""
+    known = {one.name: one for one in served}
+    for name in named:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            remedy = f"It serves: {', '.join(known) or 'nothing'}."
+            raise UnknownModel(f"The router serves no {name!r}.{hint}", remedy=remedy)
+    every = [one for kind in ("model", "topology") for one in served if one.kind == kind]
+    return [known[name] for name in dict.fromkeys(named)] or every
+
+
+def baseline_of(settings: Sequence[Setting], named: str | None) -> Setting:
+    """The setting that the others are compared with: the one named, the first topology, or the first."""
+    if named is None:
+        return next((one for one in settings if one.kind == "topology"), settings[0])
+    for one in settings:
+        if one.name == named:
+            return one
+    known = ", ".join(one.name for one in settings)
+    raise ConfigError(f"the baseline {named!r} is not among the settings.", remedy=f"They are: {known}.")
 
 
 Asked = tuple[tuple[Item, int], ...]

@@ -1,6 +1,7 @@
 """Runs a workload through the router's own code, on simulated engines, in virtual time."""
 
 import asyncio
+import gc
 import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from shell_router.core.engine import (
 from shell_router.engines.dispatching import Monitor, engine_slot
 from shell_router.errors import ConfigError, ShellRouterError
 from shell_router.lab.simulation.settings import SimulatedModel, Simulation, Workload
-from shell_router.lab.simulation.virtual_time import run_virtual, uncollected
+from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.moa.executor import Executor
 from shell_router.moa.planning import role_of
 from shell_router.moa.requests import MoaRequest
@@ -182,8 +183,11 @@ def simulate(simulation: Simulation, topology: Topology, costs: Mapping[str, Pai
     for name, known in (("models", simulation.models), ("workload.outputs", simulation.workload.outputs)):
         if missing := sorted(wanted - known.keys()):
             raise ConfigError(f"{topology.name!r} needs {', '.join(missing)}.", remedy=f"Add them to {name}.")
-    with uncollected():
+    gc.disable()  # thousands of requests at a time live long, and leave no cycles
+    try:
         return run_virtual(_simulated(simulation, topology, costs, seed))
+    finally:
+        gc.enable()
 
 
 def _probed(prefill: PrefillCosts, few: int = 1, many: int = 256) -> PrefillCost:

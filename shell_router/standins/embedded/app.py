@@ -1,6 +1,5 @@
 """The HTTP routes of an embedded server, the same on both sides, and what the server says about itself."""
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -81,24 +80,23 @@ class EngineApp:
         with self.service.inflight.add(request, grammar) as inflight:
             yield inflight
 
-    async def _answers(self, inflight: Inflight) -> AsyncGenerator[tuple[Answer, float], None]:
-        """The answer as it grows, and the seconds that it has taken."""
-        request, began = inflight.request, time.perf_counter()
-        answer = Answer(request, self.lm.tokenizer, incremental=self.settings.pair.incremental_streaming_output)
+    async def _answers(self, inflight: Inflight) -> AsyncGenerator[Answer, None]:
+        """The answer as it grows."""
+        incremental = self.settings.pair.incremental_streaming_output
+        answer = Answer(inflight.request, self.lm.tokenizer, incremental=incremental)
         async with aclosing(output_of(self.service, inflight)) as output:
             async for pieces in output:
                 answer.add(pieces)
-                yield answer, time.perf_counter() - began
+                yield answer
 
     async def _whole(self, body: Mapping[str, Any]) -> web.Response:
         async with self._in_work(body) as inflight, aclosing(self._answers(inflight)) as answers:
-            async for answer, took_s in answers:  # noqa: B007 - the last counts
-                pass
+            *_, answer = [answer async for answer in answers]
             reason = answer.finish_reason or {}
             if (code := reason.get("status_code")) is not None:  # SGLang's OpenAI-like envelope for its own failures
                 error = {"object": "error", "message": reason["message"], "type": str(code), "param": None}
                 return json_response({**error, "code": code}, code)
-            return json_response(answer.render(inflight.cached_tokens, took_s))
+            return json_response(answer.render(inflight.cached_tokens))
 
     async def _stream(self, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
         """As SGLang: the head is sent before the request is checked, so a refusal is an event of the stream."""
@@ -107,8 +105,8 @@ class EngineApp:
             try:
                 async with self._in_work(body) as inflight, aclosing(self._answers(inflight)) as answers:
                     await response.prepare(request)
-                    async for answer, took_s in answers:
-                        await response.write(_event(answer.render(inflight.cached_tokens, took_s)))
+                    async for answer in answers:
+                        await response.write(_event(answer.render(inflight.cached_tokens)))
             except InvalidRequest as error:
                 refusal = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}
                 await response.prepare(request)

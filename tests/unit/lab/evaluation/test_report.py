@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
+from shell_router.lab.evaluation.records import Setting
 from shell_router.lab.evaluation.report import Report, engines_of, rows_of, tables
-from shell_router.lab.evaluation.settings import Setting
 from tests.fakes.evaluations import agent, failed, judged, record
 
 RECORDS = [

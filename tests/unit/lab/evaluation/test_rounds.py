@@ -1,8 +1,7 @@
 """The order of the questions, and their seeds."""
 
-from shell_router.lab.evaluation.records import Item
+from shell_router.lab.evaluation.records import Item, Setting
 from shell_router.lab.evaluation.run import Asked, request_seed, rounds_of
-from shell_router.lab.evaluation.settings import Setting
 
 ITEMS = [Item(index, f"{index}?", "1", "numeric", {}) for index in range(3)]
 SETTINGS = [Setting(name, "model") for name in ("a", "b")]
