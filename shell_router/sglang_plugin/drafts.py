@@ -150,7 +150,10 @@ class DraftedDecoding:
         widest = int(worker.draft_token_num)
         if not str(worker.device).startswith("cpu"):
             return widest  # the one width of which there are CUDA graphs
-        if self._ranks() > 1 or must_be_plain(batch):  # ranks measure times of their own, and must choose alike
+        if self._ranks() > 1:  # ranks measure times of their own, and must choose alike
+            return 1
+        sampling = batch.sampling_info  # what `sample_and_compare` leaves out
+        if batch.has_grammar or sampling.has_watermark_candidates or sampling.sampling_mask_batch_indices is not None:
             return 1
         drafts = [
             (len(draft), drafted.drafter.acceptance)
@@ -173,9 +176,12 @@ class DraftedDecoding:
 def obstacle(request: Any, sources: Any) -> str | None:
     """Why this request is not drafted: drafts would change its output, or that they do not is not known."""
     sampling = request.sampling_params
+    lists = isinstance(sources, list) and all(
+        isinstance(source, list) and all(type(token) is int for token in source) for source in sources
+    )
     penalties = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
     found = {
-        "drafts that are no lists of token ids": not _are_token_lists(sources),
+        "drafts that are no lists of token ids": not lists,
         "penalties": penalties,
         "min_new_tokens": sampling.min_new_tokens > 0,
         "logit_bias": bool(sampling.logit_bias),
@@ -185,19 +191,6 @@ def obstacle(request: Any, sources: Any) -> str | None:
         "hidden states": request.return_hidden_states,
     }
     return next((reason for reason, applies in found.items() if applies), None)
-
-
-def _are_token_lists(sources: Any) -> bool:
-    return isinstance(sources, list) and all(
-        isinstance(source, list) and all(type(token) is int for token in source) for source in sources
-    )
-
-
-def must_be_plain(batch: Any) -> bool:
-    """Whether a request of this batch needs what `sample_and_compare` leaves out."""
-    sampling = batch.sampling_info
-    masks = sampling.sampling_mask_batch_indices is not None
-    return bool(batch.has_grammar or masks or sampling.has_watermark_candidates)
 
 
 def plain_pass(worker: Any, batch: Any) -> Any:

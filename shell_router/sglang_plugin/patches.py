@@ -9,13 +9,6 @@ from shell_router.sglang_plugin.compatibility import REQUEST, Feature
 logger = logging.getLogger(__name__)
 
 
-def has_accelerator() -> bool:
-    """Whether there is a device for which memory could be pinned."""
-    import torch
-
-    return torch.accelerator.is_available()
-
-
 def unpinned(make: Callable[..., Any], *arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
     """Around a function that makes a tensor: in ordinary memory."""
     return make(*arguments, **named)
@@ -79,6 +72,8 @@ def is_ours(request: Any) -> bool:
 
 def feature() -> Feature:
     """The hooks of every process. Where there is no device to pin memory for, SGLang's adapters are not to ask it."""
+    import torch
+
     pinning = (
         ("torch.tensor", unpinned, "AROUND"),
         ("torch.zeros", unpinned, "AROUND"),
@@ -89,7 +84,7 @@ def feature() -> Feature:
             (REQUEST, keep_prefill_only_kv, "AFTER"),
             ("sglang.srt.disaggregation.utils.get_kv_class", index_on_host_without_cuda, "AFTER"),
             ("sglang.srt.disaggregation.common.conn.CommonKVManager.check_status", status_of_room, "AROUND"),
-            *(() if has_accelerator() else pinning),
+            *(() if torch.accelerator.is_available() else pinning),
         ),
         needs=(
             "sglang.srt.disaggregation.base.KVPoll.Failed",

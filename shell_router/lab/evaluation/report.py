@@ -127,14 +127,6 @@ def rows_of(records: Sequence[Record], settings: Sequence[str], baseline: str) -
     return [_row(group, grouped[baseline], name == baseline) for name, group in grouped.items() if group]
 
 
-def accuracy_of(records: Sequence[Record]) -> Interval:
-    """The share of right answers among at least one record."""
-    rights: dict[int, list[bool]] = defaultdict(list)
-    for one in records:
-        rights[one.question].append(one.right)
-    return clustered_share([*rights.values()])
-
-
 def _row(records: Sequence[Record], baseline: Sequence[Record], is_baseline: bool) -> Row:
     answered = [one for one in records if not one.error]
     finished = [agent for record in answered for agent in record.agents if agent.state == "finished"]
@@ -142,12 +134,15 @@ def _row(records: Sequence[Record], baseline: Sequence[Record], is_baseline: boo
     waits = [one.latency_s for one in answered]
     theirs = {(one.question, one.seed): one.latency_s for one in baseline if not one.error}
     both = [one for one in answered if (one.question, one.seed) in theirs]
+    rights: dict[int, list[bool]] = defaultdict(list)
+    for one in records:
+        rights[one.question].append(one.right)
     return Row(
         setting=records[0].setting,
-        questions=len({one.question for one in records}),
+        questions=len(rights),
         answers=len(records),
         failed=len(records) - len(answered),
-        accuracy=accuracy_of(records),
+        accuracy=clustered_share([*rights.values()]),
         difference=None if is_baseline else _difference(records, baseline),
         latency_p50_s=quantile(waits, 0.5) if waits else None,
         latency_p95_s=quantile(waits, 0.95) if waits else None,

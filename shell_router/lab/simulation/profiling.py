@@ -104,12 +104,6 @@ class ProfiledCosts:
     costs: PairCosts
     errors: Mapping[str, float]
 
-    @property
-    def error_words(self) -> str:
-        """The errors for people."""
-        known = ", ".join(f"{what} {error:.1%}" for what, error in self.errors.items())
-        return f"mean relative error on what the costs were not fitted to: {known or 'not known, too little was timed'}"
-
 
 def fitted_pair(
     prefills: Sequence[Timing], firsts: Sequence[Timing], decodes: Sequence[Timing], limits: PairCosts
@@ -184,7 +178,9 @@ class Timings:
         shortest, *longer = self.amount.lengths
         for length in self.amount.lengths:
             await self._prefill([], length)
-            await self._first_token(length)
+            begun_s = self.clock()
+            await self._arrivals(self._request(self._prompt(length)))
+            self._firsts[length].append(self.clock() - begun_s)
         for before in longer:
             prefix = self._prompt(before - shortest)
             await self.engine.prefill(self._request(prefix))
@@ -202,11 +198,6 @@ class Timings:
         new_tokens = done.prompt_tokens - done.cached_tokens
         timing = prefill_timing(done.cached_tokens, new_tokens, seconds, self.limits.prefill)
         self._prefills[len(prefix), new].append(timing)
-
-    async def _first_token(self, length: int) -> None:
-        begun_s = self.clock()
-        await self._arrivals(self._request(self._prompt(length), new_tokens=1))
-        self._firsts[length].append(self.clock() - begun_s)
 
     async def _decode(self, sequences: int, length: int) -> None:
         """The prompts of a batch are prefilled beforehand, so that its sequences begin at nearly the same time."""
@@ -262,12 +253,9 @@ def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> Timing | None:
     if len(counted) < 2:
         return None
     (begun_s, begun), (ended_s, ended) = counted[0], counted[-1]
-    context = sum(prompt_tokens + _come_by(arrivals, begun_s) for arrivals in outputs)
+    written = [max(come for came_s, come in arrivals if came_s <= begun_s) for arrivals in outputs]
+    context = len(outputs) * prompt_tokens + sum(written)
     return decode_timing(len(outputs), context, ended - begun, ended_s - begun_s)
-
-
-def _come_by(arrivals: Arrivals, at_s: float) -> int:
-    return max(come for came_s, come in arrivals if came_s <= at_s)
 
 
 def _middle(timings: Sequence[Timing]) -> Timing:
@@ -355,7 +343,9 @@ def write_profile(file: Path, model: str, found: ProfiledCosts, amount: Amount, 
     """
     lengths, batches = (", ".join(map(str, some)) for some in (amount.lengths, amount.batches))
     how = f"medians of {amount.rounds} rounds, prompts of {lengths} tokens, batches of {batches}"
-    said = {"measured": f"{on}: {how}; {found.error_words}"}
+    known = ", ".join(f"{what} {error:.1%}" for what, error in found.errors.items())
+    off = f"mean relative error on what the costs were not fitted to: {known or 'not known, too little was timed'}"
+    said = {"measured": f"{on}: {how}; {off}"}
     write_measured(file, "models", {model: {**said, **asdict(found.costs)}}, HEAD)
 
 
