@@ -11,9 +11,9 @@ from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
 from shell_router.errors import InvalidRequest
-from shell_router.standins.embedded.grammar import Grammars
 from shell_router.standins.embedded.model import CausalLm
 from shell_router.standins.embedded.output import Answer
+from shell_router.standins.embedded.sampling import Grammars
 from shell_router.standins.embedded.service import Inflight, Service, output_of
 from shell_router.standins.embedded.settings import ServerSettings
 from shell_router.standins.embedded.wire import FAKE_BOOTSTRAP_HOST, RequestLimits, parse_body, read_request

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 from shell_router.engines.address import PairAddress
 from shell_router.errors import EngineUnreachable
@@ -44,7 +43,8 @@ class EmbeddedPair:
     @property
     def address(self) -> PairAddress:
         """Where the router finds it, now and after restarts."""
-        return PairAddress(self.prefill.url, self.decode.url, self.settings.host, self.prefill.bootstrap_port)
+        prefill = self.prefill
+        return PairAddress(prefill.url, self.decode.url, self.settings.host, prefill.settings.bootstrap_port)
 
     @property
     def alive(self) -> bool:
@@ -107,9 +107,7 @@ class EmbeddedFleet:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self) -> None:
@@ -148,7 +146,8 @@ class EmbeddedFleet:
                         await server.dead.wait()
 
     async def _start_all(self) -> None:
-        await self._spawner.launch(partial(self._on_progress, "importing torch and transformers"))
+        self._on_progress("importing torch and transformers")
+        await self._spawner.launch()
         for alias, pair in self._pairs.items():
             for mode in ("prefill", "decode"):
                 self._start_server(f"{alias}/{mode}", ServerSettings(pair.settings, mode))

@@ -6,9 +6,8 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from shell_router.standins.embedded.grammar import Grammar
 from shell_router.standins.embedded.model import CausalLm
-from shell_router.standins.embedded.sampling import Draw
+from shell_router.standins.embedded.sampling import Draw, Grammar
 from shell_router.standins.embedded.wire import GenerateRequest
 
 REPLACEMENT = "\ufffd"

@@ -7,11 +7,10 @@ import pickle
 import signal
 import sys
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 from shell_router.errors import EngineUnreachable
@@ -39,16 +38,8 @@ class EmbeddedServer:
         self._spawner = spawner
 
     @property
-    def port(self) -> int:
-        return self.settings.port
-
-    @property
-    def bootstrap_port(self) -> int:
-        return self.settings.bootstrap_port
-
-    @property
     def url(self) -> str:
-        return f"http://{self.settings.pair.host}:{self.port}"
+        return f"http://{self.settings.pair.host}:{self.settings.port}"
 
     @property
     def alive(self) -> bool:
@@ -95,9 +86,7 @@ class Spawner:
     async def __aenter__(self) -> "Spawner":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     @property
@@ -105,15 +94,11 @@ class Spawner:
         """None before `launch`, and from `stop` on."""
         return None if self._process is None else self._process.pid
 
-    async def launch(self, on_start: Callable[[], None] = lambda: None) -> None:
-        """Start the process, once, and return when it has imported all that servers need, or has ended.
-
-        `on_start` is called when the process runs, before it imports.
-        """
+    async def launch(self) -> None:
+        """Start the process, once, and return when it has imported all that servers need, or has ended."""
         async with self._starting:
             if self._process is None:
                 await self._start()
-        on_start()
         await self._imported.wait()
 
     def start_server(self, name: str, settings: ServerSettings) -> EmbeddedServer:

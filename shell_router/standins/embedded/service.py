@@ -14,8 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from shell_router.errors import InvalidRequest
-from shell_router.standins.embedded.grammar import Grammar
 from shell_router.standins.embedded.output import Piece, abort_reason
+from shell_router.standins.embedded.sampling import Grammar
 from shell_router.standins.embedded.wire import GenerateRequest
 
 logger = logging.getLogger(__name__)

@@ -42,10 +42,10 @@ from aiohttp import web
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.app import EngineApp
 from shell_router.standins.embedded.decode import DecodeService
-from shell_router.standins.embedded.grammar import Grammars
 from shell_router.standins.embedded.kv_transfer import BootstrapRooms, KvClient
 from shell_router.standins.embedded.model import CausalLm, load_causal_lm
 from shell_router.standins.embedded.prefill import PrefillService
+from shell_router.standins.embedded.sampling import Grammars
 from shell_router.standins.embedded.service import Service
 from shell_router.standins.embedded.settings import ServerSettings
 
