@@ -93,7 +93,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     from benchmarks.overlap.engines import engine_words, running_deployment
     from benchmarks.overlap.measure import real_questions
     from shell_router.cli.options import names, whole_numbers
-    from shell_router.lab.evaluation.dataset import read_items
+    from shell_router.lab.evaluation.records import read_items
 
     task = asyncio.current_task()
     assert task is not None

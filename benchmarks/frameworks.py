@@ -81,7 +81,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     from shell_router.api import ApiSettings, bound_sockets, create_app, listening
     from shell_router.app import load_config
     from shell_router.cli.options import whole_numbers
-    from shell_router.lab.evaluation.dataset import read_items
+    from shell_router.lab.evaluation.records import read_items
     from shell_router.standins.embedded.settings import EmbeddedSection
 
     items = read_items(ROOT / "models" / "data" / "test.jsonl", offset=OFFSET, limit=options.questions)

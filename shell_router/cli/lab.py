@@ -194,8 +194,7 @@ def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> N
     from rich.console import Console
 
     from shell_router.lab.simulation.run import simulate
-    from shell_router.lab.simulation.screen import as_json, report
-    from shell_router.lab.simulation.summary import summary_of
+    from shell_router.lab.simulation.summary import as_json, report, summary_of
 
     done = {
         " ".join(filter(None, (of, name))): simulate(one.simulation, topology, one.costs, seed)
@@ -247,8 +246,7 @@ def trace(
 
     from rich.console import Console
 
-    from shell_router.lab.timeline import draw_timeline
-    from shell_router.lab.traces import as_perfetto, fetch_trace, list_rows
+    from shell_router.lab.traces import as_perfetto, draw_timeline, fetch_trace, list_rows
 
     key = secret(api_key_env)
     if id is None:
@@ -293,8 +291,7 @@ def profile(
     machine: Annotated[str | None, option("Start only engines whose URLs name this host.", metavar="HOST")] = None,
 ) -> None:
     """Measure what a deployment's engines cost, for `simulate`."""
-    from shell_router.lab.simulation.profile import run_profile
-    from shell_router.lab.simulation.profiling import Amount
+    from shell_router.lab.simulation.profiling import Amount, run_profile
 
     amount = Amount(lengths, batches, new_tokens, rounds)
     limits = {"chunk_tokens": chunk_tokens, "prompts": prompts_per_pass, "cache_tokens": cache_tokens}

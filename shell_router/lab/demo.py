@@ -19,12 +19,10 @@ from shell_router import SHIPPED
 from shell_router.batch.questions import is_right
 from shell_router.errors import ConfigError
 from shell_router.lab.evaluation.client import Client, running_router
-from shell_router.lab.evaluation.dataset import Item, read_items
-from shell_router.lab.evaluation.records import Reply
+from shell_router.lab.evaluation.records import EvaluationOptions, Item, Reply, Setting, read_items
 from shell_router.lab.evaluation.report import CUT_OFF
 from shell_router.lab.evaluation.run import evaluate, report_console, request_body
-from shell_router.lab.evaluation.settings import EvaluationOptions, Setting
-from shell_router.lab.timeline import draw_timeline
+from shell_router.lab.traces import draw_timeline
 
 DEPLOYMENT = SHIPPED / "configs" / "evaluation.yaml"
 TOPOLOGIES = SHIPPED / "topologies" / "evaluation"

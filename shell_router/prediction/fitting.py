@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 from quantile_forest import RandomForestQuantileRegressor
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from shell_router.core.predictors import Prospect
-from shell_router.errors import ConfigError, DataError, require
+from shell_router.errors import DataError, require
 from shell_router.prediction.lengths import LEAF, Features, Forest, LengthModel, Places, Sketch
+from shell_router.topology.document import read_json_lines
 
 NUMBERS = ("system_tokens", "user_tokens", "known_tokens", "output_tokens", "started_at", "started_s")
+RECORDED = "Name files that the router recorded."
 TEXTS = ("program", "topology", "agent", "stage", "model", "state")
 
 
@@ -43,28 +44,14 @@ def read_traces(paths: Sequence[Path]) -> list[TracedRun]:
     require(bool(files), "There are no .jsonl files.", "Name the folder that `record.folder` names.")
     programs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for file in files:
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{file}: {error.strerror}.", remedy="Name a file of traces.") from error
-        for number, line in enumerate(content.splitlines(), start=1):
-            found = _checked(line, f"{file}:{number}")
-            programs[found["program"]].append(found)
+        for where, line in read_json_lines(file, RECORDED):
+            texts = all(isinstance(line.get(name), str) for name in TEXTS)
+            if not texts or not all(isinstance(line.get(name), int | float) for name in NUMBERS):
+                raise DataError(f"{where}: this is not a line of a trace file.", remedy=RECORDED)
+            programs[line["program"]].append(line)
     runs = [run for lines in programs.values() for run in _runs(lines)]
     require(bool(runs), "The traces hold no run.", "Record some: docs/how-to/choose-models.md explains it.")
     return sorted(runs, key=lambda run: run.arrived_s)
-
-
-def _checked(line: bytes, where: str) -> dict[str, Any]:
-    remedy = "Name files that the router recorded."
-    try:
-        found = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{where}: this is not JSON ({error}).", remedy=remedy) from None
-    fits = isinstance(found, dict) and all(isinstance(found.get(name), str) for name in TEXTS)
-    if not fits or not all(isinstance(found.get(name), int | float) for name in NUMBERS):
-        raise DataError(f"{where}: this is not a line of a trace file.", remedy=remedy)
-    return dict(found)
 
 
 def _runs(lines: Sequence[Mapping[str, Any]]) -> Iterator[TracedRun]:

@@ -52,12 +52,24 @@ class PredictionService(SideProcess):
         """Whether the process is there and ready."""
         return self.pid is not None
 
-    async def predict(self, prospects: Sequence[Prospect]) -> Answers:
-        """One answer per prospect. EngineError, or TimeoutError at the limit, which counts a start, too."""
-        async with asyncio.timeout(self._limit_s):
-            answered = await self.ask(orjson.dumps([asdict(one) for one in prospects]))
-        found: Answers = orjson.loads(answered)
-        return found
+    async def predict(self, prospects: Sequence[Prospect], trouble: dict[Prediction, str]) -> Answers:
+        """One answer per prospect; where none comes in time, which counts a start, too, empty ones, and `trouble`."""
+        try:
+            async with asyncio.timeout(self._limit_s):
+                found: Answers = orjson.loads(await self.ask(orjson.dumps([asdict(one) for one in prospects])))
+                return found
+        except EngineError as error:
+            trouble[self.kind] = str(error)
+        except TimeoutError:
+            trouble[self.kind] = "not ready, or too slow for prediction.limit_s"
+        return [{} for _ in prospects]
+
+    async def load(self) -> None:
+        """Start, and log a failed start; each choice reports it again, and it is tried again after a while."""
+        try:
+            await self.start()
+        except EngineError as error:
+            log.error("no predicted %s: %s", self.kind, error)
 
 
 class Predictions:
@@ -70,10 +82,12 @@ class Predictions:
     async def forecast(self, prospects: Sequence[Prospect]) -> Forecasts:
         """See `Predictor.forecast`."""
         trouble: dict[Prediction, str] = {}
+
+        async def asked(service: PredictionService | None, some: Sequence[Prospect]) -> Answers:
+            return await service.predict(some, trouble) if service and some else [{} for _ in some]
+
         scored = [one for one in prospects if one.scored]
-        scores, lengths = await asyncio.gather(
-            _asked(self._scores, scored, trouble), _asked(self._lengths, prospects, trouble)
-        )
+        scores, lengths = await asyncio.gather(asked(self._scores, scored), asked(self._lengths, prospects))
         of_scored = iter(scores)
         each = [
             Forecast(
@@ -86,21 +100,6 @@ class Predictions:
         return Forecasts(each, trouble)
 
 
-async def _asked(
-    service: PredictionService | None, prospects: Sequence[Prospect], trouble: dict[Prediction, str]
-) -> Answers:
-    nothing: Answers = [{} for _ in prospects]
-    if service is None or not prospects:
-        return nothing
-    try:
-        return await service.predict(prospects)
-    except EngineError as error:
-        trouble[service.kind] = str(error)
-    except TimeoutError:
-        trouble[service.kind] = "not ready, or too slow for prediction.limit_s"
-    return nothing
-
-
 @asynccontextmanager
 async def running_predictor(settings: PredictionSettings) -> AsyncIterator[RunningPredictor]:
     """The trained predictors while the context is open, each in its process; they load in the background.
@@ -109,7 +108,7 @@ async def running_predictor(settings: PredictionSettings) -> AsyncIterator[Runni
     """
     folders: Mapping[Prediction, Path | None] = {"scores": settings.scores, "lengths": settings.lengths}
     services = {kind: PredictionService(kind, folder, settings) for kind, folder in folders.items() if folder}
-    loading = [asyncio.create_task(_load(one), name=f"{kind}-load") for kind, one in services.items()]
+    loading = [asyncio.create_task(one.load(), name=f"{kind}-load") for kind, one in services.items()]
     try:
         checks = {f"predicted {kind}": one.answers for kind, one in services.items()}
         yield RunningPredictor(Predictions(services.get("scores"), services.get("lengths")), checks)
@@ -119,11 +118,3 @@ async def running_predictor(settings: PredictionSettings) -> AsyncIterator[Runni
         await asyncio.gather(*loading, return_exceptions=True)
         for service in services.values():
             await service.aclose()
-
-
-async def _load(service: PredictionService) -> None:
-    """Log a failed start; each choice reports it again, and it is tried again after a while."""
-    try:
-        await service.start()
-    except EngineError as error:
-        log.error("no predicted %s: %s", service.kind, error)

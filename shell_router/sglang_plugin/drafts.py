@@ -15,6 +15,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from shell_router.core.drafts import Drafter, DraftGate
+from shell_router.sglang_plugin.compatibility import REQUEST, Feature
 from shell_router.sglang_plugin.waiting_queue import world_size
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,10 @@ class DraftedDecoding:
         widest = int(worker.draft_token_num)
         if not str(worker.device).startswith("cpu"):
             return widest  # the one width of which there are CUDA graphs
-        if self._ranks() > 1 or must_be_plain(batch):  # ranks measure times of their own, and must choose alike
+        if self._ranks() > 1:  # ranks measure times of their own, and must choose alike
+            return 1
+        sampling = batch.sampling_info  # what `sample_and_compare` leaves out
+        if batch.has_grammar or sampling.has_watermark_candidates or sampling.sampling_mask_batch_indices is not None:
             return 1
         drafts = [
             (len(draft), drafted.drafter.acceptance)
@@ -172,9 +176,12 @@ class DraftedDecoding:
 def obstacle(request: Any, sources: Any) -> str | None:
     """Why this request is not drafted: drafts would change its output, or that they do not is not known."""
     sampling = request.sampling_params
+    lists = isinstance(sources, list) and all(
+        isinstance(source, list) and all(type(token) is int for token in source) for source in sources
+    )
     penalties = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
     found = {
-        "drafts that are no lists of token ids": not _are_token_lists(sources),
+        "drafts that are no lists of token ids": not lists,
         "penalties": penalties,
         "min_new_tokens": sampling.min_new_tokens > 0,
         "logit_bias": bool(sampling.logit_bias),
@@ -184,19 +191,6 @@ def obstacle(request: Any, sources: Any) -> str | None:
         "hidden states": request.return_hidden_states,
     }
     return next((reason for reason, applies in found.items() if applies), None)
-
-
-def _are_token_lists(sources: Any) -> bool:
-    return isinstance(sources, list) and all(
-        isinstance(source, list) and all(type(token) is int for token in source) for source in sources
-    )
-
-
-def must_be_plain(batch: Any) -> bool:
-    """Whether a request of this batch needs what `sample_and_compare` leaves out."""
-    sampling = batch.sampling_info
-    masks = sampling.sampling_mask_batch_indices is not None
-    return bool(batch.has_grammar or masks or sampling.has_watermark_candidates)
 
 
 def plain_pass(worker: Any, batch: Any) -> Any:
@@ -249,3 +243,43 @@ def refuse_overlap(_made: None, worker: Any, *_arguments: Any, **_named: Any) ->
     """After `NGRAMWorker.__init__`: drafts need every token of the pass before; raises RuntimeError."""
     if worker.enable_overlap:
         raise RuntimeError(f"{VARIABLE} needs --disable-overlap-schedule: add it, or unset the variable.")
+
+
+WORKER: Final = "sglang.srt.speculative.ngram_worker"
+SAMPLING: Final = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+
+
+def feature() -> Feature:
+    """The hooks that let NGRAM speculation verify our drafts; of no effect in a server without it."""
+    decoding = DraftedDecoding()
+    worker = f"{WORKER}.NGRAMWorker"
+    return Feature(
+        hooks=(
+            (f"{worker}.__init__", refuse_overlap, "AFTER"),
+            (f"{worker}.forward_batch_generation", decoding.run, "AROUND"),
+            (f"{worker}._prepare_draft_tokens", decoding.chains, "AROUND"),
+            (f"{worker}._update_ngram_corpus", learn_nothing, "AROUND"),
+            (
+                "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input",
+                first_input,
+                "AROUND",
+            ),
+            (f"{WORKER}.move_accept_tokens_to_target_kvcache", stay_in_place, "AROUND"),
+            (f"{WORKER}.eagle_sample", decoding.sample_and_compare, "AROUND"),
+        ),
+        needs=(
+            f"{worker}.target_worker",
+            f"{worker}._init_preallocated_tensors",
+            f"{SAMPLING}.apply_logits_bias",
+            f"{SAMPLING}.has_watermark_candidates",
+            f"{SAMPLING}.sampling_mask_batch_indices",
+            "sglang.srt.speculative.ngram_info.NgramVerifyInput",
+        ),
+        sets={
+            f"{worker}.__init__": ("draft_token_num", "enable_overlap", "model_runner", "speculative_num_draft_tokens"),
+            REQUEST: (
+                *("origin_input_ids_unpadded", "output_ids", "sampling_params", "spec_verify_ct"),
+                *("custom_logit_processor", "grammar", "return_hidden_states", "return_logprob"),
+            ),
+        },
+    )

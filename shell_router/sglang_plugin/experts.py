@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from shell_router.sglang_plugin.compatibility import Feature
+
 logger = logging.getLogger(__name__)
 
 RECORD_FILE: Final = "SHELL_ROUTER_EXPERT_RECORD"
@@ -155,3 +157,25 @@ def _over_ranks(counts: RoutingCounts) -> int:
     for part in (counts.activations, counts.transitions):
         torch.distributed.all_reduce(part)
     return int(torch.distributed.get_rank())
+
+
+RECORDER: Final = "sglang.srt.eplb.expert_distribution._ExpertDistributionRecorderReal"
+
+
+def feature(file: Path) -> Feature:
+    """The hooks that count which experts follow which."""
+    counter = ExpertCounter(file)
+    return Feature(
+        hooks=(
+            (f"{RECORDER}.__init__", counter.make_counts, "AFTER"),
+            (f"{RECORDER}.start_record", counter.clear, "AFTER"),
+            (f"{RECORDER}.on_select_experts", counter.count, "AROUND"),
+            (f"{RECORDER}.dump_record", counter.write, "AROUND"),
+        ),
+        needs=(
+            f"{RECORDER}.recording",
+            "sglang.srt.server_args.ServerArgs.expert_distribution_recorder_mode",
+            "sglang.srt.server_args.ServerArgs.enable_two_batch_overlap",
+        ),
+        sets={f"{RECORDER}.__init__": ("_expert_location_metadata", "_current_layer_idx", "_disable_all")},
+    )

@@ -4,16 +4,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-MAKERS: Final = ("torch.tensor", "torch.zeros")
-"""Functions that SGLang's adapters ask for pinned memory."""
-PIN: Final = "torch.Tensor.pin_memory"
+from shell_router.sglang_plugin.compatibility import REQUEST, Feature
 
-
-def has_accelerator() -> bool:
-    """Whether there is a device for which memory could be pinned."""
-    import torch
-
-    return torch.accelerator.is_available()
+logger = logging.getLogger(__name__)
 
 
 def unpinned(make: Callable[..., Any], *arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
@@ -24,9 +17,6 @@ def unpinned(make: Callable[..., Any], *arguments: Any, pin_memory: bool = False
 def as_it_is(_pin: Callable[..., Any], tensor: Any, *_arguments: Any, **_named: Any) -> Any:
     """Around `Tensor.pin_memory`: the tensor stays where it is."""
     return tensor
-
-
-logger = logging.getLogger(__name__)
 
 
 def index_on_host_without_cuda(kv_class: Any, *_arguments: Any, **_named: Any) -> None:
@@ -78,3 +68,28 @@ def keep_prefill_only_kv(_made: None, request: Any, *_arguments: Any, **_named: 
 def is_ours(request: Any) -> bool:
     """Whether it is a prefill-only request of ours."""
     return bool(request.bootstrap_host == FAKE_BOOTSTRAP_HOST and request.bootstrap_port == PREFILL_ONLY_PORT)
+
+
+def feature() -> Feature:
+    """The hooks of every process. Where there is no device to pin memory for, SGLang's adapters are not to ask it."""
+    import torch
+
+    pinning = (
+        ("torch.tensor", unpinned, "AROUND"),
+        ("torch.zeros", unpinned, "AROUND"),
+        ("torch.Tensor.pin_memory", as_it_is, "AROUND"),
+    )
+    return Feature(
+        hooks=(
+            (REQUEST, keep_prefill_only_kv, "AFTER"),
+            ("sglang.srt.disaggregation.utils.get_kv_class", index_on_host_without_cuda, "AFTER"),
+            ("sglang.srt.disaggregation.common.conn.CommonKVManager.check_status", status_of_room, "AROUND"),
+            *(() if torch.accelerator.is_available() else pinning),
+        ),
+        needs=(
+            "sglang.srt.disaggregation.base.KVPoll.Failed",
+            "sglang.srt.plugins.hook_registry.HookRegistry.register",
+            "sglang.srt.plugins.hook_registry.HookType",
+        ),
+        sets={REQUEST: ("bootstrap_host", "bootstrap_port", "positional_embed_overrides", "skip_radix_cache_insert")},
+    )

@@ -2,11 +2,10 @@
 
 import logging
 import random
-from collections.abc import Awaitable, Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Final
 
+from shell_router.sglang_plugin.compatibility import Feature
 from shell_router.sglang_plugin.drafts import asked
 from shell_router.sglang_plugin.experts import can_record, record_file
 from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
@@ -30,16 +29,29 @@ def add_routes(server_args: Any, *_arguments: Any, **_named: Any) -> None:
             server_args.tokenizer_worker_num,
         )
         return
-    found = capabilities(server_args, version("sglang"))
+    from fastapi import Request, Response
+
+    found, file = capabilities(server_args, version("sglang")), record_file()
 
     async def report() -> dict[str, Any]:
         return found
 
+    async def prefill_only(obj: http_server.GenerateReqInput, request: Request) -> Any:
+        """Takes a `/generate` body and answers as `/generate` does, once its KV is in the radix cache."""
+        return await http_server.generate_request(as_prefill_only(obj, random.getrandbits(62)), request)
+
+    def expert_record() -> Any:  # no coroutine: reading a file would hold up the event loop
+        """What the last dump wrote: an archive of NumPy's."""
+        assert file is not None
+        if not file.exists():
+            return Response("Nothing was dumped: call /dump_expert_distribution_record first.\n", status_code=404)
+        return Response(file.read_bytes(), media_type="application/octet-stream")
+
     http_server.app.add_api_route("/shell_router/capabilities", report, methods=["GET"])
     if found["disaggregation_mode"] == "prefill":
-        http_server.app.add_api_route("/prefill_only", prefill_only_route(), methods=["POST"])
-    if found["expert_record"] and (file := record_file()) is not None:
-        http_server.app.add_api_route(EXPERT_RECORD_PATH, expert_record_route(file), methods=["GET"])
+        http_server.app.add_api_route("/prefill_only", prefill_only, methods=["POST"])
+    if found["expert_record"]:
+        http_server.app.add_api_route(EXPERT_RECORD_PATH, expert_record, methods=["GET"])
 
 
 def capabilities(server_args: Any, sglang_version: str) -> dict[str, Any]:
@@ -53,29 +65,6 @@ def capabilities(server_args: Any, sglang_version: str) -> dict[str, Any]:
         "drafts": asked() and server_args.speculative_algorithm == "NGRAM",
         "expert_record": can_record(server_args, record_file()),
     }
-
-
-def prefill_only_route() -> Callable[..., Awaitable[Any]]:
-    """The route that takes a `/generate` body and answers as `/generate` does, once its KV is in the radix cache."""
-    from fastapi import Request
-    from sglang.srt.entrypoints.http_server import GenerateReqInput, generate_request
-
-    async def prefill_only(obj: GenerateReqInput, request: Request) -> Any:
-        return await generate_request(as_prefill_only(obj, random.getrandbits(62)), request)
-
-    return prefill_only
-
-
-def expert_record_route(file: Path) -> Callable[[], Any]:
-    """The route that answers what the last dump wrote to `file`: an archive of NumPy's."""
-    from fastapi import Response
-
-    def expert_record() -> Any:  # no coroutine: reading a file would hold up the event loop
-        if not file.exists():
-            return Response("Nothing was dumped: call /dump_expert_distribution_record first.\n", status_code=404)
-        return Response(file.read_bytes(), media_type="application/octet-stream")
-
-    return expert_record
 
 
 def as_prefill_only(body: Any, room: int) -> Any:
@@ -95,3 +84,18 @@ def _of_one_token(sampling: Any) -> Any:
     if isinstance(sampling, list):
         return [_of_one_token(one) for one in sampling]
     return {**(sampling or {}), "max_new_tokens": 1, "min_new_tokens": 0}
+
+
+HTTP: Final = "sglang.srt.entrypoints.http_server"
+ARGUMENTS: Final = "sglang.srt.server_args.ServerArgs"
+FEATURE: Final = Feature(
+    hooks=((f"{HTTP}.launch_server", add_routes, "BEFORE"),),
+    needs=(
+        f"{HTTP}.app.add_api_route",
+        f"{HTTP}.generate_request",
+        *(f"{HTTP}.GenerateReqInput.{name}" for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")),
+        *(f"{ARGUMENTS}.{name}" for name in ("disaggregation_mode", "disable_radix_cache")),
+        *(f"{ARGUMENTS}.{name}" for name in ("speculative_algorithm", "tokenizer_worker_num")),
+    ),
+)
+"""The hook of the process that serves HTTP; the others need not load its code."""

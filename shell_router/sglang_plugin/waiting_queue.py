@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from shell_router.sglang_plugin.compatibility import Feature
 from shell_router.sglang_plugin.patches import is_ours
 
 logger = logging.getLogger(__name__)
@@ -72,3 +73,9 @@ def world_size() -> int:
     import torch
 
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def feature(age_s: float) -> Feature:
+    """The hook that reorders the queue."""
+    calc_priority = "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority"
+    return Feature(hooks=((calc_priority, shortest_prefill_first(age_s), "AFTER"),))

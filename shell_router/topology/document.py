@@ -6,10 +6,11 @@ from itertools import islice
 from pathlib import Path as File
 from typing import Any
 
+import orjson
 import yaml
 from yaml.constructor import SafeConstructor
 
-from shell_router.errors import ConfigError, InvalidField, TopologyError
+from shell_router.errors import ConfigError, DataError, InvalidField, TopologyError
 
 Path = tuple[str | int, ...]
 """Keys and positions that lead from a document's top to a value."""
@@ -117,6 +118,19 @@ def read_text(path: File, error: type[ConfigError] = TopologyError) -> str:
     except UnicodeDecodeError as failed:
         line = content.count(b"\n", 0, failed.start) + 1
         raise error(f"{path}:{line}: This is not UTF-8 text.", remedy="Save the file as UTF-8.") from failed
+
+
+def read_json_lines(path: File, form: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of each line that is not blank its `file:line` and its JSON object. Raises DataError, with `form` as remedy."""
+    for number, line in enumerate(read_text(path, DataError).split("\n"), 1):
+        if line.strip():
+            try:
+                found = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise DataError(f"{path}:{number}: this is not JSON ({error}).", remedy=form) from None
+            if not isinstance(found, dict):
+                raise DataError(f"{path}:{number}: this is not a JSON object.", remedy=form)
+            yield f"{path}:{number}", found
 
 
 def read_document(text: str, *, source: str, error: type[ConfigError] = TopologyError) -> Document:

@@ -54,8 +54,8 @@ async def families(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ma
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(EmbeddedFleet(settings))
         models = {}
-        for family, running in fleet.items():
-            pair = SglangPair(running.address)
+        for family in settings:
+            pair = SglangPair(fleet[family].address)
             stack.push_async_callback(pair.aclose)
             models[family] = ServedModel(family, pair, HfTokenizer.from_folder(folders[family]), 8192)
         yield models

@@ -12,7 +12,7 @@ from aiohttp import web
 from shell_router.standins.embedded.app import EngineApp
 from shell_router.standins.embedded.model import load_causal_lm
 from shell_router.standins.embedded.prefill import KvCache, PrefillService
-from shell_router.standins.embedded.settings import MODES, EmbeddedSettings, ServerSettings
+from shell_router.standins.embedded.settings import EmbeddedSettings, ServerSettings
 from shell_router.standins.embedded.spawner import run_server
 
 
@@ -40,7 +40,7 @@ def server_settings(arguments: Sequence[str]) -> ServerSettings:
     """What the flags say; those of SGLang that have no meaning here are taken and dropped."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-path", required=True)
-    parser.add_argument("--disaggregation-mode", required=True, choices=MODES)
+    parser.add_argument("--disaggregation-mode", required=True, choices=("prefill", "decode"))
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--disaggregation-bootstrap-port", type=int, default=0)
     parser.add_argument("--disaggregation-transfer-backend")

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,8 +81,7 @@ class _FromAnotherLoop(Spawner):
     def pid(self) -> int | None:
         return self._shared.pid
 
-    async def launch(self, on_start: Callable[[], None] = lambda: None) -> None:
-        on_start()
+    async def launch(self) -> None:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._shared.launch(), self._home))
 
     def start_server(self, name: str, settings: ServerSettings) -> EmbeddedServer:
@@ -107,7 +106,7 @@ class _FromAnotherLoop(Spawner):
         if error := theirs.ready.exception():
             tell(server.fail, error.args[0])
         else:
-            tell(server.serve, theirs.pid, theirs.port, theirs.bootstrap_port)
+            tell(server.serve, theirs.pid, theirs.settings.port, theirs.settings.bootstrap_port)
         await theirs.dead.wait()
         tell(server.end, "", theirs.exit_code)
 

@@ -13,7 +13,7 @@ from benchmarks.scripted.server import ScriptedPair
 from shell_router.core.engine import Generation
 from shell_router.errors import ShellRouterError
 from shell_router.lab.evaluation import EvaluationOptions, Tried, run_calibration
-from shell_router.lab.evaluation.calibration import Variants, calibrated, write_variants
+from shell_router.lab.evaluation.calibration import calibrated, write_variants
 from shell_router.topology import load_topology
 from tests.fakes.api_server import api
 from tests.fakes.evaluations import adding_moa, write_sums
@@ -92,14 +92,14 @@ async def test_a_threshold_that_loses_answers_is_distinguished_from_one_that_doe
     file.write_text(RASH, encoding="utf-8")
     folder.mkdir()
     variants = write_variants(file, thresholds(0.2, 0.9), folder)
-    served_ones = tuple(load_topology(folder / f"{name}.yaml") for name in (variants.none, *variants.exits))
+    served_ones = tuple(load_topology(folder / f"{name}.yaml") for name in variants)
     async with api(moa_with_an_early_agent_that_is_wrong(), topologies=served_ones) as served:
         data = write_sums(tmp_path, 4, 5, 6, 7)
         options = EvaluationOptions(data, url=served.url, json=report)
         choice = await calibrated(variants, 0.5, options)
-        rash = {name: of for name, of in variants.exits.items() if name.endswith("0.2")}
+        rash = {name: of for name, of in variants.items() if not name.endswith("0.9")}
         with pytest.raises(ShellRouterError, match=r"No early exit keeps the loss within 0\.5 points on these 4"):
-            await calibrated(Variants(variants.none, rash), 0.5, EvaluationOptions(data, url=served.url))
+            await calibrated(rash, 0.5, EvaluationOptions(data, url=served.url))
     rows = {row["setting"]: row for row in orjson.loads(report.read_bytes())["rows"]}
     assert {name: row["accuracy"]["value"] for name, row in rows.items()} == {
         "rash-without-exit": 1.0,
@@ -116,7 +116,7 @@ async def test_clusters_that_disagree_to_the_end_count_among_those_judged(tmp_pa
     file.write_text(RASH.replace("min_completed: 1", "min_completed: 3"), encoding="utf-8")
     folder.mkdir()
     variants = write_variants(file, thresholds(0.5), folder)
-    served_ones = tuple(load_topology(folder / f"{name}.yaml") for name in (variants.none, *variants.exits))
+    served_ones = tuple(load_topology(folder / f"{name}.yaml") for name in variants)
     async with api(moa_with_an_early_agent_that_is_wrong(), topologies=served_ones) as served:
         options = EvaluationOptions(write_sums(tmp_path, 4, 5), url=served.url, json=report)
         await calibrated(variants, 0.5, options)

@@ -87,13 +87,13 @@ async def test_steps_are_compared_as_any_topology_and_questions_may_bring_labels
     )
 
 
-async def test_the_tables_say_what_was_evaluated_and_that_it_is_simulated(
+async def test_the_tables_say_what_was_evaluated_and_on_what(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with api(adding_moa(LIMITS)) as served:
         await run_evaluation(EvaluationOptions(write_sums(tmp_path, 4, 7), url=served.url))
     printed = capsys.readouterr().out
-    assert "Evaluation of sums.jsonl, 2 questions (simulated)" in printed
+    assert "Evaluation of sums.jsonl, 2 questions" in printed
     assert "scripted engine" in printed
     for name in ("small", "medium", "large", "other", "duo"):
         assert f"│ {name} " in printed
@@ -265,7 +265,7 @@ async def test_a_deployments_engines_are_named_and_its_keys_not_needed(
         options = EvaluationOptions(write_sums(tmp_path, 4), config=config, json=report)
         await run_evaluation(options)
     written = orjson.loads(report.read_bytes())
-    assert (written["engine"], written["simulated"]) == ("scripted engine", True)
+    assert written["engine"] == "scripted engine"
     assert written["settings"] == ["b", "a"], "in the file's order"
     assert [row["failed"] for row in written["rows"]] == [0, 0]
     assert "model b is ready" in capsys.readouterr().out

@@ -17,9 +17,9 @@ import yaml
 from shell_router.core.statistics import Interval
 from shell_router.early_exit import EarlyExit
 from shell_router.errors import ConfigError, ShellRouterError, require
+from shell_router.lab.evaluation.records import EvaluationOptions
 from shell_router.lab.evaluation.report import Row
 from shell_router.lab.evaluation.run import run_evaluation
-from shell_router.lab.evaluation.settings import EvaluationOptions
 from shell_router.topology import load_topology
 
 Settings = Mapping[str, Any]
@@ -53,12 +53,8 @@ class Tried:
         return [fixed | {"threshold": threshold} for threshold in self.thresholds]
 
 
-@dataclass(frozen=True, slots=True)
-class Variants:
-    """Names of topologies: the one without early exit, and the others with what is tried."""
-
-    none: str
-    exits: Mapping[str, Settings]
+Variants = Mapping[str, Settings | None]
+"""By the names of topologies what is tried: first none, then early exits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +64,6 @@ class Choice:
     settings: Settings
     loss: Interval
     latency: float
-
-    def within(self, bound: float) -> bool:
-        """Whether the whole interval stays within the bound, not only the loss that was measured."""
-        return self.loss.high <= bound
 
 
 def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> Choice | None:
@@ -132,11 +124,9 @@ async def calibrated(variants: Variants, bound: float, options: EvaluationOption
 
     Raises ShellRouterError where every early exit loses more than `bound`, and what `run_evaluation` raises.
     """
-    settings = (variants.none, *variants.exits)
-    report = await run_evaluation(replace(options, settings=settings, baseline=variants.none))
-    rows = {row.setting: row for row in report.rows}
-    choice = choose([(settings, rows[name]) for name, settings in variants.exits.items()], bound)
-    questions = report.rows[0].questions
+    report = await run_evaluation(replace(options, settings=tuple(variants), baseline=next(iter(variants))))
+    tried = [(settings, row) for row in report.rows if (settings := variants[row.setting]) is not None]
+    choice, questions = choose(tried, bound), report.rows[0].questions
     if choice is None:
         raise ShellRouterError(
             f"No early exit keeps the loss within {bound:g} points on these {questions} questions.",
@@ -148,17 +138,13 @@ async def calibrated(variants: Variants, bound: float, options: EvaluationOption
 
 def write_variants(topology: Path, tried: Tried, folder: Path) -> Variants:
     """A topology file per early exit, and one without. Raises ConfigError."""
-    loaded, document = load_topology(topology), yaml.safe_load(topology.read_text(encoding="utf-8"))
-    none, exits = f"{loaded.name}-without-exit", {}
-    documents = [with_exit(document, none, None)]
-    for settings in tried.settings():
-        name = "-".join([loaded.name, *map(str, settings.values())])
-        exits[name] = settings
-        documents.append(with_exit(document, name, settings))
-    for one in documents:
-        text = yaml.safe_dump(one, sort_keys=False, allow_unicode=True)
-        (folder / f"{one['name']}.yaml").write_text(text, encoding="utf-8")
-    return Variants(none, exits)
+    name, document = load_topology(topology).name, yaml.safe_load(topology.read_text(encoding="utf-8"))
+    variants: dict[str, Settings | None] = {f"{name}-without-exit": None}
+    variants |= {"-".join([name, *map(str, settings.values())]): settings for settings in tried.settings()}
+    for variant, settings in variants.items():
+        text = yaml.safe_dump(with_exit(document, variant, settings), sort_keys=False, allow_unicode=True)
+        (folder / f"{variant}.yaml").write_text(text, encoding="utf-8")
+    return variants
 
 
 def outcome_lines(choice: Choice, bound: float, questions: int) -> list[str]:
@@ -172,7 +158,7 @@ def outcome_lines(choice: Choice, bound: float, questions: int) -> list[str]:
     slow = ["It saves no time: keep early_exit off."] if choice.latency >= 1 else []
     sure = (
         "The whole interval is within the bound."
-        if choice.within(bound)
+        if loss.high <= bound
         else f"These questions cannot rule out a loss of {loss.high:.2f} points: more of them would narrow that."
     )
     return [f"early_exit: {{{keys}}}", outcome, sure, *slow]

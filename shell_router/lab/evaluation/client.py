@@ -16,8 +16,7 @@ import orjson
 from shell_router.app import load_config, running_server
 from shell_router.config import Config, Listen
 from shell_router.errors import EngineError, EngineStalled, EngineUnreachable, ShellRouterError, Unauthorized
-from shell_router.lab.evaluation.records import Reply, read_reply
-from shell_router.lab.evaluation.settings import EvaluationOptions, Setting
+from shell_router.lab.evaluation.records import EvaluationOptions, Reply, Setting, read_reply
 
 START_LIMIT_S = 180.0
 """What a router may take to get ready after its start."""

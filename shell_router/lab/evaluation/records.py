@@ -1,16 +1,121 @@
-"""One record per question, seed and setting: read from a router's answer and trace, and back from a file of them."""
+"""What is asked, questions and settings, and one record per question, seed and setting. Both come from files, too."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-import orjson
-
+from shell_router.batch.questions import Grader, grader_of, read_answer
 from shell_router.errors import ConfigError, DataError
-from shell_router.lab.evaluation.dataset import read_items
 from shell_router.prediction.scores import Graded
+from shell_router.topology.document import read_json_lines
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One entry of `GET /v1/models`; `engine` names what serves a model, where the router has it."""
+
+    name: str
+    kind: Literal["model", "topology", "auto"]
+    engine: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationOptions:
+    """One evaluation: a deployment that is started (`config`) or a router that runs (`url`), and what it is asked.
+
+    `topologies` are files and folders that a deployment serves instead of its own. `api_key` is the running router's.
+    `limit_s` is the longest that one request may take. Topologies get the `temperature` where it is given, other models
+    0 where it is not, and `max_tokens`, where given. `json` gets the report, `records` a line per answer.
+    """
+
+    data: Path
+    config: Path | None = None
+    topologies: tuple[Path, ...] = ()
+    url: str | None = None
+    api_key: str | None = None
+    settings: tuple[str, ...] = ()
+    baseline: str | None = None
+    grader: Grader | Literal["auto"] = "auto"
+    offset: int = 0
+    limit: int | None = None
+    seeds: tuple[int, ...] = (0,)
+    concurrency: int = 1
+    limit_s: float = 900.0
+    temperature: float | None = None
+    max_tokens: int | None = None
+    json: Path | None = None
+    records: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.config is None) == (self.url is None):
+            raise ConfigError("an evaluation needs a config or a url, and not both.")
+        if self.config is not None and self.api_key is not None:
+            raise ConfigError(
+                "a deployment that is started for an evaluation takes no key.", remedy="Leave out --api-key-env."
+            )
+        if self.limit_s <= 0:
+            raise ConfigError(f"a request's limit must be above 0 s, not {self.limit_s:g}.")
+        if not self.seeds:
+            raise ConfigError("seeds is empty.", remedy="Name at least one, as in --seeds 0.")
+
+
+FORM = 'Write one object per line: {"question": "…", "answer": "…"}.'
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question. `index` counts the file's questions from 0; `facts` are the line's further keys.
+
+    `labels` are sent along, for rules that read them.
+    """
+
+    index: int
+    question: str
+    answer: str
+    grader: Grader
+    facts: Mapping[str, Any]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_items(
+    file: Path, *, grader: Grader | Literal["auto"] = "auto", offset: int = 0, limit: int | None = None
+) -> list[Item]:
+    """The file's questions from `offset` on, at most `limit`. Raises DataError, which names file, line and remedy.
+
+    With `auto` a line's own `grader` decides, or else the form of its answer. Blank lines are stepped over.
+    """
+    lines = list(read_json_lines(file, FORM))
+    chosen = list(islice(enumerate(lines), offset, None if limit is None else offset + limit))
+    if not chosen:
+        raise DataError(f"{file} has {len(lines)} questions, none of them from {offset} on.", remedy=FORM)
+    return [_item(where, index, found, grader) for index, (where, found) in chosen]
+
+
+def _item(where: str, index: int, found: dict[str, Any], grader: Grader | Literal["auto"]) -> Item:
+    for name in ("question", "answer"):
+        text = found.get(name)
+        if not isinstance(text, str) or not text.strip():
+            wrong = "is missing" if text is None else f"must be a string that is not empty, not {text!r}"
+            raise DataError(f"{where}: {name} {wrong}.", remedy=FORM)
+    question, answer, own = found.pop("question"), found.pop("answer"), found.pop("grader", None)
+    if own is not None and own not in get_args(Grader):
+        raise DataError(f"{where}: there is no grader {own!r}.", remedy=f"Known: {', '.join(get_args(Grader))}.")
+    chosen: Grader = (own or grader_of(answer)) if grader == "auto" else grader
+    if read_answer(answer, chosen) is None:
+        raise DataError(
+            f"{where}: the grader {chosen} cannot compare the answer {answer!r}.",
+            remedy="Correct the answer, or let another grader judge it.",
+        )
+    labels = found.get("metadata", {})
+    if not isinstance(labels, dict) or not all(isinstance(text, str) for text in labels.values()):
+        raise DataError(
+            f"{where}: metadata, which is sent as a request's labels, is not an object of texts.",
+            remedy="Write labels and their values, or give the key another name.",
+        )
+    return Item(index, question, answer, chosen, found, labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +229,7 @@ def read_graded(records: Sequence[Path], data: Path) -> list[Graded]:
     Those of topologies and `auto`, and failed requests, say nothing of one model and are left out. Raises
     ConfigError and DataError.
     """
-    texts = {item.index: item.question for item in read_items(data, grader="auto", offset=0, limit=None)}
+    texts = {item.index: item.question for item in read_items(data)}
     found = [graded for file in records for graded in _graded(file, texts)]
     if not found:
         raise ConfigError(
@@ -134,21 +239,13 @@ def read_graded(records: Sequence[Path], data: Path) -> list[Graded]:
     return found
 
 
-def _graded(file: Path, texts: dict[int, str]) -> list[Graded]:
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}.", remedy="Name a file that --records wrote.") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
+def _graded(file: Path, texts: Mapping[int, str]) -> Iterator[Graded]:
+    remedy = "Name records, and as --data the file of their questions."
+    for where, record in read_json_lines(file, remedy):
         try:
-            record = orjson.loads(line)
             setting, agents = record["setting"], record["agents"]
             if not record["error"] and len(agents) == 1 and agents[0]["model"] == setting:
-                found.append(Graded(texts[record["question"]], setting, bool(record["right"])))
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{file}:{number}: this is no record of a question in the data ({type(error).__name__}: {error}).",
-                remedy="Name records, and as --data the file of their questions.",
-            ) from None
-    return found
+                yield Graded(texts[record["question"]], setting, bool(record["right"]))
+        except (KeyError, TypeError) as error:
+            wrong = f"this is no record of a question in the data ({type(error).__name__}: {error})"
+            raise DataError(f"{where}: {wrong}.", remedy=remedy) from None

@@ -17,8 +17,7 @@ from shell_router.core.statistics import (
     paired_difference,
     quantile,
 )
-from shell_router.lab.evaluation.records import Record
-from shell_router.lab.evaluation.settings import Setting
+from shell_router.lab.evaluation.records import Record, Setting
 from shell_router.topology import VOTE
 
 CUT_OFF = ("early_exit", "unneeded")
@@ -128,14 +127,6 @@ def rows_of(records: Sequence[Record], settings: Sequence[str], baseline: str) -
     return [_row(group, grouped[baseline], name == baseline) for name, group in grouped.items() if group]
 
 
-def accuracy_of(records: Sequence[Record]) -> Interval:
-    """The share of right answers among at least one record."""
-    rights: dict[int, list[bool]] = defaultdict(list)
-    for one in records:
-        rights[one.question].append(one.right)
-    return clustered_share([*rights.values()])
-
-
 def _row(records: Sequence[Record], baseline: Sequence[Record], is_baseline: bool) -> Row:
     answered = [one for one in records if not one.error]
     finished = [agent for record in answered for agent in record.agents if agent.state == "finished"]
@@ -143,12 +134,15 @@ def _row(records: Sequence[Record], baseline: Sequence[Record], is_baseline: boo
     waits = [one.latency_s for one in answered]
     theirs = {(one.question, one.seed): one.latency_s for one in baseline if not one.error}
     both = [one for one in answered if (one.question, one.seed) in theirs]
+    rights: dict[int, list[bool]] = defaultdict(list)
+    for one in records:
+        rights[one.question].append(one.right)
     return Row(
         setting=records[0].setting,
-        questions=len({one.question for one in records}),
+        questions=len(rights),
         answers=len(records),
         failed=len(records) - len(answered),
-        accuracy=accuracy_of(records),
+        accuracy=clustered_share([*rights.values()]),
         difference=None if is_baseline else _difference(records, baseline),
         latency_p50_s=quantile(waits, 0.5) if waits else None,
         latency_p95_s=quantile(waits, 0.95) if waits else None,
@@ -172,20 +166,12 @@ def _difference(records: Sequence[Record], baseline: Sequence[Record]) -> Interv
     return paired_difference([fmean(of) for of in differences.values()]) if differences else None
 
 
-SCRIPTED = "scripted"
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was asked, on what, and what came out.
-
-    `simulated` is None where the router does not name its engines. `asked` answers of `wanted` are there:
-    fewer mean that the evaluation was interrupted.
-    """
+    """What was asked, on what, and what came out; fewer `asked` answers than `wanted` mean that it was interrupted."""
 
     data: str
     engine: str
-    simulated: bool | None
     settings: tuple[str, ...]
     baseline: str
     seeds: tuple[int, ...]
@@ -203,9 +189,8 @@ class Report:
     @property
     def title(self) -> str:
         """What was evaluated, on what, and whether it is whole."""
-        truth = {True: "simulated", False: "real engines", None: "real or simulated"}[self.simulated]
         partial = f"\nPARTIAL: interrupted after {self.asked} of {self.wanted} answers" if self.partial else ""
-        return f"Evaluation of {self.data} ({truth})\n{self.engine}{partial}"
+        return f"Evaluation of {self.data}\n{self.engine}{partial}"
 
     def as_json(self) -> dict[str, Any]:
         """The object of `--json`; rows and intervals as objects."""
@@ -213,14 +198,13 @@ class Report:
         return {"title": self.title, "partial": self.partial, **asdict(self), "methods": methods}
 
 
-def engines_of(settings: Sequence[Setting], served: Sequence[Setting]) -> tuple[str, bool | None]:
-    """What serves the models, in words, and whether it only simulates; topologies may use any of the models."""
+def engines_of(settings: Sequence[Setting], served: Sequence[Setting]) -> str:
+    """What serves the models, in words; topologies may use any of the models."""
     every = any(one.kind in ("topology", "auto") for one in settings)
     models = [one for one in (served if every else settings) if one.kind == "model"]
     if not models or not all(one.engine for one in models):
-        return "engines unknown: the router does not name them", None
-    words = list(dict.fromkeys(one.engine for one in models))
-    return "; ".join(words), any(word.startswith(SCRIPTED) for word in words)
+        return "engines unknown: the router does not name them"
+    return "; ".join(dict.fromkeys(one.engine for one in models))
 
 
 NOTHING = "-"

@@ -2,9 +2,9 @@
 
 import asyncio
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +13,55 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shell_router.batch.questions import read_answer
-from shell_router.errors import ConfigError, ShellRouterError
+from shell_router.errors import ConfigError, ShellRouterError, UnknownModel
 from shell_router.lab.evaluation.client import Client, running_router
-from shell_router.lab.evaluation.dataset import Item, read_items
-from shell_router.lab.evaluation.records import Record, Reply
+from shell_router.lab.evaluation.records import EvaluationOptions, Item, Record, Setting, read_items
 from shell_router.lab.evaluation.report import Report, engines_of, rows_of, tables
-from shell_router.lab.evaluation.settings import EvaluationOptions, Setting, baseline_of, chosen_settings
 
 TABLE_COLUMNS = 170
 WARM_UP = Item(-1, "Ready?", "yes", "exact", {})
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Questions that are asked at the same time, each with its seed, in one setting after the other."""
+def chosen_settings(named: Sequence[str], served: Sequence[Setting]) -> list[Setting]:
+    """The settings `named`, each once, or else all models and then all topologies. Raises UnknownModel."""
+    known = {one.name: one for one in served}
+    for name in named:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            remedy = f"It serves: {', '.join(known) or 'nothing'}."
+            raise UnknownModel(f"The router serves no {name!r}.{hint}", remedy=remedy)
+    every = [one for kind in ("model", "topology") for one in served if one.kind == kind]
+    return [known[name] for name in dict.fromkeys(named)] or every
 
-    asked: tuple[tuple[Item, int], ...]
-    settings: tuple[Setting, ...]
+
+def baseline_of(settings: Sequence[Setting], named: str | None) -> Setting:
+    """The setting that the others are compared with: the one named, the first topology, or the first."""
+    if named is None:
+        return next((one for one in settings if one.kind == "topology"), settings[0])
+    for one in settings:
+        if one.name == named:
+            return one
+    known = ", ".join(one.name for one in settings)
+    raise ConfigError(f"the baseline {named!r} is not among the settings.", remedy=f"They are: {known}.")
+
+
+Asked = tuple[tuple[Item, int], ...]
+"""Questions that are asked at the same time, each with its seed."""
 
 
 def rounds_of(
     items: Sequence[Item], seeds: Sequence[int], settings: Sequence[Setting], *, at_once: int = 1
-) -> list[Round]:
-    """All rounds of `at_once` questions, every question once before the next seed begins.
+) -> Iterator[tuple[Asked, Sequence[Setting]]]:
+    """Rounds of `at_once` questions, in one setting after the other, every question once before the next seed begins.
 
     Each round begins with another setting: what comes first finds other caches and another machine than what comes
     last. Two settings are never asked at the same time, so that neither slows the other.
     """
-    groups = [
-        tuple((item, seed) for item in items[begin : begin + at_once])
-        for seed in seeds
-        for begin in range(0, len(items), at_once)
-    ]
-    shifts = [number % len(settings) for number in range(len(groups))]
-    return [Round(group, (*settings[by:], *settings[:by])) for group, by in zip(groups, shifts, strict=True)]
+    begins = product(seeds, range(0, len(items), at_once))
+    for number, (seed, begin) in enumerate(begins):
+        by = number % len(settings)
+        yield tuple((item, seed) for item in items[begin : begin + at_once]), (*settings[by:], *settings[:by])
 
 
 def request_seed(seed: int, question: int) -> int:
@@ -60,24 +75,6 @@ async def asked(client: Client, setting: Setting, item: Item, seed: int, options
         reply = await client.ask(request_body(setting, item, seed, options))
     except ShellRouterError as error:
         return Record(item.index, seed, setting.name, right=False, stated=None, latency_s=0.0, error=str(error))
-    return _graded(setting, item, seed, reply)
-
-
-def request_body(setting: Setting, item: Item, seed: int, options: EvaluationOptions) -> dict[str, Any]:
-    """What a router is asked."""
-    sampling: Mapping[str, Any] = {"temperature": options.temperature}
-    if setting.kind != "topology":
-        sampling = {"temperature": options.temperature or 0.0, "max_tokens": options.max_tokens}
-    return {
-        "model": setting.name,
-        "messages": [{"role": "user", "content": item.question}],
-        "seed": request_seed(seed, item.index),
-        **({"metadata": dict(item.labels)} if item.labels else {}),
-        **{name: value for name, value in sampling.items() if value is not None},
-    }
-
-
-def _graded(setting: Setting, item: Item, seed: int, reply: Reply) -> Record:
     value = read_answer(reply.text, item.grader)
     return Record(
         item.index,
@@ -93,39 +90,18 @@ def _graded(setting: Setting, item: Item, seed: int, reply: Reply) -> Record:
     )
 
 
-@dataclass(slots=True)
-class Evaluation:
-    """What is known so far of one run: records in the order in which they were made."""
-
-    options: EvaluationOptions
-    items: Sequence[Item]
-    served: Sequence[Setting]
-    settings: Sequence[Setting]
-    baseline: Setting
-    records: list[Record] = field(default_factory=list)
-
-    @property
-    def wanted(self) -> int:
-        """How many records there will be."""
-        return len(self.items) * len(self.options.seeds) * len(self.settings)
-
-    def report(self) -> Report:
-        """The records so far, summed up."""
-        options, names = self.options, tuple(one.name for one in self.settings)
-        engine, simulated = engines_of(self.settings, self.served)
-        return Report(
-            data=f"{options.data.name}, {len(self.items)} questions",
-            engine=engine,
-            simulated=simulated,
-            settings=names,
-            baseline=self.baseline.name,
-            seeds=options.seeds,
-            concurrency=options.concurrency,
-            sampling={"temperature": options.temperature, "max_tokens": options.max_tokens},
-            asked=len(self.records),
-            wanted=self.wanted,
-            rows=rows_of(self.records, names, self.baseline.name),
-        )
+def request_body(setting: Setting, item: Item, seed: int, options: EvaluationOptions) -> dict[str, Any]:
+    """What a router is asked."""
+    sampling: Mapping[str, Any] = {"temperature": options.temperature}
+    if setting.kind != "topology":
+        sampling = {"temperature": options.temperature or 0.0, "max_tokens": options.max_tokens}
+    return {
+        "model": setting.name,
+        "messages": [{"role": "user", "content": item.question}],
+        "seed": request_seed(seed, item.index),
+        **({"metadata": dict(item.labels)} if item.labels else {}),
+        **{name: value for name, value in sampling.items() if value is not None},
+    }
 
 
 async def run_evaluation(options: EvaluationOptions) -> Report:
@@ -153,22 +129,35 @@ async def evaluate(
     """The same of `items`, with a router that runs; models are listed in this `order`, others last."""
     served = sorted(await client.served(), key=lambda one: order.index(one.name) if one.name in order else len(order))
     settings = chosen_settings(options.settings, served)
-    evaluation = Evaluation(options, items, served, settings, baseline_of(settings, options.baseline))
+    baseline = baseline_of(settings, options.baseline).name
+    wanted = len(items) * len(options.seeds) * len(settings)
+    records: list[Record] = []
     try:
-        await _ask_all(client, evaluation, console)
+        await _ask_all(client, items, settings, options, records, console)
     finally:
-        if evaluation.records:
-            report = evaluation.report()
+        if records:
+            names = tuple(one.name for one in settings)
+            report = Report(
+                data=f"{options.data.name}, {len(items)} questions",
+                engine=engines_of(settings, served),
+                settings=names,
+                baseline=baseline,
+                seeds=options.seeds,
+                concurrency=options.concurrency,
+                sampling={"temperature": options.temperature, "max_tokens": options.max_tokens},
+                asked=len(records),
+                wanted=wanted,
+                rows=rows_of(records, names, baseline),
+            )
             for table in tables(report):
                 console.print(table)
             if options.json is not None:
                 content = orjson.dumps(report.as_json(), option=orjson.OPT_INDENT_2) + b"\n"
                 _write("--json", options.json, "wb", content)
-    errors = [record.error for record in evaluation.records if record.error]
-    if len(errors) > len(evaluation.records) / 2:
-        answers = len(evaluation.records)
-        raise ShellRouterError(f"{len(errors)} of {answers} requests failed, the first one with: {errors[0]}")
-    return evaluation.report()
+    errors = [record.error for record in records if record.error]
+    if len(errors) > len(records) / 2:
+        raise ShellRouterError(f"{len(errors)} of {len(records)} requests failed, the first one with: {errors[0]}")
+    return report
 
 
 def _write(option: str, file: Path, mode: str, content: bytes) -> None:
@@ -179,34 +168,35 @@ def _write(option: str, file: Path, mode: str, content: bytes) -> None:
         raise ConfigError(f"{option} {file}: {error.strerror}.", remedy="Name a file that you may write.") from error
 
 
-async def _ask_all(client: Client, evaluation: Evaluation, console: Console) -> None:
-    """Fill the evaluation's records, round by round; each round's are in the file before the next begins."""
-    options, settings, records = evaluation.options, evaluation.settings, evaluation.records
+async def _ask_all(
+    client: Client,
+    items: Sequence[Item],
+    settings: Sequence[Setting],
+    options: EvaluationOptions,
+    records: list[Record],
+    console: Console,
+) -> None:
+    """Add to `records`, round by round; each round's are in the file before the next begins."""
     if options.records is not None:
         _write("--records", options.records, "wb", b"")
     for setting in settings:  # an engine's first batches pay for what is done only once
         await asked(client, setting, WARM_UP, 0, options)
-    console.print(f"Asking {len(evaluation.items)} questions in {len(settings)} settings: {evaluation.wanted} answers.")
-    with _progress(console, evaluation.wanted) as advance:
+    answers = len(items) * len(options.seeds) * len(settings)
+    console.print(f"Asking {len(items)} questions in {len(settings)} settings: {answers} answers.")
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("answers", total=answers)
 
         async def ask(setting: Setting, item: Item, seed: int) -> None:
             records.append(await asked(client, setting, item, seed, options))
-            advance()
+            progress.advance(task)
 
-        for turn in rounds_of(evaluation.items, options.seeds, settings, at_once=options.concurrency):
+        for questions, order in rounds_of(items, options.seeds, settings, at_once=options.concurrency):
             written = len(records)
-            for setting in turn.settings:
+            for setting in order:
                 async with asyncio.TaskGroup() as tasks:
-                    for item, seed in turn.asked:
+                    for item, seed in questions:
                         tasks.create_task(ask(setting, item, seed))
             if options.records is not None:
                 lines = b"".join(orjson.dumps(record) + b"\n" for record in records[written:])
                 _write("--records", options.records, "ab", lines)
-
-
-@contextmanager
-def _progress(console: Console, answers: int) -> Iterator[Callable[[], None]]:
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("answers", total=answers)
-        yield lambda: progress.advance(task)

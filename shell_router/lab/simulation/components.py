@@ -9,8 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import orjson
-
 from shell_router.config.write import write_measured
 from shell_router.errors import ComponentTooLarge, ConfigError, DataError
 from shell_router.experts.components import Component, ComponentPool, ExecutorSettings, Policies, Request
@@ -26,6 +24,7 @@ from shell_router.experts.components.splitting import CASUAL_SHARE, memory_split
 from shell_router.experts.components.torch_components import TorchComponents, components_in, sample_of, torch_components
 from shell_router.experts.components.usage import ChainRule, Usage, check_chain, rules_of, usage_of
 from shell_router.lab.simulation.virtual_time import run_virtual
+from shell_router.topology.document import read_json_lines
 
 FORM = 'Write one object per line: {"chain": ["type-7", "detector-3"]}.'
 
@@ -35,31 +34,22 @@ def read_chains(file: Path, known: Collection[str]) -> list[tuple[str, ...]]:
 
     Raises DataError, with file and line, for the first line that is none, and for a file without any.
     """
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}.", remedy="Name a JSONL file of chains.") from error
-    found = [_chain(line, f"{file}:{number}", known) for number, line in enumerate(lines, 1) if line.strip()]
+    found = [_chain(line.get("chain"), where, known) for where, line in read_json_lines(file, FORM)]
     if not found:
         raise DataError(f"{file} holds no chain.", remedy=FORM)
     return found
 
 
-def _chain(line: bytes, at: str, known: Collection[str]) -> tuple[str, ...]:
+def _chain(chain: Any, where: str, known: Collection[str]) -> tuple[str, ...]:
+    if not isinstance(chain, list) or not all(isinstance(name, str) for name in chain):
+        raise DataError(f"{where}: this is no chain: it must be a list of names.", remedy=FORM)
     try:
-        chain = orjson.loads(line)["chain"]
-        if not isinstance(chain, list) or not all(isinstance(name, str) for name in chain):
-            raise TypeError("chain must be a list of names")
         check_chain(chain)
     except ConfigError as error:
-        raise DataError(f"{at}: {error}") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{at}: this is no chain ({error}).", remedy=FORM) from error
-    for name in chain:
-        if name not in known:
-            raise DataError(
-                f"{at}: there is no component {name!r}.", remedy="Name those whose weights are in the folder."
-            )
+        raise DataError(f"{where}: {error}") from error
+    if unknown := next((name for name in chain if name not in known), None):
+        remedy = "Name those whose weights are in the folder."
+        raise DataError(f"{where}: there is no component {unknown!r}.", remedy=remedy)
     return tuple(chain)
 
 

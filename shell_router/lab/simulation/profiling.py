@@ -1,21 +1,32 @@
-"""Times a model's requests on an engine that has nothing else to do, through the contract that the router asks by.
+"""`shell-router profile`: a deployment's models measured one after the other, and written to a file of profiles.
 
+A model's requests are timed on an engine that has nothing else to do, through the contract that the router asks by.
 Every round times all kinds of requests once, so that a machine whose speed drifts slows all of them; the first round
 warms up. Of each kind the median counts.
 """
 
 import asyncio
+import os
 import random
+import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil
+from pathlib import Path
 
-from shell_router.core.engine import Engine, Generation, Tokens
+from shell_router.app.launching import launched_engines, plan_launch
+from shell_router.app.models import running_models
+from shell_router.app.wings import load_config
+from shell_router.config import Config, ModelSettings
+from shell_router.config.write import write_measured
+from shell_router.core.engine import Engine, Generation, ServedModel, Tokens
 from shell_router.core.statistics import Timing, fitted_costs, held_out_error
 from shell_router.errors import ConfigError
-from shell_router.standins.simulated import PairCosts, PrefillCosts, TransferCosts
+from shell_router.lab.simulation.settings import load_profiles
+from shell_router.standins.embedded.settings import EmbeddedSection, EmbeddedSettings
+from shell_router.standins.simulated import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
 from shell_router.standins.simulated.costs import attended_pairs
 
 DRAWN = {"temperature": 0.7, "top_p": 0.95}
@@ -93,12 +104,6 @@ class ProfiledCosts:
     costs: PairCosts
     errors: Mapping[str, float]
 
-    @property
-    def error_words(self) -> str:
-        """The errors for people."""
-        known = ", ".join(f"{what} {error:.1%}" for what, error in self.errors.items())
-        return f"mean relative error on what the costs were not fitted to: {known or 'not known, too little was timed'}"
-
 
 def fitted_pair(
     prefills: Sequence[Timing], firsts: Sequence[Timing], decodes: Sequence[Timing], limits: PairCosts
@@ -173,7 +178,9 @@ class Timings:
         shortest, *longer = self.amount.lengths
         for length in self.amount.lengths:
             await self._prefill([], length)
-            await self._first_token(length)
+            begun_s = self.clock()
+            await self._arrivals(self._request(self._prompt(length)))
+            self._firsts[length].append(self.clock() - begun_s)
         for before in longer:
             prefix = self._prompt(before - shortest)
             await self.engine.prefill(self._request(prefix))
@@ -191,11 +198,6 @@ class Timings:
         new_tokens = done.prompt_tokens - done.cached_tokens
         timing = prefill_timing(done.cached_tokens, new_tokens, seconds, self.limits.prefill)
         self._prefills[len(prefix), new].append(timing)
-
-    async def _first_token(self, length: int) -> None:
-        begun_s = self.clock()
-        await self._arrivals(self._request(self._prompt(length), new_tokens=1))
-        self._firsts[length].append(self.clock() - begun_s)
 
     async def _decode(self, sequences: int, length: int) -> None:
         """The prompts of a batch are prefilled beforehand, so that its sequences begin at nearly the same time."""
@@ -251,14 +253,147 @@ def together(outputs: Sequence[Arrivals], prompt_tokens: int) -> Timing | None:
     if len(counted) < 2:
         return None
     (begun_s, begun), (ended_s, ended) = counted[0], counted[-1]
-    context = sum(prompt_tokens + _come_by(arrivals, begun_s) for arrivals in outputs)
+    written = [max(come for came_s, come in arrivals if came_s <= begun_s) for arrivals in outputs]
+    context = len(outputs) * prompt_tokens + sum(written)
     return decode_timing(len(outputs), context, ended - begun, ended_s - begun_s)
-
-
-def _come_by(arrivals: Arrivals, at_s: float) -> int:
-    return max(come for came_s, come in arrivals if came_s <= at_s)
 
 
 def _middle(timings: Sequence[Timing]) -> Timing:
     """That of the median seconds per first term, which are passes or steps; of two in the middle the lower."""
     return sorted(timings, key=lambda one: one.seconds / one.terms[0])[(len(timings) - 1) // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledModel:
+    """A model on one pair, what serves it in words, and the pair's limits as costs that take no time."""
+
+    served: ServedModel
+    engine: str
+    vocabulary: int
+    limits: PairCosts
+
+
+@asynccontextmanager
+async def profiled_models(
+    config: Config, aliases: Collection[str], name: str, machine: str | None, on_progress: Callable[[str], None]
+) -> AsyncIterator[Mapping[str, ProfiledModel]]:
+    """The models `aliases`, or all where it is empty, each on its first pair; `on_progress` gets a line per step.
+
+    Embedded pairs are started, and pairs with `launch`, on `machine`, as `shell-router launch` does under `name`;
+    others are expected to run. Raises ConfigError and EngineError.
+    """
+    wanted = with_one_pair_each(config, aliases)
+    async with AsyncExitStack() as stack:
+        if any(pair.launch for model in wanted.models.values() for pair in model.pairs):
+            planned = plan_launch(wanted, name, machine, os.environ)
+            on_progress(f"starting {len(planned.engines)} engines; their logs are in {planned.folder}")
+            await stack.enter_async_context(launched_engines(planned))
+            wanted = planned.config
+        running = await stack.enter_async_context(running_models(wanted, on_progress))
+        yield {
+            alias: ProfiledModel(model.served, model.engine.name, model.vocabulary, limits_of(wanted.models[alias]))
+            for alias, model in running.items()
+        }
+
+
+def with_one_pair_each(config: Config, aliases: Collection[str]) -> Config:
+    """The deployment with these models, or all where `aliases` is empty, none of them on several pairs.
+
+    An engine that ends stays down: what it did not live through was not measured. Raises ConfigError.
+    """
+    if unknown := sorted(set(aliases) - config.models.keys()):
+        raise ConfigError(
+            f"The deployment has no model {', '.join(unknown)}.", remedy=f"Choose from: {', '.join(config.models)}."
+        )
+    models = {
+        alias: replace(model, pairs=model.pairs[:1])
+        for alias, model in config.models.items()
+        if alias in aliases or not aliases
+    }
+    return replace(config, models=models, launch=replace(config.launch, restart_limit=0))
+
+
+def limits_of(model: ModelSettings) -> PairCosts:
+    """Those of an embedded pair as the deployment sets them; SGLang's defaults for others."""
+    if model.pairs:
+        return PairCosts(PrefillCosts(0.0, 0.0), DecodeCosts(0.0))
+    section = model.engine.get("embedded") or EmbeddedSection()
+    chunk_tokens = EmbeddedSettings(model_path="").chunked_prefill_size
+    return PairCosts(
+        PrefillCosts(0.0, 0.0, chunk_tokens=chunk_tokens, prompts=1, cache_tokens=section.max_total_tokens),
+        DecodeCosts(0.0, cache_tokens=section.max_total_tokens, max_batch_size=section.max_running_requests),
+    )
+
+
+HEAD = "# What engines cost, in seconds: docs/how-to/simulate.md explains the terms.\n"
+
+
+def require_extensible(file: Path) -> None:
+    """Raise ConfigError where `file` is there and holds no profiles, or where it cannot be written."""
+    if file.is_dir() or not file.parent.is_dir():
+        raise ConfigError(f"{file} cannot be written.", remedy="Name a file in a folder that is there.")
+    if file.exists():
+        load_profiles(file)
+
+
+def write_profile(file: Path, model: str, found: ProfiledCosts, amount: Amount, on: str) -> None:
+    """Put a model's profile in `file`, in the place of one it has there; `on` says when and on what it was measured.
+
+    Raises ConfigError.
+    """
+    lengths, batches = (", ".join(map(str, some)) for some in (amount.lengths, amount.batches))
+    how = f"medians of {amount.rounds} rounds, prompts of {lengths} tokens, batches of {batches}"
+    known = ", ".join(f"{what} {error:.1%}" for what, error in found.errors.items())
+    off = f"mean relative error on what the costs were not fitted to: {known or 'not known, too little was timed'}"
+    said = {"measured": f"{on}: {how}; {off}"}
+    write_measured(file, "models", {model: {**said, **asdict(found.costs)}}, HEAD)
+
+
+def limited(known: PairCosts, given: Mapping[str, int | None]) -> PairCosts:
+    """`known` with the limits that are given in their place. Raises ConfigError for a number below 1."""
+    prefill, decode = (
+        {name: most for name, most in given.items() if most is not None and name in costs.__dataclass_fields__}
+        for costs in (known.prefill, known.decode)
+    )
+    return replace(known, prefill=replace(known.prefill, **prefill), decode=replace(known.decode, **decode))
+
+
+async def run_profile(
+    file: Path,
+    out: Path,
+    models: Sequence[str],
+    amount: Amount,
+    limits: Mapping[str, int | None],
+    machine: str | None,
+    date: str,
+    on_progress: Callable[[str], None],
+) -> None:
+    """Start the deployment of `file`, and measure its `models`, all where none is named; each profile goes to `out`.
+
+    `limits` of engines that the file does not have stand in the place of known ones. Prompts are drawn by the system:
+    engines may remember those of an earlier run. Raises ConfigError, if possible before anything starts, and
+    EngineError.
+    """
+    require_extensible(out)
+    config = load_config(file, os.environ, with_keys=False)
+    async with profiled_models(config, models, file.stem, machine, on_progress) as running:
+        for alias, model in running.items():
+            known = limited(model.limits, limits)
+            timed = amount.within(model.served.context_length, known)
+            on_progress(f"measuring {alias}: 1 round to warm up, {timed.rounds} that count")
+            vocabulary, draws, clock = model.vocabulary, random.Random(), time.perf_counter
+            found = await profiled(model.served.engine, timed, known, vocabulary=vocabulary, draws=draws, clock=clock)
+            write_profile(out, alias, found, timed, f"{date} on {model.engine}")
+            for line in _lines(alias, found):
+                on_progress(line)
+
+
+def _lines(alias: str, found: ProfiledCosts) -> Iterator[str]:
+    prefill, decode, transfer = found.costs.prefill, found.costs.decode, found.costs.transfer
+    for words, first_s, rest, work in (
+        ("prefill {} a pass", prefill.forward_s, f"{1e6 * prefill.token_s:.3g} us a token", "prefill"),
+        ("first token {} later", transfer.request_s, f"{1e6 * transfer.token_s:.3g} us a token", "first token"),
+        ("decode {} a step", decode.step_s, f"{1e6 * decode.sequence_s:.3g} us a sequence", "decode"),
+    ):
+        off = f" (held out: off by {found.errors[work]:.1%})" if work in found.errors else ""
+        yield f"{alias}: {words.format(f'{1e3 * first_s:.3g} ms')}, {rest}{off}"

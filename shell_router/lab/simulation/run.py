@@ -1,11 +1,12 @@
 """Runs a workload through the router's own code, on simulated engines, in virtual time."""
 
 import asyncio
+import gc
 import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -22,7 +23,7 @@ from shell_router.core.engine import (
 from shell_router.engines.dispatching import Monitor, engine_slot
 from shell_router.errors import ConfigError, ShellRouterError
 from shell_router.lab.simulation.settings import SimulatedModel, Simulation, Workload
-from shell_router.lab.simulation.virtual_time import run_virtual, uncollected
+from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.moa.executor import Executor
 from shell_router.moa.planning import role_of
 from shell_router.moa.requests import MoaRequest
@@ -182,8 +183,11 @@ def simulate(simulation: Simulation, topology: Topology, costs: Mapping[str, Pai
     for name, known in (("models", simulation.models), ("workload.outputs", simulation.workload.outputs)):
         if missing := sorted(wanted - known.keys()):
             raise ConfigError(f"{topology.name!r} needs {', '.join(missing)}.", remedy=f"Add them to {name}.")
-    with uncollected():
+    gc.disable()  # thousands of requests at a time live long, and leave no cycles
+    try:
         return run_virtual(_simulated(simulation, topology, costs, seed))
+    finally:
+        gc.enable()
 
 
 def _probed(prefill: PrefillCosts, few: int = 1, many: int = 256) -> PrefillCost:
@@ -221,8 +225,8 @@ async def _simulated(
         cache = await stack.enter_async_context(MemoryAgentPromptCache(clock=loop.time, ttl_s=math.inf))
         for fleet in fleets.values():
             await stack.enter_async_context(fleet.followed())
-        client = _Client(simulation, topology, outputs, Executor(models, cache, embedder, clock=loop.time), seed)
-        await client.ask_all()
+        executor = Executor(models, cache, embedder, clock=loop.time)
+        runs = await _ask_all(simulation, topology, outputs, executor, seed)
     elapsed_s = loop.time()
     uses = tuple(
         EngineUse(
@@ -237,7 +241,7 @@ async def _simulated(
         for fleet in fleets.values()
         for pair in fleet.pairs
     )
-    return Simulated(topology, elapsed_s, tuple(client.runs[number] for number in sorted(client.runs)), uses)
+    return Simulated(topology, elapsed_s, runs, uses)
 
 
 def _pairs(
@@ -265,55 +269,49 @@ def _pairs(
     ]
 
 
-@dataclass(slots=True)
-class _Client:
-    """Asks the workload's questions as they arrive."""
+async def _ask_all(
+    simulation: Simulation, topology: Topology, outputs: Outputs, executor: Executor, seed: int
+) -> tuple[Run, ...]:
+    """Ask one after the other, by several clients, or at random times; return when all are answered."""
+    workload, clock = simulation.workload, asyncio.get_running_loop().time
+    runs: dict[int, Run] = {}
+    pieces = {"stream_interval": topology.root.sampling.get("stream_interval", UNSTREAMED_INTERVAL)}
 
-    simulation: Simulation
-    topology: Topology
-    outputs: Outputs
-    executor: Executor
-    seed: int
-    runs: dict[int, Run] = field(default_factory=dict)
-
-    async def ask_all(self) -> None:
-        """Ask one after the other, by several clients, or at random times; return when all are answered."""
-        workload = self.simulation.workload
-        async with asyncio.TaskGroup() as group:
-            if workload.arrivals in ("one_by_one", "closed"):
-                numbers = iter(range(workload.requests))
-                for _ in range(1 if workload.arrivals == "one_by_one" else workload.clients):
-                    group.create_task(self._ask_each(numbers))
-                return
-            draws = random.Random(f"{self.seed}/arrivals")
-            for number in range(workload.requests):
-                if number:
-                    await asyncio.sleep(draws.expovariate(workload.per_s))
-                group.create_task(self._ask(number))
-
-    async def _ask_each(self, numbers: Iterator[int]) -> None:
-        for number in numbers:
-            await self._ask(number)
-
-    async def _ask(self, number: int) -> None:
-        loop, topology, name = asyncio.get_running_loop(), self.topology, f"q{number}"
+    async def ask(number: int) -> None:
+        name = f"q{number}"
         trace = Trace(
             name,
             tenant="simulation",
             target=topology.name,
             root=topology.root.id,
-            started_s=loop.time(),
-            wall_s=loop.time(),
+            started_s=clock(),
+            wall_s=clock(),
             precursors={agent.id: agent.precursors for agent in topology.agents.values()},
         )
-        asked = ({"role": "user", "content": self.outputs.question(name)},)
-        pieces = {"stream_interval": topology.root.sampling.get("stream_interval", UNSTREAMED_INTERVAL)}
-        timeout_s = self.simulation.timeout_s
-        request = MoaRequest(name, "simulation", asked, sampling=pieces, seed=number, timeout_s=timeout_s)
+        asked = ({"role": "user", "content": outputs.question(name)},)
+        limit_s = simulation.timeout_s
+        request = MoaRequest(name, "simulation", asked, sampling=pieces, seed=number, timeout_s=limit_s)
         error = ""
         try:
-            await self.executor.run(topology, request, trace.add)
+            await executor.run(topology, request, trace.add)
         except ShellRouterError as failed:
             error = str(failed)
-        trace.ended(loop.time(), "failed" if error else "finished", error)
-        self.runs[number] = Run(trace.as_json(), error)
+        trace.ended(clock(), "failed" if error else "finished", error)
+        runs[number] = Run(trace.as_json(), error)
+
+    async def ask_each(numbers: Iterator[int]) -> None:
+        for number in numbers:
+            await ask(number)
+
+    async with asyncio.TaskGroup() as group:
+        if workload.arrivals == "poisson":
+            draws = random.Random(f"{seed}/arrivals")
+            for number in range(workload.requests):
+                if number:
+                    await asyncio.sleep(draws.expovariate(workload.per_s))
+                group.create_task(ask(number))
+        else:
+            numbers = iter(range(workload.requests))
+            for _ in range(1 if workload.arrivals == "one_by_one" else workload.clients):
+                group.create_task(ask_each(numbers))
+    return tuple(runs[number] for number in sorted(runs))

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from shell_router.config.read import read_file
 from shell_router.errors import ConfigError, require
-from shell_router.lab.simulation.roofline import Count, Gpu, Positive, Roofline, Seconds, costs_of
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.standins.simulated import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.standins.simulated.costs import Count, Gpu, Positive, Roofline, Seconds, costs_of
 from shell_router.topology import Topology, load_topology
 from shell_router.topology.forms import Number
 
@@ -219,18 +219,18 @@ def load(file: Path) -> Loaded:
             where = f"{simulation.profiles}: models.{model.profile}"
             raise ConfigError(f"{where}: {error.args[0]}", remedy=error.remedy) from error
     topologies = [load_topology(one, models=simulation.models) for one in simulation.topologies]
-    if simulation.max_new_tokens is not None:
-        topologies = [widened(topology, simulation.max_new_tokens) for topology in topologies]
+    if (most := simulation.max_new_tokens) is not None:
+        topologies = [
+            replace(
+                topology,
+                agents={
+                    name: replace(agent, sampling={**agent.sampling, "max_new_tokens": most})
+                    for name, agent in topology.agents.items()
+                },
+            )
+            for topology in topologies
+        ]
     by_name = {topology.name: topology for topology in topologies}
     if len(by_name) < len(topologies):
         raise ConfigError(f"{file}: two of the topologies have one name.", remedy="Rename one.")
     return Loaded(simulation, by_name, costs)
-
-
-def widened(topology: Topology, max_new_tokens: int) -> Topology:
-    """The topology with another limit to all outputs."""
-    agents = {
-        name: replace(agent, sampling={**agent.sampling, "max_new_tokens": max_new_tokens})
-        for name, agent in topology.agents.items()
-    }
-    return replace(topology, agents=agents)

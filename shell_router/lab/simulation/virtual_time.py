@@ -5,11 +5,9 @@ Here there is none: the selector never waits, and executors run in place.
 """
 
 import asyncio
-import gc
 import selectors
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
@@ -75,15 +73,3 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end in virtual time. Raises Stuck where it never would."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Rest Python's garbage collector: thousands of requests at a time live long, and leave no cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -15,7 +15,7 @@ from shell_router.errors import InvalidRequest
 from shell_router.standins.embedded.kv_transfer import KvClient, KvTransferError, Prefilled
 from shell_router.standins.embedded.model import CausalLm, SlotKv
 from shell_router.standins.embedded.output import Output, Piece, abort_reason
-from shell_router.standins.embedded.sampling import BatchSampler
+from shell_router.standins.embedded.sampling import BatchSampler, Draw, Drawn
 from shell_router.standins.embedded.service import Inflight, Loads, Service
 from shell_router.standins.embedded.settings import EmbeddedSettings
 from shell_router.standins.embedded.wire import GenerateRequest
@@ -48,23 +48,6 @@ class DecodeJob:
         left = self.inflight.request.max_new_tokens - self.output.draw.position
         return self.drafter.propose(min(MOST_DRAFTED, left - 1))
 
-    def check(self) -> None:
-        """Take note of what came with the KV. Raises `KvTransferError` where it is not the request's."""
-        assert self.prefilled is not None
-        tokens, wanted = self.prefilled.kv.shape[3], len(self.inflight.request.input_ids)
-        if tokens != wanted:
-            raise KvTransferError(f"the room holds {tokens} tokens, not {wanted}")
-        self.inflight.cached_tokens = self.prefilled.cached_tokens
-
-
-Drawn = tuple[int, float | None]
-"""A token, and its log-probability where that is asked for."""
-
-
-def _drawn(sampler: BatchSampler, logits: Tensor) -> list[Drawn]:
-    tokens, logprobs = sampler(logits)
-    return [(token, logprobs[row] if logprobs else None) for row, token in enumerate(tokens)]
-
 
 @dataclass(slots=True)
 class DecodeWorker:
@@ -96,18 +79,16 @@ class DecodeWorker:
         """Take the first token, and a row if there is more to come. Where there is no memory for it, it fails alone."""
         prefilled, job.prefilled = job.prefilled, None
         assert prefilled is not None
-        piece = self._accept(job, prefilled.token_id, prefilled.logprob)
-        if piece.finish_reason is None:
-            try:
-                self._occupy(job, prefilled.kv)
-            except (RuntimeError, MemoryError) as error:  # torch says RuntimeError where there is no memory left
-                logger.exception("There is no memory to decode a request in; it is given up")
-                self._news[-1] = job, Piece(finish_reason=abort_reason(f"{type(error).__name__}: {error}", 500))
-
-    def _occupy(self, job: DecodeJob, kv: Tensor) -> None:
+        if self._accept(job, prefilled.token_id, prefilled.logprob).finish_reason is not None:
+            return
         request, row = job.inflight.request, len(self._active)
-        self.slots.ensure(row + 1, len(request.input_ids) + request.max_new_tokens)
-        self.slots.fill(row, kv)
+        try:
+            self.slots.ensure(row + 1, len(request.input_ids) + request.max_new_tokens)
+            self.slots.fill(row, prefilled.kv)
+        except (RuntimeError, MemoryError) as error:  # torch says RuntimeError where there is no memory left
+            logger.exception("There is no memory to decode a request in; it is given up")
+            self._news[-1] = job, Piece(finish_reason=abort_reason(f"{type(error).__name__}: {error}", 500))
+            return
         # a grammar reads what has been written, not what might have been
         if request.sampling.drafts is not None and request.sampling.grammar is None:
             job.drafter = Drafter(request.input_ids, request.sampling.drafts)
@@ -142,7 +123,12 @@ class DecodeWorker:
         drafts = [draft[: width - 1] for draft in drafts]
         began_s = self.clock()
         logits = self._forward(drafts, width)
-        written = self._verify(logits, drafts) if width > 1 else [[one] for one in self._draw(logits[:, 0])]
+        if width > 1:
+            written = self._verify(logits, drafts)
+        else:
+            if self._sampler is None:  # the same until the batch changes
+                self._sampler = self._sampler_of([job.output.draw for job in self._active])
+            written = [[one] for one in self._sampler(logits[:, 0])]
         ended = [row for row in range(rows) if self._write(self._active[row], drafts[row], written[row])]
         for row in reversed(ended):
             self._vacate(row)
@@ -150,8 +136,6 @@ class DecodeWorker:
 
     def _forward(self, drafts: Sequence[Sequence[int]], width: int) -> Tensor:
         """Logits `[rows, width, vocab]` after each row's last token and its draft."""
-        if self._sampler is None:
-            self._prepare()
         device = self.lm.kv_shape.device
         ids = [
             [job.output.draw.output_ids[-1], *draft, *[0] * (width - 1 - len(draft))]
@@ -160,10 +144,9 @@ class DecodeWorker:
         positions = torch.tensor([job.stored_tokens for job in self._active], device=device)
         return self.lm.decode(self.slots, torch.tensor(ids, device=device), positions)
 
-    def _draw(self, logits: Tensor) -> list[Drawn]:
-        """One token for each row, by its logits `[rows, vocab]`."""
-        assert self._sampler is not None
-        return _drawn(self._sampler, logits)
+    def _sampler_of(self, draws: Sequence[Draw]) -> BatchSampler:
+        with_logprobs = any(job.inflight.request.return_logprob for job in self._active)
+        return BatchSampler(draws, with_logprobs=with_logprobs, rng=self.rng)
 
     def _verify(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[list[Drawn]]:
         """For each row the tokens up to, and with, the first that is not the drafted one.
@@ -173,23 +156,13 @@ class DecodeWorker:
         """
         places = [(row, place) for row, draft in enumerate(drafts) for place in range(len(draft) + 1)]
         draws = [self._active[row].output.draw.after(drafts[row][:place]) for row, place in places]
-        sampler = BatchSampler(draws, with_logprobs=self._with_logprobs, rng=self.rng)
         rows, columns = zip(*places, strict=True)
-        drawn = iter(_drawn(sampler, logits[list(rows), list(columns)]))
+        drawn = iter(self._sampler_of(draws)(logits[list(rows), list(columns)]))
         found = []
         for draft in drafts:
             row = [next(drawn) for _ in range(len(draft) + 1)]
             found.append(row[: matching(draft, [token for token, _ in row]) + 1])
         return found
-
-    @property
-    def _with_logprobs(self) -> bool:
-        return any(job.inflight.request.return_logprob for job in self._active)
-
-    def _prepare(self) -> None:
-        """What stays the same until the batch changes."""
-        draws = [job.output.draw for job in self._active]
-        self._sampler = BatchSampler(draws, with_logprobs=self._with_logprobs, rng=self.rng)
 
     def _write(self, job: DecodeJob, draft: Sequence[int], written: Sequence[Drawn]) -> bool:
         """Add what a pass wrote to the request's output; whether that ended it."""
@@ -249,11 +222,18 @@ class DecodeService(Service[DecodeJob, Piece]):
             async with self._capacity.hold(len(request.input_ids) + request.max_new_tokens):
                 inflight.transferring = True
                 output = Output.of(request, self._lm, inflight.grammar)
-                job = DecodeJob(inflight, output, await self._kv.fetch(*room))
+                prefilled = await self._kv.fetch(*room)
                 inflight.transferring = False
-                job.check()
+                if (tokens := prefilled.kv.shape[3]) != len(request.input_ids):
+                    raise KvTransferError(f"the room holds {tokens} tokens, not {len(request.input_ids)}")
+                inflight.cached_tokens = prefilled.cached_tokens
                 taken = True
-                await self._decode(job)
+                job = DecodeJob(inflight, output, prefilled)
+                self.thread.submit(job)
+                try:
+                    await asyncio.Event().wait()  # until its reader has its last piece and cancels
+                finally:
+                    self.thread.drop(job)
         except KvTransferError as error:
             taken = True
             inflight.fail(f"Decode transfer failed for request {request.rid} room_id={room[2]} with exception {error}")
@@ -269,11 +249,3 @@ class DecodeService(Service[DecodeJob, Piece]):
             decode_prealloc=self._capacity.waiting,
             decode_transfer=self.inflight.transferring,
         )
-
-    async def _decode(self, job: DecodeJob) -> None:
-        """Keep the request in the batch until its reader has its last piece and cancels."""
-        self.thread.submit(job)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.thread.drop(job)

@@ -8,11 +8,10 @@ async with EmbeddedFleet({"small": EmbeddedSettings(model_path="…")}) as fleet
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 from shell_router.engines.address import PairAddress
 from shell_router.errors import EngineUnreachable
@@ -44,14 +43,15 @@ class EmbeddedPair:
     @property
     def address(self) -> PairAddress:
         """Where the router finds it, now and after restarts."""
-        return PairAddress(self.prefill.url, self.decode.url, self.settings.host, self.prefill.bootstrap_port)
+        prefill = self.prefill
+        return PairAddress(prefill.url, self.decode.url, self.settings.host, prefill.settings.bootstrap_port)
 
     @property
     def alive(self) -> bool:
         return self.prefill.alive and self.decode.alive
 
 
-class EmbeddedFleet(Mapping[str, EmbeddedPair]):
+class EmbeddedFleet:
     """Several pairs by alias, started together: one process imports torch, the servers are forks of it.
 
     `start` returns when all answer, and raises `EngineUnreachable` when one cannot start or `start_limit_s` passes;
@@ -70,18 +70,17 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         spawner: Spawner | None = None,
     ) -> None:
-        self._settings = dict(pairs)
         self._start_limit_s = start_limit_s
         self._on_progress = on_progress
         self._policy = policy
         self._sleep = sleep
         self._spawner = spawner or Spawner()
         self._owns_spawner = spawner is None
-        self._pairs: dict[str, EmbeddedPair] = {}
         self._started: dict[str, EmbeddedServer] = {}
         """The latest process of each server, ready or not."""
         self._servers: dict[str, EmbeddedServer] = {}
         """The latest that was ready."""
+        self._pairs = {alias: EmbeddedPair(alias, settings, self._servers) for alias, settings in pairs.items()}
         self._restarted_s: dict[str, list[float]] = {
             f"{alias}/{mode}": [] for alias in pairs for mode in ("prefill", "decode")
         }
@@ -89,12 +88,6 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
 
     def __getitem__(self, alias: str) -> EmbeddedPair:
         return self._pairs[alias]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pairs)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
 
     @property
     def spawner_pid(self) -> int | None:
@@ -114,24 +107,21 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self) -> None:
         try:
             async with asyncio.timeout(self._start_limit_s):
                 await self._start_all()
-        except TimeoutError as error:
-            await self._give_up()
+        except BaseException as error:
+            await self._end(at_once=True)  # nothing has served yet, so nothing has to end in order
+            if not isinstance(error, TimeoutError):
+                raise
             raise EngineUnreachable(
                 f"The embedded pairs were not ready within {self._start_limit_s:g} s.",
                 remedy="Use a smaller model or a longer limit.",
             ) from error
-        except BaseException:
-            await self._give_up()
-            raise
 
     async def stop(self) -> None:
         """End all servers: SIGTERM, then SIGKILL. Calling it twice is no error."""
@@ -141,19 +131,12 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
         try:
             await asyncio.gather(*keeping, return_exceptions=True)
         finally:
-            if self._owns_spawner:
-                await self._spawner.stop()
-            else:
-                await self._end_servers(signal.SIGTERM, signal.SIGKILL)
+            await self._end()
 
-    async def _give_up(self) -> None:
-        """Nothing has served yet, so nothing has to end in order."""
+    async def _end(self, *, at_once: bool = False) -> None:
         if self._owns_spawner:
-            await self._spawner.kill()
-        await self._end_servers(signal.SIGKILL)
-
-    async def _end_servers(self, *signals: signal.Signals) -> None:
-        for number in signals:
+            await self._spawner.stop(at_once=at_once)
+        for number in (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL):
             alive = [server for server in self._started.values() if server.alive]
             for server in alive:
                 server.signal(number)
@@ -163,12 +146,12 @@ class EmbeddedFleet(Mapping[str, EmbeddedPair]):
                         await server.dead.wait()
 
     async def _start_all(self) -> None:
-        await self._spawner.launch(partial(self._on_progress, "importing torch and transformers"))
-        for alias, settings in self._settings.items():
+        self._on_progress("importing torch and transformers")
+        await self._spawner.launch()
+        for alias, pair in self._pairs.items():
             for mode in ("prefill", "decode"):
-                self._start_server(f"{alias}/{mode}", ServerSettings(settings, mode))
+                self._start_server(f"{alias}/{mode}", ServerSettings(pair.settings, mode))
         await asyncio.gather(*(self._serves(server) for server in self._started.values()))
-        self._pairs = {alias: EmbeddedPair(alias, each, self._servers) for alias, each in self._settings.items()}
         for name, restarted_s in self._restarted_s.items():
             ended, start = partial(self._ended, name), partial(self._start_again, name)
             kept = keep_running(ended, start, restarted_s=restarted_s, policy=self._policy, sleep=self._sleep)
@@ -231,6 +214,3 @@ def how_ended(code: int) -> str:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
         return f"was ended by signal {-code}"
-
-
-__all__ = ["START_LIMIT_S", "EmbeddedFleet", "EmbeddedPair", "EmbeddedServer"]

@@ -10,7 +10,7 @@ from typing import ClassVar
 from shell_router.app.model_files import ModelFiles
 from shell_router.app.models import running_pairs
 from shell_router.app.wings import Progress, StartedEngine
-from shell_router.config import Config, ModelSettings
+from shell_router.config import Config
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.fleet import EmbeddedFleet
 from shell_router.standins.embedded.servers import Spawner
@@ -39,7 +39,16 @@ class Embedded:
         self, files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
     ) -> AsyncIterator[Mapping[str, StartedEngine]]:
         """See `EngineKind`."""
-        settings = {alias: embedded_settings(config.models[alias], files[alias], self._host) for alias in files}
+        settings = {
+            alias: EmbeddedSettings(
+                str(found.folder),
+                **asdict(config.models[alias].engine.get("embedded") or EmbeddedSection()),
+                context_length=found.context_length,
+                incremental_streaming_output=True,
+                host=self._host,
+            )
+            for alias, found in files.items()
+        }
         limit_s = config.limits.engine_start_s
         async with EmbeddedFleet(
             settings, start_limit_s=limit_s, on_progress=on_progress, spawner=self._spawner
@@ -55,15 +64,3 @@ class Embedded:
                     )
                     for alias, pool in pools.items()
                 }
-
-
-def embedded_settings(model: ModelSettings, files: ModelFiles, host: str) -> EmbeddedSettings:
-    """The settings of the model's servers, which listen on `host`."""
-    section = model.engine.get("embedded") or EmbeddedSection()
-    return EmbeddedSettings(
-        str(files.folder),
-        **asdict(section),
-        context_length=files.context_length,
-        incremental_streaming_output=True,
-        host=host,
-    )

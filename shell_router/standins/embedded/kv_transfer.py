@@ -39,15 +39,13 @@ class Prefilled:
     logprob: float | None
     input_logprobs: tuple[float | None, ...] = ()
 
-    def headers(self) -> dict[str, str]:
-        """What describes the bytes of the KV."""
+    def response(self) -> web.Response:
+        """The KV's memory itself, without a copy where it already lies in main memory, with what describes it."""
         about = {"shape": list(self.kv.shape), "dtype": str(self.kv.dtype), "cached_tokens": self.cached_tokens}
         first = {"token_id": self.token_id, "logprob": self.logprob}
-        return {HEADER: json.dumps({**about, **first})}
-
-    def to_bytes(self) -> memoryview:
-        """The KV's memory itself, without a copy where it already lies in main memory."""
-        return self.kv.to("cpu").contiguous().view(torch.uint8).numpy().reshape(-1).data
+        body = self.kv.to("cpu").contiguous().view(torch.uint8).numpy().reshape(-1).data
+        headers = {HEADER: json.dumps({**about, **first})}
+        return web.Response(body=body, headers=headers, content_type="application/octet-stream")
 
     @classmethod
     def read(cls, headers: Mapping[str, str], flat: Tensor, shape: KvShape) -> Self:
@@ -187,9 +185,7 @@ class BootstrapRooms:
         except asyncio.CancelledError:
             room.fail("the decode server went away")
             raise
-        response = web.Response(
-            body=prefilled.to_bytes(), headers=prefilled.headers(), content_type="application/octet-stream"
-        )
+        response = prefilled.response()
         try:
             await response.prepare(request)
             await response.write_eof()

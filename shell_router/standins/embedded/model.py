@@ -192,7 +192,15 @@ def load_causal_lm(settings: EmbeddedSettings) -> CausalLm:
     )
     network = network.to(settings.device).eval()
     config = network.config
-    _refuse_partial_attention(config)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ConfigError(
+            f"{config.model_type} has layers of {', '.join(sorted(kinds))}.",
+            remedy="The embedded engine serves models with full attention only; use SGLang.",
+        )
+    own, wanted = int(config.max_position_embeddings), settings.context_length
+    if wanted is not None and wanted > own:
+        raise ConfigError(f"context_length {wanted} is more than the model's own {own}.", remedy="Lower it.")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     device = torch.device(network.device)
     return CausalLm(
@@ -200,7 +208,7 @@ def load_causal_lm(settings: EmbeddedSettings) -> CausalLm:
         tokenizer=load_tokenizer(folder),
         kv_shape=KvShape(config.num_hidden_layers, config.num_key_value_heads, head_dim, network.dtype, device),
         vocab_size=config.vocab_size,
-        context_length=_context_length(settings, config),
+        context_length=wanted or own,
         eos_ids=_eos_ids(folder, config),
     )
 
@@ -214,24 +222,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _refuse_partial_attention(config: Any) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ConfigError(
-            f"{config.model_type} has layers of {', '.join(sorted(kinds))}.",
-            remedy="The embedded engine serves models with full attention only; use SGLang.",
-        )
-
-
-def _context_length(settings: EmbeddedSettings, config: Any) -> int:
-    own = int(config.max_position_embeddings)
-    if settings.context_length is not None and settings.context_length > own:
-        raise ConfigError(
-            f"context_length {settings.context_length} is more than the model's own {own}.", remedy="Lower it."
-        )
-    return settings.context_length or own
 
 
 def _eos_ids(folder: Path, config: Any) -> frozenset[int]:

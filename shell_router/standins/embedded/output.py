@@ -6,9 +6,8 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from shell_router.standins.embedded.grammar import Grammar
 from shell_router.standins.embedded.model import CausalLm
-from shell_router.standins.embedded.sampling import Draw
+from shell_router.standins.embedded.sampling import Draw, Grammar
 from shell_router.standins.embedded.wire import GenerateRequest
 
 REPLACEMENT = "\ufffd"
@@ -170,28 +169,21 @@ class Answer:
                 if self._request.return_logprob:
                     self._logprobs.append(self._row(piece.logprob, piece.token_id))
 
-    def render(self, cached_tokens: int, latency_s: float) -> dict[str, Any]:
-        """The dict for what has come; `latency_s` since the request's arrival goes with the last one."""
+    def render(self, cached_tokens: int) -> dict[str, Any]:
+        """The dict for what has come."""
         meta: dict[str, Any] = {
             "id": self._request.rid,
             "finish_reason": self.finish_reason,
             "prompt_tokens": len(self._request.input_ids),
-            "weight_version": "default",
-            "num_retractions": 0,
+            "completion_tokens": self._completion_tokens,
+            "cached_tokens": cached_tokens,
         }
         if self._request.return_logprob:
             meta["input_token_logprobs"] = self._input_logprobs
             meta["output_token_logprobs"] = self._logprobs
-            meta["output_token_logprobs_length"] = self._completion_tokens
-        meta["reasoning_tokens"] = 0
-        meta["completion_tokens"] = self._completion_tokens
-        meta["cached_tokens"] = cached_tokens
-        meta["cached_tokens_details"] = {"device": cached_tokens, "host": 0} if cached_tokens else None
         if self._verified:
             meta["spec_verify_ct"] = self._verified
             meta["spec_num_proposed_drafts"], meta["spec_num_correct_drafts"] = self._drafted, self._accepted
-        if self.finish_reason is not None:
-            meta["e2e_latency"] = latency_s
         answer = {"text": "".join(self._text), "output_ids": self._ids, "meta_info": meta}
         if self._incremental:
             self._text, self._ids, self._logprobs = [], [], []

@@ -105,12 +105,6 @@ class PrefillJob:
         """Whose prefixes it may use."""
         return self.inflight.request.extra_key
 
-    @property
-    def reusable_ids(self) -> tuple[int, ...]:
-        """How much of the prompt may come from the cache: logits are computed anew, and always the last."""
-        last, scored_from = len(self.ids) - 1, self.inflight.request.scored_from
-        return self.ids[: last if scored_from is None else min(last, scored_from)]
-
     def settle(self, outcome: Prefilled | KvTransferError) -> None:
         """Set the outcome, unless its waiter has left."""
         if not self.outcome.done():
@@ -172,10 +166,15 @@ class PrefillWorker:
             self._waiting.popleft()
         if self._running is None:
             return ()
-        logits = self._compute_chunk(self._running)
-        if self._running.done < len(self._running.job.ids):
+        running, job = self._running, self._running.job
+        logits = self._compute_chunk(running)
+        if running.done < len(job.ids):
             return ()
-        return (self._finish(self._running, logits),)
+        sample = BatchSampler([job.output.draw], with_logprobs=job.inflight.request.return_logprob, rng=self.rng)
+        ((token_id, logprob),) = sample(logits)
+        self._leave(running)
+        scored = tuple(running.input_logprobs)
+        return ((job, Prefilled(running.prompt.kv, running.match.length, token_id, logprob, scored)),)
 
     def fail(self, message: str) -> Sequence[tuple[PrefillJob, Prefilled | KvTransferError]]:
         """Give up the running prompt, or the one that could not be begun; others that wait have met no error."""
@@ -189,15 +188,16 @@ class PrefillWorker:
         return ((job, KvTransferError(message)),)
 
     def _begin(self, job: PrefillJob) -> _Running:
-        match = self.cache.find(job.reusable_ids, job.owner)
+        last, scored_from = len(job.ids) - 1, job.inflight.request.scored_from
+        # the last logits are computed anew, and all that are asked for
+        match = self.cache.find(job.ids[: last if scored_from is None else min(last, scored_from)], job.owner)
         prompt = PromptKv(self.lm.kv_shape.empty(len(job.ids)))
         match.copy_into(prompt.kv)
         ids = torch.tensor(job.ids, device=self.lm.kv_shape.device)
         self.cache.pin(match.node)  # nothing fails after it, so that every pin belongs to a running prompt
         self.prompt_tokens += len(job.ids)
         self.cached_tokens += match.length
-        unscored = job.inflight.request.scored_from is None
-        return _Running(job, ids, prompt, match, match.length, [] if unscored else [None])
+        return _Running(job, ids, prompt, match, match.length, [] if scored_from is None else [None])
 
     def _compute_chunk(self, running: _Running) -> Tensor:
         """The logits of the chunk's last token `[1, vocab]`."""
@@ -213,14 +213,6 @@ class PrefillWorker:
             running.input_logprobs += token_logprobs(logits[: len(scored)], scored)
         running.done = stop
         return logits[-1:]
-
-    def _finish(self, running: _Running, logits: Tensor) -> tuple[PrefillJob, Prefilled]:
-        job = running.job
-        sample = BatchSampler([job.output.draw], with_logprobs=job.inflight.request.return_logprob, rng=self.rng)
-        (token_id,), logprobs = sample(logits)
-        self._leave(running)
-        logprob, scored = None if logprobs is None else logprobs[0], tuple(running.input_logprobs)
-        return job, Prefilled(running.prompt.kv, running.match.length, token_id, logprob, scored)
 
     def _leave(self, running: _Running) -> None:
         self.cache.unpin(running.match.node)

@@ -7,11 +7,10 @@ import pickle
 import signal
 import sys
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 from shell_router.errors import EngineUnreachable
@@ -39,16 +38,8 @@ class EmbeddedServer:
         self._spawner = spawner
 
     @property
-    def port(self) -> int:
-        return self.settings.port
-
-    @property
-    def bootstrap_port(self) -> int:
-        return self.settings.bootstrap_port
-
-    @property
     def url(self) -> str:
-        return f"http://{self.settings.pair.host}:{self.port}"
+        return f"http://{self.settings.pair.host}:{self.settings.port}"
 
     @property
     def alive(self) -> bool:
@@ -59,14 +50,12 @@ class EmbeddedServer:
         self._spawner.send({"signal": number, "server": self.number})
 
     def serve(self, pid: int, port: int, bootstrap_port: int) -> None:
-        """It serves at these ports."""
         self.pid = pid
         self.settings = replace(self.settings, port=port, bootstrap_port=bootstrap_port)
         if not self.ready.done():
             self.ready.set_result(None)
 
     def end(self, reason: str, exit_code: int | None = None) -> None:
-        """It has ended."""
         self.fail(reason)
         self.exit_code = exit_code
         self.dead.set()
@@ -97,25 +86,19 @@ class Spawner:
     async def __aenter__(self) -> "Spawner":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     @property
     def pid(self) -> int | None:
-        """None before `launch`, and from `stop` or `kill` on."""
+        """None before `launch`, and from `stop` on."""
         return None if self._process is None else self._process.pid
 
-    async def launch(self, on_start: Callable[[], None] = lambda: None) -> None:
-        """Start the process, once, and return when it has imported all that servers need, or has ended.
-
-        `on_start` is called when the process runs, before it imports.
-        """
+    async def launch(self) -> None:
+        """Start the process, once, and return when it has imported all that servers need, or has ended."""
         async with self._starting:
             if self._process is None:
                 await self._start()
-        on_start()
         await self._imported.wait()
 
     def start_server(self, name: str, settings: ServerSettings) -> EmbeddedServer:
@@ -128,30 +111,20 @@ class Spawner:
         self.send({"start": server.number, "name": name, "server": b64encode(pickle.dumps(settings)).decode()})
         return server
 
-    async def stop(self) -> None:
-        """End the process and all its servers: SIGTERM, then SIGKILL. Calling it twice is no error."""
-        if self._process is None:
-            return
+    async def stop(self, *, at_once: bool = False) -> None:
+        """End the process and all its servers: SIGTERM, unless it is `at_once`, then SIGKILL. Twice is no error."""
         process, self._process = self._process, None
+        if process is None or self._reader is None:
+            return
         assert process.stdin is not None
         process.stdin.close()
         try:
-            async with asyncio.timeout(STOP_LIMIT_S):
+            async with asyncio.timeout(0 if at_once else STOP_LIMIT_S):
                 await process.wait()
         except TimeoutError:
-            _kill_group(process.pid)
-        await self._reap(process)
-
-    async def kill(self) -> None:
-        """End the process and all its servers at once: a start failed or is no longer wanted, so none has served."""
-        process, self._process = self._process, None
-        if process is not None:
-            _kill_group(process.pid)
-            await self._reap(process)
-
-    async def _reap(self, process: asyncio.subprocess.Process) -> None:
+            with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies is EPERM
+                os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-        assert self._reader is not None
         await self._reader
 
     def send(self, command: Mapping[str, Any]) -> None:
@@ -194,8 +167,3 @@ class Spawner:
             case {"exited": number, "code": code}:
                 server = self._servers.pop(number)
                 server.end(f"Embedded server {server.name} ended with code {code} before it was ready.", code)
-
-
-def _kill_group(leader: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies is EPERM
-        os.killpg(leader, signal.SIGKILL)

@@ -14,13 +14,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from shell_router.errors import InvalidRequest
-from shell_router.standins.embedded.grammar import Grammar
 from shell_router.standins.embedded.output import Piece, abort_reason
+from shell_router.standins.embedded.sampling import Grammar
 from shell_router.standins.embedded.wire import GenerateRequest
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job")
-Result = TypeVar("Result")
+Result = TypeVar("Result", covariant=True)  # noqa: PLC0105 - as Protocol asks
+STOP_LIMIT_S = 10.0
 
 
 class Inflight:
@@ -125,12 +126,6 @@ class Service(ABC, Generic[Job, Result]):
         """See `ModelThread`."""
         self.inflight = InflightRequests()
         self.thread = ModelThread(worker, deliver)
-        self.thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """False once the model's thread has ended."""
-        return self.thread.alive
 
     async def stop(self) -> None:
         await self.thread.stop()
@@ -174,33 +169,22 @@ async def _guarded(service: Service[Any, Any], inflight: Inflight) -> None:
         inflight.fail(f"{type(error).__name__}: {error}")
 
 
-STOP_LIMIT_S = 10.0
-
-JobT = TypeVar("JobT")
-ResultT_co = TypeVar("ResultT_co", covariant=True)
-
-
-class Worker(Protocol[JobT, ResultT_co]):
+class Worker(Protocol[Job, Result]):
     """What runs in the thread. `step` may be called when nothing is to be done."""
 
     @property
-    def busy(self) -> bool:
-        """Whether `step` has work."""
-        ...
+    def busy(self) -> bool: ...
 
-    def admit(self, job: JobT) -> None: ...
+    def admit(self, job: Job) -> None: ...
 
-    def drop(self, job: JobT) -> None:
+    def drop(self, job: Job) -> None:
         """Free all that `job` holds; unknown or finished jobs are no error."""
-        ...
 
-    def step(self) -> Sequence[tuple[JobT, ResultT_co]]:
+    def step(self) -> Sequence[tuple[Job, Result]]:
         """Do one step of work; returns the results that it has for jobs."""
-        ...
 
-    def fail(self, message: str) -> Sequence[tuple[JobT, ResultT_co]]:
+    def fail(self, message: str) -> Sequence[tuple[Job, Result]]:
         """Give up everything in work after an error in a step."""
-        ...
 
 
 class ModelThread(Generic[Job, Result]):
@@ -214,13 +198,11 @@ class ModelThread(Generic[Job, Result]):
         # None ends the thread
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread.start()
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
-
-    def start(self) -> None:
-        self._thread.start()
 
     def submit(self, job: Job) -> None:
         self._commands.put(partial(self._worker.admit, job))

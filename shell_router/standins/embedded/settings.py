@@ -4,14 +4,10 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from shell_router.config.models import count
-from shell_router.errors import require
 from shell_router.topology.forms import ListOf, Number
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Mode = Literal["prefill", "decode"]
-
-DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float64")
-MODES: tuple[str, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +50,6 @@ class EmbeddedSettings(EmbeddedSection):
     kv_wait_s: float = 300.0
     host: str = "127.0.0.1"
 
-    def __post_init__(self) -> None:
-        require(self.dtype in DTYPES, f"dtype {self.dtype!r} is unknown.", f"Choose one of {', '.join(DTYPES)}.")
-        _require_positive(self, "threads", "max_total_tokens", "max_running_requests", "draft_width")
-        _require_positive(self, "chunked_prefill_size", "kv_wait_s", "context_length")
-
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
@@ -68,12 +59,3 @@ class ServerSettings:
     mode: Mode
     port: int = 0
     bootstrap_port: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.mode in MODES, f"mode {self.mode!r} is unknown.", f"Choose one of {', '.join(MODES)}.")
-
-
-def _require_positive(settings: object, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        require(value is None or value > 0, f"{name} is {value}.", "It must be greater than zero.")

@@ -29,6 +29,7 @@ from base64 import b64decode
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -41,10 +42,10 @@ from aiohttp import web
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.app import EngineApp
 from shell_router.standins.embedded.decode import DecodeService
-from shell_router.standins.embedded.grammar import Grammars
 from shell_router.standins.embedded.kv_transfer import BootstrapRooms, KvClient
 from shell_router.standins.embedded.model import CausalLm, load_causal_lm
 from shell_router.standins.embedded.prefill import PrefillService
+from shell_router.standins.embedded.sampling import Grammars
 from shell_router.standins.embedded.service import Service
 from shell_router.standins.embedded.settings import ServerSettings
 
@@ -60,15 +61,16 @@ def run_server(
 
     `on_listening` gets the settings with the ports that were really taken.
     """
-    if settings.pair.cores:
-        _stay_on(settings.pair.cores)
+    _stay_on(settings.pair.cores)
     torch.set_num_threads(settings.pair.threads)
     lm = load_causal_lm(settings.pair)
     uvloop.run(_serve(settings, lm, on_listening, app))
 
 
 def _stay_on(cores: Collection[int]) -> None:
-    """Let this process run on `cores` alone. Raises ConfigError."""
+    """Let this process run on `cores` alone, if there are any. Raises ConfigError."""
+    if not cores:
+        return
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("cores can be chosen on Linux only.", remedy="Leave embedded.cores out.")
     known = os.sched_getaffinity(0)
@@ -143,27 +145,23 @@ class Spawner:
     def run(self) -> None:
         """Obey commands until standard input ends."""
         report(imported=True)
+        commands, woken = sys.stdin.fileno(), _wakeups()
         selector = selectors.DefaultSelector()
-        selector.register(sys.stdin.fileno(), selectors.EVENT_READ, self._read_commands)
-        selector.register(_wakeups(), selectors.EVENT_READ, self._reap_woken)
-        open_ended = True
-        while open_ended:
+        for ready in (commands, woken):
+            selector.register(ready, selectors.EVENT_READ)
+        while True:
             for key, _ in selector.select():
-                open_ended = key.data(key.fd) and open_ended
+                chunk = os.read(key.fd, 65536)
+                if key.fd == woken:
+                    self.reap()
+                elif not chunk:
+                    return
+                else:
+                    *lines, self._pending = (self._pending + chunk).split(b"\n")
+                    for line in lines:
+                        self._obey(json.loads(line))
 
-    def _read_commands(self, commands: int) -> bool:
-        chunk = os.read(commands, 65536)
-        *lines, self._pending = (self._pending + chunk).split(b"\n")
-        for line in lines:
-            self.obey(json.loads(line))
-        return bool(chunk)
-
-    def _reap_woken(self, woken: int) -> bool:
-        os.read(woken, 4096)
-        self.reap()
-        return True
-
-    def obey(self, command: dict[str, Any]) -> None:
+    def _obey(self, command: dict[str, Any]) -> None:
         if "start" in command:
             self._start(command["start"], command["name"], pickle.loads(b64decode(command["server"])))
             return
@@ -211,16 +209,13 @@ class Spawner:
             for handled in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(handled, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            _name_process(name)
+            if sys.platform == "linux":  # what `ps` and `top` call it, 15 bytes at most
+                ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
             os.close(self._lifeline[1])
             _end_with(self._lifeline[0])
             os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
-            run_server(
-                settings,
-                lambda taken: report(
-                    ready=number, pid=os.getpid(), port=taken.port, bootstrap_port=taken.bootstrap_port
-                ),
-            )
+            ready = partial(report, ready=number, pid=os.getpid())
+            run_server(settings, lambda taken: ready(port=taken.port, bootstrap_port=taken.bootstrap_port))
             code = 0
         except Exception as error:
             logging.getLogger(__name__).exception("Server %s failed", name)
@@ -245,12 +240,6 @@ def report(**event: Any) -> None:
     """One event line, unless the router has gone. Short lines are written whole: children share the pipe."""
     with contextlib.suppress(BrokenPipeError):
         os.write(sys.stdout.fileno(), json.dumps(event).encode() + b"\n")
-
-
-def _name_process(name: str) -> None:
-    """What `ps` and `top` call this process, 15 bytes at most (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def _end_with(lifeline: int) -> None:

@@ -1,47 +1,67 @@
 """SGLang's `/generate` body, read and checked: names, defaults, limits, and the wording of refusals."""
 
-import math
-import re
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import orjson
 from tokenizers import Tokenizer
 
+from shell_router.config.read import form_of
 from shell_router.core.drafts import MOST_SOURCE_TOKENS, MOST_SOURCES
 from shell_router.errors import InvalidRequest
+from shell_router.topology.forms import Block, Either, Form, ListOf, MappingOf, Number, Text
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 WHOLE_VOCABULARY = 1 << 30
 GREEDY_BELOW = 1e-6
-
-# Known to SGLang, absent here; refused when set, because ignoring them would change what the caller gets.
-UNSUPPORTED = (
-    "input_embeds",
-    "image_data",
-    "video_data",
-    "audio_data",
-    "top_logprobs_num",
-    "token_ids_logprob",
-    "return_hidden_states",
-    "return_sampling_mask",
-    "session_params",
-    "custom_logit_processor",
-    "lora_path",
-)
-UNSUPPORTED_SAMPLING = ("stop_regex", "structural_tag", "beam_width", "watermark", "choice")
 GRAMMARS = ("json_schema", "regex", "ebnf")
-IGNORED_SAMPLING = ("spaces_between_special_tokens", "custom_params")  # of the latter `drafts` is read
+UNSUPPORTED = (
+    *("input_embeds", "image_data", "video_data", "audio_data", "top_logprobs_num", "token_ids_logprob"),
+    *("return_hidden_states", "return_sampling_mask", "session_params", "custom_logit_processor", "lora_path"),
+)
+"""Known to SGLang, absent here; refused when set, because ignoring them would change what the caller gets."""
 
 
-class MalformedBody(InvalidRequest):
-    """The body is not JSON."""
+@dataclass(frozen=True, slots=True)
+class _Flag(Form):
+    """`true` or `false`, and nothing else that YAML would take for them."""
+
+    types = (bool,)
+
+    @property
+    def noun(self) -> str:
+        return "true or false"
 
 
-class ContractViolation(InvalidRequest):
-    """A field has a type that the schema does not allow."""
+@dataclass(frozen=True, slots=True)
+class _TokenIds(Form):
+    """A list of integers, looked at in one pass: prompts are long."""
+
+    @property
+    def noun(self) -> str:
+        return "a list of integers"
+
+    def fits(self, value: object) -> bool:
+        return isinstance(value, list) and all(type(each) is int for each in value)
+
+
+_TEXT, _FLAG, _IDS, _ANY = Text(""), _Flag(""), _TokenIds(""), Form("")
+_COUNT, _PENALTY = Number("", at_least=0, whole=True), Number("", at_least=-2, at_most=2)
+_INTEGER = Number("", whole=True, limit=2**64)
+_BODY = Block(
+    "",
+    {
+        **dict.fromkeys(("rid", "text", "bootstrap_host", "extra_key"), _TEXT),
+        **dict.fromkeys(("stream", "return_logprob", "return_text_in_logprobs"), _FLAG),
+        **dict.fromkeys(("logprob_start_len", "priority", "bootstrap_port"), _INTEGER),
+        "input_ids": _IDS,
+        "sampling_params": Block("", {}, open_to=_ANY),
+        "bootstrap_room": Number("", at_least=0, whole=True, limit=2**63),
+    },
+    open_to=_ANY,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +72,27 @@ class SamplingParams:
     output must follow: the kind, and the text.
     """
 
-    max_new_tokens: int | None = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = WHOLE_VOCABULARY
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    no_stop_trim: bool = False
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    sampling_seed: int | None = None
-    stream_interval: int = 1
-    drafts: tuple[tuple[int, ...], ...] | None = None
-    grammar: tuple[str, str] | None = None
+    max_new_tokens: Annotated[int | None, _COUNT] = 128
+    min_new_tokens: Annotated[int, _COUNT] = 0
+    temperature: Annotated[float, Number("", at_least=0)] = 1.0
+    top_p: Annotated[float, Number("", above=0, at_most=1)] = 1.0
+    top_k: Annotated[int, Number("", at_least=-1, whole=True)] = WHOLE_VOCABULARY
+    min_p: Annotated[float, Number("", at_least=0, at_most=1)] = 0.0
+    frequency_penalty: Annotated[float, _PENALTY] = 0.0
+    presence_penalty: Annotated[float, _PENALTY] = 0.0
+    repetition_penalty: Annotated[float, Number("", above=0, at_most=2)] = 1.0
+    stop: Annotated[tuple[str, ...], Either("", (_TEXT, ListOf("", _TEXT)))] = ()
+    stop_token_ids: Annotated[frozenset[int], _IDS] = frozenset()
+    ignore_eos: Annotated[bool, _FLAG] = False
+    skip_special_tokens: Annotated[bool, _FLAG] = True
+    no_stop_trim: Annotated[bool, _FLAG] = False
+    logit_bias: Annotated[Mapping[int, float], MappingOf("", Text("", r"-?\d+", "a token id"), Number(""), 0)] = field(
+        default_factory=dict
+    )
+    sampling_seed: Annotated[int | None, _INTEGER] = None
+    stream_interval: Annotated[int, Number("", at_least=1, whole=True)] = 1
+    drafts: tuple[tuple[int, ...], ...] | None = field(default=None, metadata={"file": False})
+    grammar: tuple[str, str] | None = field(default=None, metadata={"file": False})
 
     @property
     def greedy(self) -> bool:
@@ -124,71 +146,34 @@ class RequestLimits:
     vocab_size: int
 
 
-# What JSON may be, by the words for it. `type` is exact: a bool is no integer.
-_FLAG, _INTEGER, _NUMBER, _TEXT = "true or false", "an integer", "a number", "a string"
-_INTEGERS, _OBJECT = "a list of integers", "an object"
-_ROOM, _TEXTS, _BIAS = "an integer of at least 0 and below 2^63", "a string or a list of them", "numbers by token id"
-_IS: Mapping[str, Callable[[Any], bool]] = {
-    _FLAG: lambda value: type(value) is bool,
-    _INTEGER: lambda value: type(value) is int,
-    _NUMBER: lambda value: type(value) in (int, float),
-    _TEXT: lambda value: type(value) is str,
-    _INTEGERS: lambda value: type(value) is list and all(type(each) is int for each in value),
-    _OBJECT: lambda value: type(value) is dict,
-    _ROOM: lambda value: type(value) is int and 0 <= value < 2**63,
-    _TEXTS: lambda value: type(value) is str or (type(value) is list and all(type(each) is str for each in value)),
-    _BIAS: lambda value: (
-        type(value) is dict
-        and all(re.fullmatch(r"-?\d+", key) and type(bias) in (int, float) for key, bias in value.items())
-    ),
-}
-_FIELDS = {
-    "rid": _TEXT,
-    "text": _TEXT,
-    "input_ids": _INTEGERS,
-    "sampling_params": _OBJECT,
-    "stream": _FLAG,
-    "return_logprob": _FLAG,
-    "return_text_in_logprobs": _FLAG,
-    "logprob_start_len": _INTEGER,
-    "priority": _INTEGER,
-    "extra_key": _TEXT,
-    "bootstrap_host": _TEXT,
-    "bootstrap_port": _INTEGER,
-    "bootstrap_room": _ROOM,
-}
-# SGLang takes lists of these, with a request for each entry.
-_BATCHED = ("rid", "text", "input_ids", "sampling_params", "logprob_start_len", "extra_key")
-_SAMPLING_FIELDS = {
-    **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed", "stream_interval"), _INTEGER),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _NUMBER),
-    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "no_stop_trim"), _FLAG),
-    **dict.fromkeys(GRAMMARS, _TEXT),
-    "stop": _TEXTS,
-    "stop_token_ids": _INTEGERS,
-    "logit_bias": _BIAS,
-}
+_ONE = Number("", at_least=1, at_most=1, whole=True)
+_ELSE = {"n": _ONE, "spaces_between_special_tokens": _FLAG, "custom_params": _ANY, **dict.fromkeys(GRAMMARS, _TEXT)}
+_SAMPLING = Block("", {**form_of(SamplingParams).fields, **_ELSE})  # type: ignore[attr-defined]
+
+
+def _checked(form: Block, given: Mapping[str, Any], *at: str) -> dict[str, Any]:
+    """What is given and not null. Raises `InvalidRequest` where it is not of the form."""
+    found = {name: value for name, value in given.items() if value is not None}
+    for problem in form.problems(found, at):
+        raise InvalidRequest(problem.message, remedy=problem.remedy)
+    return found
 
 
 def parse_body(raw: bytes) -> Mapping[str, Any]:
-    """The JSON object of a request. Raises `MalformedBody`, or `ContractViolation` on a field of a wrong type."""
+    """The JSON object of a request, without nulls. Raises `InvalidRequest` on a field of a wrong type."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise MalformedBody(f"The body is not JSON: {error}.", remedy="Send one JSON object.") from error
+        raise InvalidRequest(f"The body is not JSON: {error}.", remedy="Send one JSON object.") from error
     if not isinstance(body, dict):
-        raise MalformedBody("The body is not a JSON object.", remedy="Send one JSON object.")
-    for name, wanted in _FIELDS.items():
-        value = body.get(name)
-        if value is not None and not _IS[wanted](value):
-            raise ContractViolation(f"{name}: expected {wanted}{' (one request per body)' * (name in _BATCHED)}.")
-    return body
+        raise InvalidRequest("The body is not a JSON object.", remedy="Send one JSON object.")
+    return _checked(_BODY, body)
 
 
 def read_request(body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestLimits) -> GenerateRequest:
     """Check a parsed body in full. Raises `InvalidRequest` where SGLang answers 400."""
-    _refuse_set(UNSUPPORTED, body)
+    if unsupported := next((name for name in UNSUPPORTED if body.get(name)), None):
+        raise InvalidRequest(f"The embedded engine has no {unsupported}.", remedy="Leave it out, or use SGLang.")
     given = body.get("sampling_params") or {}
     sampling = parse_sampling_params(given, limits.vocab_size)
     input_ids = _input_ids(body, tokenizer, limits.vocab_size)
@@ -209,12 +194,6 @@ def read_request(body: Mapping[str, Any], tokenizer: Tokenizer, limits: RequestL
         bootstrap_room=body.get("bootstrap_room"),
         extra_key=body.get("extra_key") or None,
     )
-
-
-def _refuse_set(names: tuple[str, ...], given: Mapping[str, Any]) -> None:
-    for name in names:
-        if given.get(name):
-            raise InvalidRequest(f"The embedded engine has no {name}.", remedy="Leave it out, or use SGLang.")
 
 
 def _input_ids(body: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
@@ -269,41 +248,35 @@ def _scored_from(body: Mapping[str, Any], prompt: int) -> int | None:
 
 def parse_sampling_params(raw: Mapping[str, Any], vocab_size: int) -> SamplingParams:
     """Read a request's `sampling_params`; nulls mean defaults. Raises `InvalidRequest` as SGLang refuses."""
-    given = {name: value for name, value in raw.items() if value is not None and name not in IGNORED_SAMPLING}
-    if given.pop("n", 1) != 1:
-        raise InvalidRequest("The embedded engine answers one completion per request.", remedy="Send n = 1.")
-    _refuse_set(UNSUPPORTED_SAMPLING, given)
-    given = {name: value for name, value in given.items() if name not in UNSUPPORTED_SAMPLING}
-    if unknown := sorted(given.keys() - _SAMPLING_FIELDS.keys()):
-        raise InvalidRequest(f"sampling_params: unknown field {unknown[0]!r}.", remedy="Leave it out.")
-    for name, value in given.items():
-        if not _IS[_SAMPLING_FIELDS[name]](value):
-            raise InvalidRequest(f"sampling_params.{name}: {value!r} has the wrong type.")
-    params = SamplingParams(**_normal(given), drafts=_drafts(raw.get("custom_params"), vocab_size))
-    if "max_new_tokens" in raw and raw["max_new_tokens"] is None:
-        params = replace(params, max_new_tokens=None)
-    if 0.0 <= params.temperature < GREEDY_BELOW:
-        params = replace(params, temperature=1.0, top_k=1)
-    if params.top_k == -1:
-        params = replace(params, top_k=WHOLE_VOCABULARY)
-    _check_ranges(params, vocab_size)
-    return params
-
-
-def _normal(given: dict[str, Any]) -> dict[str, Any]:
-    stop = given.get("stop", ())
+    given = _checked(_SAMPLING, raw, "sampling_params")
+    for without_effect in ("n", "spaces_between_special_tokens"):
+        given.pop(without_effect, None)
+    stop, bias = given.get("stop", ()), given.get("logit_bias", {})
+    most_new, top_k = given.get("max_new_tokens"), given.get("top_k", -1)
+    temperature = given.get("temperature", 1.0)
+    greedy = temperature < GREEDY_BELOW
     grammars = [(kind, given.pop(kind)) for kind in GRAMMARS if kind in given]
-    if len(grammars) > 1 or (grammars and given.get("min_new_tokens")):
-        others = [kind for kind, _ in grammars[1:]] or ["min_new_tokens"]
-        raise InvalidRequest(f"{grammars[0][0]} cannot go with {others[0]} here.", remedy="Send only one of them.")
+    least_new = given.get("min_new_tokens", 0)
+    if len(grammars) > 1 or (grammars and least_new):
+        other = grammars[1][0] if len(grammars) > 1 else "min_new_tokens"
+        raise InvalidRequest(f"{grammars[0][0]} cannot go with {other} here.", remedy="Send only one of them.")
+    if most_new is not None and least_new > most_new:
+        raise InvalidRequest(f"min_new_tokens must be in [0, max_new_tokens], got {least_new}.")
+    if top_k == 0:
+        raise InvalidRequest("top_k must be -1 (disable) or at least 1, got 0.")
+    if outside := [token for token in bias if not 0 <= int(token) < vocab_size]:
+        raise InvalidRequest(f"logit_bias must be keyed in [0, {vocab_size - 1}], got {outside[0]}.")
     normal = {
+        "temperature": 1.0 if greedy else temperature,
+        "top_k": 1 if greedy else WHOLE_VOCABULARY if top_k == -1 else top_k,
         "grammar": grammars[0] if grammars else None,
         "stop": tuple(each for each in ([stop] if isinstance(stop, str) else stop) if each),
         "stop_token_ids": frozenset(given.get("stop_token_ids", ())),
-        "logit_bias": {int(token): float(bias) for token, bias in given.get("logit_bias", {}).items()},
-        "stream_interval": given.get("stream_interval") or 1,
+        "logit_bias": {int(token): float(each) for token, each in bias.items()},
+        "drafts": _drafts(given.pop("custom_params", None), vocab_size),
     }
-    return {**given, **normal}
+    unlimited = {"max_new_tokens": None} if "max_new_tokens" in raw and most_new is None else {}
+    return SamplingParams(**{**given, **normal, **unlimited})
 
 
 def _drafts(custom: object, vocab_size: int) -> tuple[tuple[int, ...], ...] | None:
@@ -311,7 +284,7 @@ def _drafts(custom: object, vocab_size: int) -> tuple[tuple[int, ...], ...] | No
     found = custom.get("drafts") if isinstance(custom, dict) else None
     if found is None:
         return None
-    if not isinstance(found, list) or not all(_IS[_INTEGERS](one) for one in found[: MOST_SOURCES + 1]):
+    if not isinstance(found, list) or not all(map(_IDS.fits, found[: MOST_SOURCES + 1])):
         raise InvalidRequest("sampling_params.custom_params.drafts: expected a list of lists of integers.")
     if len(found) > MOST_SOURCES or sum(map(len, found)) > MOST_SOURCE_TOKENS:
         raise InvalidRequest(
@@ -320,23 +293,3 @@ def _drafts(custom: object, vocab_size: int) -> tuple[tuple[int, ...], ...] | No
     if any(not 0 <= token < vocab_size for one in found for token in one):
         raise InvalidRequest(f"custom_params.drafts: tokens must be in [0, {vocab_size - 1}].")
     return tuple(map(tuple, found))
-
-
-def _check_ranges(params: SamplingParams, vocab_size: int) -> None:
-    most_new = math.inf if params.max_new_tokens is None else params.max_new_tokens
-    limits = (
-        (math.isfinite(params.temperature) and params.temperature >= 0.0, "temperature", "non-negative and finite"),
-        (0.0 < params.top_p <= 1.0, "top_p", "in (0, 1]"),
-        (0.0 <= params.min_p <= 1.0, "min_p", "in [0, 1]"),
-        (params.top_k >= 1, "top_k", "-1 (disable) or at least 1"),
-        (-2.0 <= params.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]"),
-        (-2.0 <= params.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]"),
-        (0.0 < params.repetition_penalty <= 2.0, "repetition_penalty", "in (0, 2]"),
-        (most_new >= 0, "max_new_tokens", "at least 0"),
-        (0 <= params.min_new_tokens <= most_new, "min_new_tokens", "in [0, max_new_tokens]"),
-        (params.stream_interval >= 1, "stream_interval", "at least 1"),
-        (all(0 <= token < vocab_size for token in params.logit_bias), "logit_bias", f"keyed in [0, {vocab_size - 1}]"),
-    )
-    for holds, name, limit in limits:
-        if not holds:
-            raise InvalidRequest(f"{name} must be {limit}, got {getattr(params, name)}.")

@@ -1,26 +1,22 @@
-"""What a pair's work costs, in seconds: formulas that a roofline or measurements fill in."""
+"""What a pair's work costs, in seconds: formulas that measurements fill in, or a roofline of GPU and model."""
 
-import math
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Annotated
 
-from shell_router.errors import ConfigError
+from shell_router.errors import require
+from shell_router.topology.forms import Number
 
 ROUNDING_S = 1e-9
 UNLIMITED = 1_000_000_000
 """Tokens; practically no limit."""
 
 
-def _require_times(*seconds: float) -> None:
-    for one in seconds:
-        if not 0 <= one < math.inf:
-            raise ConfigError(f"a time must be at least 0 and finite, not {one:g}")
-
-
-def _require_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{name} must be at least 1, not {count}")
+Positive = Annotated[float, Number("", above=0, limit=1e300)]
+Share = Annotated[float, Number("", above=0, at_most=1)]
+Seconds = Annotated[float, Number("", at_least=0)]
+Count = Annotated[int, Number("", at_least=1, whole=True)]
+Reserved = Annotated[int | None, Number("", at_least=0, whole=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +29,12 @@ class PrefillCosts:
     `cache_tokens` is the capacity for prefixes.
     """
 
-    forward_s: float
-    token_s: float
-    attention_s: float = 0.0
-    chunk_tokens: int = 8192
-    prompts: int = 4096
-    cache_tokens: int = UNLIMITED
-
-    def __post_init__(self) -> None:
-        _require_times(self.forward_s, self.token_s, self.attention_s)
-        _require_counts(chunk_tokens=self.chunk_tokens, prompts=self.prompts, cache_tokens=self.cache_tokens)
+    forward_s: Seconds
+    token_s: Seconds
+    attention_s: Seconds = 0.0
+    chunk_tokens: Count = 8192
+    prompts: Count = 4096
+    cache_tokens: Count = UNLIMITED
 
     def pass_s(self, new_tokens: int, attended: int) -> float:
         """Seconds of one pass. `attended` counts pairs of a new token and one that it attends."""
@@ -58,11 +50,8 @@ def attended_pairs(new_tokens: int, before: int) -> int:
 class TransferCosts:
     """From the end of prefill to the first token on the decode side: `request_s` + tokens * `token_s`."""
 
-    request_s: float = 0.0
-    token_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        _require_times(self.request_s, self.token_s)
+    request_s: Seconds = 0.0
+    token_s: Seconds = 0.0
 
     def seconds(self, tokens: int) -> float:
         """For a prompt of that many tokens."""
@@ -86,19 +75,13 @@ class DecodeCosts:
     least are preempted.
     """
 
-    step_s: float
-    sequence_s: float = 0.0
-    context_s: float = 0.0
-    cache_tokens: int = UNLIMITED
-    max_batch_size: int = 4096
-    host_s_per_token: float = 0.0
-    reserved_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _require_times(self.step_s, self.sequence_s, self.context_s, self.host_s_per_token)
-        _require_counts(cache_tokens=self.cache_tokens, max_batch_size=self.max_batch_size)
-        if self.reserved_tokens is not None and self.reserved_tokens < 0:
-            raise ConfigError(f"reserved_tokens must be at least 0, not {self.reserved_tokens}")
+    step_s: Seconds
+    sequence_s: Seconds = 0.0
+    context_s: Seconds = 0.0
+    cache_tokens: Count = UNLIMITED
+    max_batch_size: Count = 4096
+    host_s_per_token: Seconds = 0.0
+    reserved_tokens: Reserved = None
 
     def steps_s(self, steps: int, tokens: int, context: int, grows: float | None = None) -> float:
         """Seconds of `steps` steps over `tokens` each; with each the context `grows` by that, or by `tokens`."""
@@ -120,3 +103,67 @@ class PairCosts:
     prefill: PrefillCosts
     decode: DecodeCosts
     transfer: TransferCosts = TransferCosts()
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU: dense FLOP/s in the model's number format, bytes/s of memory, bytes of it, bytes/s to the next GPU.
+
+    `compute_share` and `memory_share` say how much of both rates an engine reaches, `usable_share` how much of the
+    memory it may fill, `pass_s` what a pass costs before any work, and `request_s` what a request costs on its way
+    through the engines' processes.
+    """
+
+    flops: Positive
+    bandwidth: Positive
+    memory: Positive
+    link: Positive
+    compute_share: Share = 0.5
+    memory_share: Share = 0.7
+    usable_share: Share = 0.88
+    pass_s: Seconds = 0.0
+    request_s: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A dense transformer on `gpus` GPUs per engine, by tensor parallelism without loss.
+
+    `reserved_tokens` are those of `DecodeCosts`, by default SGLang's.
+    """
+
+    gpu: str
+    parameters: Positive
+    layers: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count = 128
+    bytes: Count = 2
+    gpus: Count = 1
+    chunk_tokens: Count = 8192
+    reserved_tokens: Reserved = 512
+
+
+def costs_of(model: Roofline, gpu: Gpu) -> PairCosts:
+    """The costs of a pair, each engine on GPUs of its own. Raises ConfigError where the weights do not fit.
+
+    A pass reads all weights once; a token takes 2 FLOPs per parameter; a pair of tokens that attend takes
+    4 * heads * head_dim FLOPs per layer; a token's KV takes 2 * layers * kv_heads * head_dim numbers.
+    """
+    flops = gpu.flops * gpu.compute_share * model.gpus
+    bandwidth = gpu.bandwidth * gpu.memory_share * model.gpus
+    weights = model.parameters * model.bytes
+    kv_bytes = 2 * model.layers * model.kv_heads * model.head_dim * model.bytes
+    capacity = int((gpu.memory * gpu.usable_share * model.gpus - weights) / kv_bytes)
+    require(
+        capacity >= model.chunk_tokens,
+        f"{weights / 1e9:.0f} GB of weights leave no KV capacity on {model.gpus} {model.gpu}",
+    )
+    pass_s = gpu.pass_s + weights / bandwidth
+    token_s = 2 * model.parameters / flops
+    attention_s = 4 * model.heads * model.head_dim * model.layers / flops
+    return PairCosts(
+        PrefillCosts(pass_s, token_s, attention_s, model.chunk_tokens, cache_tokens=capacity),
+        DecodeCosts(pass_s, token_s, kv_bytes / bandwidth, capacity, reserved_tokens=model.reserved_tokens),
+        TransferCosts(gpu.request_s, kv_bytes / (gpu.link * model.gpus)),
+    )

@@ -14,7 +14,6 @@ import numpy as np
 
 from shell_router.core.engine import NO_OPTIONS
 from shell_router.core.predictors import TokenStates
-from shell_router.errors import ConfigError
 from shell_router.standins.simulated.processor import Processor
 
 T = TypeVar("T", str, tuple[int, ...])
@@ -141,6 +140,7 @@ class SimulatedEmbedder:
     Every output has one row of features -1 and 1, so that the similarity of two is the square of their cosine. A
     question's features are drawn, a share of them turned over for each answer, and another for each output: two outputs
     with one answer are `same` alike, with different answers `different`, give or take 0.03.
+    It must hold that 0 < `different` <= `same` <= 1.
     """
 
     def __init__(
@@ -151,8 +151,6 @@ class SimulatedEmbedder:
         token_s: float = 0.0,
         processor: Processor | None = None,
     ) -> None:
-        if not 0 < different <= same <= 1:
-            raise ConfigError(f"similarities must satisfy 0 < different <= same <= 1, not {different:g}, {same:g}")
         # two outputs agree in a feature's sign with mean product (1 - 2 o)^2, times (1 - 2 a)^2 across answers
         self._turned_by_output = (1 - same**0.25) / 2
         self._turned_by_answer = (1 - (different / same) ** 0.25) / 2

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shell_router.lab.timeline import LEGEND, PAINT, axis, bar, draw_timeline
+from shell_router.lab.traces import LEGEND, PAINT, axis, bar, draw_timeline
 
 
 def _span(name: str, start_s: float, end_s: float | None) -> dict[str, Any]:

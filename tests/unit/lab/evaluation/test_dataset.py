@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shell_router.errors import DataError
-from shell_router.lab.evaluation.dataset import read_items
+from shell_router.lab.evaluation.records import read_items
 
 GOOD = '{"question": "2 + 2?", "answer": "4", "steps": 1}'
 

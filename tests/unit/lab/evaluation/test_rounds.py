@@ -1,27 +1,26 @@
 """The order of the questions, and their seeds."""
 
-from shell_router.lab.evaluation.dataset import Item
-from shell_router.lab.evaluation.run import Round, request_seed, rounds_of
-from shell_router.lab.evaluation.settings import Setting
+from shell_router.lab.evaluation.records import Item, Setting
+from shell_router.lab.evaluation.run import Asked, request_seed, rounds_of
 
 ITEMS = [Item(index, f"{index}?", "1", "numeric", {}) for index in range(3)]
 SETTINGS = [Setting(name, "model") for name in ("a", "b")]
 
 
-def asked(turn: Round) -> list[tuple[int, int]]:
-    return [(item.index, seed) for item, seed in turn.asked]
+def indices(asked: Asked) -> list[tuple[int, int]]:
+    return [(item.index, seed) for item, seed in asked]
 
 
 def test_every_question_goes_through_all_settings_before_the_next_and_another_begins_each_time() -> None:
-    rounds = rounds_of(ITEMS, [0, 1], SETTINGS)
-    assert [asked(turn) for turn in rounds] == [[(0, 0)], [(1, 0)], [(2, 0)], [(0, 1)], [(1, 1)], [(2, 1)]]
-    assert ["".join(one.name for one in turn.settings) for turn in rounds] == ["ab", "ba"] * 3
+    rounds = list(rounds_of(ITEMS, [0, 1], SETTINGS))
+    assert [indices(asked) for asked, _ in rounds] == [[(0, 0)], [(1, 0)], [(2, 0)], [(0, 1)], [(1, 1)], [(2, 1)]]
+    assert ["".join(one.name for one in settings) for _, settings in rounds] == ["ab", "ba"] * 3
 
 
 def test_questions_that_are_asked_at_once_go_through_the_settings_together() -> None:
-    rounds = rounds_of(ITEMS, [0, 1], SETTINGS, at_once=2)
-    assert [asked(turn) for turn in rounds] == [[(0, 0), (1, 0)], [(2, 0)], [(0, 1), (1, 1)], [(2, 1)]]
-    assert ["".join(one.name for one in turn.settings) for turn in rounds] == ["ab", "ba"] * 2
+    rounds = list(rounds_of(ITEMS, [0, 1], SETTINGS, at_once=2))
+    assert [indices(asked) for asked, _ in rounds] == [[(0, 0), (1, 0)], [(2, 0)], [(0, 1), (1, 1)], [(2, 1)]]
+    assert ["".join(one.name for one in settings) for _, settings in rounds] == ["ab", "ba"] * 2
 
 
 def test_a_requests_seed_depends_on_seed_and_question() -> None:

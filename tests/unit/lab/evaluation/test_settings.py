@@ -3,7 +3,8 @@
 import pytest
 
 from shell_router.errors import ConfigError, UnknownModel
-from shell_router.lab.evaluation.settings import Setting, baseline_of, chosen_settings
+from shell_router.lab.evaluation.records import Setting
+from shell_router.lab.evaluation.run import baseline_of, chosen_settings
 
 SERVED = [Setting("small", "model"), Setting("large", "model"), Setting("tree", "topology")]
 

@@ -18,7 +18,7 @@ def test_a_sample_gives_its_chains_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "no chain"),
+        ("{", "not JSON"),
         ('{"chian": ["a"]}', "no chain"),
         ('{"chain": "a"}', "list of names"),
         ('{"chain": []}', "names no component"),

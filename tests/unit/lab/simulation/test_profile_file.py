@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from shell_router.errors import ConfigError
-from shell_router.lab.simulation.profile import require_extensible, write_profile
-from shell_router.lab.simulation.profiling import Amount, ProfiledCosts
+from shell_router.lab.simulation.profiling import Amount, ProfiledCosts, require_extensible, write_profile
 from shell_router.lab.simulation.settings import load_profiles
 from shell_router.standins.simulated import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
 

@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from shell_router.standins.embedded.app import EngineApp
-from shell_router.standins.embedded.grammar import Grammars
 from shell_router.standins.embedded.output import Piece
+from shell_router.standins.embedded.sampling import Grammars
 from shell_router.standins.embedded.service import Inflight, InflightRequests, Loads
 from shell_router.standins.embedded.settings import EmbeddedSettings, ServerSettings
 from shell_router.standins.embedded.wire import GenerateRequest

@@ -54,8 +54,8 @@ def job_of(lm: CausalLm, ids: Sequence[int], params: SamplingParams, length: int
     prompt = PromptKv(lm.kv_shape.empty(len(ids)))
     with torch.inference_mode():
         logits = lm.prefill(prompt, torch.tensor(ids), 0)
-        tokens, chances = BatchSampler([output.draw], with_logprobs=logprobs, rng=random.Random(0))(logits)
-    first = Prefilled(prompt.kv, cached_tokens=0, token_id=tokens[0], logprob=chances[0] if chances else None)
+        ((token, chance),) = BatchSampler([output.draw], with_logprobs=logprobs, rng=random.Random(0))(logits)
+    first = Prefilled(prompt.kv, cached_tokens=0, token_id=token, logprob=chance)
     return DecodeJob(Inflight(request), output, first)
 
 

@@ -57,7 +57,6 @@ def deliver(job: Countdown, result: int | str) -> None:
 async def run(worker: CountingWorker, *jobs: Countdown) -> bool:
     """Run the jobs one after the other's end; says whether the thread lived to the last."""
     thread: ModelThread[Countdown, int | str] = ModelThread(worker, deliver)
-    thread.start()
     async with asyncio.timeout(10):
         for job in jobs:
             thread.submit(job)
@@ -84,7 +83,6 @@ async def test_an_error_in_a_step_ends_its_requests_and_not_the_thread() -> None
 async def test_a_dropped_job_stops_within_a_step() -> None:
     worker, endless, after = CountingWorker(), Countdown(2**60), Countdown(1)
     thread: ModelThread[Countdown, int | str] = ModelThread(worker, deliver)
-    thread.start()
     async with asyncio.timeout(10):
         thread.submit(endless)
         thread.drop(endless)

@@ -19,15 +19,14 @@ def draw_of(said: list[int] | None = None, prompt: tuple[int, ...] = (), **param
     return Draw(SamplingParams(**params), prompt, frozenset({4}), said or [])
 
 
-def sample(draws: list[Draw], seed: int = 0) -> tuple[list[int], list[float] | None]:
-    return BatchSampler(draws, with_logprobs=True, rng=random.Random(seed))(LOGITS.expand(len(draws), -1))
+def sample(draws: list[Draw], seed: int = 0) -> tuple[list[int], list[float | None]]:
+    drawn = BatchSampler(draws, with_logprobs=True, rng=random.Random(seed))(LOGITS.expand(len(draws), -1))
+    return [token for token, _ in drawn], [logprob for _, logprob in drawn]
 
 
 def drawn(count: int = 4000, **params: Any) -> Counter[int]:
-    tokens, _ = BatchSampler([draw_of(**params)] * count, with_logprobs=False, rng=random.Random(7))(
-        LOGITS.expand(count, -1)
-    )
-    return Counter(tokens)
+    sampler = BatchSampler([draw_of(**params)] * count, with_logprobs=False, rng=random.Random(7))
+    return Counter(token for token, _ in sampler(LOGITS.expand(count, -1)))
 
 
 def test_greedy_takes_the_likeliest_and_reports_its_logprob() -> None:
@@ -66,8 +65,8 @@ def test_truncation_leaves_only_the_likely(params: dict[str, Any], possible: set
 )
 def test_what_is_drawn_exists_even_where_no_probability_does(params: dict[str, Any]) -> None:
     draw = Draw(SamplingParams(**params), (), params.get("stop_token_ids", frozenset()), [])
-    tokens, _ = BatchSampler([draw], with_logprobs=False, rng=random.Random(0))(LOGITS.float()[None])
-    assert 0 <= tokens[0] < len(LOGITS)
+    ((token, _),) = BatchSampler([draw], with_logprobs=False, rng=random.Random(0))(LOGITS.float()[None])
+    assert 0 <= token < len(LOGITS)
 
 
 @given(st.integers(0, 50), st.integers(0, 6), st.sampled_from([{}, {"top_p": 0.8}, {"top_k": 2}, {"min_p": 0.1}]))

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from shell_router.errors import ConfigError
-from shell_router.standins.embedded.settings import EmbeddedSettings
+from shell_router.config.read import form_of
+from shell_router.standins.embedded.settings import EmbeddedSection
+from shell_router.topology.forms import check
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"dtype": "int8"}, {"threads": 0}, {"max_total_tokens": -1}, {"context_length": 0}, {"kv_wait_s": 0}],
+    "wrong", [{"dtype": "int8"}, {"threads": 0}, {"max_total_tokens": -1}, {"max_running_requests": 0}]
 )
 def test_bad_values_are_refused_by_name(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        EmbeddedSettings("model", **wrong)
+    (problem,) = check(form_of(EmbeddedSection), wrong, ())
+    assert problem.at == tuple(wrong)
 
 
 def test_launching_loads_no_torch() -> None:

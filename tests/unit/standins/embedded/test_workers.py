@@ -58,7 +58,6 @@ async def test_a_prompt_that_cannot_be_begun_fails_alone_and_keeps_nothing_in_th
             ended.set()
 
     thread: ModelThread[PrefillJob, Prefilled | KvTransferError] = ModelThread(worker, deliver)
-    thread.start()
     good, bad, after = (prompt(lm, [5, 6, 7, last]) for last in (8, NO_ID, 9))
     for job in (good, bad, after):
         thread.submit(job)
@@ -87,7 +86,6 @@ async def read(job: DecodeJob) -> list[Piece]:
 async def test_a_request_that_finds_no_memory_to_decode_in_fails_alone(lm: CausalLm) -> None:
     worker = DecodeWorker(lm, SlotKv(lm.kv_shape), random.Random(0))
     thread: ModelThread[DecodeJob, Piece] = ModelThread(worker, lambda job, piece: job.inflight.put(piece))
-    thread.start()
     jobs = [decoding(lm, room_tokens) for room_tokens in (6, TOO_MANY, 6)]
     for job in jobs:
         thread.submit(job)

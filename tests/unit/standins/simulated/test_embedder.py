@@ -7,6 +7,7 @@ import pytest
 from shell_router.early_exit import features
 from shell_router.early_exit.algorithm1 import similarity
 from shell_router.errors import ConfigError
+from shell_router.lab.simulation.settings import SimulatedEmbedding
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.standins.simulated.text import SimulatedEmbedder, closing
 
@@ -64,4 +65,4 @@ def test_a_text_that_is_given_up_is_not_embedded() -> None:
 @pytest.mark.parametrize("wrong", [(0.5, 0.8), (0.0, 0.0), (1.1, 0.5)])
 def test_similarities_that_cannot_be_are_refused(wrong: tuple[float, float]) -> None:
     with pytest.raises(ConfigError, match="0 < different <= same <= 1"):
-        SimulatedEmbedder(*wrong)
+        SimulatedEmbedding(same=wrong[0], different=wrong[1])
