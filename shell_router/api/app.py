@@ -15,9 +15,9 @@ from aiohttp import web
 from shell_router.api import agents, chat, embeddings, lazy, messages, native, openapi, responses, views
 from shell_router.api.admission import ADMISSION, CONNECTIONS, DRAIN, Admission, Drain
 from shell_router.api.chat import CHATS, Chats
-from shell_router.api.kept_runs import KeptRuns
 from shell_router.api.models import TARGETS, Targets
 from shell_router.api.plain import Handler, PlainServer
+from shell_router.api.runs import KEPT_RUNS, KeptRuns
 from shell_router.api.services import LEAVING, SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
 from shell_router.errors import BatchesOff
 
@@ -76,8 +76,8 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
     app[SERVICES] = services
     app[SETTINGS] = settings
     app[TARGETS] = Targets(services)
-    app[CHATS] = Chats(services, settings, app[TARGETS], drain, KeptRuns(services.journals, drain))
-    app[agents.KEPT_AGENTS] = KeptRuns(services.journals, drain)
+    app[CHATS] = Chats(services, settings, app[TARGETS], drain)
+    app[KEPT_RUNS] = KeptRuns(services.journals, drain)
     app[embeddings.EMBEDDING] = asyncio.Semaphore()
     app[STARTED_AT] = int(services.wall())
     app.add_routes(ROUTES)

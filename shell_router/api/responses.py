@@ -16,15 +16,16 @@ from aiohttp import web
 
 from agent_cache import JournalDiffers, Journals, JournalState
 from shell_router.api.admission import ADMISSION
-from shell_router.api.chat import CHATS, ChatRun, answer_chat
 from shell_router.api.chat import INERT as CHAT_INERT
+from shell_router.api.chat import answer_chat
 from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, shown
-from shell_router.api.kept_runs import KEY_HEADER, LAST_EVENT, Place, end_of, key_of, place_of, reused
+from shell_router.api.frames import ChatFrames
 from shell_router.api.panels import BRINGING, PANEL, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored, stream_error
+from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, end_of, key_of, place_of, reused
 from shell_router.api.services import REQUEST_ID, SERVICES, SETTINGS, TENANT, TRACE
-from shell_router.api.streaming import DONE, data_frame, open_stream
+from shell_router.api.streaming import DONE, LAST_EVENT, Place, TranslatedFrames, data_frame, open_stream, respond
 from shell_router.api.tools import function_name
 from shell_router.api.translation import Events, ItemTranslation, Kind
 from shell_router.core.sampling import check_depth
@@ -337,29 +338,32 @@ class BackgroundResponse:
         """It has no output yet, or will have none."""
         return json_reply(self.request, self._translation().standing(status))
 
-    async def _run(self, whole: ChatRun, body: Fields) -> Reply:
+    async def _run(self, run: Run, model: str, body: Fields) -> Reply:
         request, head, store, named = self.request, self.head.decode(), self._store, (self.request[TENANT], self.key)
-        join = partial(request.app[CHATS].kept.join, whole, self.key, body, head)
-        whole, records = join(), None  # None where it runs already
-        if whole.kept is None or not whole.kept.has_begun:  # a claim for one that runs would take back a seal
+        join = partial(request.app[KEPT_RUNS].join, run, self.key, body, head)
+        run, records = join(), None  # None where it runs already
+        if run.kept is None or not run.kept.has_begun:  # a claim for one that runs would take back a seal
             try:
-                records = await store.claim(*named, whole.id, head)
+                records = await store.claim(*named, run.id, head)
             except JournalDiffers:
                 raise reused() from None
             if records is not None and not records:
-                await store.append(*named, whole.id, 0, [orjson.dumps(["created", "", self.created])])
-            whole = join()  # the one before may have ended meanwhile
-        assert whole.kept is not None, "it was joined"
-        whole.kept.last_record = partial(self._last_record, whole)
+                await store.append(*named, run.id, 0, [orjson.dumps(["created", "", self.created])])
+            run = join()  # the one before may have ended meanwhile
+        assert run.kept is not None, "it was joined"
+        frames = ChatFrames(run, model, include_usage=True, include_agents=False)
+        run.kept.last_record = partial(self._last_record, frames)
         if records is not None:
-            request.app[ADMISSION].detach(request, whole.answer(), whole.agents)
-        request[TRACE] = whole.trace
-        return await whole.stream(request, self._translation()) if self.stream else self.standing("queued")
+            request.app[ADMISSION].detach(request, run.answer(), run.agents)
+        request[TRACE] = run.trace
+        if not self.stream:
+            return self.standing("queued")
+        return await respond(request, run.answer, TranslatedFrames(frames, self._translation()), stream=True)
 
-    def _last_record(self, whole: ChatRun, end: Answer | Exception) -> dict[str, Any]:
+    def _last_record(self, frames: ChatFrames, end: Answer | Exception) -> dict[str, Any]:
         if isinstance(end, Exception):
             return stream_error(end, self.request[REQUEST_ID])
-        return {name: value for name, value in whole.reply(end).items() if name in ("choices", "usage")}
+        return {name: value for name, value in frames.whole(end).items() if name in ("choices", "usage")}
 
     async def _ended(self, end: dict[str, Any]) -> Reply:
         translation, error = self._translation(), end.get("error")
@@ -379,7 +383,7 @@ class BackgroundResponse:
 
     @property
     def _store(self) -> Journals:
-        if (store := self.request.app[CHATS].kept.store) is not None:
+        if (store := self.request.app[KEPT_RUNS].store) is not None:
             return store
         remedy = "Set cache.backend to redis, or send it without and keep the connection open."
         raise InvalidField("background needs a store that outlives the router.", field="background", remedy=remedy)

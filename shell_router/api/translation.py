@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import orjson
 
-from shell_router.api.kept_runs import Place
+from shell_router.api.streaming import Place
 from shell_router.core.engine import error_message
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import EngineAborted
