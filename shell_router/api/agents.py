@@ -133,8 +133,7 @@ def _unmarked(text: str, path: str) -> str:
 
 
 def _messages(body: Fields) -> tuple[tuple[str, tuple[Segment, ...]], ...]:
-    listed = body.listed("messages") or []
-    return tuple(_message(as_object(one, f"messages[{at}]")) for at, one in enumerate(listed))
+    return tuple([_message(one) for one in body.objects("messages")])
 
 
 def _message(message: Fields) -> tuple[str, tuple[Segment, ...]]:

@@ -9,17 +9,16 @@ from typing import Any
 from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, Drain
+from shell_router.api.conversation import TOOL_FIELDS, ToolUse, calls_schema, read_messages, read_tools, text_of
 from shell_router.api.engine_chat import ENGINE_FIELDS, NOT_SERVED, asks_engine, read_engine_chat
 from shell_router.api.fields import (
     MAX_TOKENS,
     SAMPLING,
     Fields,
-    as_object,
     parse_body,
     read_body,
     read_sampling,
     read_template_kwargs,
-    shown,
 )
 from shell_router.api.frames import ChatFrames
 from shell_router.api.keys import permit
@@ -32,12 +31,9 @@ from shell_router.api.replies import note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, place_of
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Services
 from shell_router.api.streaming import Frames, TranslatedFrames, Translation, respond
-from shell_router.api.tools import TOOL_FIELDS, ToolUse, call_id, calls_schema, check_answers, read_calls, read_tools
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
 from shell_router.moa import AGENT_REQUEST, AgentRequest, MoaRequest, ToolOffer
 from shell_router.topology import AUTO, Graph
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 INERT = frozenset(
     {
@@ -143,66 +139,14 @@ def _prediction(body: Fields) -> str:
         return ""
     if found.text("type") != "content":
         raise found.refuse("type", "must be content")
-    return _content(found)
+    return text_of(found)
 
 
 def _messages(body: Fields) -> tuple[Mapping[str, Any], ...]:
-    listed = body.listed("messages")
-    if not listed:
-        raise body.refuse("messages", "is missing or empty", "Send at least one user message.")
-    messages: list[Mapping[str, Any]] = []
-    has_tools = False
-    for at, one in enumerate(listed):
-        role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
-        is_plain = role in ("user", "system")
-        if is_plain and isinstance(content, str):
-            messages.append({"role": role, "content": content})
-        else:
-            messages.append(_message(as_object(one, f"messages[{at}]")))
-            has_tools |= bool({"tool_calls", "tool_call_id"} & messages[-1].keys())
-    if messages[-1]["role"] not in ("user", "tool"):
-        where, remedy = (
-            f"messages[{len(messages) - 1}].role",
-            "Put the question, or a call's result, in the last message.",
-        )
-        raise body.refuse(where, "must be user or tool", remedy)
-    if has_tools:
-        check_answers(messages)
-        if not any(message["role"] == "user" for message in messages):
-            raise body.refuse("messages", "hold no user message", "Send the question before the calls.")
+    messages = read_messages(body, text_of)
+    if not any(message["role"] == "user" for message in messages):
+        raise body.refuse("messages", "hold no user message", "Send the question before the calls.")
     return tuple(messages)
-
-
-def _message(message: Fields) -> Mapping[str, Any]:
-    role = message.text("role")
-    if role not in ROLES:
-        raise message.refuse("role", f"must be one of {', '.join(ROLES)}, not {role!r}")
-    if role == "tool":
-        return {"role": role, "content": _content(message), "tool_call_id": call_id(message, "tool_call_id")}
-    if role != "assistant":
-        return {"role": ROLES[role], "content": _content(message)}
-    calls, thinking = read_calls(message), message.text("reasoning_content")
-    found = {"role": role, "content": "" if message.raw("content") is None else _content(message)}
-    return found | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thinking} if thinking else {})
-
-
-def _content(message: Fields) -> str:
-    value = message.raw("content")
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise message.refuse("content", f"must be a string or an array of text parts, not {shown(value)}")
-    path = message.path("content")
-    return "".join(_part(as_object(part, f"{path}[{at}]")) for at, part in enumerate(value))
-
-
-def _part(part: Fields) -> str:
-    if part.text("type") != "text":
-        raise part.refuse("type", "must be text", "Only text is served; leave other parts out.")
-    text = part.text("text")
-    if text is None:
-        raise part.refuse("text", "is missing")
-    return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from shell_router.core.sampling import MAX_STOPS, MAX_TOKEN_IDS, check_depth
 from shell_router.errors import InvalidField, InvalidRequest
 
 N = TypeVar("N", int, float)
+T = TypeVar("T")
 SHOWN_CHARACTERS = 40
 ALIKE = 0.8
 """The similarity (difflib's ratio) from which an unknown field is taken for a misspelt one."""
@@ -126,6 +127,20 @@ class Fields:
         if value is None or isinstance(value, list):
             return value
         raise self.refuse(name, f"must be an array, not {shown(value)}")
+
+    def objects(self, name: str) -> "list[Fields]":
+        """An array of objects, to be read in turn; empty where absent."""
+        path = self.path(name)
+        return [as_object(one, f"{path}[{at}]") for at, one in enumerate(self.listed(name) or ())]
+
+    def parts(self, name: str, read: "Callable[[Fields], T]", called: str = "parts") -> str | list[T]:
+        """A string, or an array of objects, each as it is `read`."""
+        value = self.raw(name)
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise self.refuse(name, f"must be a string or an array of {called}, not {shown(value)}")
+        return [read(one) for one in self.objects(name)]
 
     def object(self, name: str) -> "Fields | None":
         """An object, to be read in turn."""

@@ -7,7 +7,8 @@ from typing import Any
 from aiohttp import web
 
 from shell_router import __version__
-from shell_router.api.chat import INERT, ROLES
+from shell_router.api.chat import INERT
+from shell_router.api.conversation import MAX_TOOLS, ROLES
 from shell_router.api.embeddings import MAX_TEXTS
 from shell_router.api.engine_chat import MAX_CHOICES, MAX_TOP_LOGPROBS
 from shell_router.api.fields import FLAGS, INTEGERS, MAX_TOKENS, NUMBERS
@@ -16,7 +17,6 @@ from shell_router.api.messages import SAME as SAME_MESSAGE
 from shell_router.api.replies import INTERNAL, PROBLEMS, REJECTED_BY_ENGINE, json_reply
 from shell_router.api.responses import INERT as INERT_RESPONSE
 from shell_router.api.responses import SAME
-from shell_router.api.tools import MAX_TOOLS
 from shell_router.engines.native_body import GENERATE_FIELDS
 
 Schema = Mapping[str, Any]

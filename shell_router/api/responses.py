@@ -18,7 +18,8 @@ from agent_cache import JournalDiffers, Journals, JournalState
 from shell_router.api.admission import ADMISSION
 from shell_router.api.chat import INERT as CHAT_INERT
 from shell_router.api.chat import answer_chat
-from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, shown
+from shell_router.api.conversation import function_name
+from shell_router.api.fields import SAMPLING, Fields, parse_body, read_body, shown
 from shell_router.api.frames import ChatFrames
 from shell_router.api.panels import BRINGING, PANEL, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
@@ -26,8 +27,7 @@ from shell_router.api.replies import json_reply, note_ignored, stream_error
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, end_of, key_of, place_of, reused
 from shell_router.api.services import REQUEST_ID, SERVICES, SETTINGS, TENANT, TRACE
 from shell_router.api.streaming import DONE, LAST_EVENT, Place, TranslatedFrames, data_frame, open_stream, respond
-from shell_router.api.tools import function_name
-from shell_router.api.translation import Events, ItemTranslation, Kind
+from shell_router.api.translation import Events, ItemTranslation, Kind, joined
 from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
 from shell_router.moa import Answer
@@ -67,8 +67,8 @@ def as_chat(body: Fields) -> dict[str, Any]:
     chat["messages"] = [*chat.get("messages", ()), *_messages(body)]
     if (limit := body.integer("max_output_tokens", 1, 2**31 - 1)) is not None:
         chat["max_completion_tokens"] = limit
-    if tools := body.listed("tools"):
-        chat["tools"] = [_tool(as_object(one, f"tools[{at}]")) for at, one in enumerate(tools)]
+    if tools := [_tool(one) for one in body.objects("tools")]:
+        chat["tools"] = tools
     choice = body.raw("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -106,16 +106,15 @@ def _messages(body: Fields) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise body.refuse("input", f"must be a string or an array of items, not {shown(given)}")
     messages: list[dict[str, Any]] = []
-    for at, one in enumerate(given):
-        item = as_object(one, f"input[{at}]")
+    for item in body.objects("input"):
         kind = item.text("type") or "message"
         if kind == "message":
             if (role := item.required_text("role")) not in ROLES:
                 raise item.refuse("role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
-            messages.append({"role": role, "content": _content(item, "content")})
+            messages.append({"role": role, "content": joined(item.parts("content", _part))})
         elif kind == "function_call_output":
             result = {"role": "tool", "tool_call_id": item.required_text("call_id")}
-            messages.append(result | {"content": _content(item, "output")})
+            messages.append(result | {"content": joined(item.parts("output", _part))})
         elif kind == "function_call":
             _add_call(messages, item)
         elif kind != "reasoning":  # what a model thought before is not part of a template's history
@@ -133,19 +132,6 @@ def _add_call(messages: list[dict[str, Any]], item: Fields) -> None:
         messages.append({"role": "assistant", "content": None})
     calls = messages[-1].setdefault("tool_calls", [])
     calls.append({"id": item.required_text("call_id"), "type": "function", "function": function})
-
-
-def _content(item: Fields, name: str) -> str | list[dict[str, Any]]:
-    value = item.raw(name)
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise item.refuse(name, f"must be a string or an array of parts, not {shown(value)}")
-    path = item.path(name)
-    parts = [_part(as_object(one, f"{path}[{at}]")) for at, one in enumerate(value)]
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return parts
 
 
 def _part(part: Fields) -> dict[str, Any]:

@@ -16,6 +16,13 @@ Events = Sequence[tuple[str, Mapping[str, Any]]]
 ABORTED = "The engine ended the answer early. Send the request again."
 
 
+def joined(parts: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A chat's content of these parts: a text where all of them are."""
+    if isinstance(parts, str) or any(part["type"] != "text" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
 class ItemTranslation(ABC):
     """Reads a chat completion, or its chunks, as items: thinking, text, calls (streaming.Translation).
 

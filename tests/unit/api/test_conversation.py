@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from shell_router.api.conversation import ToolUse, read_messages, read_tools, text_of
 from shell_router.api.fields import Fields
-from shell_router.api.tools import ToolUse, check_answers, read_calls, read_tools
 from shell_router.errors import InvalidField
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -62,15 +62,18 @@ def test_wrong_tools_are_refused_by_their_path(fields: dict[str, object], at: st
     assert refused.value.field == at
 
 
+def read(*messages: dict[str, object]) -> list[Any]:
+    return read_messages(Fields({"messages": [*messages]}), text_of)
+
+
 def test_calls_become_objects_and_each_result_answers_one() -> None:
-    calls = read_calls(Fields({"tool_calls": [CALL]}, "messages[1]"))
-    assert calls[0]["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
-    asked = {"role": "assistant", "content": None, "tool_calls": calls}
+    asked = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     result = {"role": "tool", "content": "rain", "tool_call_id": "call_1"}
-    check_answers([asked, result])
-    for wrong, at in ([result, asked], 0), ([asked, result, result], 2):
+    found = read(asked, result)
+    assert found[0]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
+    for wrong, at in ((result, asked, result), 0), ((asked, result, result), 2):
         with pytest.raises(InvalidField) as refused:
-            check_answers(wrong)
+            read(*wrong)
         assert refused.value.field == f"messages[{at}].tool_call_id"
 
 
@@ -86,5 +89,5 @@ def test_calls_become_objects_and_each_result_answers_one() -> None:
 )
 def test_wrong_calls_are_refused_by_their_path(call: dict[str, object], at: str) -> None:
     with pytest.raises(InvalidField) as refused:
-        read_calls(Fields({"tool_calls": [call]}, "messages[1]"))
+        read({"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]})
     assert refused.value.field == f"messages[1].tool_calls[0].{at}"

@@ -1,7 +1,7 @@
-"""Tools in requests: the functions that a model may call, its calls, and the results that clients send back."""
+"""Chats in requests: messages, the functions that a model may call, its calls, and the results of clients."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import orjson
@@ -43,7 +43,7 @@ def read_tools(body: Fields) -> ToolUse:
     if len(listed) > MAX_TOOLS:
         raise body.refuse("tools", f"holds {len(listed)} tools", f"Send at most {MAX_TOOLS}.")
     check_depth(listed, "tools")
-    tools = tuple([_tool(as_object(one, f"tools[{at}]")) for at, one in enumerate(listed)])
+    tools = tuple([_tool(one) for one in body.objects("tools")])
     names = [tool["function"]["name"] for tool in tools]
     for at, name in enumerate(names):
         if name in names[:at]:
@@ -100,13 +100,69 @@ def _choice(body: Fields, names: Sequence[str]) -> tuple[ToolMode, str]:
     return "named", name
 
 
-def read_calls(message: Fields) -> tuple[Mapping[str, Any], ...]:
-    """An assistant message's `tool_calls`, with their `arguments` as objects. Raises InvalidField."""
-    path = message.path("tool_calls")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def read_messages(body: Fields, content: Callable[[Fields], str | list[Any]]) -> list[Mapping[str, Any]]:
+    """The body's `messages`, with the contents that `content` reads. Raises InvalidField.
+
+    The last one must be a user's or a tool's, and each tool's the one answer to an earlier call.
+    """
+    listed = body.listed("messages")
+    if not listed:
+        raise body.refuse("messages", "is missing or empty", "Send at least one user message.")
+    messages: list[Mapping[str, Any]] = []
+    for at, one in enumerate(listed):
+        if isinstance(one, dict) and one.keys() == PLAIN and one["role"] in PLAIN_ROLES and type(one["content"]) is str:
+            messages.append(one)
+        else:
+            messages.append(_message(as_object(one, f"messages[{at}]"), content))
+    if messages[-1]["role"] not in ("user", "tool"):
+        where = f"messages[{len(messages) - 1}].role"
+        raise body.refuse(where, "must be user or tool", "Put the question, or a call's result, in the last message.")
+    _check_answers(messages)
+    return messages
+
+
+PLAIN, PLAIN_ROLES = {"role", "content"}, ("user", "system")
+
+
+def _message(message: Fields, content: Callable[[Fields], str | list[Any]]) -> Mapping[str, Any]:
+    role = message.text("role")
+    if role not in ROLES:
+        raise message.refuse("role", f"must be one of {', '.join(ROLES)}, not {role!r}")
+    lacks_content = role == "assistant" and message.raw("content") is None
+    found: dict[str, Any] = {"role": ROLES[role], "content": "" if lacks_content else content(message)}
+    if role == "tool":
+        found["tool_call_id"] = _call_id(message, "tool_call_id")
+    if role == "assistant":
+        if calls := _calls(message):
+            found["tool_calls"] = calls
+        if thinking := message.text("reasoning_content"):
+            found["reasoning_content"] = thinking
+    return found
+
+
+def text_of(message: Fields) -> str:
+    """Its `content`, a string or parts that are texts. Raises InvalidField."""
+    return "".join(message.parts("content", _text))
+
+
+def _text(part: Fields) -> str:
+    if part.text("type") != "text":
+        raise part.refuse("type", "must be text", "Only text is served; leave other parts out.")
+    text = part.text("text")
+    if text is None:
+        raise part.refuse("text", "is missing")
+    return text
+
+
+def _calls(message: Fields) -> tuple[Mapping[str, Any], ...]:
+    """An assistant message's `tool_calls`, with their `arguments` as objects."""
     listed = message.listed("tool_calls") or []
     if len(listed) > MAX_TOOLS:
         raise message.refuse("tool_calls", f"holds {len(listed)} calls", f"Send at most {MAX_TOOLS}.")
-    return tuple([_call(as_object(one, f"{path}[{at}]")) for at, one in enumerate(listed)])
+    return tuple([_call(one) for one in message.objects("tool_calls")])
 
 
 def _call(call: Fields) -> Mapping[str, Any]:
@@ -123,18 +179,17 @@ def _call(call: Fields) -> Mapping[str, Any]:
         raise function.refuse("arguments", "must be a JSON object, as text")
     check_depth(arguments, function.path("arguments"))
     called = {"name": function_name(function), "arguments": arguments}
-    return {"id": call_id(call, "id"), "type": "function", "function": called}
+    return {"id": _call_id(call, "id"), "type": "function", "function": called}
 
 
-def call_id(message: Fields, name: str) -> str:
-    """A call's id in field `name`."""
+def _call_id(message: Fields, name: str) -> str:
     found = message.required_text(name)
     if len(found) > CALL_ID_CHARACTERS:
         raise message.refuse(name, f"has over {CALL_ID_CHARACTERS} characters")
     return found
 
 
-def check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
+def _check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raises InvalidField for a tool message whose `tool_call_id` is not that of an earlier call, or the second one."""
     open_calls: set[str] = set()
     for at, message in enumerate(messages):
