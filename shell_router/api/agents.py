@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from shell_router.api.admission import ADMISSION, DRAIN
+from shell_router.api.admission import ADMISSION, DRAIN, permit
 from shell_router.api.fields import (
     SAMPLING,
     Fields,
@@ -20,7 +20,6 @@ from shell_router.api.fields import (
     shown,
 )
 from shell_router.api.frames import AgentFrames, program_reply
-from shell_router.api.keys import permit
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, refuse_key

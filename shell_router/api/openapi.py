@@ -54,7 +54,7 @@ MESSAGE = {
     **_all(TEXT, "tool_call_id reasoning_content"),
 }
 SAMPLING: Body = {
-    **{name: _number(low, high, "number") for name, (_, low, high) in NUMBERS.items()},
+    **{name: _number(low, high, "number") for name, (low, high) in NUMBERS.items()},
     **{name: _number(low, high) for name, (_, low, high) in INTEGERS.items()},
     **dict.fromkeys(FLAGS, FLAG),
     "stop": _either(TEXT, _list(TEXT)),
