@@ -8,12 +8,11 @@ import orjson
 from shell_router.api.chat import answer_chat
 from shell_router.api.conversation import function_name
 from shell_router.api.fields import MAX_TOKENS, SAMPLING, Fields, as_object, parse_body, read_body, shown
-from shell_router.api.panels import BRINGING, PANEL, PANEL_FIELDS
+from shell_router.api.panels import BRINGING, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import anthropic_error, note_ignored
 from shell_router.api.services import SERVICES
 from shell_router.api.translation import Events, ItemTranslation, Kind, joined
-from shell_router.topology import INLINE
 
 OTHERWISE = {"max_tokens", "max_completion_tokens", "response_format", "stop"}
 SAME = frozenset(SAMPLING) - OTHERWISE | BRINGING | PANEL_FIELDS | {"chat_template_kwargs", "model", "stream"}
@@ -147,47 +146,36 @@ class MessageTranslation(ItemTranslation):
     """A chat completion, or the chunks of one, as a message. `id` is fresh."""
 
     def __init__(self, id: str, asked: Mapping[str, Any], warnings: Mapping[str, list[str]]) -> None:
-        super().__init__()
-        model = asked.get("model") or (INLINE if asked.get("topology") else PANEL)
-        self._about = {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model, **warnings}
-        self._content: list[dict[str, Any]] = []
-        self._texts: list[str] = []
+        super().__init__(asked)
+        self._about = {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": self.model, **warnings}
 
-    def begun(self) -> Events:
-        """See `ItemTranslation`."""
+    def _begun(self) -> Events:
         usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end
         nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return [("message_start", {"message": {**self._about, **nothing}})]
 
-    def opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
-        """See `ItemTranslation`."""
-        self._texts = []
-        self._content.append({**BLOCKS[kind], **call})
-        return [("content_block_start", {"index": len(self._content) - 1, "content_block": dict(self._content[-1])})]
+    def _opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+        self.items.append({**BLOCKS[kind], **call})
+        return [("content_block_start", {"index": len(self.items) - 1, "content_block": dict(self.items[-1])})]
 
-    def grown(self, text: str) -> Events:
-        """See `ItemTranslation`."""
-        self._texts.append(text)
-        kind, name = DELTAS[self._content[-1]["type"]]
-        return [("content_block_delta", {"index": len(self._content) - 1, "delta": {"type": kind, name: text}})]
+    def _grown(self, text: str) -> Events:
+        kind, name = DELTAS[self.items[-1]["type"]]
+        return [("content_block_delta", {"index": len(self.items) - 1, "delta": {"type": kind, name: text}})]
 
-    def closed(self) -> Events:
-        """See `ItemTranslation`."""
-        block, text = self._content[-1], "".join(self._texts)
+    def _closed(self, text: str) -> Events:
+        block = self.items[-1]
         if block["type"] == "tool_use":
             block["input"] = _arguments(text)
         else:
             block[DELTAS[block["type"]][1]] = text
-        return [("content_block_stop", {"index": len(self._content) - 1})]
+        return [("content_block_stop", {"index": len(self.items) - 1})]
 
-    def ended(self) -> Events:
-        """See `ItemTranslation`."""
+    def _ended(self) -> Events:
         last = self.answer()
         delta = {name: last[name] for name in ("stop_reason", "stop_sequence")}
         return [("message_delta", {"delta": delta, "usage": last["usage"]}), ("message_stop", {})]
 
-    def failed(self, error: Mapping[str, Any]) -> Events:
-        """See `ItemTranslation`."""
+    def _failed(self, error: Mapping[str, Any]) -> Events:
         return [("error", {"error": anthropic_error(error)})]
 
     def answer(self) -> dict[str, Any]:
@@ -199,7 +187,7 @@ class MessageTranslation(ItemTranslation):
             "output_tokens": self.usage.get("completion_tokens", 0),
         }
         ended = {"stop_reason": REASONS.get(self.reason, "end_turn"), "stop_sequence": None, "usage": usage}
-        return {**self._about, "content": self._content, **ended}
+        return {**self._about, "content": self.items, **ended}
 
 
 BLOCKS: Mapping[Kind, dict[str, Any]] = {
