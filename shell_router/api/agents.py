@@ -19,7 +19,7 @@ from shell_router.api.fields import (
     read_template_kwargs,
     shown,
 )
-from shell_router.api.frames import AgentFrames, program_reply
+from shell_router.api.frames import AgentFrames
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, refuse_key
@@ -202,8 +202,9 @@ def _require_chat(body: Fields, asked: AgentRequest) -> None:
 
 async def show_program(request: web.Request) -> web.Response:
     """GET: the program's agents, their states and outputs so far."""
-    programs = request.app[SERVICES].programs
-    return json_reply(request, program_reply(programs.state(request[TENANT], request.match_info["program"])))
+    found = request.app[SERVICES].programs.state(request[TENANT], request.match_info["program"])
+    agents = {name: {"state": how, "output": found.outputs.get(name, "")} for name, how in found.agents.items()}
+    return json_reply(request, {"object": "agent.program", "program": found.program, "agents": agents})
 
 
 async def cancel_program(request: web.Request) -> web.Response:

@@ -167,8 +167,9 @@ class Chats:
             alone = self.targets.alone.get(chat.models[0]) if len(chat.models) == 1 else None
             graph = alone or self.targets.choice(chat.models)
             return chat, graph, graph.name, graph.name
-        chat = read_chat(body, services.new_id(), tenant, limit_s, brought.target)
-        return chat, await services.topologies.inline(brought), brought.target, chat.models[0]
+        document, target = brought
+        chat = read_chat(body, services.new_id(), tenant, limit_s, target)
+        return chat, await services.topologies.inline(document), target, chat.models[0]
 
     async def begin(self, body: Fields, tenant: str) -> tuple[Run, ChatFrames]:
         """A run to be answered as one object. Checks all that can be checked before. Raises InvalidRequest."""

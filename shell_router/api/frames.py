@@ -26,7 +26,7 @@ from shell_router.core.events import (
     StepChosen,
     answer_in,
 )
-from shell_router.moa import AgentRequest, Answer, ProgramState, ToolCall
+from shell_router.moa import AgentRequest, Answer, ToolCall
 from shell_router.telemetry import Trace
 from shell_router.topology import AUTO
 
@@ -276,14 +276,3 @@ class AgentFrames:
     def _frame(self, event: Event) -> bytes:
         kind = "token" if isinstance(event, AgentTokens) else KINDS[type(event)]
         return data_frame({"type": kind, **facts(event, self._run.trace.started_s)})
-
-
-def program_reply(state: ProgramState) -> dict[str, Any]:
-    """A program and its agents."""
-    return {
-        "object": "agent.program",
-        "program": state.program,
-        "agents": {
-            agent: {"state": how, "output": state.outputs.get(agent, "")} for agent, how in state.agents.items()
-        },
-    }

@@ -4,9 +4,9 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from shell_router.api.fields import Fields, as_object, shown
-from shell_router.api.live import Brought
 from shell_router.core.engine import ServedModel
 from shell_router.errors import InvalidField
+from shell_router.topology import INLINE
 from shell_router.topology.prompting import AGGREGATOR
 
 FUSIONS = frozenset({"fusion", "openrouter/fusion", "litellm/fusion-1"})
@@ -19,9 +19,12 @@ MAX_PANEL = 32
 DEFAULT_PANEL = 8
 PANEL = "fusion"
 
+Brought = tuple[Mapping[str, Any], str]
+"""A topology inside of a request: its document, and what metrics and traces call it."""
+
 
 def brought_by(body: Fields, models: Mapping[str, ServedModel], served: Container[str]) -> Brought | None:
-    """What the body brings, None where its `model` says what to run. `models` may be on a panel.
+    """What the body brings; None where its `model` says what to run. `models` may be on a panel.
 
     A name of FUSIONS that is `served` is what is served under it. Raises InvalidField.
     """
@@ -34,11 +37,11 @@ def brought_by(body: Fields, models: Mapping[str, ServedModel], served: Containe
         if fused or len(given) > 1:
             raise body.refuse("topology", "goes without a panel of models", "Send one of the two.")
         body.object("topology")
-        return Brought(body.raw("topology"))
+        return body.raw("topology"), INLINE
     if len(given) > 1:
         raise body.refuse(given[1], f"describes a panel, as {given[0]} does", "Describe it once.")
     block = body.object("fusion") or (_plugin(body) if "plugins" in given else body)
-    return Brought(_Panel(block, body, models).document(), PANEL)
+    return _Panel(block, body, models).document(), PANEL
 
 
 def _plugin(body: Fields) -> Fields:

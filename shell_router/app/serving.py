@@ -74,12 +74,7 @@ async def running_server(
             batches(app)
             if config.listen.ui:
                 add_page(app)
-            limits = config.limits
-            times = {"lame_duck_s": limits.lame_duck_s, "drain_s": limits.drain_s}
-            async with (
-                rereads.watched(),
-                listening(app, sockets, **times, force_shutdown=force_shutdown, tls=tls) as url,
-            ):
+            async with rereads.watched(), listening(app, sockets, force_shutdown=force_shutdown, tls=tls) as url:
                 yield url
 
 
