@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, Drain, permit
-from shell_router.api.conversation import TOOL_FIELDS, ToolUse, calls_schema, read_messages, read_tools, text_of
+from shell_router.api.conversation import TOOL_FIELDS, calls_schema, read_messages, read_tools, text_of
 from shell_router.api.engine_chat import ENGINE_FIELDS, NOT_SERVED, asks_engine, read_engine_chat
 from shell_router.api.fields import (
     MAX_TOKENS,
@@ -31,7 +31,7 @@ from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, place_of
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Services
 from shell_router.api.streaming import Frames, TranslatedFrames, Translation, respond
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
-from shell_router.moa import AGENT_REQUEST, AgentRequest, MoaRequest, ToolOffer
+from shell_router.moa import AGENT_REQUEST, AgentRequest, MoaRequest
 from shell_router.topology import AUTO, Graph
 
 INERT = frozenset(
@@ -100,26 +100,18 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default:
 
 def _prompting(body: Fields, sampling: dict[str, Any]) -> dict[str, Any]:
     """What PROMPTING asks for. Calls that must come are a constraint in `sampling`."""
-    tools = read_tools(body)
+    offer = read_tools(body)
     if constraint := next((name for name in ("json_schema", "regex", "ebnf") if name in sampling), ""):
-        if tools.mode != "none":
+        if offer is not None:
             raise body.refuse("tools", f"cannot go with response_format or {constraint}", "Send only one of them.")
-    elif schema := calls_schema(tools):
+    elif offer is not None and (schema := calls_schema(offer)):
         sampling["json_schema"] = schema
     return {
         "prediction": _prediction(body),
         "chat_template_kwargs": read_template_kwargs(body),
         "max_thinking_tokens": body.integer("max_thinking_tokens", 1, MAX_TOKENS),
-        "offer": _offer(tools),
+        "offer": offer,
     }
-
-
-def _offer(use: ToolUse) -> ToolOffer | None:
-    """Of a function that must be called the others are no part of the prompt, as in SGLang."""
-    if use.mode == "none":
-        return None
-    tools = tuple([tool for tool in use.tools if use.name in ("", tool["function"]["name"])])
-    return ToolOffer(tools, use.mode != "auto", use.parallel)
 
 
 def ignored_fields(body: Fields) -> tuple[str, ...]:

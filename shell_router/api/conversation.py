@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any
 
 import orjson
 
 from shell_router.api.fields import Fields, as_object, shown
-from shell_router.core.engine import value
 from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField
+from shell_router.moa import ToolOffer
 
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 CALL_ID_CHARACTERS = 128
@@ -17,27 +17,14 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 2**18
 """Of all tools together as JSON: every one of them is part of the prompt."""
 
-ToolMode = Literal["none", "auto", "required", "named"]
-
-
-@value
-class ToolUse:
-    """The function `tools` as a chat template takes them, and how a model is to use them.
-
-    Of `mode` named, the function `name` must be called. Without tools the mode is none.
-    """
-
-    tools: tuple[Mapping[str, Any], ...] = ()
-    mode: ToolMode = "none"
-    name: str = ""
-    parallel: bool = True
-
-
 TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 
 
-def read_tools(body: Fields) -> ToolUse:
-    """The body's `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidField."""
+def read_tools(body: Fields) -> ToolOffer | None:
+    """The body's `tools`, `tool_choice` and `parallel_tool_calls`; None where none may be called. Raises InvalidField.
+
+    Of a function that must be called the others are no part of the prompt, as in SGLang.
+    """
     listed = body.listed("tools") or []
     parallel = body.raw("parallel_tool_calls") is None or body.flag("parallel_tool_calls")
     if len(listed) > MAX_TOOLS:
@@ -50,8 +37,10 @@ def read_tools(body: Fields) -> ToolUse:
             raise InvalidField(f"tools[{at}].function.name repeats {name!r}.", field=f"tools[{at}].function.name")
     if listed and (size := len(orjson.dumps(listed))) > MAX_TOOLS_BYTES:
         raise body.refuse("tools", f"takes {size} bytes", f"Send at most {MAX_TOOLS_BYTES}.")
-    mode, name = _choice(body, names)
-    return ToolUse(tools, mode, name, parallel)
+    choice, named = _choice(body, names)
+    if choice == "none":
+        return None
+    return ToolOffer((tools[names.index(named)],) if named else tools, choice != "auto", parallel)
 
 
 def _tool(tool: Fields) -> Mapping[str, Any]:
@@ -80,7 +69,8 @@ def function_name(function: Fields) -> str:
     return name
 
 
-def _choice(body: Fields, names: Sequence[str]) -> tuple[ToolMode, str]:
+def _choice(body: Fields, names: Sequence[str]) -> tuple[str, str]:
+    """None, auto or required, and the function that is, where one is named."""
     choice = body.raw("tool_choice")
     if choice is None or choice in ("none", "auto"):
         return (choice or "auto" if names else "none"), ""
@@ -91,13 +81,13 @@ def _choice(body: Fields, names: Sequence[str]) -> tuple[ToolMode, str]:
         raise body.refuse("tool_choice", "needs tools", "Send tools, or leave tool_choice out.")
     if choice == "required":
         return "required", ""
-    named = cast(Fields, body.object("tool_choice"))
+    named = as_object(choice, "tool_choice")
     function = named.object("function")
     if named.text("type") != "function" or function is None:
         raise named.refuse("type", "must be function, with the function's name in its field 'function'")
     if (name := function.required_text("name")) not in names:
         raise function.refuse("name", f"is {shown(name)}, which is none of the tools", "Name one of tools.")
-    return "named", name
+    return "required", name
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -202,29 +192,25 @@ def _check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
             open_calls.remove(message["tool_call_id"])
 
 
-def calls_schema(use: ToolUse) -> str:
+def calls_schema(offer: ToolOffer) -> str:
     """The JSON schema of the calls that must be made, an array, as SGLang has it; empty where none must be.
 
     Raises InvalidField where two tools define a type of one name differently.
     """
-    if use.mode not in ("required", "named"):
+    if not offer.must_call:
         return ""
     kinds: dict[str, Any] = {}
     items = []
-    for at, tool in enumerate(use.tools):
+    for at, tool in enumerate(offer.tools):
         function = tool["function"]
-        if use.mode == "named" and function["name"] != use.name:
-            continue
         parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
         for name, kind in (parameters.pop("$defs", None) or {}).items():
             if kinds.setdefault(name, kind) != kind:
-                path = f"tools[{at}].function.parameters.$defs.{name}"
-                raise InvalidField(
-                    f"{path} differs from that of another tool.", field=path, remedy="Rename one of them."
-                )
+                path, what = f"tools[{at}].function.parameters.$defs.{name}", "differs from that of another tool"
+                raise InvalidField(f"{path} {what}.", field=path, remedy="Rename one of them.")
         called = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters}
         items.append({"type": "object", "properties": called, "required": [*called], "additionalProperties": False})
     schema = {"type": "array", "minItems": 1, "items": items[0] if len(items) == 1 else {"anyOf": items}}
-    if not use.parallel:
+    if not offer.parallel:
         schema["maxItems"] = 1
     return orjson.dumps({**schema, "$defs": kinds} if kinds else schema).decode()

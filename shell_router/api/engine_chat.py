@@ -82,7 +82,7 @@ def read_engine_chat(body: Fields, model: str, chat: ChatServing) -> list[bytes]
     for name in body.given(NOT_FORWARDED):
         if body.raw(name) not in NOT_FORWARDED[name]:
             raise body.refuse(name, "is not served together with what the engine does itself", f"Leave {name} out.")
-    if read_tools(body).mode != "none" and chat.tool_parser is None:  # SGLang parses forced calls by it, too
+    if read_tools(body) is not None and chat.tool_parser is None:  # SGLang parses forced calls by it, too
         raise body.refuse(
             "tools",
             f"need a parser that finds calls in the outputs of {model}, and its servers have none",

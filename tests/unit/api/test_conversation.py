@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from shell_router.api.conversation import ToolUse, read_messages, read_tools, text_of
+from shell_router.api.conversation import read_messages, read_tools, text_of
 from shell_router.api.fields import Fields
 from shell_router.errors import InvalidField
+from shell_router.moa import ToolOffer
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
@@ -18,13 +19,12 @@ def body(**fields: object) -> Fields:
 
 def test_tools_are_read_as_a_chat_template_takes_them() -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    assert read_tools(Fields({})) == ToolUse()
-    assert read_tools(body()) == ToolUse((WEATHER,), "auto")
-    assert read_tools(body(tool_choice="none")).mode == "none"
-    assert read_tools(body(tool_choice="required", parallel_tool_calls=False)) == ToolUse(
-        (WEATHER,), "required", parallel=False
-    )
-    assert read_tools(body(tool_choice=named)) == ToolUse((WEATHER,), "named", "weather")
+    assert read_tools(Fields({})) is None and read_tools(body(tool_choice="none")) is None
+    assert read_tools(body()) == ToolOffer((WEATHER,))
+    forced = body(tool_choice="required", parallel_tool_calls=False)
+    assert read_tools(forced) == ToolOffer((WEATHER,), must_call=True, parallel=False)
+    others = body(tools=[function(name="clock"), WEATHER], tool_choice=named)
+    assert read_tools(others) == ToolOffer((WEATHER,), must_call=True)
 
 
 def function(**fields: object) -> dict[str, Any]:
