@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from shell_router.api.admission import ADMISSION, DRAIN
+from shell_router.api.admission import ADMISSION, DRAIN, permit
 from shell_router.api.fields import (
     SAMPLING,
     Fields,
@@ -19,18 +19,15 @@ from shell_router.api.fields import (
     read_template_kwargs,
     shown,
 )
-from shell_router.api.frames import AgentFrames, agent_answer, program_reply
-from shell_router.api.kept_runs import KEY_HEADER, KeptRun, KeptRuns, key_of, refuse_key
-from shell_router.api.keys import permit
-from shell_router.api.observed import Observed
+from shell_router.api.frames import AgentFrames
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
-from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings, Emit
-from shell_router.api.streaming import LiveRun, stream_run
-from shell_router.core.events import AgentTokens, Event, answer_in
+from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, refuse_key
+from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings
+from shell_router.api.streaming import respond
 from shell_router.errors import InvalidField, InvalidRequest
-from shell_router.moa import AGENT_REQUEST, AgentRequest, AgentUsage, Answer, OutputOf, Segment
-from shell_router.topology import AUTO, Graph, Prefill
+from shell_router.moa import AGENT_REQUEST, AgentRequest, OutputOf, Segment
+from shell_router.topology import AUTO, Prefill
 
 WORD = "lazyanswer"
 WORDS = (WORD, "LAZYANSWER", "Lazyanswer")
@@ -135,8 +132,7 @@ def _unmarked(text: str, path: str) -> str:
 
 
 def _messages(body: Fields) -> tuple[tuple[str, tuple[Segment, ...]], ...]:
-    listed = body.listed("messages") or []
-    return tuple(_message(as_object(one, f"messages[{at}]")) for at, one in enumerate(listed))
+    return tuple([_message(one) for one in body.objects("messages")])
 
 
 def _message(message: Fields) -> tuple[str, tuple[Segment, ...]]:
@@ -174,10 +170,6 @@ def read_prefill(body: Fields | None) -> Prefill:
     return Prefill(incremental, "adaptive" if chunk is None else chunk)
 
 
-TARGET = AGENT_REQUEST
-"""What traces and metrics call these runs: clients' own program names would make metrics without bound."""
-
-
 async def run_agent(request: Request) -> Reply:
     """POST: run one agent to its end."""
     body = parse_body(await read_body(request))
@@ -187,12 +179,14 @@ async def run_agent(request: Request) -> Reply:
     if graph is not None:
         _require_chat(body, asked)
         refuse_key(request, "a topology as an agent")
-        request.app[ADMISSION].count(request, max(len(part.agents) for part in graph.parts) - 1)
-    run = AgentRequestRun(request, asked, note_ignored(request, body.unread), graph)
+    services, kept = request.app[SERVICES], request.app[KEPT_RUNS]
+    run = Run(services, request.app[DRAIN], services.new_id(), asked, graph, AGENT_REQUEST)
+    request.app[ADMISSION].count(request, run.agents - 1)
     if KEY_HEADER in request.headers:
-        run = request.app[KEPT_AGENTS].join(run, key_of(request), body)
+        run = kept.join(run, key_of(request), body)
     request[TRACE] = run.trace
-    return await (run.streamed(request) if streamed else run.whole(request))
+    warnings = note_ignored(request, body.unread)
+    return await respond(request, run.answer, AgentFrames(run, asked), stream=streamed, warnings=warnings)
 
 
 def _require_chat(body: Fields, asked: AgentRequest) -> None:
@@ -208,8 +202,9 @@ def _require_chat(body: Fields, asked: AgentRequest) -> None:
 
 async def show_program(request: web.Request) -> web.Response:
     """GET: the program's agents, their states and outputs so far."""
-    programs = request.app[SERVICES].programs
-    return json_reply(request, program_reply(programs.state(request[TENANT], request.match_info["program"])))
+    found = request.app[SERVICES].programs.state(request[TENANT], request.match_info["program"])
+    agents = {name: {"state": how, "output": found.outputs.get(name, "")} for name, how in found.agents.items()}
+    return json_reply(request, {"object": "agent.program", "program": found.program, "agents": agents})
 
 
 async def cancel_program(request: web.Request) -> web.Response:
@@ -245,73 +240,3 @@ async def _texts(request: web.Request, settings: ApiSettings) -> AsyncIterator[s
     except TimeoutError:
         limit = f"{settings.request_timeout_s:g} s"
         raise InvalidRequest(f"The output did not end within {limit}.", remedy="Send it in less time.") from None
-
-
-class AgentRequestRun:
-    """One agent request under way; where `graph` is the agent, its answer's events get the agent's name."""
-
-    def __init__(
-        self, request: Request, asked: AgentRequest, warnings: Mapping[str, list[str]], graph: Graph | None = None
-    ) -> None:
-        self._request, self._graph = request, graph
-        self.warnings = warnings
-        self.asked = asked
-        services = request.app[SERVICES]
-        answering, waits_for = (graph.answering, graph.waits_for) if graph else ({asked.agent}, {})
-        self._seen = Observed(services, services.new_id(), asked.tenant, TARGET, answering, waits_for)
-        if graph is None:
-            self._seen.record(asked)
-        self.trace = self._seen.trace
-        self.kept: KeptRun | None = None
-        self.id, self.created = self._seen.id, self._seen.created
-
-    async def begin(self, text: str) -> Answer:
-        """`text` in place of the agent's answer. The agent runs on by itself; raises what is refused before that."""
-        begun: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-
-        def mark(_: Event) -> None:
-            if not begun.done():
-                begun.set_result(None)
-
-        task = self._request.app[ADMISSION].detach(self._request, self.run(self.asked, mark))
-        try:
-            await asyncio.wait([task, begun], return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # no client will know of it
-            task.cancel()
-            raise
-        if task.done():
-            task.result()
-        return Answer(text, "stop", {self.asked.agent: AgentUsage(self.asked.model, 0, 0, 0, "finished")})
-
-    async def whole(self, request: Request) -> web.Response:
-        """The answer as one object."""
-        answer = await self.answer()
-        body = agent_answer(self._seen.id, self._seen.created, self.asked, answer)
-        return json_reply(request, {**body, **self.warnings})
-
-    async def streamed(self, request: Request) -> Reply:
-        """The answer as typed events."""
-        frames = AgentFrames(self._seen.id, self._seen.created, self.asked, self._seen.trace.started_s)
-        async with LiveRun(self.answer, frames.wants) as run:
-            return await stream_run(request, run, frames)
-
-    async def answer(self, also: Emit | None = None) -> Answer:
-        """Run; `also` gets the events. If the server ends first, raises RouterStopping."""
-        return await (self.run(self.asked, also) if self.kept is None else self.kept.follow(also))
-
-    async def run(self, asked: AgentRequest, also: Emit | None) -> Answer:
-        """Run as `asked`, whoever waits for it."""
-        services, graph = self._request.app[SERVICES], self._graph
-
-        def name(event: Event) -> None:
-            if also is not None and graph is not None and (text := answer_in(event, graph.answering)):
-                also(AgentTokens(event.at_s, asked.agent, event.ids if isinstance(event, AgentTokens) else (), text))
-
-        self._seen.also = also if graph is None else name
-        with self._request.app[DRAIN].deadline(), self._seen:
-            if graph is None:
-                return await services.programs.run(asked, self._seen.emit)
-            return await services.programs.run_graph(asked, graph, services.executor.run, self._seen.emit)
-
-
-KEPT_AGENTS = web.AppKey("KEPT_AGENTS", KeptRuns[AgentRequestRun])

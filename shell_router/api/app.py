@@ -15,9 +15,9 @@ from aiohttp import web
 from shell_router.api import agents, chat, embeddings, lazy, messages, native, openapi, responses, views
 from shell_router.api.admission import ADMISSION, CONNECTIONS, DRAIN, Admission, Drain
 from shell_router.api.chat import CHATS, Chats
-from shell_router.api.kept_runs import KeptRuns
 from shell_router.api.models import TARGETS, Targets
 from shell_router.api.plain import Handler, PlainServer
+from shell_router.api.runs import KEPT_RUNS, KeptRuns
 from shell_router.api.services import LEAVING, SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
 from shell_router.errors import BatchesOff
 
@@ -76,8 +76,8 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
     app[SERVICES] = services
     app[SETTINGS] = settings
     app[TARGETS] = Targets(services)
-    app[CHATS] = Chats(services, settings, app[TARGETS], drain, KeptRuns(services.journals, drain))
-    app[agents.KEPT_AGENTS] = KeptRuns(services.journals, drain)
+    app[CHATS] = Chats(services, settings, app[TARGETS], drain)
+    app[KEPT_RUNS] = KeptRuns(services.journals, drain)
     app[embeddings.EMBEDDING] = asyncio.Semaphore()
     app[STARTED_AT] = int(services.wall())
     app.add_routes(ROUTES)
@@ -186,8 +186,6 @@ async def listening(
     app: web.Application,
     sockets: Sequence[socket.socket],
     *,
-    lame_duck_s: float = 0.0,
-    drain_s: float = 30.0,
     force_shutdown: asyncio.Event | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[str]:
@@ -197,8 +195,8 @@ async def listening(
     takes requests still. Then none are taken and running ones get `drain_s` to end; those that do not, or all of them
     once `force_shutdown` is set, end with RouterStopping.
     """
-    force = force_shutdown or asyncio.Event()
-    app.on_shutdown.append(lambda app: app[DRAIN].finish(drain_s, force))
+    force, settings = force_shutdown or asyncio.Event(), app[SETTINGS]
+    app.on_shutdown.append(lambda app: app[DRAIN].finish(settings.drain_s, force))
     # what unpacks a body would hold up the event loop, and take a thousand times the memory: admission refuses it
     kept: dict[str, Any] = {"auto_decompress": False, "handler_cancellation": True, "shutdown_timeout": CLOSE_LIMIT_S}
     runner = web.AppRunner(app, access_log=None, **kept)
@@ -206,17 +204,17 @@ async def listening(
     assert runner.server is not None
     posted = [one for one in ROUTES if one.method == "POST" and "{" not in one.path]
     posts: Mapping[bytes, Any] = {one.path.encode(): one.handler for one in posted}
-    plain = PlainServer(app, posts, app[ADMISSION].serve, runner.server, app[SETTINGS], app[CONNECTIONS])
+    plain = PlainServer(app, posts, app[ADMISSION].serve, runner.server, settings, app[CONNECTIONS])
     loop, servers = asyncio.get_running_loop(), list[asyncio.Server]()
     try:
         for one in sockets:
-            limit_s = app[SETTINGS].body_timeout_s if tls else None  # or a client could stay without a handshake
+            limit_s = settings.body_timeout_s if tls else None  # or a client could stay without a handshake
             servers.append(await loop.create_server(plain, sock=one, ssl=tls, ssl_handshake_timeout=limit_s))
         with _watched_loop(loop, app[SERVICES]):
             yield f"{'https' if tls else 'http'}://{_authority(sockets[0].getsockname())}"
             app[LEAVING].set()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(force.wait(), lame_duck_s)
+                await asyncio.wait_for(force.wait(), settings.lame_duck_s)
     finally:
         for server in servers:
             server.close()

@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 import numpy as np
 from aiohttp import web
 
-from shell_router.api.admission import DRAIN
+from shell_router.api.admission import DRAIN, permit
 from shell_router.api.fields import Fields, parse_body, read_body
-from shell_router.api.keys import permit
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TOKENS

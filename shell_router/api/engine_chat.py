@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 
-from shell_router.api.fields import MAX_SEED, SAMPLING, Fields, as_object, read_sampling, read_template_kwargs, shown
-from shell_router.api.tools import call_id, check_answers, read_calls, read_tools
+from shell_router.api.conversation import read_messages, read_tools
+from shell_router.api.fields import MAX_SEED, SAMPLING, Fields, read_sampling, read_template_kwargs
 from shell_router.core.engine import ChatServing, Relayed
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import InvalidRequest
@@ -21,7 +21,6 @@ MAX_CHOICES = 16
 MAX_CHOICES_BYTES = 2**25
 """Of all bodies that the choices of one request are sent in."""
 MAX_TOP_LOGPROBS = 20
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 ENGINE_FIELDS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -83,13 +82,13 @@ def read_engine_chat(body: Fields, model: str, chat: ChatServing) -> list[bytes]
     for name in body.given(NOT_FORWARDED):
         if body.raw(name) not in NOT_FORWARDED[name]:
             raise body.refuse(name, "is not served together with what the engine does itself", f"Leave {name} out.")
-    if read_tools(body).mode != "none" and chat.tool_parser is None:  # SGLang parses forced calls by it, too
+    if read_tools(body) is not None and chat.tool_parser is None:  # SGLang parses forced calls by it, too
         raise body.refuse(
             "tools",
             f"need a parser that finds calls in the outputs of {model}, and its servers have none",
             "Start all of them with --tool-call-parser and the name of the model's format, then restart the router.",
         )
-    _check_messages(body)
+    read_messages(body, _content)
     read_sampling(body)
     _check_values(body)
     bodies = _each_choice(body, model, {}, {*NOT_FORWARDED, *READ_HERE})
@@ -108,34 +107,10 @@ def _check_values(body: Fields) -> None:
     body.raw("user")
 
 
-def _check_messages(body: Fields) -> None:
-    listed = body.listed("messages")
-    if not listed:
-        raise body.refuse("messages", "is missing or empty", "Send at least one user message.")
-    messages = [_checked(as_object(one, f"messages[{at}]")) for at, one in enumerate(listed)]
-    check_answers(messages)
-    if messages[-1]["role"] not in ("user", "tool"):
-        last = as_object(listed[-1], f"messages[{len(listed) - 1}]")
-        raise last.refuse("role", "must be user or tool", "Put the question, or a call's result, in the last message.")
-
-
-def _checked(message: Fields) -> dict[str, Any]:
-    role, content = message.text("role"), message.raw("content")
-    if role not in ROLES:
-        raise message.refuse("role", f"must be one of {', '.join(ROLES)}, not {role!r}")
+def _content(message: Fields) -> str | list[str]:
     if message.raw("tools") is not None:  # SGLang would add them to the body's, unchecked
         raise message.refuse("tools", "is not served", "Put them into the body's tools.")
-    found: dict[str, Any] = {"role": role}
-    if role == "assistant":
-        found["tool_calls"] = read_calls(message)
-    if role == "tool":
-        found["tool_call_id"] = call_id(message, "tool_call_id")
-    if isinstance(content, list):
-        for at, part in enumerate(content):
-            as_object(part, f"{message.path('content')}[{at}]").required_text("type")
-    elif not isinstance(content, str) and not (content is None and role == "assistant"):
-        raise message.refuse("content", f"must be a string or an array of parts, not {shown(content)}")
-    return found
+    return message.parts("content", lambda part: part.required_text("type"))
 
 
 def read_completion(body: Fields, model: str) -> list[bytes]:

@@ -3,6 +3,7 @@
 import asyncio
 import difflib
 from collections.abc import Callable, Collection, Container, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from shell_router.core.sampling import MAX_STOPS, MAX_TOKEN_IDS, check_depth
 from shell_router.errors import InvalidField, InvalidRequest
 
 N = TypeVar("N", int, float)
+T = TypeVar("T")
 SHOWN_CHARACTERS = 40
 ALIKE = 0.8
 """The similarity (difflib's ratio) from which an unknown field is taken for a misspelt one."""
@@ -127,6 +129,20 @@ class Fields:
             return value
         raise self.refuse(name, f"must be an array, not {shown(value)}")
 
+    def objects(self, name: str) -> "list[Fields]":
+        """An array of objects, to be read in turn; empty where absent."""
+        path = self.path(name)
+        return [as_object(one, f"{path}[{at}]") for at, one in enumerate(self.listed(name) or ())]
+
+    def parts(self, name: str, read: "Callable[[Fields], T]", called: str = "parts") -> str | list[T]:
+        """A string, or an array of objects, each as it is `read`."""
+        value = self.raw(name)
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise self.refuse(name, f"must be a string or an array of {called}, not {shown(value)}")
+        return [read(one) for one in self.objects(name)]
+
     def object(self, name: str) -> "Fields | None":
         """An object, to be read in turn."""
         self._asked.add(name)
@@ -211,13 +227,13 @@ def values_in(body: bytes) -> tuple[int, int]:
 MAX_TOKENS = 2**31 - 1
 MAX_SEED = 2**63 - 1
 
-NUMBERS: dict[str, tuple[str, float, float]] = {
-    "temperature": ("temperature", 0.0, 2.0),
-    "top_p": ("top_p", 1e-6, 1.0),
-    "min_p": ("min_p", 0.0, 1.0),
-    "frequency_penalty": ("frequency_penalty", -2.0, 2.0),
-    "presence_penalty": ("presence_penalty", -2.0, 2.0),
-    "repetition_penalty": ("repetition_penalty", 0.0, 2.0),
+NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 2.0),
 }
 INTEGERS: dict[str, tuple[str, int, int]] = {
     "top_k": ("top_k", -1, MAX_TOKENS),
@@ -227,7 +243,7 @@ INTEGERS: dict[str, tuple[str, int, int]] = {
     "seed": ("sampling_seed", -MAX_SEED - 1, MAX_SEED),
 }
 FLAGS = ("ignore_eos", "no_stop_trim", "skip_special_tokens")
-GRAMMARS = ("regex", "ebnf", "json_schema")
+CONSTRAINTS = ("regex", "ebnf", "json_schema", "response_format")
 
 
 def read_sampling(body: Fields) -> dict[str, Any]:
@@ -235,8 +251,8 @@ def read_sampling(body: Fields) -> dict[str, Any]:
     params: dict[str, Any] = {}
     constraint = ""
     for name in body.given(SAMPLING):
-        native, value = SAMPLING[name](body, name)
-        if value is None:
+        native, read = SAMPLING[name]
+        if (value := read(body)) is None:
             continue
         if name in CONSTRAINTS:  # at most one way to constrain the output
             if constraint:
@@ -263,52 +279,37 @@ def read_template_kwargs(body: Fields) -> Mapping[str, Any]:
     return found
 
 
-def _number(body: Fields, name: str) -> tuple[str, Any]:
-    native, low, high = NUMBERS[name]
-    return native, body.number(name, low, high)
-
-
-def _integer(body: Fields, name: str) -> tuple[str, Any]:
-    native, low, high = INTEGERS[name]
-    return native, body.integer(name, low, high)
-
-
-def _flag(body: Fields, name: str) -> tuple[str, Any]:
-    return name, body.flag(name)
-
-
-def _stop(body: Fields, name: str) -> tuple[str, Any]:
-    value = body.raw(name)
+def _stop(body: Fields) -> str | list[str]:
+    value = body.raw("stop")
     if isinstance(value, str):
-        return name, value
+        return value
     if not isinstance(value, list):
-        raise body.refuse(name, f"must be a string or an array of strings, not {shown(value)}")
+        raise body.refuse("stop", f"must be a string or an array of strings, not {shown(value)}")
     for place, one in enumerate(value[: MAX_STOPS + 1]):  # more are refused where the run is planned
         if not isinstance(one, str):
             raise body.refuse(f"stop[{place}]", f"must be a string, not {shown(one)}")
-    return name, value
+    return value
 
 
-def _stop_token_ids(body: Fields, name: str) -> tuple[str, Any]:
-    ids = body.listed(name)
+def _stop_token_ids(body: Fields) -> list[int] | None:
+    ids = body.listed("stop_token_ids")
     if ids is None or all(type(one) is int and one >= 0 for one in ids[: MAX_TOKEN_IDS + 1]):
-        return name, ids
-    raise body.refuse(name, "must be an array of token ids")
+        return ids
+    raise body.refuse("stop_token_ids", "must be an array of token ids")
 
 
-def _grammar(body: Fields, name: str) -> tuple[str, Any]:
-    value = body.raw(name)
-    if name == "json_schema" and isinstance(value, dict):
-        check_depth(value, body.path(name))
-        return name, orjson.dumps(value).decode()
-    return name, body.text(name)
+def _schema(named: Fields, name: str) -> str:
+    """An object as JSON text."""
+    check_depth(named.raw(name), named.path(name))
+    return orjson.dumps(named.raw(name)).decode()
 
 
-def _response_format(body: Fields, name: str) -> tuple[str, Any]:
-    return "json_schema", _response_schema(body)
+def _json_schema(body: Fields) -> str | None:
+    given = body.raw("json_schema")
+    return _schema(body, "json_schema") if isinstance(given, dict) else body.text("json_schema")
 
 
-def _response_schema(body: Fields) -> str | None:
+def _response_format(body: Fields) -> str | None:
     """The JSON schema that `response_format` asks for, as text."""
     wanted = body.object("response_format")
     if wanted is None:
@@ -319,28 +320,25 @@ def _response_schema(body: Fields) -> str | None:
         case "json_object":
             return '{"type": "object"}'
         case "json_schema":
-            return _named_schema(wanted)
+            named = wanted.object("json_schema")
+            if named is None or named.object("schema") is None:
+                raise wanted.refuse("json_schema", "must be an object with the schema in its field 'schema'")
+            return _schema(named, "schema")
         case other:
             raise wanted.refuse("type", f"must be text, json_object or json_schema, not {other!r}")
 
 
-def _named_schema(wanted: Fields) -> str:
-    named = wanted.object("json_schema")
-    schema = named.object("schema") if named else None
-    if named is None or schema is None:
-        raise wanted.refuse("json_schema", "must be an object with the schema in its field 'schema'")
-    check_depth(named.raw("schema"), named.path("schema"))
-    return orjson.dumps(named.raw("schema")).decode()
-
-
-SAMPLING: Mapping[str, Callable[[Fields, str], tuple[str, Any]]] = {
-    **dict.fromkeys(NUMBERS, _number),
-    **dict.fromkeys(INTEGERS, _integer),
-    **dict.fromkeys(FLAGS, _flag),
-    "stop": _stop,
-    "stop_token_ids": _stop_token_ids,
-    **dict.fromkeys(GRAMMARS, _grammar),
-    "response_format": _response_format,
+SAMPLING: Mapping[str, tuple[str, Callable[[Fields], Any]]] = {
+    **{name: (name, partial(Fields.number, name=name, low=low, high=high)) for name, (low, high) in NUMBERS.items()},
+    **{
+        name: (native, partial(Fields.integer, name=name, low=low, high=high))
+        for name, (native, low, high) in INTEGERS.items()
+    },
+    **{name: (name, partial(Fields.flag, name=name)) for name in FLAGS},
+    **{name: (name, partial(Fields.text, name=name)) for name in ("regex", "ebnf")},
+    "stop": ("stop", _stop),
+    "stop_token_ids": ("stop_token_ids", _stop_token_ids),
+    "json_schema": ("json_schema", _json_schema),
+    "response_format": ("json_schema", _response_format),
 }
-"""How each field is read: SGLang's name for it, and the value."""
-CONSTRAINTS = {*GRAMMARS, "response_format"}
+"""By the field's name, SGLang's name for it, and what reads it."""

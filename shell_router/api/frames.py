@@ -1,13 +1,13 @@
 """Answers in their clients' formats: OpenAI's completions and chunks, agent answers and their typed events."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
 import orjson
 
-from shell_router.api.kept_runs import Place
-from shell_router.api.streaming import DONE, data_frame
+from shell_router.api.runs import Run
+from shell_router.api.streaming import DONE, Place, data_frame
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
@@ -26,7 +26,7 @@ from shell_router.core.events import (
     StepChosen,
     answer_in,
 )
-from shell_router.moa import AgentRequest, Answer, ProgramState, ToolCall
+from shell_router.moa import AgentRequest, Answer, ToolCall
 from shell_router.telemetry import Trace
 from shell_router.topology import AUTO
 
@@ -111,23 +111,6 @@ def agents(answer: Answer, trace: Trace) -> dict[str, Any]:
     }
 
 
-def completion(run_id: str, created: int, model: str, answer: Answer) -> dict[str, Any]:
-    """A whole chat completion."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
-    if answer.calls:
-        message |= {"content": answer.text or None, "tool_calls": [_tool_call(call) for call in answer.calls]}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    return {
-        "id": f"chatcmpl-{run_id}",
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(answer)}],
-        "usage": usage(answer),
-    }
-
-
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
@@ -145,26 +128,36 @@ class ChatFrames:
     """
 
     def __init__(
-        self,
-        base: Mapping[str, Any],
-        answering: Collection[str],
-        trace: Trace,
-        include_usage: bool,
-        include_agents: bool,
-        place: Place | None = None,
+        self, run: Run, model: str, include_usage: bool, include_agents: bool, place: Place | None = None
     ) -> None:
-        self._base = base
-        self._place = place
-        self._open = orjson.dumps(base)[:-1]
-        self._answering = answering
-        self._trace = trace
+        self._base = {
+            "id": f"chatcmpl-{run.id}",
+            "object": "chat.completion.chunk",
+            "created": run.created,
+            "model": model,
+        }
+        self._open = orjson.dumps(self._base)[:-1]
+        self._answering = run.answering
+        self._trace = run.trace
         self._include_usage = include_usage
         self._include_agents = include_agents
+        self._place = place
         self._role = b'"role":"assistant",'
 
     def wants(self, event: Event) -> bool:
         """Whether the event would be written."""
         return self._include_agents or bool(answer_in(event, self._answering) or self._thinking_in(event))
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """A whole chat completion."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if answer.calls:
+            message |= {"content": answer.text or None, "tool_calls": [_tool_call(call) for call in answer.calls]}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(answer)}
+        body = {**self._base, "object": "chat.completion", "choices": [choice], "usage": usage(answer)}
+        return body | ({"agents": agents(answer, self._trace)} if self._include_agents else {})
 
     def events(self, events: Sequence[Event]) -> bytes:
         """The chunks that `events` call for."""
@@ -241,39 +234,32 @@ class ChatFrames:
         return b"event: %s\n%s" % (name.encode(), chunk)
 
 
-def chunk_base(run_id: str, created: int, model: str) -> dict[str, Any]:
-    """What all chunks of a stream have in common."""
-    return {"id": f"chatcmpl-{run_id}", "object": "chat.completion.chunk", "created": created, "model": model}
-
-
-def agent_answer(run_id: str, created: int, request: AgentRequest, answer: Answer) -> dict[str, Any]:
-    """A whole answer."""
-    return {
-        **({"reasoning_content": answer.reasoning} if answer.reasoning else {}),
-        "id": run_id,
-        "object": "agent.answer",
-        "created": created,
-        "program": request.program,
-        "agent": request.agent,
-        "model": answer.agents[request.agent].model if request.model == AUTO else request.model,
-        "text": answer.text,
-        "finish_reason": answer.reason,
-        "usage": usage(answer),
-    }
-
-
 class AgentFrames:
     """Writes the frames of one streamed agent request (streaming.Frames)."""
 
-    def __init__(self, run_id: str, created: int, request: AgentRequest, origin_s: float) -> None:
-        self._run_id = run_id
-        self._created = created
+    def __init__(self, run: Run, request: AgentRequest) -> None:
+        self._run = run
         self._request = request
-        self._origin_s = origin_s
 
     def wants(self, event: Event) -> bool:
         """All but how the agent ended: the last frame says that."""
         return not isinstance(event, AgentFinished | AgentErred)
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """A whole answer."""
+        request = self._request
+        return {
+            **({"reasoning_content": answer.reasoning} if answer.reasoning else {}),
+            "id": self._run.id,
+            "object": "agent.answer",
+            "created": self._run.created,
+            "program": request.program,
+            "agent": request.agent,
+            "model": answer.agents[request.agent].model if request.model == AUTO else request.model,
+            "text": answer.text,
+            "finish_reason": answer.reason,
+            "usage": usage(answer),
+        }
 
     def events(self, events: Sequence[Event]) -> bytes:
         """One typed object per event."""
@@ -281,8 +267,7 @@ class AgentFrames:
 
     def answer(self, answer: Answer) -> bytes:
         """The finished event, which holds the whole answer, and the end mark."""
-        whole = agent_answer(self._run_id, self._created, self._request, answer)
-        return data_frame({"type": "finished", **whole}) + DONE
+        return data_frame({"type": "finished", **self.whole(answer)}) + DONE
 
     def error(self, envelope: dict[str, Any]) -> bytes:
         """The error event."""
@@ -290,15 +275,4 @@ class AgentFrames:
 
     def _frame(self, event: Event) -> bytes:
         kind = "token" if isinstance(event, AgentTokens) else KINDS[type(event)]
-        return data_frame({"type": kind, **facts(event, self._origin_s)})
-
-
-def program_reply(state: ProgramState) -> dict[str, Any]:
-    """A program and its agents."""
-    return {
-        "object": "agent.program",
-        "program": state.program,
-        "agents": {
-            agent: {"state": how, "output": state.outputs.get(agent, "")} for agent, how in state.agents.items()
-        },
-    }
+        return data_frame({"type": kind, **facts(event, self._run.trace.started_s)})

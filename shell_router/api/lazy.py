@@ -4,28 +4,24 @@ A later prompt that holds markers is split at them into slots, and prefilled whi
 framework that knows nothing of the router overlaps its agents as a topology does.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
 
-from shell_router.api.admission import DRAIN
-from shell_router.api.agents import (
-    MARKER,
-    holds_marker,
-    identifier,
-    marker_of,
-    read_prefill,
-    split_text,
-)
+from shell_router.api.admission import ADMISSION, DRAIN
+from shell_router.api.agents import MARKER, holds_marker, identifier, marker_of, read_prefill, split_text
 from shell_router.api.fields import Fields, query_number
 from shell_router.api.plain import Request
 from shell_router.api.replies import json_reply
-from shell_router.api.services import SERVICES, SETTINGS, TENANT
-from shell_router.core.engine import value
+from shell_router.api.runs import Run, refuse_key
+from shell_router.api.services import SERVICES, SETTINGS, TENANT, Emit
+from shell_router.core.events import AgentTokens, Event
 from shell_router.errors import InvalidField, PrecursorTimeout, UnknownProgram
-from shell_router.moa import AgentRequest, MoaRequest, OutputOf, Programs, Segment
+from shell_router.moa import AgentRequest, AgentUsage, Answer, MoaRequest, OutputOf, Programs, Segment
 from shell_router.routing.increments import tokens_per_event
 from shell_router.topology import AUTO
 
@@ -33,6 +29,7 @@ PROGRAM_HEADER = "x-shell-router-program"
 LAZY_HEADER = "x-shell-router-lazy"
 
 OUTPUT_WAIT_S = 30.0
+C = TypeVar("C", bound=MoaRequest)
 
 
 def read_wish(body: Fields, headers: Mapping[str, str]) -> tuple[str | None, bool]:
@@ -52,32 +49,52 @@ def read_wish(body: Fields, headers: Mapping[str, str]) -> tuple[str | None, boo
     return program, is_lazy
 
 
-def marked_elsewhere(turn: Mapping[str, Any]) -> bool:
+def has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there is a lazy answer's marker in them, whole or altered."""
+    return holds_marker("\n".join([turn["content"] for turn in messages])) or any(map(_marked_elsewhere, messages))
+
+
+def _marked_elsewhere(turn: Mapping[str, Any]) -> bool:
     """Whether a marker is in the message's calls of tools, or in its thinking."""
     return len(turn) > len(("role", "content")) and holds_marker(orjson.dumps(turn).decode())
 
 
-def refuse_tools(body: Fields, chat: MoaRequest, *, lazy: bool) -> None:
-    """Raise InvalidField where a lazy chat, or one with markers, has tools: code reads calls and their results."""
+async def of_program(
+    request: Request, body: Fields, chat: C, models: Sequence[str], program: str | None, *, lazy: bool
+) -> AgentRequest | C:
+    """A chat that is lazy or has markers, as an agent of its program; where it asks no `models` but a topology, with
+    the outputs in its messages. Raises InvalidField, AgentFailed and PrecursorTimeout."""
     if chat.offer is not None or any("tool_calls" in turn or "tool_call_id" in turn for turn in chat.messages):
-        if lazy:
+        if lazy:  # code reads calls and their results
             raise body.refuse("lazy", "cannot go with tools, nor with their calls and results", "Ask without it.")
         remedy = "First get the text from GET /v1/agent/outputs/{marker}."
         raise body.refuse("messages", "hold a lazy answer's marker, which cannot go with tools", remedy)
+    said, reads = _split(chat.messages)
+    program = _program_read(request.app[SERVICES].programs, chat.tenant, reads, program)
+    if models:
+        refuse_key(request, "lazy answers or their markers")
+        return _agent_of(request, body, chat, models, program, said, lazy=lazy)
+    if lazy:
+        raise body.refuse("lazy", "cannot go with a topology", "Name a model.")
+    texts = await _outputs(request, program, reads, chat.timeout_s)
+    messages = tuple(
+        {"role": role, "content": "".join(one if isinstance(one, str) else texts[one.agent] for one in turn)}
+        for role, turn in said
+    )
+    return replace(chat, messages=messages)
 
 
-@value
-class SplitChat:
-    """A chat's messages split at their markers. `reads` are the agents that those stand for, each once."""
-
-    messages: tuple[tuple[str, tuple[Segment, ...]], ...]
-    reads: tuple[str, ...]
+Said = tuple[tuple[str, tuple[Segment, ...]], ...]
+"""Messages split at their markers, by their roles."""
 
 
-def split(messages: Sequence[Mapping[str, Any]]) -> SplitChat:
-    """Raises InvalidField for altered markers, and for those outside of contents."""
+def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Said, tuple[str, ...]]:
+    """The messages split, and the agents that their markers stand for, each once.
+
+    Raises InvalidField for altered markers, and for those outside of contents.
+    """
     for at, turn in enumerate(messages):
-        if not holds_marker(turn["content"]) and marked_elsewhere(turn):
+        if not holds_marker(turn["content"]) and _marked_elsewhere(turn):
             where = f"messages[{at}]"
             remedy = "Send the text that it stands for."
             raise InvalidField(f"{where} holds a marker outside of its content.", field=where, remedy=remedy)
@@ -85,10 +102,10 @@ def split(messages: Sequence[Mapping[str, Any]]) -> SplitChat:
         (turn["role"], split_text(turn["content"], f"messages[{at}].content")) for at, turn in enumerate(messages)
     )
     found = (one.agent for _, segments in said for one in segments if isinstance(one, OutputOf))
-    return SplitChat(said, tuple(dict.fromkeys(found)))
+    return said, tuple(dict.fromkeys(found))
 
 
-def program_read(programs: Programs, tenant: str, reads: Sequence[str], program: str | None) -> str:
+def _program_read(programs: Programs, tenant: str, reads: Sequence[str], program: str | None) -> str:
     """The program of these agents, and of the request that reads them. Raises InvalidField for another's markers."""
     for agent in reads:
         found = programs.program_of(tenant, agent)
@@ -103,22 +120,15 @@ def program_read(programs: Programs, tenant: str, reads: Sequence[str], program:
     return program
 
 
-def agent_of(
-    request: Request,
-    body: Fields,
-    chat: MoaRequest,
-    models: Sequence[str],
-    program: str,
-    split: SplitChat,
-    *,
-    lazy: bool,
+def _agent_of(
+    request: Request, body: Fields, chat: MoaRequest, models: Sequence[str], program: str, said: Said, *, lazy: bool
 ) -> AgentRequest:
     """The chat completion as an agent of `program`, with the prompt that the model gets from the same plain chat.
 
     A `lazy` one writes in pieces: readers that are not known yet want them early.
     """
     pieces = {"stream_interval": tokens_per_event(0.0, judged=False)} if lazy else {}
-    system = [segments for role, segments in split.messages if role == "system"]
+    system = [segments for role, segments in said if role == "system"]
     first = [("system", tuple(one for turn in system for one in ("\n\n", *turn))[1:])] if system else []
     return AgentRequest(
         tenant=chat.tenant,
@@ -126,7 +136,7 @@ def agent_of(
         agent=request.app[SERVICES].new_id(),
         model=models[0] if len(models) == 1 else AUTO,
         candidates=tuple(models) if len(models) > 1 else (),
-        messages=(*first, *(turn for turn in split.messages if turn[0] != "system")),
+        messages=(*first, *(turn for turn in said if turn[0] != "system")),
         sampling={**chat.sampling, **pieces},
         prefill=read_prefill(body.object("prefill")),
         wait_s=chat.timeout_s,
@@ -138,23 +148,43 @@ def agent_of(
     )
 
 
-async def filled(request: Request, program: str, split: SplitChat, limit_s: float) -> tuple[Mapping[str, str], ...]:
-    """The messages with the outputs in them, for a topology. Raises AgentFailed and PrecursorTimeout."""
+async def begin_lazy(request: Request, run: Run, emit: Emit | None) -> Answer:
+    """The marker in place of the agent's answer. The agent runs on by itself; raises what is refused before that."""
+    asked = run.asked
+    assert isinstance(asked, AgentRequest), "only agents are lazy"
+    begun: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+    def mark(_: Event) -> None:
+        if not begun.done():
+            begun.set_result(None)
+
+    task = request.app[ADMISSION].detach(request, run.run(asked, mark))
+    try:
+        await asyncio.wait([task, begun], return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:  # no client will know of it
+        task.cancel()
+        raise
+    if task.done():
+        task.result()
+    text = marker_of(asked.agent)
+    if emit is not None:
+        emit(AgentTokens(0.0, asked.agent, (), text))
+    return Answer(text, "stop", {asked.agent: AgentUsage(asked.model, 0, 0, 0, "finished")})
+
+
+async def _outputs(request: Request, program: str, reads: Sequence[str], limit_s: float) -> Mapping[str, str]:
+    """What these agents wrote, once all have ended. Raises AgentFailed and PrecursorTimeout."""
     services, texts = request.app[SERVICES], {}
     ends_s = services.clock() + limit_s
     with request.app[DRAIN].deadline():
-        for agent in split.reads:
+        for agent in reads:
             left_s = max(0.0, ends_s - services.clock())
             text = await services.programs.output(request[TENANT], program, agent, left_s)
             if text is None:
-                raise PrecursorTimeout(
-                    f"{marker_of(agent)} had no output within {limit_s:g} s.", remedy="Allow more time."
-                )
+                remedy = "Allow more time."
+                raise PrecursorTimeout(f"{marker_of(agent)} had no output within {limit_s:g} s.", remedy=remedy)
             texts[agent] = text
-    return tuple(
-        {"role": role, "content": "".join(one if isinstance(one, str) else texts[one.agent] for one in segments)}
-        for role, segments in split.messages
-    )
+    return texts
 
 
 async def show_output(request: web.Request) -> web.Response:

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,6 @@ from shell_router.topology import INLINE, Catalog, Graph
 
 KEPT_INLINE = 256
 KEPT_INLINE_BYTES = 16 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """A topology inside of a request: its document, and what metrics and traces call it."""
-
-    document: Mapping[str, Any]
-    target: str = INLINE
 
 
 class LiveTopologies(Mapping[str, Graph]):
@@ -76,18 +67,18 @@ class LiveTopologies(Mapping[str, Graph]):
         self._require(self.catalog.settings.api, "api")
         return self.catalog
 
-    async def inline(self, brought: Brought) -> Graph:
+    async def inline(self, document: Mapping[str, Any]) -> Graph:
         """The graph of a request's own document; one that was compiled lately is not compiled again.
 
         Raises InvalidField and TopologiesOff.
         """
         self._require(self.catalog.settings.inline, "inline")
-        text = self._size(brought.document, "topology")
+        text = self._size(document, "topology")
         key = hashlib.sha256(text).hexdigest()
         kept = self._inline
         found = kept.get(key)
         if found is None:
-            graph = await asyncio.to_thread(self.catalog.inline, brought.document, f"{INLINE}/{key[:16]}")
+            graph = await asyncio.to_thread(self.catalog.inline, document, f"{INLINE}/{key[:16]}")
             found = kept[key] = graph, len(text)
             size = sum(one for _, one in kept.values())
             while len(kept) > KEPT_INLINE or size > KEPT_INLINE_BYTES:

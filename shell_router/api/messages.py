@@ -6,14 +6,13 @@ from typing import Any
 import orjson
 
 from shell_router.api.chat import answer_chat
+from shell_router.api.conversation import function_name
 from shell_router.api.fields import MAX_TOKENS, SAMPLING, Fields, as_object, parse_body, read_body, shown
-from shell_router.api.panels import BRINGING, PANEL, PANEL_FIELDS
+from shell_router.api.panels import BRINGING, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import anthropic_error, note_ignored
 from shell_router.api.services import SERVICES
-from shell_router.api.tools import function_name
-from shell_router.api.translation import Events, ItemTranslation, Kind
-from shell_router.topology import INLINE
+from shell_router.api.translation import Events, ItemTranslation, Kind, joined
 
 OTHERWISE = {"max_tokens", "max_completion_tokens", "response_format", "stop"}
 SAME = frozenset(SAMPLING) - OTHERWISE | BRINGING | PANEL_FIELDS | {"chat_template_kwargs", "model", "stream"}
@@ -31,8 +30,8 @@ def as_chat(body: Fields) -> dict[str, Any]:
     chat |= {"max_completion_tokens": limit, "messages": _messages(body)}
     if (stops := body.listed("stop_sequences")) is not None:
         chat["stop"] = stops
-    if tools := body.listed("tools"):
-        chat["tools"] = [_tool(as_object(one, f"tools[{at}]")) for at, one in enumerate(tools)]
+    if tools := [_tool(one) for one in body.objects("tools")]:
+        chat["tools"] = tools
     if (choice := body.object("tool_choice")) is not None:
         kind = choice.text("type")
         if kind not in (*CHOICES, "tool"):
@@ -78,32 +77,19 @@ def _tool(tool: Fields) -> dict[str, Any]:
 def _messages(body: Fields) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.raw("system") is not None:
-        messages.append({"role": "system", "content": _parts(body, "system")})
-    listed = body.listed("messages")
-    if not listed:
+        messages.append({"role": "system", "content": joined(body.parts("system", _part, "blocks"))})
+    if not (listed := body.objects("messages")):
         raise body.refuse("messages", "is missing or empty", "Send at least one user message.")
-    for at, one in enumerate(listed):
-        message = as_object(one, f"messages[{at}]")
+    for message in listed:
         if (role := message.text("role")) not in ("user", "assistant"):
             raise message.refuse("role", f"is {shown(role)}", "Send user or assistant; instructions go into system.")
         messages += _asked(message) if role == "user" else [_said(message)]
     return messages
 
 
-def _blocks(message: Fields, name: str) -> list[Fields]:
-    value = message.raw(name)
-    listed = [{"type": "text", "text": value}] if isinstance(value, str) else value
-    if not isinstance(listed, list):
-        raise message.refuse(name, f"must be a string or an array of blocks, not {shown(value)}")
-    return [as_object(one, f"{message.path(name)}[{at}]") for at, one in enumerate(listed)]
-
-
-def _parts(message: Fields, name: str) -> str | list[dict[str, Any]]:
-    return _joined([_part(block) for block in _blocks(message, name)])
-
-
-def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    return parts if any(part["type"] != "text" for part in parts) else "".join(part["text"] for part in parts)
+def _blocks(message: Fields) -> list[Fields]:
+    given = message.parts("content", lambda block: block, "blocks")
+    return [Fields({"type": "text", "text": given})] if isinstance(given, str) else given
 
 
 def _part(block: Fields) -> dict[str, Any]:
@@ -124,19 +110,19 @@ def _part(block: Fields) -> dict[str, Any]:
 def _asked(message: Fields) -> list[dict[str, Any]]:
     """A user's message: first the results of calls, each a message of its own in a chat."""
     results, parts = [], []
-    for block in _blocks(message, "content"):
+    for block in _blocks(message):
         if block.text("type") == "tool_result":
-            content = "" if block.raw("content") is None else _parts(block, "content")
+            content = "" if block.raw("content") is None else joined(block.parts("content", _part, "blocks"))
             results.append({"role": "tool", "tool_call_id": block.required_text("tool_use_id"), "content": content})
         else:
             parts.append(_part(block))
-    return results + ([] if results and not parts else [{"role": "user", "content": _joined(parts)}])
+    return results + ([] if results and not parts else [{"role": "user", "content": joined(parts)}])
 
 
 def _said(message: Fields) -> dict[str, Any]:
     """An assistant's message."""
     texts, thoughts, calls = [], [], []
-    for block in _blocks(message, "content"):
+    for block in _blocks(message):
         match block.text("type"):
             case "tool_use":
                 function = {"name": block.required_text("name"), "arguments": block.raw("input")}
@@ -149,7 +135,7 @@ def _said(message: Fields) -> dict[str, Any]:
                 texts.append(_part(block))
     found = {
         "role": "assistant",
-        "content": _joined(texts),
+        "content": joined(texts),
         "reasoning_content": "".join(thoughts),
         "tool_calls": calls,
     }
@@ -160,47 +146,36 @@ class MessageTranslation(ItemTranslation):
     """A chat completion, or the chunks of one, as a message. `id` is fresh."""
 
     def __init__(self, id: str, asked: Mapping[str, Any], warnings: Mapping[str, list[str]]) -> None:
-        super().__init__()
-        model = asked.get("model") or (INLINE if asked.get("topology") else PANEL)
-        self._about = {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model, **warnings}
-        self._content: list[dict[str, Any]] = []
-        self._texts: list[str] = []
+        super().__init__(asked)
+        self._about = {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": self.model, **warnings}
 
-    def begun(self) -> Events:
-        """See `ItemTranslation`."""
+    def _begun(self) -> Events:
         usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end
         nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return [("message_start", {"message": {**self._about, **nothing}})]
 
-    def opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
-        """See `ItemTranslation`."""
-        self._texts = []
-        self._content.append({**BLOCKS[kind], **call})
-        return [("content_block_start", {"index": len(self._content) - 1, "content_block": dict(self._content[-1])})]
+    def _opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+        self.items.append({**BLOCKS[kind], **call})
+        return [("content_block_start", {"index": len(self.items) - 1, "content_block": dict(self.items[-1])})]
 
-    def grown(self, text: str) -> Events:
-        """See `ItemTranslation`."""
-        self._texts.append(text)
-        kind, name = DELTAS[self._content[-1]["type"]]
-        return [("content_block_delta", {"index": len(self._content) - 1, "delta": {"type": kind, name: text}})]
+    def _grown(self, text: str) -> Events:
+        kind, name = DELTAS[self.items[-1]["type"]]
+        return [("content_block_delta", {"index": len(self.items) - 1, "delta": {"type": kind, name: text}})]
 
-    def closed(self) -> Events:
-        """See `ItemTranslation`."""
-        block, text = self._content[-1], "".join(self._texts)
+    def _closed(self, text: str) -> Events:
+        block = self.items[-1]
         if block["type"] == "tool_use":
             block["input"] = _arguments(text)
         else:
             block[DELTAS[block["type"]][1]] = text
-        return [("content_block_stop", {"index": len(self._content) - 1})]
+        return [("content_block_stop", {"index": len(self.items) - 1})]
 
-    def ended(self) -> Events:
-        """See `ItemTranslation`."""
+    def _ended(self) -> Events:
         last = self.answer()
         delta = {name: last[name] for name in ("stop_reason", "stop_sequence")}
         return [("message_delta", {"delta": delta, "usage": last["usage"]}), ("message_stop", {})]
 
-    def failed(self, error: Mapping[str, Any]) -> Events:
-        """See `ItemTranslation`."""
+    def _failed(self, error: Mapping[str, Any]) -> Events:
         return [("error", {"error": anthropic_error(error)})]
 
     def answer(self) -> dict[str, Any]:
@@ -212,7 +187,7 @@ class MessageTranslation(ItemTranslation):
             "output_tokens": self.usage.get("completion_tokens", 0),
         }
         ended = {"stop_reason": REASONS.get(self.reason, "end_turn"), "stop_sequence": None, "usage": usage}
-        return {**self._about, "content": self._content, **ended}
+        return {**self._about, "content": self.items, **ended}
 
 
 BLOCKS: Mapping[Kind, dict[str, Any]] = {

@@ -8,15 +8,14 @@ from contextlib import AbstractAsyncContextManager
 import orjson
 from aiohttp import ClientConnectionResetError
 
-from shell_router.api.admission import ADMISSION, DRAIN
+from shell_router.api.admission import ADMISSION, DRAIN, permit
 from shell_router.api.agents import WORD
 from shell_router.api.engine_chat import choices_as_one, read_completion
 from shell_router.api.fields import parse_body, read_body
-from shell_router.api.kept_runs import refuse_key
-from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
 from shell_router.api.plain import PlainStream, Reply, Request
 from shell_router.api.replies import json_reply, problem_reply, stream_error, whole_reply
+from shell_router.api.runs import refuse_key
 from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS, Services
 from shell_router.api.streaming import EventStream, Translation, data_frame, open_stream
 from shell_router.core.engine import NativeRoute, Relay, Relayed, error_message

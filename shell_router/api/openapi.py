@@ -7,7 +7,8 @@ from typing import Any
 from aiohttp import web
 
 from shell_router import __version__
-from shell_router.api.chat import INERT, ROLES
+from shell_router.api.chat import INERT
+from shell_router.api.conversation import MAX_TOOLS, ROLES
 from shell_router.api.embeddings import MAX_TEXTS
 from shell_router.api.engine_chat import MAX_CHOICES, MAX_TOP_LOGPROBS
 from shell_router.api.fields import FLAGS, INTEGERS, MAX_TOKENS, NUMBERS
@@ -16,7 +17,6 @@ from shell_router.api.messages import SAME as SAME_MESSAGE
 from shell_router.api.replies import INTERNAL, PROBLEMS, REJECTED_BY_ENGINE, json_reply
 from shell_router.api.responses import INERT as INERT_RESPONSE
 from shell_router.api.responses import SAME
-from shell_router.api.tools import MAX_TOOLS
 from shell_router.engines.native_body import GENERATE_FIELDS
 
 Schema = Mapping[str, Any]
@@ -38,27 +38,29 @@ def _number(low: float, high: float, kind: str = "integer") -> Schema:
     return {"type": kind, "minimum": low, "maximum": high}
 
 
+def _all(schema: Schema, names: str) -> Body:
+    return dict.fromkeys(names.split(), schema)
+
+
 NAMES = _either(TEXT, _list(TEXT, uniqueItems=True))
+TEXT_OR_OBJECT = _either(TEXT, OBJECT)
+TOOLS = _list(OBJECT, maxItems=MAX_TOOLS)
+OBJECTS = _list(OBJECT, minItems=1)
+LIMIT = _number(1, MAX_TOKENS)
 MESSAGE = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"enum": [*ROLES]},
-        "content": _either(TEXT, _list(OBJECT), {"type": "null"}),
-        "tool_calls": _list(OBJECT, maxItems=MAX_TOOLS),
-        "tool_call_id": TEXT,
-        "reasoning_content": TEXT,
-    },
+    "role": {"enum": [*ROLES]},
+    "content": _either(TEXT, _list(OBJECT), {"type": "null"}),
+    "tool_calls": TOOLS,
+    **_all(TEXT, "tool_call_id reasoning_content"),
 }
 SAMPLING: Body = {
-    **{name: _number(low, high, "number") for name, (_, low, high) in NUMBERS.items()},
+    **{name: _number(low, high, "number") for name, (low, high) in NUMBERS.items()},
     **{name: _number(low, high) for name, (_, low, high) in INTEGERS.items()},
     **dict.fromkeys(FLAGS, FLAG),
     "stop": _either(TEXT, _list(TEXT)),
     "stop_token_ids": _list({"type": "integer", "minimum": 0}),
-    "regex": TEXT,
-    "ebnf": TEXT,
-    "json_schema": _either(TEXT, OBJECT),
+    **_all(TEXT, "regex ebnf"),
+    "json_schema": TEXT_OR_OBJECT,
     "response_format": OBJECT,
 }
 ENGINES_OWN: Body = {
@@ -67,35 +69,24 @@ ENGINES_OWN: Body = {
     "stream_options": {"type": "object", "properties": {"include_usage": FLAG}},
 }
 CHAT: Body = {
-    "model": NAMES,
-    "messages": _list(MESSAGE, minItems=1),
-    "stream": FLAG,
+    **_all(NAMES, "model models"),
+    "messages": _list({"type": "object", "required": ["role"], "properties": MESSAGE}, minItems=1),
     **SAMPLING,
     **ENGINES_OWN,
     **dict.fromkeys(sorted(INERT), NO_EFFECT),
-    "tools": _list(OBJECT, maxItems=MAX_TOOLS),
+    **_all(FLAG, "stream parallel_tool_calls logprobs separate_reasoning include_agents lazy"),
+    **_all(TEXT, "criteria program"),
+    **_all(OBJECT, "chat_template_kwargs prediction topology fusion prefill"),
+    "tools": TOOLS,
     "tool_choice": _either({"enum": ["none", "auto", "required"]}, OBJECT),
-    "parallel_tool_calls": FLAG,
-    "logprobs": FLAG,
     "top_logprobs": _number(0, MAX_TOP_LOGPROBS),
-    "separate_reasoning": FLAG,
     "reasoning_effort": ANY,
-    "chat_template_kwargs": OBJECT,
-    "max_thinking_tokens": _number(1, MAX_TOKENS),
-    "prediction": OBJECT,
+    "max_thinking_tokens": LIMIT,
     "metadata": {"type": "object", "additionalProperties": TEXT},
-    "include_agents": FLAG,
-    "topology": OBJECT,
-    "models": NAMES,
     "judge": _either(TEXT, _list(TEXT), OBJECT),
     "quorum": {"type": "integer", "minimum": 1},
     "grace_s": _number(0, 86_400, "number"),
-    "criteria": TEXT,
-    "fusion": OBJECT,
     "plugins": _list(OBJECT),
-    "program": TEXT,
-    "lazy": FLAG,
-    "prefill": OBJECT,
 }
 NATIVE: Body = {**dict.fromkeys(sorted(GENERATE_FIELDS), ANY), "stream": FLAG, "model": TEXT}
 BODIES: Mapping[str, Body] = {
@@ -111,27 +102,24 @@ BODIES: Mapping[str, Body] = {
     },
     "POST /v1/responses": {
         **{name: CHAT[name] for name in CHAT if name in SAME},
-        "input": _either(TEXT, _list(OBJECT, minItems=1)),
+        "input": _either(TEXT, OBJECTS),
         "instructions": TEXT,
-        "max_output_tokens": _number(1, MAX_TOKENS),
-        "tools": _list(OBJECT, maxItems=MAX_TOOLS),
+        "max_output_tokens": LIMIT,
+        "tools": TOOLS,
         "tool_choice": CHAT["tool_choice"],
-        "text": OBJECT,
-        "reasoning": OBJECT,
+        **_all(OBJECT, "text reasoning"),
         "truncation": {"enum": ["disabled"]},
         "background": FLAG,
         **dict.fromkeys(sorted({*INERT_RESPONSE, "store"}), NO_EFFECT),
     },
     "POST /v1/messages": {
         **{name: CHAT[name] for name in CHAT if name in SAME_MESSAGE},
-        "messages": _list(OBJECT, minItems=1),
-        "max_tokens": _number(1, MAX_TOKENS),
+        "messages": OBJECTS,
+        "max_tokens": LIMIT,
         "system": _either(TEXT, _list(OBJECT)),
         "stop_sequences": _list(TEXT),
-        "tools": _list(OBJECT, maxItems=MAX_TOOLS),
-        "tool_choice": OBJECT,
-        "thinking": OBJECT,
-        "output_config": OBJECT,
+        "tools": TOOLS,
+        **_all(OBJECT, "tool_choice thinking output_config"),
         **dict.fromkeys(sorted(INERT_MESSAGE), NO_EFFECT),
     },
     "POST /v1/embeddings": {
@@ -142,13 +130,11 @@ BODIES: Mapping[str, Body] = {
         "user": NO_EFFECT,
     },
     "POST /v1/agent/requests": {
-        "program": TEXT,
-        "agent": TEXT,
+        **_all(TEXT, "program agent"),
         "model": NAMES,
-        "prompt": _either(TEXT, _list(_either(TEXT, OBJECT))),
+        "prompt": _either(TEXT, _list(TEXT_OR_OBJECT)),
         "messages": _list(OBJECT),
-        "chat_template_kwargs": OBJECT,
-        "sampling_params": OBJECT,
+        **_all(OBJECT, "chat_template_kwargs sampling_params"),
         **SAMPLING,
         "stream": FLAG,
         "wait_s": {"type": "number", "minimum": 0},
@@ -159,7 +145,7 @@ BODIES: Mapping[str, Body] = {
     "POST /prefill_only": NATIVE,
     "PUT /v1/topologies/{name}": {"name": TEXT},
     "POST /v1/engines": {"model": TEXT, "pair": OBJECT},
-    "POST /v1/batches": {"input_file_id": TEXT, "endpoint": TEXT, "completion_window": TEXT, "metadata": OBJECT},
+    "POST /v1/batches": {**_all(TEXT, "input_file_id endpoint completion_window"), "metadata": OBJECT},
 }
 """The fields of JSON bodies. What is not in them has no effect, or is forwarded: the reference says which."""
 REQUIRED: Mapping[str, tuple[str, ...]] = {

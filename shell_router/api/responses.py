@@ -16,22 +16,22 @@ from aiohttp import web
 
 from agent_cache import JournalDiffers, Journals, JournalState
 from shell_router.api.admission import ADMISSION
-from shell_router.api.chat import CHATS, ChatRun, answer_chat
 from shell_router.api.chat import INERT as CHAT_INERT
-from shell_router.api.fields import SAMPLING, Fields, as_object, parse_body, read_body, shown
-from shell_router.api.kept_runs import KEY_HEADER, LAST_EVENT, Place, end_of, key_of, place_of, reused
-from shell_router.api.panels import BRINGING, PANEL, PANEL_FIELDS
+from shell_router.api.chat import answer_chat
+from shell_router.api.conversation import function_name
+from shell_router.api.fields import SAMPLING, Fields, parse_body, read_body, shown
+from shell_router.api.frames import ChatFrames
+from shell_router.api.panels import BRINGING, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored, stream_error
+from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, end_of, key_of, place_of, reused
 from shell_router.api.services import REQUEST_ID, SERVICES, SETTINGS, TENANT, TRACE
-from shell_router.api.streaming import DONE, data_frame, open_stream
-from shell_router.api.tools import function_name
-from shell_router.api.translation import Events, ItemTranslation, Kind
+from shell_router.api.streaming import DONE, LAST_EVENT, Place, TranslatedFrames, data_frame, open_stream, respond
+from shell_router.api.translation import Events, ItemTranslation, Kind, joined
 from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
 from shell_router.moa import Answer
 from shell_router.moa.journal import END
-from shell_router.topology import INLINE
 
 SAME = (
     frozenset(SAMPLING) - {"max_tokens", "max_completion_tokens", "response_format"}
@@ -43,9 +43,6 @@ SAME = (
 
 INERT = CHAT_INERT - {"parallel_tool_calls", "store", "user"} | {"client_metadata", "include", "stream_options"}
 """Fields that never change an answer, or ask for parts of it that there are none of."""
-
-REPEATED = ("metadata", "model", "reasoning", "text", "tool_choice", "tools", "user")
-"""Objects that the answer repeats."""
 
 STATEFUL = {
     **dict.fromkeys(("previous_response_id", "conversation"), "Send all earlier items in input."),
@@ -66,8 +63,8 @@ def as_chat(body: Fields) -> dict[str, Any]:
     chat["messages"] = [*chat.get("messages", ()), *_messages(body)]
     if (limit := body.integer("max_output_tokens", 1, 2**31 - 1)) is not None:
         chat["max_completion_tokens"] = limit
-    if tools := body.listed("tools"):
-        chat["tools"] = [_tool(as_object(one, f"tools[{at}]")) for at, one in enumerate(tools)]
+    if tools := [_tool(one) for one in body.objects("tools")]:
+        chat["tools"] = tools
     choice = body.raw("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -105,16 +102,15 @@ def _messages(body: Fields) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise body.refuse("input", f"must be a string or an array of items, not {shown(given)}")
     messages: list[dict[str, Any]] = []
-    for at, one in enumerate(given):
-        item = as_object(one, f"input[{at}]")
+    for item in body.objects("input"):
         kind = item.text("type") or "message"
         if kind == "message":
             if (role := item.required_text("role")) not in ROLES:
                 raise item.refuse("role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
-            messages.append({"role": role, "content": _content(item, "content")})
+            messages.append({"role": role, "content": joined(item.parts("content", _part))})
         elif kind == "function_call_output":
             result = {"role": "tool", "tool_call_id": item.required_text("call_id")}
-            messages.append(result | {"content": _content(item, "output")})
+            messages.append(result | {"content": joined(item.parts("output", _part))})
         elif kind == "function_call":
             _add_call(messages, item)
         elif kind != "reasoning":  # what a model thought before is not part of a template's history
@@ -134,19 +130,6 @@ def _add_call(messages: list[dict[str, Any]], item: Fields) -> None:
     calls.append({"id": item.required_text("call_id"), "type": "function", "function": function})
 
 
-def _content(item: Fields, name: str) -> str | list[dict[str, Any]]:
-    value = item.raw(name)
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise item.refuse(name, f"must be a string or an array of parts, not {shown(value)}")
-    path = item.path(name)
-    parts = [_part(as_object(one, f"{path}[{at}]")) for at, one in enumerate(value)]
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return parts
-
-
 def _part(part: Fields) -> dict[str, Any]:
     kind = part.text("type")
     if kind in TEXT_PARTS:
@@ -155,94 +138,79 @@ def _part(part: Fields) -> dict[str, Any]:
         return {"type": "text", "text": part.text("refusal") or ""}
     if kind == "input_image" and (url := part.text("image_url")):
         return {"type": "image_url", "image_url": {"url": url}}
-    raise part.refuse(
-        "type", f"is {shown(kind)}, which is not served", "Send input_text, or input_image with image_url."
-    )
+    remedy = "Send input_text, or input_image with image_url."
+    raise part.refuse("type", f"is {shown(kind)}, which is not served", remedy)
 
 
 class ResponseTranslation(ItemTranslation):
     """A chat completion, or the chunks of one, as a response. `id` is fresh."""
 
     def __init__(self, id: str, created: int, asked: Mapping[str, Any], warnings: Mapping[str, list[str]]) -> None:
-        super().__init__()
+        super().__init__(asked)
         self._id = id
-        self._output: list[dict[str, Any]] = []
-        self._texts: list[str] = []
         self._sent = 0
+        self._at: dict[str, Any] = {}
         self._about = {
             "id": f"resp_{id}",
             "object": "response",
             "created_at": created,
-            "model": asked.get("model") or (INLINE if asked.get("topology") else PANEL),
-            "instructions": asked.get("instructions"),
-            "max_output_tokens": asked.get("max_output_tokens"),
+            "model": self.model,
+            **{name: asked.get(name) for name in REPEATED},
             "metadata": asked.get("metadata") or {},
             "parallel_tool_calls": asked.get("parallel_tool_calls", True) is not False,
             "background": asked.get("background") is True,
             "previous_response_id": None,
-            "reasoning": asked.get("reasoning"),
             "store": asked.get("background") is True,
-            "temperature": asked.get("temperature"),
             "text": asked.get("text") or {"format": {"type": "text"}},
             "tool_choice": asked.get("tool_choice") or "auto",
             "tools": asked.get("tools") or [],
-            "top_p": asked.get("top_p"),
             "truncation": "disabled",
-            "user": asked.get("user"),
             **warnings,
         }
 
-    def begun(self) -> Events:
-        """See `ItemTranslation`."""
+    def _begun(self) -> Events:
         response = self.standing("in_progress")
         return [("response.created", {"response": response}), ("response.in_progress", {"response": response})]
 
-    def opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
-        """See `ItemTranslation`."""
+    def _opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
         prefix, own = OWN[kind]
-        item = {"id": f"{prefix}_{self._id}_{len(self._output)}", "type": kind, **own, "status": "in_progress"}
+        at, id = len(self.items), f"{prefix}_{self._id}_{len(self.items)}"
+        item = {"id": id, "type": kind, **own, "status": "in_progress"}
+        self._at = {"item_id": id, "output_index": at}
+        added = ("response.output_item.added", {"output_index": at, "item": item})
         if kind == "function_call":
             item |= {"call_id": call["id"], "name": call["name"]}
-        self._texts = []
-        self._output.append(item)
-        events = [("response.output_item.added", {"output_index": len(self._output) - 1, "item": dict(item)})]
-        if kind != "function_call":
-            events.append(("response.content_part.added", {**self._place(), "content_index": 0, "part": self._part()}))
-        return events
-
-    def grown(self, text: str) -> Events:
-        """See `ItemTranslation`."""
-        kind = self._output[-1]["type"]
-        self._texts.append(text)
-        what = {**self._place(), "delta": text}
-        if kind == "function_call":
-            return [("response.function_call_arguments.delta", what)]
-        return [(f"response.{PARTS[kind]}.delta", {**what, "content_index": 0, **LOGPROBS[kind]})]
-
-    def closed(self) -> Events:
-        """See `ItemTranslation`."""
-        item, text, place = self._output[-1], "".join(self._texts), self._place()
-        item["status"] = "incomplete" if self.reason == "length" else "completed"
-        if item["type"] == "function_call":
-            item["arguments"] = text = text or "{}"
-            done = [("response.function_call_arguments.done", {**place, "name": item["name"], "arguments": text})]
         else:
-            part, at = self._part(text), {**place, "content_index": 0}
-            item["content"] = [part]
-            done = [
-                (f"response.{PARTS[item['type']]}.done", {**at, "text": text, **LOGPROBS[item["type"]]}),
-                ("response.content_part.done", {**at, "part": part}),
-            ]
-        return [*done, ("response.output_item.done", {"output_index": place["output_index"], "item": item})]
+            self._at["content_index"] = 0
+        self.items.append({**item})
+        return [added] if kind == "function_call" else [added, self._part("added", PARTS[kind])]
 
-    def ended(self) -> Events:
-        """See `ItemTranslation`."""
+    def _grown(self, text: str) -> Events:
+        kind = self.items[-1]["type"]
+        return [(f"response.{NAMES[kind]}.delta", {**self._at, "delta": text, **LOGPROBS[kind]})]
+
+    def _closed(self, text: str) -> Events:
+        item = self.items[-1]
+        kind, done = item["type"], f"response.{NAMES[item['type']]}.done"
+        item["status"] = "incomplete" if self.reason == "length" else "completed"
+        events: list[tuple[str, Mapping[str, Any]]]
+        if kind == "function_call":
+            item["arguments"] = text or "{}"
+            events = [(done, {**self._at, "name": item["name"], "arguments": item["arguments"]})]
+        else:
+            item["content"] = [{**PARTS[kind], "text": text}]
+            events = [(done, {**self._at, "text": text, **LOGPROBS[kind]}), self._part("done", item["content"][0])]
+        return [*events, ("response.output_item.done", {"output_index": self._at["output_index"], "item": item})]
+
+    def _part(self, what: str, part: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        return f"response.content_part.{what}", {**self._at, "part": part}
+
+    def _ended(self) -> Events:
         response = self.answer()
         return [(f"response.{response['status']}", {"response": response})]
 
-    def failed(self, error: Mapping[str, Any]) -> Events:
-        """See `ItemTranslation`: the clients of this API know no other error in a stream."""
-        return [("response.failed", {"response": self.fault(error)})]
+    def _failed(self, error: Mapping[str, Any]) -> Events:
+        return [("response.failed", {"response": self.fault(error)})]  # clients know no other error in a stream
 
     def fault(self, error: Mapping[str, Any]) -> dict[str, Any]:
         """The response that failed."""
@@ -252,34 +220,32 @@ class ResponseTranslation(ItemTranslation):
         """See `ItemTranslation`."""
         return self.standing("completed" if self.reason in ("stop", "tool_calls") else "incomplete")
 
-    def numbered(self, event: dict[str, Any]) -> dict[str, Any]:
-        """See `ItemTranslation`. With a place an event's number is that of its last character."""
+    def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
+        """With a place an event's number is that of its last character."""
         self._sent = self._sent + 1 if self.place is None else self.place.at
         return {**event, "sequence_number": self._sent - 1}
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
-
-    def _part(self, text: str = "") -> dict[str, Any]:
-        if self._output[-1]["type"] == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def standing(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
         """The response as far as it is, in this status."""
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         facts = {"status": status, "error": error, "incomplete_details": why, "usage": _usage(self.usage)}
-        return {**self._about, **facts, "output": list(self._output)}
+        return {**self._about, **facts, "output": list(self.items)}
 
 
+REPEATED = ("instructions", "max_output_tokens", "reasoning", "temperature", "top_p", "user")
+"""What the answer repeats as it was sent."""
 OWN: Mapping[Kind, tuple[str, dict[str, Any]]] = {
     "message": ("msg", {"role": "assistant", "content": []}),
     "reasoning": ("rs", {"summary": [], "content": []}),
     "function_call": ("fc", {"arguments": ""}),
 }
 """How the ids of items begin, and the fields that each kind has."""
-PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-LOGPROBS: Mapping[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}}
+PARTS: Mapping[str, dict[str, Any]] = {
+    "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    "reasoning": {"type": "reasoning_text", "text": ""},
+}
+NAMES = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+LOGPROBS: Mapping[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}, "function_call": {}}
 
 
 def _usage(found: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -337,29 +303,32 @@ class BackgroundResponse:
         """It has no output yet, or will have none."""
         return json_reply(self.request, self._translation().standing(status))
 
-    async def _run(self, whole: ChatRun, body: Fields) -> Reply:
+    async def _run(self, run: Run, model: str, body: Fields) -> Reply:
         request, head, store, named = self.request, self.head.decode(), self._store, (self.request[TENANT], self.key)
-        join = partial(request.app[CHATS].kept.join, whole, self.key, body, head)
-        whole, records = join(), None  # None where it runs already
-        if whole.kept is None or not whole.kept.has_begun:  # a claim for one that runs would take back a seal
+        join = partial(request.app[KEPT_RUNS].join, run, self.key, body, head)
+        run, records = join(), None  # None where it runs already
+        if run.kept is None or not run.kept.has_begun:  # a claim for one that runs would take back a seal
             try:
-                records = await store.claim(*named, whole.id, head)
+                records = await store.claim(*named, run.id, head)
             except JournalDiffers:
                 raise reused() from None
             if records is not None and not records:
-                await store.append(*named, whole.id, 0, [orjson.dumps(["created", "", self.created])])
-            whole = join()  # the one before may have ended meanwhile
-        assert whole.kept is not None, "it was joined"
-        whole.kept.last_record = partial(self._last_record, whole)
+                await store.append(*named, run.id, 0, [orjson.dumps(["created", "", self.created])])
+            run = join()  # the one before may have ended meanwhile
+        assert run.kept is not None, "it was joined"
+        frames = ChatFrames(run, model, include_usage=True, include_agents=False)
+        run.kept.last_record = partial(self._last_record, frames)
         if records is not None:
-            request.app[ADMISSION].detach(request, whole.answer(), whole.agents)
-        request[TRACE] = whole.trace
-        return await whole.stream(request, self._translation()) if self.stream else self.standing("queued")
+            request.app[ADMISSION].detach(request, run.answer(), run.agents)
+        request[TRACE] = run.trace
+        if not self.stream:
+            return self.standing("queued")
+        return await respond(request, run.answer, TranslatedFrames(frames, self._translation()), stream=True)
 
-    def _last_record(self, whole: ChatRun, end: Answer | Exception) -> dict[str, Any]:
+    def _last_record(self, frames: ChatFrames, end: Answer | Exception) -> dict[str, Any]:
         if isinstance(end, Exception):
             return stream_error(end, self.request[REQUEST_ID])
-        return {name: value for name, value in whole.reply(end).items() if name in ("choices", "usage")}
+        return {name: value for name, value in frames.whole(end).items() if name in ("choices", "usage")}
 
     async def _ended(self, end: dict[str, Any]) -> Reply:
         translation, error = self._translation(), end.get("error")
@@ -379,7 +348,7 @@ class BackgroundResponse:
 
     @property
     def _store(self) -> Journals:
-        if (store := self.request.app[CHATS].kept.store) is not None:
+        if (store := self.request.app[KEPT_RUNS].store) is not None:
             return store
         remedy = "Set cache.backend to redis, or send it without and keep the connection open."
         raise InvalidField("background needs a store that outlives the router.", field="background", remedy=remedy)
@@ -394,7 +363,7 @@ async def create_response(request: Request) -> Reply:
     """Answer in the shape of OpenAI's responses: translate, answer as a chat completion, translate back."""
     body = parse_body(await read_body(request))
     chat = as_chat(body)
-    for name in body.given(REPEATED):
+    for name in body.given(("metadata", "model", "reasoning", "text", "tool_choice", "tools", "user")):  # are repeated
         check_depth(body.raw(name), name)
     in_background, is_stored, is_keyed = body.flag("background"), body.flag("store"), KEY_HEADER in request.headers
     body.check_spelling(INERT)

@@ -6,14 +6,14 @@ import itertools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 
 from agent_cache import Journals
 from shell_router.api.live import LiveTopologies
-from shell_router.config import ApiKey
+from shell_router.config import ApiKey, Limits
 from shell_router.core.engine import Placement, Relay, ServedModel
 from shell_router.core.events import Event
 from shell_router.core.predictors import Embedder
@@ -28,35 +28,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ApiSettings:
-    """Keys, limits and times.
+class ApiSettings(Limits):
+    """The deployment's limits, and keys, which map a name to its secret or key.
 
-    `keys` maps a name, which is the tenant unless the key says another, to its secret or key; without keys only callers
-    on this machine are served. `max_running` counts POST and PUT requests under way, and lazy agents;
-    `max_agents_per_tenant` the agents of those of one of several tenants; lines of batches are not among them. Beyond
-    `max_connections` the longest idle one is closed, as is one that is idle for `idle_timeout_s`, or whose head or body
-    takes `body_timeout_s`. `ping_s` is the silence after which a stream gets a comment line. A client that takes
-    nothing of its stream for `write_timeout_s` is given up.
+    The name is the tenant unless the key says another; without keys only callers on this machine are served. Lazy
+    agents count as running requests, lines of batches do not. `ping_s` is the silence after which a stream gets a
+    comment line.
     """
 
     keys: Mapping[str, str | ApiKey] = field(default_factory=dict, repr=False)
-    max_body_bytes: int = 8 * 2**20
-    max_running: int = 1024
-    max_agents_per_tenant: int = 512
-    max_connections: int = 4096
-    idle_timeout_s: float = 620.0
     retry_after_s: int = 1
-    request_timeout_s: float = 600.0
-    body_timeout_s: float = 30.0
-    write_timeout_s: float = 60.0
     ready_timeout_s: float = 5.0
     ping_s: float = 15.0
-
-    def __post_init__(self) -> None:
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if setting.name != "keys" and value <= 0:
-                raise ValueError(f"{setting.name} must be above 0, not {value}")
 
 
 _drawn = (secrets.token_hex(16 * 256) for _ in itertools.repeat(None))  # one system call for many ids

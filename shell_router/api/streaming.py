@@ -1,6 +1,8 @@
 """Server-sent events: a run that is read while it goes on, and the stream to its client."""
 
 import asyncio
+import re
+import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -9,14 +11,18 @@ import orjson
 from aiohttp import ClientConnectionResetError, web
 
 from shell_router.api.plain import PlainRequest, PlainStream, Reply, Request
-from shell_router.api.replies import common_headers, stream_error
+from shell_router.api.replies import common_headers, json_reply, stream_error
 from shell_router.api.services import REQUEST_ID, SETTINGS, Emit
 from shell_router.core.events import Event
+from shell_router.errors import InvalidField, StreamChanged
 from shell_router.moa import Answer
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 NO_HEADERS: Mapping[str, str] = {}
+NO_WARNINGS: Mapping[str, list[str]] = {}
+LAST_EVENT = "last-event-id"
+PLACE = re.compile(r"([0-9]{1,12})-([0-9a-f]{8})")
 
 
 def data_frame(body: Any) -> bytes:
@@ -72,6 +78,55 @@ async def open_stream(
     response = web.StreamResponse(status=status, headers=sent)
     await response.prepare(request)
     return EventStream(request, response, write_timeout_s)
+
+
+class Place:
+    """How far a stream has come, as the id of its last event says: its characters, and a check of them.
+
+    With `last`, such an id, what its client has already is left out. Raises InvalidField where that is none.
+    """
+
+    def __init__(self, last: str | None = None, after: int = 0) -> None:
+        self.at, self.after, self._check, self._expected = 0, after, 0, ""
+        if last is not None:
+            if (found := PLACE.fullmatch(last)) is None:
+                raise InvalidField(
+                    "The header Last-Event-ID is no id of an event of this router's.",
+                    field="Last-Event-ID",
+                    remedy="Send the last event's id as it came, or leave it out for all of the stream.",
+                )
+            self.after, self._expected = int(found[1]), found[2]
+
+    @property
+    def id(self) -> bytes:
+        """The field of the event that ends here."""
+        return b"id: %d-%08x\n" % (self.at, self._check)
+
+    def rest(self, text: str) -> tuple[str, str]:
+        """Go on by `text`: what of it the client has, and what not. Raises StreamChanged."""
+        left = max(0, self.after - self.at)
+        had, rest = text[:left], text[left:]
+        if had:
+            self._pass(had)
+            if self.at == self.after and self._expected not in ("", f"{self._check:08x}"):
+                raise _changed()
+        self._pass(rest)
+        return had, rest
+
+    def require_reached(self) -> None:
+        """Raise StreamChanged where the stream ends before what the client has of it."""
+        if self.at < self.after:
+            raise _changed()
+
+    def _pass(self, text: str) -> None:
+        self.at, self._check = self.at + len(text), zlib.crc32(text.encode(errors="replace"), self._check)
+
+
+def _changed() -> StreamChanged:
+    return StreamChanged(
+        "The repeated stream differs from what came before its Last-Event-ID.",
+        remedy="Drop what you have of it, and send the request with its key and without Last-Event-ID.",
+    )
 
 
 class LiveRun:
@@ -147,6 +202,14 @@ class LiveRun:
 class Frames(Protocol):
     """How a route writes what happens."""
 
+    def wants(self, event: Event) -> bool:
+        """Whether the event would be written."""
+        ...
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """An answer that is not streamed."""
+        ...
+
     def events(self, events: Sequence[Event]) -> bytes:
         """Frames for `events`; empty where there is nothing to say."""
         ...
@@ -182,6 +245,11 @@ class TranslatedFrames:
     def __init__(self, frames: Frames, translation: Translation) -> None:
         self._frames = frames
         self._translation = translation
+        self.wants = frames.wants
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """See `Frames`."""
+        return self._translation.whole(self._frames.whole(answer))
 
     def events(self, events: Sequence[Event]) -> bytes:
         """See `Frames`."""
@@ -196,24 +264,34 @@ class TranslatedFrames:
         return self._translation.error(envelope)
 
 
-async def stream_run(request: Request, run: LiveRun, frames: Frames) -> Reply:
-    """Write the run as it happens.
+async def respond(
+    request: Request,
+    run: Callable[[Emit | None], Awaitable[Answer]],
+    frames: Frames,
+    *,
+    stream: bool,
+    warnings: Mapping[str, list[str]] = NO_WARNINGS,
+) -> Reply:
+    """The answer of what is `run`: as it is written, or as one object with `warnings`.
 
-    The head goes out with the run's first event, so that a request refused before anything ran still gets its
+    A stream's head goes out with the run's first event, so that a request refused before anything ran still gets its
     status. A later failure is sent inside the stream.
     """
+    if not stream:
+        return json_reply(request, {**frames.whole(await run(None)), **warnings})
     settings = request.app[SETTINGS]
-    await run.begun(settings.ping_s)
-    stream = await open_stream(request, settings.write_timeout_s)
-    try:
-        await _pump(run, frames, stream, settings.ping_s)
-        last = frames.answer(run.answer())
-    except (asyncio.CancelledError, ClientConnectionResetError):
-        raise
-    except Exception as error:
-        last = frames.error(stream_error(error, request[REQUEST_ID]))
-    await stream.send(last)
-    return await stream.end()
+    async with LiveRun(run, frames.wants) as live:
+        await live.begun(settings.ping_s)
+        out = await open_stream(request, settings.write_timeout_s)
+        try:
+            await _pump(live, frames, out, settings.ping_s)
+            last = frames.answer(live.answer())
+        except (asyncio.CancelledError, ClientConnectionResetError):
+            raise
+        except Exception as error:
+            last = frames.error(stream_error(error, request[REQUEST_ID]))
+        await out.send(last)
+        return await out.end()
 
 
 async def _pump(run: LiveRun, frames: Frames, stream: EventStream | PlainStream, ping_s: float) -> None:

@@ -6,59 +6,75 @@ from typing import Any, Literal
 
 import orjson
 
-from shell_router.api.kept_runs import Place
+from shell_router.api.panels import PANEL
+from shell_router.api.streaming import Place
 from shell_router.core.engine import error_message
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import EngineAborted
+from shell_router.topology import INLINE
 
 Kind = Literal["reasoning", "message", "function_call"]
 Events = Sequence[tuple[str, Mapping[str, Any]]]
 ABORTED = "The engine ended the answer early. Send the request again."
 
 
+def joined(parts: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A chat's content of these parts: a text where all of them are."""
+    if isinstance(parts, str) or any(part["type"] != "text" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
 class ItemTranslation(ABC):
     """Reads a chat completion, or its chunks, as items: thinking, text, calls (streaming.Translation).
 
-    A subclass writes them. Its methods give the events to send; what it has at the end is `answer`. `reason` and
+    A subclass writes them. Its hooks give the events to send, and put `items` as the answer has them. `reason` and
     `usage` are those of the chat, known by then. With a `place` events have ids, and what its client has is left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Mapping[str, Any]) -> None:
+        self.model = asked.get("model") or (INLINE if asked.get("topology") else PANEL)
         self.reason = "stop"
         self.usage: Mapping[str, Any] = {}
         self.place: Place | None = None
+        self.items: list[dict[str, Any]] = []
+        self._texts: list[str] = []
         self._chunks = EventSplitter()
         self._kind: Kind | None = None
         self._call = -1
         self._has_begun = self._has_failed = False
 
     @abstractmethod
-    def begun(self) -> Events:
+    def _begun(self) -> Events:
         """The answer begins."""
 
     @abstractmethod
-    def opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
+    def _opened(self, kind: Kind, call: Mapping[str, Any]) -> Events:
         """An item begins; a call has an `id` and a `name`."""
 
     @abstractmethod
-    def grown(self, text: str) -> Events:
-        """The open item goes on; for a call these are arguments."""
+    def _grown(self, text: str) -> Events:
+        """The last item goes on; for a call these are arguments."""
 
     @abstractmethod
-    def closed(self) -> Events:
-        """The open item is complete."""
+    def _closed(self, text: str) -> Events:
+        """The last item is complete, and this its whole text."""
 
     @abstractmethod
-    def ended(self) -> Events:
+    def _ended(self) -> Events:
         """All items are complete."""
 
     @abstractmethod
-    def failed(self, error: Mapping[str, Any]) -> Events:
+    def _failed(self, error: Mapping[str, Any]) -> Events:
         """There will be no more. `error` has a `message` and, where it is the router's own, a `code`."""
 
     @abstractmethod
     def answer(self) -> dict[str, Any]:
         """The whole answer."""
+
+    def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
+        """The event with its number, in APIs whose events have one."""
+        return event
 
     def whole(self, found: dict[str, Any]) -> dict[str, Any]:
         """See `Translation`."""
@@ -79,7 +95,7 @@ class ItemTranslation(ABC):
         self._has_failed = True
         if self.place is not None:
             self.place.after = 0
-        return self._written([*self._begin(), *self.failed(envelope["error"])])
+        return self._written([*self._begin(), *self._failed(envelope["error"])])
 
     def _frames(self, payload: bytes) -> bytes:
         if self._has_failed:
@@ -87,7 +103,7 @@ class ItemTranslation(ABC):
         if payload == b"[DONE]":
             if self.reason == "abort":
                 return self.error({"error": {"message": ABORTED}})
-            last = self._written([*self._begin(), *self._close(), *self.ended()])
+            last = self._written([*self._begin(), *self._close(), *self._ended()])
             if self.place is not None:
                 self.place.require_reached()
             return last
@@ -105,7 +121,7 @@ class ItemTranslation(ABC):
         if self._has_begun:
             return ()
         self._has_begun = True
-        return self.begun()
+        return self._begun()
 
     def _delta(self, delta: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
         events = [
@@ -123,18 +139,20 @@ class ItemTranslation(ABC):
     def _text(self, kind: Kind, text: str | None) -> Events:
         if not text:
             return ()
-        return [*(() if self._kind == kind else self._open(kind, {})), *self.grown(text)]
+        opened = () if self._kind == kind else self._open(kind, {})
+        self._texts.append(text)
+        return [*opened, *self._grown(text)]
 
     def _open(self, kind: Kind, call: Mapping[str, Any]) -> Events:
         closed = self._close()
-        self._kind = kind
-        return [*closed, *self.opened(kind, call)]
+        self._kind, self._texts = kind, []
+        return [*closed, *self._opened(kind, call)]
 
     def _close(self) -> Events:
         if self._kind is None:
             return ()
         self._kind = None
-        return self.closed()
+        return self._closed("".join(self._texts))
 
     def _written(self, events: Events) -> bytes:
         return b"".join([self._frame(kind, facts) for kind, facts in events])
@@ -147,12 +165,5 @@ class ItemTranslation(ABC):
             if not rest:
                 return b""
             facts, named = {**facts, "delta": rest} if had else facts, self.place.id
-        return b"event: %b\n%bdata: %b\n\n" % (
-            kind.encode(),
-            named,
-            orjson.dumps(self.numbered({"type": kind, **facts})),
-        )
-
-    def numbered(self, event: dict[str, Any]) -> dict[str, Any]:
-        """The event with its number, in APIs whose events have one."""
-        return event
+        data = orjson.dumps(self._numbered({"type": kind, **facts}))
+        return b"event: %b\n%bdata: %b\n\n" % (kind.encode(), named, data)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from shell_router.api.admission import permit
 from shell_router.api.fields import Fields, as_object, parse_body, query_number, read_body
-from shell_router.api.keys import permit
 from shell_router.api.models import TARGETS
 from shell_router.api.plain import Request
 from shell_router.api.replies import common_headers, json_reply, note_ignored

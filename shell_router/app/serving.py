@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,18 +68,13 @@ async def running_server(
         if files := config.listen.tls:
             tls = served_tls(files)
             rereads.add(partial(served_tls, files), lambda _: renew(tls, files), files.certificate, files.key)
-        settings = api_settings(config)
+        settings = ApiSettings(**asdict(config.limits), keys=read_keys(config, os.environ))
         async with running_services(config, on_progress=on_progress, engine_restarts=engine_restarts) as services:
             app = create_app(services, settings)
             batches(app)
             if config.listen.ui:
                 add_page(app)
-            limits = config.limits
-            times = {"lame_duck_s": limits.lame_duck_s, "drain_s": limits.drain_s}
-            async with (
-                rereads.watched(),
-                listening(app, sockets, **times, force_shutdown=force_shutdown, tls=tls) as url,
-            ):
+            async with rereads.watched(), listening(app, sockets, force_shutdown=force_shutdown, tls=tls) as url:
                 yield url
 
 
@@ -183,19 +178,3 @@ async def serve(
             loop.add_signal_handler(number, stop, number.name)
         ready(url)
         await stopped.wait()
-
-
-def api_settings(config: Config) -> ApiSettings:
-    """The part of a deployment that the API reads. Raises ConfigError for a wrong file of keys."""
-    limits = config.limits
-    return ApiSettings(
-        keys=read_keys(config, os.environ),
-        max_body_bytes=limits.max_body_bytes,
-        max_running=limits.max_running,
-        max_agents_per_tenant=limits.max_agents_per_tenant,
-        max_connections=limits.max_connections,
-        idle_timeout_s=limits.idle_timeout_s,
-        request_timeout_s=limits.request_timeout_s,
-        body_timeout_s=limits.body_timeout_s,
-        write_timeout_s=limits.write_timeout_s,
-    )

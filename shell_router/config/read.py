@@ -116,25 +116,17 @@ def _is_required(each: Field[Any]) -> bool:
 def form_of(hint: Any, about: str = "", kinds: Kinds = NO_KINDS) -> Form:
     """The form of values of this annotation: a dataclass, scalar, Path, Literal, tuple, Mapping, or a union."""
     note, *marks = get_args(hint)[1:] if get_origin(hint) is Annotated else (about,)
-    form = _noted(hint, note, kinds)
-    return Secret(getattr(form, "about", ""), form) if SECRET in marks else form
-
-
-def _noted(hint: Any, note: Any, kinds: Kinds) -> Form:
     kind = _plain(hint)
     if not isinstance(note, str):
         form: Form = note
-        return _optional(form, kind)
-    if _is_union(kind):
-        forms = tuple(form_of(one, note, kinds) for one in _members(kind))
-        return _optional(forms[0] if len(forms) == 1 else Either(note, forms), kind)
-    return _form_of_one(kind, note, kinds)
-
-
-def _optional(form: Form, kind: Any) -> Form:
-    if not _is_union(kind) or NoneType not in get_args(kind):
-        return form
-    return Either(getattr(form, "about", ""), (form, Nothing("Left out.")))
+    elif len(members := _members(kind)) > 1:
+        form = Either(note, tuple(form_of(one, note, kinds) for one in members))
+    else:
+        form = _form_of_one(members[0], note, kinds)
+    about = getattr(form, "about", "")
+    if _is_union(kind) and NoneType in get_args(kind):
+        form = Either(about, (form, Nothing("Left out.")))
+    return Secret(about, form) if SECRET in marks else form
 
 
 def _form_of_one(kind: Any, about: str, kinds: Kinds) -> Form:

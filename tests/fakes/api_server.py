@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,13 +187,13 @@ async def api(
         holdouts=holdouts or Holdouts(),
         journals=journals,
     )
-    app = create_app(services, settings or ApiSettings())
+    app = create_app(services, replace(settings or ApiSettings(), drain_s=drain_s))
     extend(app)
     with bound_sockets() as sockets:
         if send_buffer_bytes is not None:
             for listener in sockets:  # its connections have the same
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-        async with listening(app, sockets, drain_s=drain_s) as url, aiohttp.ClientSession(timeout=LIMIT) as client:
+        async with listening(app, sockets) as url, aiohttp.ClientSession(timeout=LIMIT) as client:
             yield Api(url, moa, services, client)
 
 

@@ -43,10 +43,8 @@ async def server(
     force_shutdown = asyncio.Event()
     with bound_sockets() as sockets:
         async with aiohttp.ClientSession() as client, AsyncExitStack() as stack, asyncio.timeout(30):
-            app = create_app(services, ApiSettings())
-            url = await stack.enter_async_context(
-                listening(app, sockets, lame_duck_s=lame_duck_s, drain_s=drain_s, force_shutdown=force_shutdown)
-            )
+            app = create_app(services, ApiSettings(lame_duck_s=lame_duck_s, drain_s=drain_s))
+            url = await stack.enter_async_context(listening(app, sockets, force_shutdown=force_shutdown))
             yield StoppableServer(url, client, force_shutdown, stack)
 
 

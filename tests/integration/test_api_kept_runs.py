@@ -19,7 +19,7 @@ from agent_cache.redis import RedisAgentPromptCache
 from shell_router.api import ApiSettings
 from shell_router.api.admission import Drain
 from shell_router.api.fields import Fields
-from shell_router.api.kept_runs import KeptRun, KeptRuns
+from shell_router.api.runs import KeptRun, KeptRuns, Run
 from shell_router.api.services import Emit
 from shell_router.moa import Answer, MoaRequest
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat, until
@@ -316,8 +316,8 @@ async def test_a_run_that_a_stopping_router_cuts_goes_on_at_the_next(redis: Redi
         assert asked(there) == ["root"]
 
 
-class GatedRun:
-    """A run that ends when it may (api.kept_runs.Keepable)."""
+class GatedRun(Run):
+    """A run that ends when it may."""
 
     def __init__(self, asked: MoaRequest | None = None) -> None:
         self.asked = asked or ask()
@@ -333,17 +333,13 @@ class GatedRun:
         await self.gate.wait()
         return Answer("done", "stop", {})
 
-    async def answer(self) -> Answer:
-        assert self.kept is not None
-        return await self.kept.follow(None)
 
-
-def joined(runs: KeptRuns[GatedRun], whole: GatedRun | None = None) -> GatedRun:
+def joined(runs: KeptRuns, whole: GatedRun | None = None) -> GatedRun:
     return runs.join(whole or GatedRun(), "key", Fields({}))
 
 
 async def test_a_retry_that_comes_as_the_last_client_leaves_is_answered() -> None:
-    runs = KeptRuns[GatedRun](MemoryJournals(head=HEAD), Drain())
+    runs = KeptRuns(MemoryJournals(head=HEAD), Drain())
     first = joined(runs)
     leaves = asyncio.create_task(first.answer())
     await first.begun.wait()
@@ -357,7 +353,7 @@ async def test_a_retry_that_comes_as_the_last_client_leaves_is_answered() -> Non
 
 
 async def test_a_client_that_comes_after_the_last_one_left_has_a_run_of_its_own() -> None:
-    runs = KeptRuns[GatedRun](MemoryJournals(head=HEAD), Drain())
+    runs = KeptRuns(MemoryJournals(head=HEAD), Drain())
     first = joined(runs)
     leaves = asyncio.create_task(first.answer())
     await first.begun.wait()
@@ -390,7 +386,7 @@ async def test_a_run_waits_for_its_journal_where_the_store_is_away_for_a_moment(
 
 
 async def test_a_run_that_ended_is_not_held_by_itself() -> None:
-    runs, whole = KeptRuns[GatedRun](MemoryJournals(head=HEAD), Drain()), GatedRun()
+    runs, whole = KeptRuns(MemoryJournals(head=HEAD), Drain()), GatedRun()
     joined(runs, whole).gate.set()
     gone = weakref.ref(whole)
     gc.disable()

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from shell_router.api import ApiSettings, bound_sockets, create_app, listening
-from shell_router.api.keys import Keys
+from shell_router.api.admission import Keys
 from shell_router.app.serving import Rereads, renew, served_tls
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder

@@ -96,8 +96,8 @@ class ChatLines:
         async with self._slots:
             with self._metrics.running_batch_lines.track_inprogress():
                 try:
-                    run = await self._chats.begin(Fields(line.body), tenant)
-                    body = run.reply(await run.answer())
+                    run, frames = await self._chats.begin(Fields(line.body), tenant)
+                    body = frames.whole(await run.answer())
                 except Exception as error:
                     return refused(line, request_id, error), is_retryable(error)
         return LineResult(line.custom_id, request_id, 200, body), False

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.api.keys import LOCAL, Keys, require_route
+from shell_router.api.admission import LOCAL, Keys, require_route
 from shell_router.api.services import ApiSettings, TokenRates
 from shell_router.config import ApiKey
 from shell_router.errors import ConfigError, Forbidden, RemoteRefused, Unauthorized

@@ -10,7 +10,6 @@ import pytest
 from shell_router.api import ApiSettings, Services
 from shell_router.api.admission import Drain
 from shell_router.api.chat import Chats
-from shell_router.api.kept_runs import KeptRuns
 from shell_router.api.models import Targets
 from shell_router.api.services import Emit
 from shell_router.app.models import Fleet
@@ -72,8 +71,7 @@ def runner(
 ) -> ChatLines:
     moa = moa or ScriptedMoa()
     services = Services(Failing(moa, *errors), moa.programs, live(moa.models), moa.models, {}, Fleet({}, {}, {}))
-    drain = Drain()
-    chats = Chats(services, ApiSettings(), Targets(services), drain, KeptRuns(None, drain))
+    chats = Chats(services, ApiSettings(), Targets(services), Drain())
     pools = {} if pool is None else {"panel": PoolLines("panel", pool, folder, services)}
     return ChatLines(chats, concurrency, pools, pauses_s=(1, 2), sleep=sleep or Pauses())
 

@@ -1,15 +1,15 @@
-"""Tools in requests: the functions that a model may call, its calls, and the results that clients send back."""
+"""Chats in requests: messages, the functions that a model may call, its calls, and the results of clients."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import orjson
 
 from shell_router.api.fields import Fields, as_object, shown
-from shell_router.core.engine import value
 from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField
+from shell_router.moa import ToolOffer
 
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 CALL_ID_CHARACTERS = 128
@@ -17,41 +17,30 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 2**18
 """Of all tools together as JSON: every one of them is part of the prompt."""
 
-ToolMode = Literal["none", "auto", "required", "named"]
-
-
-@value
-class ToolUse:
-    """The function `tools` as a chat template takes them, and how a model is to use them.
-
-    Of `mode` named, the function `name` must be called. Without tools the mode is none.
-    """
-
-    tools: tuple[Mapping[str, Any], ...] = ()
-    mode: ToolMode = "none"
-    name: str = ""
-    parallel: bool = True
-
-
 TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 
 
-def read_tools(body: Fields) -> ToolUse:
-    """The body's `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidField."""
+def read_tools(body: Fields) -> ToolOffer | None:
+    """The body's `tools`, `tool_choice` and `parallel_tool_calls`; None where none may be called. Raises InvalidField.
+
+    Of a function that must be called the others are no part of the prompt, as in SGLang.
+    """
     listed = body.listed("tools") or []
     parallel = body.raw("parallel_tool_calls") is None or body.flag("parallel_tool_calls")
     if len(listed) > MAX_TOOLS:
         raise body.refuse("tools", f"holds {len(listed)} tools", f"Send at most {MAX_TOOLS}.")
     check_depth(listed, "tools")
-    tools = tuple([_tool(as_object(one, f"tools[{at}]")) for at, one in enumerate(listed)])
+    tools = tuple([_tool(one) for one in body.objects("tools")])
     names = [tool["function"]["name"] for tool in tools]
     for at, name in enumerate(names):
         if name in names[:at]:
             raise InvalidField(f"tools[{at}].function.name repeats {name!r}.", field=f"tools[{at}].function.name")
     if listed and (size := len(orjson.dumps(listed))) > MAX_TOOLS_BYTES:
         raise body.refuse("tools", f"takes {size} bytes", f"Send at most {MAX_TOOLS_BYTES}.")
-    mode, name = _choice(body, names)
-    return ToolUse(tools, mode, name, parallel)
+    choice, named = _choice(body, names)
+    if choice == "none":
+        return None
+    return ToolOffer((tools[names.index(named)],) if named else tools, choice != "auto", parallel)
 
 
 def _tool(tool: Fields) -> Mapping[str, Any]:
@@ -80,7 +69,8 @@ def function_name(function: Fields) -> str:
     return name
 
 
-def _choice(body: Fields, names: Sequence[str]) -> tuple[ToolMode, str]:
+def _choice(body: Fields, names: Sequence[str]) -> tuple[str, str]:
+    """None, auto or required, and the function that is, where one is named."""
     choice = body.raw("tool_choice")
     if choice is None or choice in ("none", "auto"):
         return (choice or "auto" if names else "none"), ""
@@ -91,22 +81,78 @@ def _choice(body: Fields, names: Sequence[str]) -> tuple[ToolMode, str]:
         raise body.refuse("tool_choice", "needs tools", "Send tools, or leave tool_choice out.")
     if choice == "required":
         return "required", ""
-    named = cast(Fields, body.object("tool_choice"))
+    named = as_object(choice, "tool_choice")
     function = named.object("function")
     if named.text("type") != "function" or function is None:
         raise named.refuse("type", "must be function, with the function's name in its field 'function'")
     if (name := function.required_text("name")) not in names:
         raise function.refuse("name", f"is {shown(name)}, which is none of the tools", "Name one of tools.")
-    return "named", name
+    return "required", name
 
 
-def read_calls(message: Fields) -> tuple[Mapping[str, Any], ...]:
-    """An assistant message's `tool_calls`, with their `arguments` as objects. Raises InvalidField."""
-    path = message.path("tool_calls")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def read_messages(body: Fields, content: Callable[[Fields], str | list[Any]]) -> list[Mapping[str, Any]]:
+    """The body's `messages`, with the contents that `content` reads. Raises InvalidField.
+
+    The last one must be a user's or a tool's, and each tool's the one answer to an earlier call.
+    """
+    listed = body.listed("messages")
+    if not listed:
+        raise body.refuse("messages", "is missing or empty", "Send at least one user message.")
+    messages: list[Mapping[str, Any]] = []
+    for at, one in enumerate(listed):
+        if isinstance(one, dict) and one.keys() == PLAIN and one["role"] in PLAIN_ROLES and type(one["content"]) is str:
+            messages.append(one)
+        else:
+            messages.append(_message(as_object(one, f"messages[{at}]"), content))
+    if messages[-1]["role"] not in ("user", "tool"):
+        where = f"messages[{len(messages) - 1}].role"
+        raise body.refuse(where, "must be user or tool", "Put the question, or a call's result, in the last message.")
+    _check_answers(messages)
+    return messages
+
+
+PLAIN, PLAIN_ROLES = {"role", "content"}, ("user", "system")
+
+
+def _message(message: Fields, content: Callable[[Fields], str | list[Any]]) -> Mapping[str, Any]:
+    role = message.text("role")
+    if role not in ROLES:
+        raise message.refuse("role", f"must be one of {', '.join(ROLES)}, not {role!r}")
+    lacks_content = role == "assistant" and message.raw("content") is None
+    found: dict[str, Any] = {"role": ROLES[role], "content": "" if lacks_content else content(message)}
+    if role == "tool":
+        found["tool_call_id"] = _call_id(message, "tool_call_id")
+    if role == "assistant":
+        if calls := _calls(message):
+            found["tool_calls"] = calls
+        if thinking := message.text("reasoning_content"):
+            found["reasoning_content"] = thinking
+    return found
+
+
+def text_of(message: Fields) -> str:
+    """Its `content`, a string or parts that are texts. Raises InvalidField."""
+    return "".join(message.parts("content", _text))
+
+
+def _text(part: Fields) -> str:
+    if part.text("type") != "text":
+        raise part.refuse("type", "must be text", "Only text is served; leave other parts out.")
+    text = part.text("text")
+    if text is None:
+        raise part.refuse("text", "is missing")
+    return text
+
+
+def _calls(message: Fields) -> tuple[Mapping[str, Any], ...]:
+    """An assistant message's `tool_calls`, with their `arguments` as objects."""
     listed = message.listed("tool_calls") or []
     if len(listed) > MAX_TOOLS:
         raise message.refuse("tool_calls", f"holds {len(listed)} calls", f"Send at most {MAX_TOOLS}.")
-    return tuple([_call(as_object(one, f"{path}[{at}]")) for at, one in enumerate(listed)])
+    return tuple([_call(one) for one in message.objects("tool_calls")])
 
 
 def _call(call: Fields) -> Mapping[str, Any]:
@@ -123,18 +169,17 @@ def _call(call: Fields) -> Mapping[str, Any]:
         raise function.refuse("arguments", "must be a JSON object, as text")
     check_depth(arguments, function.path("arguments"))
     called = {"name": function_name(function), "arguments": arguments}
-    return {"id": call_id(call, "id"), "type": "function", "function": called}
+    return {"id": _call_id(call, "id"), "type": "function", "function": called}
 
 
-def call_id(message: Fields, name: str) -> str:
-    """A call's id in field `name`."""
+def _call_id(message: Fields, name: str) -> str:
     found = message.required_text(name)
     if len(found) > CALL_ID_CHARACTERS:
         raise message.refuse(name, f"has over {CALL_ID_CHARACTERS} characters")
     return found
 
 
-def check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
+def _check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raises InvalidField for a tool message whose `tool_call_id` is not that of an earlier call, or the second one."""
     open_calls: set[str] = set()
     for at, message in enumerate(messages):
@@ -147,29 +192,25 @@ def check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
             open_calls.remove(message["tool_call_id"])
 
 
-def calls_schema(use: ToolUse) -> str:
+def calls_schema(offer: ToolOffer) -> str:
     """The JSON schema of the calls that must be made, an array, as SGLang has it; empty where none must be.
 
     Raises InvalidField where two tools define a type of one name differently.
     """
-    if use.mode not in ("required", "named"):
+    if not offer.must_call:
         return ""
     kinds: dict[str, Any] = {}
     items = []
-    for at, tool in enumerate(use.tools):
+    for at, tool in enumerate(offer.tools):
         function = tool["function"]
-        if use.mode == "named" and function["name"] != use.name:
-            continue
         parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
         for name, kind in (parameters.pop("$defs", None) or {}).items():
             if kinds.setdefault(name, kind) != kind:
-                path = f"tools[{at}].function.parameters.$defs.{name}"
-                raise InvalidField(
-                    f"{path} differs from that of another tool.", field=path, remedy="Rename one of them."
-                )
+                path, what = f"tools[{at}].function.parameters.$defs.{name}", "differs from that of another tool"
+                raise InvalidField(f"{path} {what}.", field=path, remedy="Rename one of them.")
         called = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters}
         items.append({"type": "object", "properties": called, "required": [*called], "additionalProperties": False})
     schema = {"type": "array", "minItems": 1, "items": items[0] if len(items) == 1 else {"anyOf": items}}
-    if not use.parallel:
+    if not offer.parallel:
         schema["maxItems"] = 1
     return orjson.dumps({**schema, "$defs": kinds} if kinds else schema).decode()

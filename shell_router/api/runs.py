@@ -1,4 +1,8 @@
-"""Idempotency-Key: runs that outlive their router, and may be asked for again at any router, or followed on."""
+"""A run of a request: its trace, its metrics, and its lines in the trace files.
+
+Under an Idempotency-Key it also has a journal. Then it outlives its router, and may be asked for again at any router,
+or followed.
+"""
 
 import asyncio
 import hashlib
@@ -7,20 +11,28 @@ import re
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import orjson
+from aiohttp import web
 
 from agent_cache import CacheUnavailable, JournalDiffers, Journals
 from shell_router import errors
 from shell_router.api.admission import Drain
 from shell_router.api.fields import Fields
 from shell_router.api.plain import Request
-from shell_router.api.services import Emit
-from shell_router.core.events import Event
+from shell_router.api.services import Emit, Services
+from shell_router.api.streaming import LAST_EVENT, Place
+from shell_router.core.events import AgentTokens, Event, answer_in
+from shell_router.core.spans import CURRENT, SAMPLED
 from shell_router.moa import AgentRequest, Answer, Journal, MoaRequest
 from shell_router.moa.journal import END
+from shell_router.telemetry import RunMetrics, Trace
+from shell_router.topology import Graph
+
+if TYPE_CHECKING:
+    from shell_router.api import recording
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +40,6 @@ HEADER = "Idempotency-Key"
 KEY_HEADER = "idempotency-key"
 """As requests' headers are looked up."""
 KEY = re.compile(r"[!-~]{1,255}")
-LAST_EVENT = "last-event-id"
-PLACE = re.compile(r"([0-9]{1,12})-([0-9a-f]{8})")
 LONGEST_POLL_S = 1.0
 
 
@@ -53,97 +63,145 @@ def end_of(record: bytes) -> dict[str, Any] | None:
     return fields[0] if kind == END else None
 
 
-class Place:
-    """How far a stream has come, as the id of its last event says: its characters, and a check of them.
-
-    With `last`, such an id, what its client has already is left out. Raises InvalidField where that is none.
-    """
-
-    def __init__(self, last: str | None = None, after: int = 0) -> None:
-        self.at, self.after, self._check, self._expected = 0, after, 0, ""
-        if last is not None:
-            if (found := PLACE.fullmatch(last)) is None:
-                raise errors.InvalidField(
-                    "The header Last-Event-ID is no id of an event of this router's.",
-                    field="Last-Event-ID",
-                    remedy="Send the last event's id as it came, or leave it out for all of the stream.",
-                )
-            self.after, self._expected = int(found[1]), found[2]
-
-    @property
-    def id(self) -> bytes:
-        """The field of the event that ends here."""
-        return b"id: %d-%08x\n" % (self.at, self._check)
-
-    def rest(self, text: str) -> tuple[str, str]:
-        """Go on by `text`: what of it the client has, and what not. Raises StreamChanged."""
-        left = max(0, self.after - self.at)
-        had, rest = text[:left], text[left:]
-        if had:
-            self._pass(had)
-            if self.at == self.after and self._expected not in ("", f"{self._check:08x}"):
-                raise _changed()
-        self._pass(rest)
-        return had, rest
-
-    def require_reached(self) -> None:
-        """Raise StreamChanged where the stream ends before what the client has of it."""
-        if self.at < self.after:
-            raise _changed()
-
-    def _pass(self, text: str) -> None:
-        self.at, self._check = self.at + len(text), zlib.crc32(text.encode(errors="replace"), self._check)
-
-
 def place_of(request: Request) -> Place | None:
     """Where the stream of a kept run begins; None where the run is not kept. Raises InvalidField."""
     return Place(request.headers.get(LAST_EVENT)) if KEY_HEADER in request.headers else None
 
 
-class Keepable(Protocol):
-    """A run that may be kept: `answer` then follows `kept`, which calls `run`."""
+class Run:
+    """A chat completion, or one agent of a framework's program, under way. `id` is fresh, and its trace's.
 
-    kept: "KeptRun | None"
+    A chat has a `graph`. Where an agent has one, that is run in its place, and events of its answer get the agent's
+    name. Metrics and traces call what is run `target`. The tokens of `answering` agents are the answer.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        drain: Drain,
+        id: str,
+        asked: Any,
+        graph: Graph | None,
+        target: str,
+    ) -> None:
+        self._services, self._drain, self._graph = services, drain, graph
+        self.asked = asked
+        self.id = id
+        self.answering = {asked.agent} if graph is None else graph.answering
+        wall_s = services.wall()
+        self.created = int(wall_s)
+        self.trace = Trace(
+            id,
+            tenant=asked.tenant,
+            target=target,
+            root=min(self.answering),
+            started_s=services.clock(),
+            wall_s=wall_s,
+            precursors={} if graph is None else graph.waits_for,
+            parent=CURRENT.get(),
+        )
+        self._spans = services.spans if self.trace.span.flags & SAMPLED else None
+        self._metrics = RunMetrics(services.metrics, self.trace, self.answering)
+        self._recording: recording.Recording | None = None
+        if services.recorder is not None and (graph is None or isinstance(asked, MoaRequest)):
+            from shell_router.api.recording import Recording  # noqa: PLC0415 - most deployments write no traces
+
+            self._recording = Recording(services.recorder, asked, graph, self.trace, services.models)
+        self._also: Emit | None = None
+        self.kept: KeptRun | None = None
 
     @property
-    def id(self) -> str: ...
+    def agents(self) -> int:
+        """That run at a time: of a topology with steps those of the largest."""
+        return 1 if self._graph is None else max([len(part.agents) for part in self._graph.parts])
 
-    @property
-    def asked(self) -> Any:
-        """A MoaRequest or an AgentRequest."""
+    async def answer(self, also: Emit | None = None) -> Answer:
+        """Run; `also` gets the events. If the server ends first, raises RouterStopping."""
+        return await (self.run(self.asked, also) if self.kept is None else self.kept.follow(also))
 
-    async def run(self, asked: Any, also: Emit | None) -> Answer:
-        """Run as `asked`; `also` gets the events."""
-        ...
+    async def run(self, asked: MoaRequest | AgentRequest, also: Emit | None) -> Answer:
+        """Run as `asked`, for one or several requests."""
+        services, self._also = self._services, also
+        outcome, text = "failed", ""
+        with self._drain.deadline():
+            services.traces.add(self.trace)
+            if self._spans is not None:
+                CURRENT.set(self.trace.span)  # engine requests are part of its spans
+            try:
+                answer = await self._answered(asked)
+                outcome = "finished"
+                return answer
+            except asyncio.CancelledError:
+                outcome = "cancelled"
+                raise
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                self._ended(outcome, text)
+
+    async def _answered(self, asked: MoaRequest | AgentRequest) -> Answer:
+        services, graph = self._services, self._graph
+        if isinstance(asked, AgentRequest) and graph is None:
+            return await services.programs.run(asked, self._emit)
+        assert graph is not None, "a chat has one"
+        if isinstance(asked, MoaRequest):
+            return await services.executor.run(graph, asked, self._emit)
+        also = self._also
+
+        def name(event: Event) -> None:
+            if also is not None and (text := answer_in(event, graph.answering)):
+                also(AgentTokens(event.at_s, asked.agent, event.ids if isinstance(event, AgentTokens) else (), text))
+
+        self._also = name
+        return await services.programs.run_graph(asked, graph, services.executor.run, self._emit)
+
+    def _emit(self, event: Event) -> None:
+        self.trace.add(event)
+        self._metrics.observe(event)
+        if self._recording is not None:
+            self._recording.observe(event)
+        if self._also is not None:
+            self._also(event)
+
+    def _ended(self, outcome: str, error: str) -> None:
+        at_s = self._services.clock()
+        self.trace.ended(at_s, outcome, error)
+        self._services.rates.add(self.trace.tenant, sum(self.trace.usage), at_s)
+        self._metrics.ended(at_s, outcome)
+        if self._recording is not None:
+            self._recording.end()
+        if self._spans is not None:
+            self._spans.add(self.trace)
 
 
-W = TypeVar("W", bound=Keepable)
-
-
-class KeptRuns(Generic[W]):
+class KeptRuns:
     """The runs under a key at this router. `store` is None where the deployment shares no cache."""
 
     def __init__(self, store: Journals | None, drain: Drain) -> None:
         self.store = store
         self._drain = drain
-        self._runs: WeakValueDictionary[tuple[str, str], W] = WeakValueDictionary()
+        self._runs: WeakValueDictionary[tuple[type, str, str], Run] = WeakValueDictionary()
 
-    def join(self, whole: W, key: str, body: Fields, head: str = "") -> W:
-        """The run that goes on under this key, or else `whole`; its journal begins with `head`, or what stands for
+    def join(self, run: Run, key: str, body: Fields, head: str = "") -> Run:
+        """The run that goes on under this key, or else `run`; its journal begins with `head`, or what stands for
         `body`. Raises InvalidField and KeyReused."""
         if self.store is None:
             raise _refusal("needs a store that outlives the router", "Set cache.backend to redis, or leave it out.")
-        named, head = (whole.asked.tenant, key), head or _fingerprint(body)
+        named, head = (type(run.asked), run.asked.tenant, key), head or _fingerprint(body)
         found = self._runs.get(named)
         if found is None or found.kept is None or not found.kept.is_open:
-            asked = whole.asked
+            asked = run.asked
             if isinstance(asked, MoaRequest) and body.raw("seed") is None:
                 asked = replace(asked, seed=zlib.crc32(key.encode()))  # draws are the same at every router
-            found = self._runs[named] = whole
-            whole.kept = KeptRun(asked, whole.id, key, head, self.store, self._drain, whole.run)
+            found = self._runs[named] = run
+            run.kept = KeptRun(asked, run.id, key, head, self.store, self._drain, run.run)
         elif found.kept.head != head:
             raise reused()
         return found
+
+
+KEPT_RUNS = web.AppKey("KEPT_RUNS", KeptRuns)
 
 
 class KeptRun:
@@ -294,13 +352,6 @@ class KeptRun:
 
 def _ignore(_: Event) -> None:
     """Nothing is wanted of the events."""
-
-
-def _changed() -> errors.StreamChanged:
-    return errors.StreamChanged(
-        "The repeated stream differs from what came before its Last-Event-ID.",
-        remedy="Drop what you have of it, and send the request with its key and without Last-Event-ID.",
-    )
 
 
 def _fingerprint(body: Fields) -> str:

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from shell_router.api.conversation import read_messages, read_tools, text_of
 from shell_router.api.fields import Fields
-from shell_router.api.tools import ToolUse, check_answers, read_calls, read_tools
 from shell_router.errors import InvalidField
+from shell_router.moa import ToolOffer
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
@@ -18,13 +19,12 @@ def body(**fields: object) -> Fields:
 
 def test_tools_are_read_as_a_chat_template_takes_them() -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    assert read_tools(Fields({})) == ToolUse()
-    assert read_tools(body()) == ToolUse((WEATHER,), "auto")
-    assert read_tools(body(tool_choice="none")).mode == "none"
-    assert read_tools(body(tool_choice="required", parallel_tool_calls=False)) == ToolUse(
-        (WEATHER,), "required", parallel=False
-    )
-    assert read_tools(body(tool_choice=named)) == ToolUse((WEATHER,), "named", "weather")
+    assert read_tools(Fields({})) is None and read_tools(body(tool_choice="none")) is None
+    assert read_tools(body()) == ToolOffer((WEATHER,))
+    forced = body(tool_choice="required", parallel_tool_calls=False)
+    assert read_tools(forced) == ToolOffer((WEATHER,), must_call=True, parallel=False)
+    others = body(tools=[function(name="clock"), WEATHER], tool_choice=named)
+    assert read_tools(others) == ToolOffer((WEATHER,), must_call=True)
 
 
 def function(**fields: object) -> dict[str, Any]:
@@ -62,15 +62,18 @@ def test_wrong_tools_are_refused_by_their_path(fields: dict[str, object], at: st
     assert refused.value.field == at
 
 
+def read(*messages: dict[str, object]) -> list[Any]:
+    return read_messages(Fields({"messages": [*messages]}), text_of)
+
+
 def test_calls_become_objects_and_each_result_answers_one() -> None:
-    calls = read_calls(Fields({"tool_calls": [CALL]}, "messages[1]"))
-    assert calls[0]["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
-    asked = {"role": "assistant", "content": None, "tool_calls": calls}
+    asked = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     result = {"role": "tool", "content": "rain", "tool_call_id": "call_1"}
-    check_answers([asked, result])
-    for wrong, at in ([result, asked], 0), ([asked, result, result], 2):
+    found = read(asked, result)
+    assert found[0]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
+    for wrong, at in ((result, asked, result), 0), ((asked, result, result), 2):
         with pytest.raises(InvalidField) as refused:
-            check_answers(wrong)
+            read(*wrong)
         assert refused.value.field == f"messages[{at}].tool_call_id"
 
 
@@ -86,5 +89,5 @@ def test_calls_become_objects_and_each_result_answers_one() -> None:
 )
 def test_wrong_calls_are_refused_by_their_path(call: dict[str, object], at: str) -> None:
     with pytest.raises(InvalidField) as refused:
-        read_calls(Fields({"tool_calls": [call]}, "messages[1]"))
+        read({"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]})
     assert refused.value.field == f"messages[1].tool_calls[0].{at}"
