@@ -73,11 +73,11 @@ async def running_models(
 
 
 def _served(alias: str, settings: ModelSettings, engine: StartedEngine, files: ModelFiles) -> ServedModel:
-    facts = files.tokenizer, files.context_length
     model = ServedModel(
         alias,
         engine.engine,
-        *facts,
+        files.tokenizer,
+        files.context_length,
         vocabulary=files.vocabulary,
         drafts=settings.drafts,
         reasoning=REASONING_PARSERS.get(settings.reasoning_parser or ""),

@@ -57,7 +57,8 @@ async def running_server(
         sockets = stack.enter_context(taken_address(config.listen))
         batches = stack.enter_context(wing("batch")(config)) if config.batches.folder else refuse_batches
         app: web.Application
-        rereads, tls = [], None
+        rereads: list[Reread] = []
+        tls: ssl.SSLContext | None = None
         if file := config.api_keys_file:
 
             async def take_keys() -> None:
@@ -65,12 +66,12 @@ async def running_server(
 
             rereads.append(Reread("api_keys_file", lambda: (file,), take_keys))
         if files := config.listen.tls:
+            context = tls = served_tls(files)
 
             async def take_certificate() -> None:
-                renew(tls, files)
+                renew(context, files)
 
             rereads.append(Reread("listen.tls", lambda: (files.certificate, files.key), take_certificate))
-            tls = served_tls(files)
         settings, limits = api_settings(config), config.limits
         async with running_services(config, on_progress=on_progress, engine_restarts=engine_restarts) as services:
             app = create_app(services, settings)
