@@ -13,8 +13,7 @@ from shell_router.app.serving import serve
 from shell_router.config import Config
 from shell_router.errors import ConfigError
 from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
-from shell_router.launching.restarts import RestartPolicy
-from shell_router.launching.supervisor import Engines, Patience, running_engines
+from shell_router.launching.supervisor import Engines, Patience, RestartPolicy, running_engines
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +57,10 @@ def _require_startable(engines: Sequence[EngineCommand]) -> None:
                 remedy="Correct launch.python, or make it executable.",
             )
         for port in engine.ports:
-            _require_free(engine, port)
-
-
-def _require_free(engine: EngineCommand, port: int) -> None:
-    """Without this look another server there would be taken for the engine."""
-    try:
-        socket.create_server((engine.host, port)).close()
-    except OSError as error:
-        raise ConfigError(
-            f"{engine.name} cannot listen on {engine.host}, port {port}: {error.strerror}.",
-            remedy="Stop what listens there, or correct the pair's URLs; --machine says which host this is.",
-        ) from error
+            try:
+                socket.create_server((engine.host, port)).close()  # what listens there would be taken for the engine
+            except OSError as error:
+                raise ConfigError(
+                    f"{engine.name} cannot listen on {engine.host}, port {port}: {error.strerror}.",
+                    remedy="Stop what listens there, or correct the pair's URLs; --machine says which host this is.",
+                ) from error

@@ -68,7 +68,7 @@ def launch(
     launched = plan_launch(chosen, config.stem, machine, os.environ)
     if dry_run:
         router = () if engines_only else (f"shell-router serve --config {shlex.quote(str(config))}",)
-        print("\n".join((*launched.lines, *router)))
+        print("\n".join((*(engine.shell for engine in launched.engines), *router)))
         return
     run(launch(launched, engines_only=engines_only, ready=_print_url))
 

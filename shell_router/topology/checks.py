@@ -156,7 +156,7 @@ def name_problems(
     """
     yield from _model_problems(file, models)
     for who, at, said in _nodes(file):
-        yield from _precursor_problems(who, at, said.get("precursors", ()), file[at[0]])
+        yield from _precursor_problems(who, at, said.get("precursors", ()), file[str(at[0])])
         if "slot" in said.get("prompt", {}) and not said.get("precursors"):
             yield _idle_slot(who, at)
         name = said.get("topology")
