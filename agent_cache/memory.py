@@ -7,7 +7,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from math import inf
-from types import TracebackType
 from typing import Self
 
 from agent_cache.protocol import Chunk, End, LogExists, LogKey, LogRead, LogTimeout, LogWriter
@@ -201,9 +200,7 @@ class MemoryAgentPromptCache:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # --- for a cache that shares these logs
