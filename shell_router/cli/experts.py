@@ -17,12 +17,10 @@ import typer
 from shell_router.cli.options import (
     NONE,
     KeyVariable,
-    Names,
-    WholeNumbers,
+    Several,
     argument,
     examples,
     listed,
-    names,
     option,
     print_table,
     require_writable,
@@ -30,7 +28,6 @@ from shell_router.cli.options import (
     say,
     secret,
     takes,
-    whole_numbers,
     write,
 )
 from shell_router.errors import ConfigError, DataError
@@ -44,7 +41,7 @@ app = typer.Typer(help="Place the experts of a model on GPUs.", no_args_is_help=
 components = typer.Typer(help="Measure a pool of components.", no_args_is_help=True)
 
 Algorithm = Literal["swap", "gimbal", "eplb", "contiguous"]
-POOL_BATCHES = WholeNumbers((1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
+POOL_BATCHES = Several((1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
 
 Record = Annotated[Path, argument("RECORD", "What `experts record` wrote.")]
 PlacementFile = Annotated[Path, option("The placement, as SGLang's JSON.", "--out", metavar="FILE")]
@@ -258,12 +255,12 @@ def _show(record: "ExpertRecord", gpus: int, rows: Mapping[str, Shown]) -> None:
 )
 def profile(
     pool: Annotated[Path, argument("POOL", "The pool's YAML file.")],
-    devices: Annotated[Names, listed(names, "Measure only these devices. Default: all.")] = NONE,
+    devices: Annotated[Several, listed(str, "Measure only these devices. Default: all.")] = NONE,
     keep_costs: Annotated[
         bool, option("Measure nothing; update only usage and the split of memory.", "--keep-costs")
     ] = False,
     rounds: Annotated[int, option("Report medians of this many rounds.", least=1)] = 5,
-    batches: Annotated[WholeNumbers, listed(whole_numbers, "Batch sizes to measure.", "N,N,…")] = POOL_BATCHES,
+    batches: Annotated[Several, listed(int, "Batch sizes to measure.", "N,N,…")] = POOL_BATCHES,
     warm_files: Annotated[bool, option("Time loads of files that the system has in memory.", "--warm-files")] = False,
     sample: Annotated[Path | None, option('Requests: JSONL, one {"chain": […]} per line.', metavar="FILE")] = None,
     requests: Annotated[int, option("Requests that are drawn from rules to try splits on.", least=1)] = 2000,
