@@ -33,7 +33,7 @@ from shell_router.cli.options import (
 from shell_router.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from shell_router.experts.placement import ExpertRecord, Measures, Placement, PlacementSettings
+    from shell_router.experts.placement import ExpertRecord, Placement, PlacementSettings
     from shell_router.experts.server_control import ExpertRecorder
 
 app = typer.Typer(help="Place the experts of a model on GPUs.", no_args_is_help=True)
@@ -114,10 +114,10 @@ def place(record: Record, out: PlacementFile, settings: "PlacementSettings", alg
 
     require_writable(out)
     known = read_record(record)
-    found, row = _timed(algorithm, known, settings)
+    found, row = _placed(algorithm, known, settings)
     write(out, placement_text(found, known))
-    rows = {name: _timed(name, known, settings)[1] for name in ALGORITHMS if name != algorithm}
-    _show(known, settings.gpus, {algorithm: row, **rows})
+    rows = [row, *(_placed(name, known, settings)[1] for name in ALGORITHMS if name != algorithm)]
+    print_table(f"{_summary(known)}, on {settings.gpus} GPUs", rows, width=100)
     print(f"{out}: start SGLang with --ep-size {settings.gpus} --init-expert-location {out}")
 
 
@@ -139,10 +139,6 @@ def watch(
     The file is written when its placement is worth a restart of the server.
     """
     run(watched(server, out, settings, algorithm, every_s, rounds, margin))
-
-
-Shown = tuple["Measures", float]
-"""A row of the table: measures, and the seconds that they took to find."""
 
 
 async def recorded(
@@ -221,33 +217,28 @@ def _kept(file: Path, archive: bytes) -> "ExpertRecord":
     return read_record(file)
 
 
-def _timed(name: str, record: "ExpertRecord", settings: "PlacementSettings") -> tuple["Placement", Shown]:
+def _placed(name: str, record: "ExpertRecord", settings: "PlacementSettings") -> tuple["Placement", Mapping[str, str]]:
+    """The algorithm's placement, and its row of a table."""
     from shell_router.experts import placement
 
     started_s = time.perf_counter()
     found = placement.place(name, record, settings)
-    return found, (placement.measures(record, found), time.perf_counter() - started_s)
+    of = placement.measures(record, found)
+    row = {
+        "placement": name,
+        "balance": f"{of.balance:.4f}",
+        "worst layer": f"{of.worst_balance:.4f}",
+        "D": f"{of.deviation:.2%}",
+        "traffic": f"{of.traffic:.2%}" if record.has_transitions else "-",
+        "seconds": f"{time.perf_counter() - started_s:.2f}",
+    }
+    return found, row
 
 
 def _summary(record: "ExpertRecord") -> str:
     followed = "with transitions" if record.has_transitions else "without transitions"
     counted = f"{record.activations.sum():,.0f} activations"
     return f"{len(record.layers)} layers of {record.experts} experts, {counted}, {followed}"
-
-
-def _show(record: "ExpertRecord", gpus: int, rows: Mapping[str, Shown]) -> None:
-    shown = [
-        {
-            "placement": name,
-            "balance": f"{of.balance:.4f}",
-            "worst layer": f"{of.worst_balance:.4f}",
-            "D": f"{of.deviation:.2%}",
-            "traffic": f"{of.traffic:.2%}" if record.has_transitions else "-",
-            "seconds": f"{seconds:.2f}",
-        }
-        for name, (of, seconds) in rows.items()
-    ]
-    print_table(f"{_summary(record)}, on {gpus} GPUs", shown, width=max(100, 60 + max(map(len, rows))))
 
 
 @components.command(

@@ -6,7 +6,7 @@ import pytest
 
 from shell_router.errors import TopologyError
 from shell_router.topology import Conditional, Topology, load_files, load_with_others, parse_topology
-from shell_router.topology.draw import draw_steps_terminal
+from shell_router.topology.draw import draw
 from shell_router.topology.rules import Rule, When
 from tests.fakes.topologies import parse_steps
 
@@ -268,7 +268,7 @@ def test_one_file_is_read_with_those_in_its_folder_that_its_steps_name(tmp_path:
 
 
 def test_the_terminal_drawing_shows_steps_and_the_rules_between_them() -> None:
-    assert draw_steps_terminal(steps()) == (
+    assert draw(steps()) == (
         "triage: 3 steps, 5 agents\n"
         "who is asked\n"
         "\n"
