@@ -83,8 +83,7 @@ class Publication:
         ended = log.end is not None and upto == len(log.chunks)
         commands: list[Command] = []
         if self.chunks < upto:
-            position = log.position_of(upto)
-            commands.append(layout.chunks(self.key, log.chunks[self.chunks : upto], position))
+            commands.append(layout.chunks(self.key, log.chunks[self.chunks : upto], log.ends[upto]))
         if log.end is not None and ended and not self.ended:
             commands.append(layout.end(self.key, log.position, log.end, log.detail))
         entries, renewed_s = len(commands), self.renewed_s

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from shutil import which
 
@@ -37,16 +37,14 @@ async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[s
         await serve(launched.config, ready=ready, engine_restarts=engines.restarts)
 
 
-@asynccontextmanager
-async def launched_engines(launched: LaunchPlan) -> AsyncIterator[Engines]:
-    """The plan's engines, which serve while the context is open. Raises ConfigError and EngineError."""
+def launched_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engines]:
+    """The plan's engines, which serve while the context is open. Raises ConfigError, and the context EngineError."""
     _require_startable(launched.engines)
     launched.folder.mkdir(parents=True, exist_ok=True)
     settings = launched.config.launch
     policy = RestartPolicy(limit=settings.restart_limit, delay_s=settings.restart_delay_s)
     patience = Patience(start_s=launched.config.limits.engine_start_s)
-    async with running_engines(launched, policy=policy, patience=patience) as engines:
-        yield engines
+    return running_engines(launched, policy=policy, patience=patience)
 
 
 def _require_startable(engines: Sequence[EngineCommand]) -> None:

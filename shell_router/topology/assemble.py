@@ -33,7 +33,9 @@ def write_out(form: Literal["tree", "all_to_all"], layered: Values) -> dict[str,
         role = _role(layered, depth, len(layers))
         for position, agent in enumerate(layer):
             mine = below[position * width : (position + 1) * width] if width else below
-            asked = {} if "vote" in role else {"model": _model(layered, position, is_root=depth == len(layers) - 1)}
+            models: Sequence[str] = layered["models"]
+            model = models[position % len(models)] if depth < len(layers) - 1 else layered.get("root_model", models[-1])
+            asked = {} if "vote" in role else {"model": model}
             agents[agent] = {**role, **asked, "precursors": list(mine)}
     return agents
 
@@ -60,13 +62,6 @@ def _role(layered: Values, depth: int, layers: int) -> dict[str, Any]:
         return aggregator
     aggregator.pop("vote", None)
     return merged(aggregator, layered.get("root", {}))
-
-
-def _model(layered: Values, position: int, *, is_root: bool) -> str:
-    models: Sequence[str] = layered["models"]
-    if is_root:
-        return str(layered.get("root_model", models[-1]))
-    return models[position % len(models)]
 
 
 _ON, _OFF = (True, "on"), (False, "off")

@@ -30,6 +30,11 @@ _TEXT_TAG = "tag:yaml.org,2002:str"
 _BAD_SCALAR = (ValueError, KeyError, IndexError, OverflowError, yaml.YAMLError)
 
 
+def spelled(at: Path) -> str:
+    """A path as people write it: `agents.solver.precursors[0]`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in at).lstrip(".")
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing wrong with a file. `at` leads to the value, or is a line number."""
@@ -75,16 +80,12 @@ class Document:
         found = list(islice(problems, MAX_REPORTED))
         if not found:
             return
-        fields = [self._field(p.at if isinstance(p.at, tuple) else ()) for p in found]
+        fields = [spelled((self.source, *(p.at if isinstance(p.at, tuple) else ()))) for p in found]
         said = [f"{field}: {p.message}" if field else p.message for field, p in zip(fields, found, strict=True)]
         if len(found) == 1:
             raise InvalidField(said[0], field=fields[0], remedy=found[0].remedy)
         lines = [f"{message} {p.remedy}" for message, p in zip(said, found, strict=True)]
         raise InvalidField("\n".join(lines), field=fields[0])
-
-    def _field(self, at: Path) -> str:
-        steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in at)
-        return (self.source + "".join(steps)).removeprefix(".")
 
 
 def clients_document(value: Values, source: str) -> Document:

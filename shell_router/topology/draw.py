@@ -12,9 +12,8 @@ _ABOVE = "↑ above"
 def draw(graph: Graph) -> str:
     """A topology of either kind: its size and description, and then the graph."""
     lines = _steps(graph) if isinstance(graph, Conditional) else _agents(graph)
-    return "\n".join(
-        [f"{graph.name}: {_size(graph)}", *([graph.description] if graph.description else []), "", *lines, ""]
-    )
+    description = [graph.description] if graph.description else []
+    return "\n".join([f"{graph.name}: {_size(graph)}", *description, "", *lines, ""])
 
 
 def _size(graph: Graph) -> str:

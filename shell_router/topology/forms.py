@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
+from shell_router.topology import document
 from shell_router.topology.document import Path, Problem
 
 Schema = dict[str, Any]
@@ -66,9 +67,8 @@ def _remedy(form: Form, value: object) -> str:
 
 
 def spelled(at: Path) -> str:
-    """A path as people write it: `agents.solver.precursors[0]`."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in at)
-    return text.removeprefix(".") or "The file"
+    """A path of a file, which may be its top."""
+    return document.spelled(at) or "The file"
 
 
 def shown(value: object) -> str:

@@ -99,8 +99,6 @@ def _rules(about: str) -> Either:
     return Either(about, (name_form("The step that always follows, or `end`."), rules))
 
 
-START_RULES = _rules("Which step is first: its id, or rules, of which the first that holds is taken.")
-
 CLASSIFIER = Block(
     "Classifies a text as its most similar example.",
     {
@@ -118,13 +116,6 @@ CLASSIFIER = Block(
     required=("examples",),
     name="classifier",
 )
-
-STEP_FIELDS: dict[str, Form] = {
-    "topology": model_name_form("A topology's name: the step asks all of it."),
-    "then": _rules("What follows: a step's id, or rules, of which the first that holds is taken; by default `end`."),
-}
-"""The keys of a step that an agent lacks."""
-
 
 MAX_AGENTS = 1024
 MAX_LAYERS = 32
@@ -327,7 +318,10 @@ STEP = Block(
             "Earlier steps whose outputs it reads, in slot order.", name_form("Step id."), distinct=True
         ),
         **_ASKED,
-        **STEP_FIELDS,
+        "topology": model_name_form("A topology's name: the step asks all of it."),
+        "then": _rules(
+            "What follows: a step's id, or rules, of which the first that holds is taken; by default `end`."
+        ),
     },
     name="step",
 )
@@ -344,7 +338,7 @@ TOPOLOGY = Block(
         "all_to_all": _layered("Every agent reads all agents of the layer before."),
         "agents": MappingOf("The graph, agent by agent.", name_form("Agent id."), AGENT),
         "steps": MappingOf("Steps that run one after the other, chosen by rules.", name_form("Step id."), STEP),
-        "start": START_RULES,
+        "start": _rules("Which step is first: its id, or rules, of which the first that holds is taken."),
         "classifiers": MappingOf("Classifiers of texts, by name.", name_form("Classifier id."), CLASSIFIER),
         "clusters": MappingOf(
             "Which agents are judged together; by default those with the same successors.",
