@@ -7,7 +7,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from math import inf
-from types import TracebackType
 from typing import Self
 
 from agent_cache.protocol import Chunk, End, LogExists, LogKey, LogRead, LogTimeout, LogWriter
@@ -46,7 +45,7 @@ class Log:
     It may exist before it is `begun`, for readers to wait on. Once it is `gone`, writes are ignored and reads end.
     """
 
-    __slots__ = ("_ends", "_waiting", "begun", "chunks", "detail", "end", "expires_s", "gone")
+    __slots__ = ("_waiting", "begun", "chunks", "detail", "end", "ends", "expires_s", "gone")
 
     def __init__(self) -> None:
         self.begun = False
@@ -55,14 +54,14 @@ class Log:
         self.end: End | None = None
         self.detail = ""
         self.expires_s = 0.0
-        self._ends = [0]
+        self.ends = [0]
         # readers and the position at which each is woken, in order of arrival
         self._waiting: dict[asyncio.Future[None], int] = {}
 
     @property
     def position(self) -> int:
         """Where the log ends at present, in tokens or characters."""
-        return self._ends[-1]
+        return self.ends[-1]
 
     @property
     def awaited(self) -> bool:
@@ -71,22 +70,18 @@ class Log:
 
     def append(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
-        self._ends.append(self._ends[-1] + len(chunk))
-        self.wake(self._ends[-1])
-
-    def position_of(self, index: int) -> int:
-        """The position behind the first `index` chunks."""
-        return self._ends[index]
+        self.ends.append(self.ends[-1] + len(chunk))
+        self.wake(self.ends[-1])
 
     def index_of(self, position: int) -> int:
         """How many chunks lie before `position`. ValueError where that is no boundary between chunks."""
-        return boundary(self._ends, position)
+        return boundary(self.ends, position)
 
     def after(self, position: int, at_least: int = 1) -> LogRead | None:
         """What a reader at `position` gets now; None while the log has not ended and has less than `at_least` more."""
         if self.gone:
             return forgotten(position)
-        last = self._ends[-1]
+        last = self.ends[-1]
         if position == last and at_least > 0 and self.end is None:
             return None
         index = self.index_of(position)
@@ -104,7 +99,7 @@ class Log:
         """Free what the log holds and end its readers."""
         self.gone = True
         self.chunks = []
-        self._ends = [0]
+        self.ends = [0]
         self.wake()
 
     async def reached(self, position: int) -> None:
@@ -201,9 +196,7 @@ class MemoryAgentPromptCache:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # --- for a cache that shares these logs

@@ -80,7 +80,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     from benchmarks.overlap.engines import engine_words, running_deployment
     from shell_router.api import ApiSettings, bound_sockets, create_app, listening
     from shell_router.app import load_config
-    from shell_router.cli.options import whole_numbers
+    from shell_router.cli.options import several
     from shell_router.lab.evaluation.records import read_items
     from shell_router.standins.embedded.settings import EmbeddedSection
 
@@ -95,7 +95,7 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
         with bound_sockets() as sockets, ProcessPoolExecutor(1, get_context("spawn")) as client:
             async with listening(app, sockets) as url:
                 ask = partial(asyncio.get_running_loop().run_in_executor, client, asked, url, tree)
-                for words in whole_numbers(options.context):
+                for words in several(options.context, int):
                     runs, equal = list[dict[str, Asked]](), list[dict[str, bool]]()
                     for number, item in enumerate([items[0], *items]):  # the first warms up
                         asks = {mode: context(words, f"{words}{number}{mode}") + item.question for mode in MODES}

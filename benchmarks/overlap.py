@@ -128,11 +128,11 @@ def measure_of(options: argparse.Namespace) -> "Measure":
         measured_rows,
         output_lengths,
     )
-    from shell_router.cli.options import whole_numbers
+    from shell_router.cli.options import several
 
-    clients, chosen = whole_numbers(options.clients), {SETTINGS[n - 1] for n in whole_numbers(options.settings)}
+    clients, chosen = several(options.clients, int), {SETTINGS[n - 1] for n in several(options.settings, int)}
 
-    fixed = whole_numbers(options.chunks) if options.chunks else ()
+    fixed = several(options.chunks, int) if options.chunks else ()
 
     def settings_of(config: "Config", new_tokens: int | None) -> "Mapping[str, Topology]":
         return four_settings(output_lengths(config, new_tokens), [int(agents) for agents in options.shape.split("-")])
@@ -158,11 +158,11 @@ def measure_of(options: argparse.Namespace) -> "Measure":
 def amounts(options: argparse.Namespace) -> "Iterator[Amount]":
     """Every length with every number of clients."""
     from benchmarks.overlap.measure import Amount
-    from shell_router.cli.options import names, whole_numbers
+    from shell_router.cli.options import several
 
     new_tokens, question_tokens = LENGTHS[options.engine]
-    for length in names(options.new_tokens or new_tokens):
-        for clients in whole_numbers(options.clients):
+    for length in several(options.new_tokens or new_tokens):
+        for clients in several(options.clients, int):
             tokens = None if length == "free" else int(length)
             yield Amount(options.rounds, tokens, options.question_tokens or question_tokens, clients)
 

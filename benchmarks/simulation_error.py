@@ -51,12 +51,10 @@ def main() -> int:
 
     from benchmarks.overlap.engines import embedded_pairs
     from benchmarks.simulation_error.real import Workload
-    from shell_router.cli.options import whole_numbers
+    from shell_router.cli.options import several
     from shell_router.errors import ShellRouterError
 
-    workload = Workload(
-        options.new_tokens, options.question_tokens, whole_numbers(options.clients), turns=options.turns
-    )
+    workload = Workload(options.new_tokens, options.question_tokens, several(options.clients, int), turns=options.turns)
     try:
         measured, engine = uvloop.run(measure(embedded_pairs(), workload, options.rounds))
     except ShellRouterError as error:

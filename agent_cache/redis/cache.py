@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
@@ -29,72 +28,6 @@ LONGEST_BLOCK_S = 3.0
 RETRY_S = 0.1
 
 log = logging.getLogger("agent_cache")
-
-
-class RemoteReader:
-    """Reads streams with one blocking XREAD, on a connection of its own, per waiting read."""
-
-    def __init__(self, connection: Connection, layout: Layout, stats: CacheStats) -> None:
-        self._connection = connection
-        self._layout = layout
-        self._stats = stats
-
-    async def read(self, key: LogKey, position: int, *, at_least: int, wait_s: float) -> LogRead:
-        """As `AgentPromptCache.read`. Raises CacheUnavailable if nothing came and Redis is away when the wait ends.
-
-        A Redis that neither answers nor refuses makes it last longer, up to the connection's limit for a reply.
-        """
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + wait_s
-        reads: list[LogRead] = []
-        reached, after = position, f"{position}-1".encode()
-        while True:
-            left_s = max(0.0, deadline_s - loop.time())
-            away: BaseException | None = None
-            try:
-                found, after = await self._look(key, reached, after, block_s=min(left_s, LONGEST_BLOCK_S))
-                if found is not None:
-                    reads.append(found)
-                    reached = found.position
-                    if found.end is not None or reached - position >= at_least:
-                        return joined(reads, reached, found.end, found.detail)
-            except AWAY as error:
-                if concerns_key(error):
-                    raise CacheUnavailable(f"what Redis has under the name of {key} is no log ({error})") from error
-                away = error
-                self._stats.failed_reads += 1
-                await asyncio.sleep(min(RETRY_S, left_s))
-            if loop.time() >= deadline_s:
-                if reached > position:
-                    return joined(reads, reached)
-                message = f"nothing came after position {position} of {key} within {wait_s:g} s"
-                if away is not None:
-                    raise CacheUnavailable(f"{message}; Redis is away ({away!r})") from away
-                raise LogTimeout(message, begun=await self._begun(key))
-
-    async def _look(self, key: LogKey, position: int, after: bytes, *, block_s: float) -> tuple[LogRead | None, bytes]:
-        """What follows `position` in entries behind `after`, waiting `block_s` for it, and the last entry's id.
-
-        None if nothing came and the log may still be written.
-        """
-        name, block_ms = self._layout.log(key), int(1000 * block_s)
-        block = ("BLOCK", block_ms) if block_ms else ()  # BLOCK 0 would wait for ever
-        command = ("XREAD", *block, "STREAMS", name, after)
-        entries = stream_entries(await self._connection.call(*command, blocks_s=block_s, keys=[name]))
-        if entries:
-            read, skipped = read_entries(entries, position)
-            if skipped:
-                self._stats.skipped += skipped
-                log.warning("%d entries of the log of %s in Redis make no sense and are skipped", skipped, key)
-            return read if read.position > position or read.end else None, entries[-1][0]
-        gone = position and not await self._connection.call("EXISTS", name)
-        return forgotten(position) if gone else None, after
-
-    async def _begun(self, key: LogKey) -> bool:
-        try:
-            return bool(await self._connection.call("EXISTS", self._layout.log(key)))
-        except AWAY:
-            return False
 
 
 class RedisAgentPromptCache:
@@ -139,9 +72,8 @@ class RedisAgentPromptCache:
         self._closed = False
         self.stats = CacheStats()
         self._connection = Connection(redis, reply_limit_s=reply_limit_s)
-        layout = Layout(prefix, owner or uuid4().hex, ttl_s)
+        self._layout = layout = Layout(prefix, owner or uuid4().hex, ttl_s)
         self._publisher = Publisher(self._connection, layout, self.stats, clock=clock)
-        self._reader = RemoteReader(self._connection, layout, self.stats)
         self._memory = MemoryAgentPromptCache(clock=clock, ttl_s=ttl_s, dropped=self._publisher.drop)
         self.journals = RedisJournals(self._connection, layout, ttl_s=journal_ttl_s, lease_s=lease_s)
 
@@ -166,7 +98,7 @@ class RedisAgentPromptCache:
         if self._memory.find(key) is not None:
             return await self._memory.read(key, position, at_least=at_least, wait_s=wait_s)
         if position:
-            return await self._reader.read(key, position, at_least=at_least, wait_s=wait_s)
+            return await self._read_elsewhere(key, position, at_least, wait_s)
         return await self._read_from_the_start(key, at_least, wait_s)
 
     async def forget(self, tenant: str, program: str) -> None:
@@ -202,9 +134,7 @@ class RedisAgentPromptCache:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _check_open(self) -> None:
@@ -228,7 +158,7 @@ class RedisAgentPromptCache:
     async def _read_wherever_it_begins(self, key: LogKey, wait_s: float) -> LogRead:
         """The first of a log that is not known here: it may be another process's, or yet begin in this one."""
         here = asyncio.create_task(self._memory.wait(key, 0, 1))
-        elsewhere = asyncio.create_task(self._reader.read(key, 0, at_least=1, wait_s=wait_s))
+        elsewhere = asyncio.create_task(self._read_elsewhere(key, 0, 1, wait_s))
         try:
             await asyncio.wait({here, elsewhere}, return_when=asyncio.FIRST_COMPLETED)
             return (here if here.done() else elsewhere).result()
@@ -239,3 +169,61 @@ class RedisAgentPromptCache:
             here.cancel()
             elsewhere.cancel()
             await asyncio.gather(here, elsewhere, return_exceptions=True)
+
+    async def _read_elsewhere(self, key: LogKey, position: int, at_least: int, wait_s: float) -> LogRead:
+        """Read another process's log, with one blocking XREAD at a time on a connection of its own.
+
+        Raises CacheUnavailable if nothing came and Redis is away when the wait ends. A Redis that neither
+        answers nor refuses makes it last longer, up to the connection's limit for a reply.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + wait_s
+        reads: list[LogRead] = []
+        reached, after = position, f"{position}-1".encode()
+        while True:
+            left_s = max(0.0, deadline_s - loop.time())
+            away: BaseException | None = None
+            try:
+                found, after = await self._look(key, reached, after, block_s=min(left_s, LONGEST_BLOCK_S))
+                if found is not None:
+                    reads.append(found)
+                    reached = found.position
+                    if found.end is not None or reached - position >= at_least:
+                        return joined(reads, reached, found.end, found.detail)
+            except AWAY as error:
+                if concerns_key(error):
+                    raise CacheUnavailable(f"what Redis has under the name of {key} is no log ({error})") from error
+                away = error
+                self.stats.failed_reads += 1
+                await asyncio.sleep(min(RETRY_S, left_s))
+            if loop.time() >= deadline_s:
+                if reached > position:
+                    return joined(reads, reached)
+                message = f"nothing came after position {position} of {key} within {wait_s:g} s"
+                if away is not None:
+                    raise CacheUnavailable(f"{message}; Redis is away ({away!r})") from away
+                raise LogTimeout(message, begun=await self._begun(key))
+
+    async def _look(self, key: LogKey, position: int, after: bytes, *, block_s: float) -> tuple[LogRead | None, bytes]:
+        """What follows `position` in entries behind `after`, waiting `block_s` for it, and the last entry's id.
+
+        None if nothing came and the log may still be written.
+        """
+        name, block_ms = self._layout.log(key), int(1000 * block_s)
+        block = ("BLOCK", block_ms) if block_ms else ()  # BLOCK 0 would wait for ever
+        command = ("XREAD", *block, "STREAMS", name, after)
+        entries = stream_entries(await self._connection.call(*command, blocks_s=block_s, keys=[name]))
+        if entries:
+            read, skipped = read_entries(entries, position)
+            if skipped:
+                self.stats.skipped += skipped
+                log.warning("%d entries of the log of %s in Redis make no sense and are skipped", skipped, key)
+            return read if read.position > position or read.end else None, entries[-1][0]
+        gone = position and not await self._connection.call("EXISTS", name)
+        return forgotten(position) if gone else None, after
+
+    async def _begun(self, key: LogKey) -> bool:
+        try:
+            return bool(await self._connection.call("EXISTS", self._layout.log(key)))
+        except AWAY:
+            return False

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
@@ -20,16 +20,8 @@ def concerns_key(reply: object) -> bool:
     return isinstance(reply, ResponseError) and any(word in str(reply) for word in ("WRONGTYPE", "equal or smaller"))
 
 
-class RedisClient(Protocol):
-    """The part of redis-py's asyncio clients (`Redis`, also from a `Sentinel`, and `RedisCluster`) that is used."""
-
-    async def execute_command(self, *args: Any, **options: Any) -> Any: ...
-
-    def pipeline(self, transaction: bool = ...) -> Any: ...
-
-    def get_encoder(self) -> Any: ...
-
-    async def aclose(self) -> None: ...
+RedisClient = Redis | RedisCluster
+"""redis-py's asyncio clients; a `Sentinel` gives the first kind."""
 
 
 def connect(url: str, *, max_connections: int, connect_limit_s: float, options: Mapping[str, Any]) -> RedisClient:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -24,51 +24,6 @@ from agent_cache.redis.layout import END_KIND, Command, Entry, Layout, id_parts
 PROGRAMS_PER_ROUND = 128
 REMEMBERED = 10_000
 """In a long outage the oldest are dropped beyond this; their keys are left to expire."""
-
-Program = tuple[str, str]
-
-
-class Deletions:
-    """A queue without duplicates: what is asked for stays in it until Redis has done it."""
-
-    def __init__(self, connection: Connection, layout: Layout) -> None:
-        self._connection = connection
-        self._layout = layout
-        self._waiting: dict[Program, asyncio.Future[None]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    def add(self, program: Program) -> asyncio.Future[None]:
-        """Ask for a deletion. The future says that it was done, or that it should not be awaited any longer."""
-        done = self._waiting.get(program)
-        if done is None or done.done():
-            done = self._waiting[program] = asyncio.get_running_loop().create_future()
-        if len(self._waiting) > REMEMBERED:
-            _answer(self._waiting.pop(next(iter(self._waiting))))
-        return done
-
-    async def run(self) -> None:
-        """Delete the programs that wait, in two round trips for many of them."""
-        while self._waiting:
-            programs = list(islice(self._waiting, PROGRAMS_PER_ROUND))
-            await self._delete(programs)
-            for program in programs:
-                _answer(self._waiting.pop(program, None))
-
-    def release(self) -> None:
-        """Let the callers that wait go on; the deletions are still done later."""
-        for done in self._waiting.values():
-            _answer(done)
-
-    async def _delete(self, programs: list[Program]) -> None:
-        sets = await self._connection.ask([("SMEMBERS", self._layout.agents(*program)) for program in programs])
-        commands: list[Command] = []
-        for program, agents in zip(programs, sets, strict=True):
-            for agent in () if concerns_key(agents) else agents:
-                commands += self._layout.delete(self._layout.log_named(*program, agent.decode("ascii", "replace")))
-            commands.append(("UNLINK", self._layout.agents(*program)))
-        await self._connection.ask(commands)
 
 
 def _answer(future: "asyncio.Future[Any] | None", result: object = None) -> None:
@@ -89,24 +44,13 @@ class Outcome(Enum):
     REFUSED = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Writes:
-    """Commands for one log, and where it stands once Redis has taken them. `entries` counts stream entries."""
-
-    publication: "Publication"
-    commands: list[Command]
-    entries: int
-    chunks: int
-    ended: bool
-    renewed_s: float
-
-
 @dataclass(slots=True, eq=False)
 class Publication:
     """One log's way to Redis: `chunks` of them are there, the begin mark if `begun`, the end mark if `ended`.
 
-    Its keys' time to live was renewed at `renewed_s`. `answer` gives the log's creator the outcome of its
-    begin mark, None if Redis did not say. A `withdrawn` log is served to this process only.
+    Its keys' time to live was renewed at `renewed_s`. `sent` counts the stream entries under way, and has `chunks`,
+    `ended` and `renewed_s` once Redis has taken them. `answer` gives the log's creator the outcome of its begin mark,
+    None if Redis did not say. A `withdrawn` log is served to this process only.
     """
 
     key: LogKey
@@ -115,6 +59,7 @@ class Publication:
     chunks: int = 0
     ended: bool = False
     renewed_s: float = -math.inf
+    sent: tuple[int, int, bool, float] = (0, 0, False, -math.inf)
     withdrawn: bool = False
     answer: asyncio.Future[Outcome | None] | None = None
 
@@ -129,25 +74,26 @@ class Publication:
         behind = self.chunks < len(self.log.chunks) or (self.log.end is not None and not self.ended)
         return not self.withdrawn and (behind or not self.begun)
 
-    def writes(self, layout: Layout, now_s: float) -> Writes:
+    def writes(self, layout: Layout, now_s: float) -> list[Command]:
         """What to send next: the begin mark alone, as another process may have set it, or what waits behind it."""
         if not self.begun:
-            return Writes(self, layout.begin(self.key), 1, 0, ended=False, renewed_s=now_s)
+            self.sent = 1, 0, False, now_s
+            return layout.begin(self.key)
         log, upto = self.log, min(len(self.log.chunks), self.chunks + CHUNKS_PER_ENTRY)
         ended = log.end is not None and upto == len(log.chunks)
         commands: list[Command] = []
         if self.chunks < upto:
-            position = log.position_of(upto)
-            commands.append(layout.chunks(self.key, log.chunks[self.chunks : upto], position))
+            commands.append(layout.chunks(self.key, log.chunks[self.chunks : upto], log.ends[upto]))
         if log.end is not None and ended and not self.ended:
             commands.append(layout.end(self.key, log.position, log.end, log.detail))
         entries, renewed_s = len(commands), self.renewed_s
         if ended or now_s >= renewed_s + layout.renew_s:
             commands, renewed_s = commands + layout.keep(self.key), now_s
-        return Writes(self, commands, entries, upto, ended, renewed_s)
+        self.sent = entries, upto, ended, renewed_s
+        return commands
 
-    def settle(self, writes: Writes, replies: Sequence[object]) -> Outcome:
-        """Take note of Redis's `replies`. Raises the first error that is not an answer."""
+    def settle(self, replies: Sequence[object]) -> Outcome:
+        """Take note of Redis's `replies` to what was sent. Raises the first error that is not an answer."""
         refusal = replies[0]
         if not self.begun and isinstance(refusal, ResponseError) and "equal or smaller" in str(refusal):
             return Outcome.TAKEN
@@ -156,10 +102,10 @@ class Publication:
                 raise reply
         if any(map(concerns_key, replies)):
             return Outcome.REFUSED
-        if any(reply is None for reply in replies[: writes.entries]):
+        entries, chunks, ended, renewed_s = self.sent
+        if any(reply is None for reply in replies[:entries]):
             return Outcome.GONE
-        self.begun, self.chunks, self.ended = True, writes.chunks, writes.ended
-        self.renewed_s = writes.renewed_s
+        self.begun, self.chunks, self.ended, self.renewed_s = True, chunks, ended, renewed_s
         return Outcome.PUBLISHED
 
     def resume(self, first: Sequence[Entry], last: Sequence[Entry], owner: str) -> bool:
@@ -206,7 +152,7 @@ class Publisher:
         self._stats = stats
         self._publications: dict[LogKey, Publication] = {}
         self._dirty: dict[LogKey, Publication] = {}
-        self._deletions = Deletions(connection, layout)
+        self._deletions: dict[tuple[str, str], asyncio.Future[None]] = {}  # what is asked for stays until it is done
         self._work = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -249,7 +195,11 @@ class Publisher:
 
     async def delete(self, tenant: str, program: str) -> None:
         """Delete the program's logs, those of other processes too; at once, or, with Redis away, when it is back."""
-        done = self._deletions.add((tenant, program))
+        done = self._deletions.get((tenant, program))
+        if done is None or done.done():
+            done = self._deletions[tenant, program] = asyncio.get_running_loop().create_future()
+        if len(self._deletions) > REMEMBERED:
+            _answer(self._deletions.pop(next(iter(self._deletions))))
         self._wake()
         if not self._stats.degraded:
             await asyncio.shield(done)
@@ -295,10 +245,10 @@ class Publisher:
     async def _catch_up(self) -> None:
         """Bring Redis up to date. Returns with nothing left to send; raises one of `AWAY`."""
         if self._stats.degraded or self._server is None:
-            await self._deletions.run()
+            await self._delete_all()
             await self._examine()
         while self._dirty or self._deletions:
-            await self._deletions.run()
+            await self._delete_all()
             await self._publish([self._dirty.pop(key) for key in list(islice(self._dirty, LOGS_PER_ROUND))])
         if self._stats.degraded:
             self._stats.degraded = False
@@ -306,28 +256,42 @@ class Publisher:
             self._backoff_s = FIRST_BACKOFF_S
             log.warning("Redis is back and has every log again that this process still holds.")
 
+    async def _delete_all(self) -> None:
+        """Delete the programs that wait, in two round trips for many of them."""
+        while self._deletions:
+            programs = list(islice(self._deletions, PROGRAMS_PER_ROUND))
+            sets = await self._connection.ask([("SMEMBERS", self._layout.agents(*program)) for program in programs])
+            commands: list[Command] = []
+            for program, agents in zip(programs, sets, strict=True):
+                for agent in () if concerns_key(agents) else agents:
+                    commands += self._layout.delete(self._layout.log_named(*program, agent.decode("ascii", "replace")))
+                commands.append(("UNLINK", self._layout.agents(*program)))
+            await self._connection.ask(commands)
+            for program in programs:
+                _answer(self._deletions.pop(program, None))
+
     async def _publish(self, batch: Sequence[Publication]) -> None:
-        now_s = self._clock()
-        writes = [publication.writes(self._layout, now_s) for publication in batch if publication.pending]
+        now_s, batch = self._clock(), [publication for publication in batch if publication.pending]
+        writes = [publication.writes(self._layout, now_s) for publication in batch]
         try:
-            replies = await self._connection.send([command for write in writes for command in write.commands])
-            gone = self._settle(writes, iter(replies))
+            replies = iter(await self._connection.send(list(chain.from_iterable(writes))))
+            sent = [(one, list(islice(replies, len(commands)))) for one, commands in zip(batch, writes, strict=True)]
+            gone = self._settle(sent)
         except AWAY:
-            self._stats.lost_writes += sum(write.entries for write in writes)
+            self._stats.lost_writes += sum(publication.sent[0] for publication in batch)
             raise
         if gone and await self._connection.server_identity() != self._server:  # lost with the server's memory
             raise RedisConnectionError("the server was restarted or replaced")
         for publication in gone:
             self._withdraw(publication, "Redis dropped it (deleted by another process, expired or evicted)")
 
-    def _settle(self, writes: Iterable[Writes], replies: Iterable[object]) -> list[Publication]:
+    def _settle(self, sent: Iterable[tuple[Publication, Sequence[object]]]) -> list[Publication]:
         """Give each log its replies; returns those that Redis no longer has."""
         gone = []
-        for write in writes:
-            publication = write.publication
-            outcome = publication.settle(write, list(islice(replies, len(write.commands))))
+        for publication, replies in sent:
+            outcome = publication.settle(replies)
             if outcome is Outcome.PUBLISHED:
-                self._stats.published += write.entries
+                self._stats.published += publication.sent[0]
             elif outcome is Outcome.GONE:
                 gone.append(publication)
             elif outcome is Outcome.REFUSED:
@@ -376,7 +340,8 @@ class Publisher:
         """Let the callers that wait for an outcome go on."""
         for publication in self._publications.values():
             _answer(publication.answer)
-        self._deletions.release()
+        for done in self._deletions.values():
+            _answer(done)
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from shutil import which
 
@@ -13,8 +13,7 @@ from shell_router.app.serving import serve
 from shell_router.config import Config
 from shell_router.errors import ConfigError
 from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
-from shell_router.launching.restarts import RestartPolicy
-from shell_router.launching.supervisor import Engines, Patience, running_engines
+from shell_router.launching.supervisor import Engines, Patience, RestartPolicy, running_engines
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +37,14 @@ async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[s
         await serve(launched.config, ready=ready, engine_restarts=engines.restarts)
 
 
-@asynccontextmanager
-async def launched_engines(launched: LaunchPlan) -> AsyncIterator[Engines]:
-    """The plan's engines, which serve while the context is open. Raises ConfigError and EngineError."""
+def launched_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engines]:
+    """The plan's engines, which serve while the context is open. Raises ConfigError, and the context EngineError."""
     _require_startable(launched.engines)
     launched.folder.mkdir(parents=True, exist_ok=True)
     settings = launched.config.launch
     policy = RestartPolicy(limit=settings.restart_limit, delay_s=settings.restart_delay_s)
     patience = Patience(start_s=launched.config.limits.engine_start_s)
-    async with running_engines(launched, policy=policy, patience=patience) as engines:
-        yield engines
+    return running_engines(launched, policy=policy, patience=patience)
 
 
 def _require_startable(engines: Sequence[EngineCommand]) -> None:
@@ -58,15 +55,10 @@ def _require_startable(engines: Sequence[EngineCommand]) -> None:
                 remedy="Correct launch.python, or make it executable.",
             )
         for port in engine.ports:
-            _require_free(engine, port)
-
-
-def _require_free(engine: EngineCommand, port: int) -> None:
-    """Without this look another server there would be taken for the engine."""
-    try:
-        socket.create_server((engine.host, port)).close()
-    except OSError as error:
-        raise ConfigError(
-            f"{engine.name} cannot listen on {engine.host}, port {port}: {error.strerror}.",
-            remedy="Stop what listens there, or correct the pair's URLs; --machine says which host this is.",
-        ) from error
+            try:
+                socket.create_server((engine.host, port)).close()  # what listens there would be taken for the engine
+            except OSError as error:
+                raise ConfigError(
+                    f"{engine.name} cannot listen on {engine.host}, port {port}: {error.strerror}.",
+                    remedy="Stop what listens there, or correct the pair's URLs; --machine says which host this is.",
+                ) from error

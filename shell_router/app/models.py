@@ -73,11 +73,11 @@ async def running_models(
 
 
 def _served(alias: str, settings: ModelSettings, engine: StartedEngine, files: ModelFiles) -> ServedModel:
-    facts = files.tokenizer, files.context_length
     model = ServedModel(
         alias,
         engine.engine,
-        *facts,
+        files.tokenizer,
+        files.context_length,
         vocabulary=files.vocabulary,
         drafts=settings.drafts,
         reasoning=REASONING_PARSERS.get(settings.reasoning_parser or ""),
@@ -189,15 +189,12 @@ def address_of(pair: PairSettings) -> PairAddress:
 
 
 async def _name(pool: SglangPair) -> str:
+    """What its servers are by the version that they give; one that has a number is SGLang."""
     try:
-        return engine_name(await pool.version())
+        version = await pool.version()
     except EngineError as error:
         log.warning("an engine does not say what it is: %s", error)
         return "engine of unknown kind"
-
-
-def engine_name(version: str) -> str:
-    """What a server is that names itself by `version`; one that has a number is SGLang."""
     return {"scripted": "scripted engine", "embedded": "embedded pair"}.get(version, f"SGLang {version}")
 
 

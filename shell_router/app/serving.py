@@ -7,25 +7,21 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
 
 from aiohttp import web
 
 from shell_router.api import ApiSettings, add_page, bound_sockets, create_app, listening, refuse_batches
 from shell_router.api.admission import ADMISSION
+from shell_router.app.rereads import Reread
 from shell_router.app.services import running_services
-from shell_router.app.topologies import content_of
 from shell_router.app.wings import wing
 from shell_router.config import Config, Listen, ListenTls, read_keys
 from shell_router.config.models import load_certificate
-from shell_router.errors import ConfigError, ShellRouterError
+from shell_router.errors import ConfigError
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LISTEN_REMEDIES = {
@@ -61,21 +57,33 @@ async def running_server(
         sockets = stack.enter_context(taken_address(config.listen))
         batches = stack.enter_context(wing("batch")(config)) if config.batches.folder else refuse_batches
         app: web.Application
-        rereads, tls = Rereads(), None
+        rereads: list[Reread] = []
+        tls: ssl.SSLContext | None = None
         if file := config.api_keys_file:
-            take = lambda keys: app[ADMISSION].keys.take(keys)  # noqa: E731, PLW0108 - there is no app yet
-            rereads.add(lambda: read_keys(config, os.environ), take, file)
+
+            async def take_keys() -> None:
+                app[ADMISSION].keys.take(await asyncio.to_thread(read_keys, config, os.environ))
+
+            rereads.append(Reread("api_keys_file", lambda: (file,), take_keys))
         if files := config.listen.tls:
-            tls = served_tls(files)
-            rereads.add(partial(served_tls, files), lambda _: renew(tls, files), files.certificate, files.key)
+            context = tls = served_tls(files)
+
+            async def take_certificate() -> None:
+                renew(context, files)
+
+            rereads.append(Reread("listen.tls", lambda: (files.certificate, files.key), take_certificate))
         settings = ApiSettings(**asdict(config.limits), keys=read_keys(config, os.environ))
         async with running_services(config, on_progress=on_progress, engine_restarts=engine_restarts) as services:
             app = create_app(services, settings)
             batches(app)
             if config.listen.ui:
                 add_page(app)
-            async with rereads.watched(), listening(app, sockets, force_shutdown=force_shutdown, tls=tls) as url:
-                yield url
+            async with AsyncExitStack() as watching:
+                for reread in rereads:
+                    await watching.enter_async_context(reread.watched())
+                yield await watching.enter_async_context(
+                    listening(app, sockets, force_shutdown=force_shutdown, tls=tls)
+                )
 
 
 def served_tls(files: ListenTls) -> ssl.SSLContext:
@@ -89,57 +97,6 @@ def renew(context: ssl.SSLContext, files: ListenTls) -> None:
     """Have new connections see what the files say now. Raises ConfigError, and then all stays as it was."""
     served_tls(files)  # one half of a pair must not replace the pair that serves
     load_certificate(context, files.certificate, files.key, "listen.tls")
-
-
-def _contents(files: Sequence[Path]) -> Sequence[bytes | None]:
-    return [content_of(file) for file in files]
-
-
-class Rereads:
-    """Files that may change while the router runs, and what is to be done then. Files are read every `look_s`."""
-
-    def __init__(self, look_s: float = 5.0) -> None:
-        self._look_s = look_s
-        self._found: list[
-            tuple[tuple[Path, ...], Callable[[], Any], Callable[[Any], None], Sequence[bytes | None]]
-        ] = []
-
-    def add(self, read: Callable[[], T], take: Callable[[T], None], *files: Path) -> None:
-        """Whenever the files hold something else, `read` them in a thread, and `take` what it gives on the loop."""
-        self._found.append((files, read, take, _contents(files)))
-
-    async def look(self) -> None:
-        """Read the files, and do what is to be done. What fails is logged, and then all stays as it was."""
-        for at, (files, read, take, before) in enumerate(self._found):
-            now = await asyncio.to_thread(_contents, files)
-            if now == before:
-                continue
-            self._found[at] = files, read, take, now
-            named = " and ".join(map(str, files))
-            try:
-                take(await asyncio.to_thread(read))
-            except (ShellRouterError, OSError) as error:
-                log.error("%s changed, and what was before stays: %s", named, error)
-            except Exception:  # the task that looks must go on
-                log.exception("%s changed, and what was before stays", named)
-            else:
-                log.info("%s was read again", named)
-
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Look while the context is open."""
-        watching = asyncio.create_task(self._watch(), name="reread") if self._found else None
-        try:
-            yield
-        finally:
-            if watching is not None:
-                watching.cancel()
-                await asyncio.wait({watching})
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._look_s)
-            await self.look()
 
 
 @contextmanager

@@ -88,12 +88,12 @@ def kind_of(model: ModelSettings) -> str:
 
 def kind_settings() -> Kinds:
     """Per engine kind what gives the dataclass of its settings, imported when it is called."""
-    return {name: partial(_settings, entry) for name, entry in ENGINE_KINDS.items() if name != "pairs"}
 
+    def settings(entry: str) -> type:
+        kind: type[EngineKind] = loaded(entry)
+        return kind.settings
 
-def _settings(entry: str) -> type:
-    kind: type[EngineKind] = loaded(entry)
-    return kind.settings
+    return {name: partial(settings, entry) for name, entry in ENGINE_KINDS.items() if name != "pairs"}
 
 
 def load_config(path: Path, environ: Mapping[str, str], *, with_keys: bool = True) -> Config:

@@ -10,14 +10,13 @@ import typer
 from shell_router.cli.options import (
     Json,
     Seed,
-    WholeNumbers,
+    Several,
     argument,
     examples,
     listed,
     option,
     require_writable,
     run,
-    whole_numbers,
     write,
 )
 
@@ -29,7 +28,7 @@ Data = Annotated[Path, option('Questions: JSONL, one {"question": …} per line.
 Limit = Annotated[int | None, option("Ask at most this many questions.", least=1)]
 Planner = Annotated[Method, option("Planner: the integer linear program, or a heuristic.")]
 LimitS = Annotated[float, option("Longest time to plan a stage, in seconds.", "--limit-s")]
-SIZES = WholeNumbers((8, 16, 32, 64))
+SIZES = Several((8, 16, 32, 64))
 
 
 @app.command(epilog=examples("shell-router batch profile pool.yaml --data questions.jsonl"))
@@ -37,7 +36,7 @@ def profile(
     pool: Pool,
     data: Data,
     limit: Limit = None,
-    sizes: Annotated[WholeNumbers, listed(whole_numbers, "Numbers of prompts to time.", "N,N,…")] = SIZES,
+    sizes: Annotated[Several, listed(int, "Numbers of prompts to time.", "N,N,…")] = SIZES,
 ) -> None:
     """Time a pool's models on its workers."""
     from rich.console import Console

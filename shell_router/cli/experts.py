@@ -17,12 +17,10 @@ import typer
 from shell_router.cli.options import (
     NONE,
     KeyVariable,
-    Names,
-    WholeNumbers,
+    Several,
     argument,
     examples,
     listed,
-    names,
     option,
     print_table,
     require_writable,
@@ -30,13 +28,12 @@ from shell_router.cli.options import (
     say,
     secret,
     takes,
-    whole_numbers,
     write,
 )
 from shell_router.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from shell_router.experts.placement import ExpertRecord, Measures, Placement, PlacementSettings
+    from shell_router.experts.placement import ExpertRecord, Placement, PlacementSettings
     from shell_router.experts.server_control import ExpertRecorder
 
 app = typer.Typer(help="Place the experts of a model on GPUs.", no_args_is_help=True)
@@ -44,7 +41,7 @@ app = typer.Typer(help="Place the experts of a model on GPUs.", no_args_is_help=
 components = typer.Typer(help="Measure a pool of components.", no_args_is_help=True)
 
 Algorithm = Literal["swap", "gimbal", "eplb", "contiguous"]
-POOL_BATCHES = WholeNumbers((1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
+POOL_BATCHES = Several((1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
 
 Record = Annotated[Path, argument("RECORD", "What `experts record` wrote.")]
 PlacementFile = Annotated[Path, option("The placement, as SGLang's JSON.", "--out", metavar="FILE")]
@@ -117,10 +114,10 @@ def place(record: Record, out: PlacementFile, settings: "PlacementSettings", alg
 
     require_writable(out)
     known = read_record(record)
-    found, row = _timed(algorithm, known, settings)
+    found, row = _placed(algorithm, known, settings)
     write(out, placement_text(found, known))
-    rows = {name: _timed(name, known, settings)[1] for name in ALGORITHMS if name != algorithm}
-    _show(known, settings.gpus, {algorithm: row, **rows})
+    rows = [row, *(_placed(name, known, settings)[1] for name in ALGORITHMS if name != algorithm)]
+    print_table(f"{_summary(known)}, on {settings.gpus} GPUs", rows, width=100)
     print(f"{out}: start SGLang with --ep-size {settings.gpus} --init-expert-location {out}")
 
 
@@ -142,10 +139,6 @@ def watch(
     The file is written when its placement is worth a restart of the server.
     """
     run(watched(server, out, settings, algorithm, every_s, rounds, margin))
-
-
-Shown = tuple["Measures", float]
-"""A row of the table: measures, and the seconds that they took to find."""
 
 
 async def recorded(
@@ -224,12 +217,22 @@ def _kept(file: Path, archive: bytes) -> "ExpertRecord":
     return read_record(file)
 
 
-def _timed(name: str, record: "ExpertRecord", settings: "PlacementSettings") -> tuple["Placement", Shown]:
+def _placed(name: str, record: "ExpertRecord", settings: "PlacementSettings") -> tuple["Placement", Mapping[str, str]]:
+    """The algorithm's placement, and its row of a table."""
     from shell_router.experts import placement
 
     started_s = time.perf_counter()
     found = placement.place(name, record, settings)
-    return found, (placement.measures(record, found), time.perf_counter() - started_s)
+    of = placement.measures(record, found)
+    row = {
+        "placement": name,
+        "balance": f"{of.balance:.4f}",
+        "worst layer": f"{of.worst_balance:.4f}",
+        "D": f"{of.deviation:.2%}",
+        "traffic": f"{of.traffic:.2%}" if record.has_transitions else "-",
+        "seconds": f"{time.perf_counter() - started_s:.2f}",
+    }
+    return found, row
 
 
 def _summary(record: "ExpertRecord") -> str:
@@ -238,32 +241,17 @@ def _summary(record: "ExpertRecord") -> str:
     return f"{len(record.layers)} layers of {record.experts} experts, {counted}, {followed}"
 
 
-def _show(record: "ExpertRecord", gpus: int, rows: Mapping[str, Shown]) -> None:
-    shown = [
-        {
-            "placement": name,
-            "balance": f"{of.balance:.4f}",
-            "worst layer": f"{of.worst_balance:.4f}",
-            "D": f"{of.deviation:.2%}",
-            "traffic": f"{of.traffic:.2%}" if record.has_transitions else "-",
-            "seconds": f"{seconds:.2f}",
-        }
-        for name, (of, seconds) in rows.items()
-    ]
-    print_table(f"{_summary(record)}, on {gpus} GPUs", shown, width=max(100, 60 + max(map(len, rows))))
-
-
 @components.command(
     epilog=examples("shell-router components profile pool.yaml --sample requests.jsonl --devices cuda:0")
 )
 def profile(
     pool: Annotated[Path, argument("POOL", "The pool's YAML file.")],
-    devices: Annotated[Names, listed(names, "Measure only these devices. Default: all.")] = NONE,
+    devices: Annotated[Several, listed(str, "Measure only these devices. Default: all.")] = NONE,
     keep_costs: Annotated[
         bool, option("Measure nothing; update only usage and the split of memory.", "--keep-costs")
     ] = False,
     rounds: Annotated[int, option("Report medians of this many rounds.", least=1)] = 5,
-    batches: Annotated[WholeNumbers, listed(whole_numbers, "Batch sizes to measure.", "N,N,…")] = POOL_BATCHES,
+    batches: Annotated[Several, listed(int, "Batch sizes to measure.", "N,N,…")] = POOL_BATCHES,
     warm_files: Annotated[bool, option("Time loads of files that the system has in memory.", "--warm-files")] = False,
     sample: Annotated[Path | None, option('Requests: JSONL, one {"chain": […]} per line.', metavar="FILE")] = None,
     requests: Annotated[int, option("Requests that are drawn from rules to try splits on.", least=1)] = 2000,

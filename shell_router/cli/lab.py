@@ -13,15 +13,11 @@ from shell_router.cli.options import (
     NONE,
     Json,
     KeyVariable,
-    Names,
-    Numbers,
     Seed,
-    WholeNumbers,
+    Several,
     argument,
     examples,
     listed,
-    names,
-    numbers,
     option,
     print_table,
     require_writable,
@@ -29,7 +25,6 @@ from shell_router.cli.options import (
     say,
     secret,
     takes,
-    whole_numbers,
     write,
 )
 from shell_router.errors import ConfigError
@@ -39,8 +34,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-FIRST, THRESHOLDS = WholeNumbers((0,)), Numbers((0.5, 0.6, 0.7, 0.8, 0.9, 0.95))
-LENGTHS, BATCHES = WholeNumbers((32, 128, 512, 1024, 2048)), WholeNumbers((1, 2, 4, 8, 16))
+FIRST, THRESHOLDS = Several((0,)), Several((0.5, 0.6, 0.7, 0.8, 0.9, 0.95))
+LENGTHS, BATCHES = Several((32, 128, 512, 1024, 2048)), Several((1, 2, 4, 8, 16))
 
 
 def asking(
@@ -51,7 +46,7 @@ def asking(
     ] = "auto",
     offset: Annotated[int, option("Skip this many questions.", least=0)] = 0,
     limit: Annotated[int | None, option("Ask at most this many questions.", least=1)] = None,
-    seeds: Annotated[WholeNumbers, listed(whole_numbers, "Ask every question once per seed.", "0,1,…")] = FIRST,
+    seeds: Annotated[Several, listed(int, "Ask every question once per seed.", "0,1,…")] = FIRST,
     concurrency: Annotated[int, option("Questions that are asked at the same time.", least=1)] = 1,
     timeout_s: Annotated[float, option("Limit for one request, in seconds.", "--timeout-s")] = 900.0,
     json: Annotated[Path | None, option("Write the whole report, as JSON.", metavar="FILE")] = None,
@@ -147,7 +142,7 @@ def calibrate(
     policy: Annotated[Literal["in_flight", "threshold"], option("The early exit's policy.")] = "in_flight",
     scope: Annotated[Literal["cluster", "layer"], option("Which agents it judges together.")] = "cluster",
     tau: Annotated[float, option("Its tau, for the policy `threshold`.")] = 0.7,
-    thresholds: Annotated[Numbers, listed(numbers, "Thresholds to try.", "0.8,0.9,…")] = THRESHOLDS,
+    thresholds: Annotated[Several, listed(float, "Thresholds to try.", "0.8,0.9,…")] = THRESHOLDS,
 ) -> None:
     """Choose the threshold of a topology's early exit by its loss of accuracy.
 
@@ -277,10 +272,10 @@ def trace(
 def profile(
     config: Annotated[Path, argument("CONFIG", "The deployment's YAML file.")],
     out: Annotated[Path, option("YAML file of profiles; other profiles in it are kept.", metavar="FILE")],
-    models: Annotated[Names, listed(names, "Measure only these models. Default: all.")] = NONE,
+    models: Annotated[Several, listed(str, "Measure only these models. Default: all.")] = NONE,
     rounds: Annotated[int, option("Report medians of this many rounds.", least=1)] = 5,
-    lengths: Annotated[WholeNumbers, listed(whole_numbers, "Prompt lengths in tokens.", "N,N,…")] = LENGTHS,
-    batches: Annotated[WholeNumbers, listed(whole_numbers, "Decode batch sizes.", "N,N,…")] = BATCHES,
+    lengths: Annotated[Several, listed(int, "Prompt lengths in tokens.", "N,N,…")] = LENGTHS,
+    batches: Annotated[Several, listed(int, "Decode batch sizes.", "N,N,…")] = BATCHES,
     new_tokens: Annotated[int, option("Tokens that each sequence of a batch generates.", least=1)] = 64,
     chunk_tokens: Annotated[
         int | None, option("New tokens in one prefill pass. Default: SGLang's 8192.", least=1)

@@ -17,34 +17,16 @@ if TYPE_CHECKING:
 INTERRUPTED, TERMINATED = 130, 143
 
 
-class Names(tuple[str, ...]):
-    """Names, on the command line with commas between them."""
+class Several(tuple[Any, ...]):
+    """Values with commas between them on the command line; typer would take a plain tuple for several words."""
 
 
-class WholeNumbers(tuple[int, ...]):
-    """Whole numbers, on the command line with commas between them."""
+NONE = Several()
 
 
-class Numbers(tuple[float, ...]):
-    """Numbers, on the command line with commas between them."""
-
-
-NONE = Names()
-
-
-def names(text: str) -> Names:
-    """`a,b` as two names."""
-    return Names(name.strip() for name in text.split(",") if name.strip())
-
-
-def whole_numbers(text: str) -> WholeNumbers:
-    """`8,16` as two numbers."""
-    return WholeNumbers(int(number) for number in names(text))
-
-
-def numbers(text: str) -> Numbers:
-    """`0.8,0.9` as two numbers."""
-    return Numbers(float(number) for number in names(text))
+def several(text: str, kind: Callable[[str], object] = str) -> tuple[Any, ...]:
+    """`a,b` as two values of this kind."""
+    return tuple(kind(word.strip()) for word in text.split(",") if word.strip())
 
 
 def option(help: str, *names: str, metavar: str | None = None, least: int | None = None, parser: Any = None) -> Any:
@@ -54,9 +36,9 @@ def option(help: str, *names: str, metavar: str | None = None, least: int | None
     )
 
 
-def listed(parser: Callable[[str], tuple[Any, ...]], help: str, metavar: str = "A,B,…") -> Any:
+def listed(kind: Callable[[str], object], help: str, metavar: str = "A,B,…") -> Any:
     """An option that takes several values with commas between them, and gives a plain tuple (orjson knows no other)."""
-    return option(help, metavar=metavar, parser=lambda one: tuple(parser(one) if isinstance(one, str) else one))
+    return option(help, metavar=metavar, parser=lambda one: several(one, kind) if isinstance(one, str) else tuple(one))
 
 
 def argument(metavar: str, help: str) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from shell_router.cli.options import Names, argument, examples, listed, names, option, run, say
+from shell_router.cli.options import Several, argument, examples, listed, option, run, say
 
 if TYPE_CHECKING:
     from shell_router.config import Config
@@ -21,7 +21,7 @@ Host = Annotated[str | None, option("Listen on this address instead of the file'
 Port = Annotated[int | None, option("Listen on this port instead of the file's; 0 takes a free one.")]
 Level = Annotated[Literal["debug", "info", "warning", "error"], option("Least level to log.", "--log-level")]
 Topologies = Annotated[list[Path], argument("FILE", "Topology files.")]
-Aliases = Annotated[Names | None, listed(names, "The deployment's model aliases; others are refused.")]
+Aliases = Annotated[Several | None, listed(str, "The deployment's model aliases; others are refused.")]
 
 
 @app.command(epilog=examples("shell-router serve --config configs/embedded.yaml --port 8000"))
@@ -68,7 +68,7 @@ def launch(
     launched = plan_launch(chosen, config.stem, machine, os.environ)
     if dry_run:
         router = () if engines_only else (f"shell-router serve --config {shlex.quote(str(config))}",)
-        print("\n".join((*launched.lines, *router)))
+        print("\n".join((*(engine.shell for engine in launched.engines), *router)))
         return
     run(launch(launched, engines_only=engines_only, ready=_print_url))
 

@@ -141,7 +141,7 @@ def _form_of_one(kind: Any, about: str, kinds: Kinds) -> Form:
         return MappingOf(about, Text("Name."), form_of(inner[1], kinds=kinds), at_least=0)
     scalars: dict[type, Form] = {
         str: Text(about),
-        Path: Text(about, called="a path"),
+        Path: Text(about, noun="a path"),
         bool: Switch(about),
         int: Number(about, whole=True, limit=LARGEST),
         float: Number(about, limit=LARGEST),

@@ -74,8 +74,8 @@ def packed_states(states: TokenStates) -> tuple[bytes, bytes]:
     return _SHAPE.pack(*states.shape), states.tobytes()
 
 
-def unpacked_states(body: bytearray) -> TokenStates:
-    """The states of an answer; they share its memory."""
+def unpacked_states(body: bytes) -> TokenStates:
+    """The states of an answer, read-only; they share its memory."""
     rows, columns = _SHAPE.unpack_from(body)
     return np.frombuffer(body, dtype=np.float32, offset=_SHAPE.size).reshape(rows, columns)
 

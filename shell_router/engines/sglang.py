@@ -17,6 +17,7 @@ from shell_router.core.engine import ChatServing, Finish, Generation, PrefillCos
 from shell_router.engines.address import DEFAULT_LIMITS, PairAddress, PairLimits
 from shell_router.engines.dispatching import Monitor, engine_slot
 from shell_router.engines.http_client import HttpClient, TaskOwner
+from shell_router.engines.legs import Legs
 from shell_router.engines.native_body import ADAPTER, ANY_MODEL, CACHE_KEY, NativeRules
 from shell_router.engines.pairing import Attempts, Pairing
 from shell_router.engines.prefill_only import PrefillOnly, PrefillWay

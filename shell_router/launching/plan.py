@@ -9,14 +9,7 @@ from typing import Literal
 
 from yarl import URL
 
-from shell_router.config import (
-    AdaptersSection,
-    Config,
-    LaunchSettings,
-    ModelSettings,
-    PairLaunch,
-    PairSettings,
-)
+from shell_router.config import AdaptersSection, Config, LaunchSettings, ModelSettings, PairLaunch, PairSettings
 from shell_router.config.models import flags_of
 from shell_router.errors import ConfigError
 
@@ -161,11 +154,6 @@ class LaunchPlan:
     engines: tuple[EngineCommand, ...]
     elsewhere: tuple[EngineCommand, ...] = ()
 
-    @property
-    def lines(self) -> list[str]:
-        """Every command as a line for a shell, in the order in which they are run."""
-        return [engine.shell for engine in self.engines]
-
 
 def plan(config: Config, *, folder: Path, python: str, machine: str | None = None) -> LaunchPlan:
     """What to start on `machine`, a host of the deployment's URLs; None where they name only one.
@@ -174,12 +162,8 @@ def plan(config: Config, *, folder: Path, python: str, machine: str | None = Non
     """
     engines = commands(config, python=python)
     here = _machine(engines, machine)
-    return LaunchPlan(
-        config=config,
-        folder=folder,
-        engines=tuple(engine for engine in engines if engine.host == here),
-        elsewhere=tuple(engine for engine in engines if engine.host != here),
-    )
+    local, elsewhere = ([one for one in engines if (one.host == here) is wanted] for wanted in (True, False))
+    return LaunchPlan(config, folder, tuple(local), tuple(elsewhere))
 
 
 def _machine(engines: list[EngineCommand], machine: str | None) -> str:

@@ -19,7 +19,6 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from shell_router.errors import EngineError, EngineStalled, EngineUnreachable
@@ -44,7 +43,7 @@ class Child:
         self._stdin, self._stdout = process.stdin, process.stdout
         self._name = name
         self._calls = itertools.count(READY + 1)
-        self._waiting: dict[int, asyncio.Future[bytearray]] = {}
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._silent_since_s: float | None = None
         self.alive = True
         self._reader = asyncio.create_task(self._read_until_end(), name=f"{name}-answers")
@@ -85,7 +84,7 @@ class Child:
         """How long it has owed an answer, and given none."""
         return 0.0 if self._silent_since_s is None else _now_s() - self._silent_since_s
 
-    async def ask(self, body: bytes) -> bytearray:
+    async def ask(self, body: bytes) -> bytes:
         """Ask and wait. Giving up the wait gives up the call; a late answer is dropped."""
         call = next(self._calls)
         if not self._writable:
@@ -113,8 +112,8 @@ class Child:
         self.kill()
         await asyncio.wait({self._reader})
 
-    async def _answer_to(self, call: int) -> bytearray:
-        self._waiting[call] = answer = asyncio.Future[bytearray]()
+    async def _answer_to(self, call: int) -> bytes:
+        self._waiting[call] = answer = asyncio.Future[bytes]()
         return await answer
 
     @property
@@ -125,7 +124,7 @@ class Child:
         try:
             while True:
                 kind, call, size = ANSWER.unpack(await self._stdout.readexactly(ANSWER.size))
-                body = await self._read_body(size)
+                body = await self._stdout.readexactly(size)
                 failed = EngineError(f"the {self._name} process failed. {body.decode()}") if kind == FAILED else None
                 self._settle(call, failed or body)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -135,18 +134,7 @@ class Child:
             self._stdin.close()
             await self._fail_waiting()
 
-    async def _read_body(self, size: int) -> bytearray:
-        """Read in pieces, so that no single step of the event loop copies a whole large array."""
-        body, filled = bytearray(size), 0
-        while filled < size:
-            piece = await self._stdout.read(min(_READ_BYTES, size - filled))
-            if not piece:
-                raise asyncio.IncompleteReadError(b"", size - filled)
-            body[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        return body
-
-    def _settle(self, call: int, outcome: bytearray | EngineError) -> None:
+    def _settle(self, call: int, outcome: bytes | EngineError) -> None:
         answer = self._waiting.pop(call, None)
         self._silent_since_s = _now_s() if self._waiting else None
         if answer is None or answer.done():
@@ -175,20 +163,15 @@ def _now_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """Seconds: for one answer, for the start, before a failed start is tried again, and of silence before it is killed.
+    """Seconds: for one answer, for the start, before a failed start is tried again.
 
-    Without `hang_s` the silence of one call's limit is enough.
+    A process that has owed answers for `hang_s`, and for one call's limit, and gave none, is killed.
     """
 
     answer_s: float = 30.0
     start_s: float = 120.0
     retry_s: float = 10.0
-    hang_s: float | None = None
-
-    @property
-    def silence_s(self) -> float:
-        """How long the process may owe an answer and give none."""
-        return self.answer_s if self.hang_s is None else self.hang_s
+    hang_s: float = 0.0
 
 
 def side_command(entry: str, arguments: Mapping[str, Any], max_batch: int, gather_s: float = 0.0) -> list[str]:
@@ -227,14 +210,14 @@ class SideProcess:
         """Start the process, unless it runs, and wait until it is ready. EngineError if it cannot be."""
         await self._running()
 
-    async def ask(self, body: bytes) -> bytearray:
+    async def ask(self, body: bytes) -> bytes:
         """The answer to `body`. EngineStalled after `answer_s`, EngineUnreachable if the process dies."""
         child = await self._running()
         try:
             async with asyncio.timeout(self._limits.answer_s):
                 return await child.ask(body)
         except TimeoutError:
-            if child.silent_s >= self._limits.silence_s and child.alive:
+            if child.silent_s >= max(self._limits.hang_s, self._limits.answer_s) and child.alive:
                 log.warning("%s process %d answered nothing for %g s: killed", self.name, child.pid, child.silent_s)
                 child.kill()
             raise EngineStalled(
@@ -256,9 +239,7 @@ class SideProcess:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     @property

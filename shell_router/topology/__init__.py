@@ -1,6 +1,5 @@
 """Agent graphs: what a topology file says, checked, and drawn."""
 
-from shell_router.topology.catalog import INLINE, Catalog, Entry, LiveSettings, load_files, load_with_others
 from shell_router.topology.graph import (
     AUTO,
     VOTE,
@@ -13,7 +12,17 @@ from shell_router.topology.graph import (
     Step,
     Topology,
 )
-from shell_router.topology.load import files_in, load_topology, parse_topology
+from shell_router.topology.load import (
+    INLINE,
+    Catalog,
+    Entry,
+    LiveSettings,
+    files_in,
+    load_files,
+    load_topology,
+    load_with_others,
+    parse_topology,
+)
 from shell_router.topology.syntax import json_schema
 
 __all__ = [

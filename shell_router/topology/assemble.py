@@ -1,16 +1,15 @@
 """From the plain values of a checked file to a `Topology` or a `Conditional`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from typing import Any, Literal
 
 from shell_router.early_exit import EarlyExit
-from shell_router.topology.document import Values
+from shell_router.topology.document import Path, Values
 from shell_router.topology.graph import AUTO, VOTE, Agent, Cluster, Conditional, Prefill, Step, Topology
 from shell_router.topology.prompting import AGGREGATOR, PROPOSER
-from shell_router.topology.rules import END, Classifier, Rule, Subject, When
-from shell_router.topology.step_checks import predecessors, subject_of
+from shell_router.topology.rules import END, START, Classifier, Rule, Subject, When
 
 
 def merged(base: Values, own: Values) -> dict[str, Any]:
@@ -34,7 +33,9 @@ def write_out(form: Literal["tree", "all_to_all"], layered: Values) -> dict[str,
         role = _role(layered, depth, len(layers))
         for position, agent in enumerate(layer):
             mine = below[position * width : (position + 1) * width] if width else below
-            asked = {} if "vote" in role else {"model": _model(layered, position, is_root=depth == len(layers) - 1)}
+            models: Sequence[str] = layered["models"]
+            model = models[position % len(models)] if depth < len(layers) - 1 else layered.get("root_model", models[-1])
+            asked = {} if "vote" in role else {"model": model}
             agents[agent] = {**role, **asked, "precursors": list(mine)}
     return agents
 
@@ -61,13 +62,6 @@ def _role(layered: Values, depth: int, layers: int) -> dict[str, Any]:
         return aggregator
     aggregator.pop("vote", None)
     return merged(aggregator, layered.get("root", {}))
-
-
-def _model(layered: Values, position: int, *, is_root: bool) -> str:
-    models: Sequence[str] = layered["models"]
-    if is_root:
-        return str(layered.get("root_model", models[-1]))
-    return models[position % len(models)]
 
 
 _ON, _OFF = (True, "on"), (False, "off")
@@ -98,7 +92,7 @@ def assemble(file: Values, *, name: str) -> Topology:
 
 
 def prefill_in(file: Values) -> Prefill:
-    """The `prefill` block. Raises ValueError for settings that contradict each other."""
+    """The `prefill` block."""
     said = dict(file.get("prefill", {}))
     return Prefill(said.pop("incremental", True) in _ON, **said)
 
@@ -152,6 +146,35 @@ def _default_clusters(topology: Topology, file: Values) -> tuple[Cluster, ...]:
     return tuple(Cluster(f"cluster-{n}", group, early_exit) for n, group in enumerate(shared, start=1))
 
 
+def rules_of(file: Values) -> Iterator[tuple[str, Path, Values]]:
+    """Every rule: START or the step that is asked, where it stands, and what it says.
+
+    A bare step id is a rule without a condition.
+    """
+    said: dict[str, tuple[Path, Any]] = {START: (("start",), file.get("start", []))}
+    said |= {step: (("steps", step, "then"), one.get("then", [])) for step, one in file.get("steps", {}).items()}
+    for place, (at, rules) in said.items():
+        if isinstance(rules, str):
+            yield place, at, {"go": rules}
+        else:
+            yield from ((place, (*at, position), rule) for position, rule in enumerate(rules))
+
+
+def predecessors(file: Values) -> dict[str, set[str]]:
+    """Per step those with a rule that leads to it."""
+    before: dict[str, set[str]] = {step: set() for step in file["steps"]}
+    for place, _, rule in rules_of(file):
+        if place != START and rule["go"] != END:
+            before[rule["go"]].add(place)
+    return before
+
+
+def subject_of(when: Values, *, at_start: bool) -> Subject:
+    """Which text a condition speaks of."""
+    subject: Subject = when.get("of", "request" if at_start else "output")
+    return subject
+
+
 def assemble_steps(file: Values, *, name: str, topologies: Mapping[str, Topology]) -> Conditional:
     """Build what a checked file describes; `topologies` hold those that its steps name."""
     own = file.get("name", name)
@@ -184,7 +207,6 @@ def _rules(said: Any, *, at_start: bool) -> tuple[Rule, ...]:
 
 
 def _when(said: Values, at_start: bool) -> When:
-    of: Subject = "request" if subject_of(said, at_start=at_start) == "request" else "output"
     return When(
         labels={key: _several(values) for key, values in said.get("label", {}).items()},
         matches=said.get("matches", ""),
@@ -192,7 +214,7 @@ def _when(said: Values, at_start: bool) -> When:
         classes=_several(said.get("is", [])),
         confidence_below=said.get("confidence_below"),
         scores_below=said.get("score_below", {}),
-        of=of,
+        of=subject_of(said, at_start=at_start),
     )
 
 

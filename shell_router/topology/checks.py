@@ -1,23 +1,27 @@
-"""What a file's form cannot show: names that lead nowhere, and graphs that no request could walk.
+"""What a file's form cannot show: keys that contradict each other, names that lead nowhere, graphs that cannot run.
 
 The checks run in stages, each on what the stage before has found sound, so that one slip is reported once.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any
 
-from shell_router.topology.assemble import agents_in, early_exit_in, prefill_in
+from shell_router.topology.assemble import agents_in, early_exit_in, predecessors, rules_of, subject_of
 from shell_router.topology.document import Path, Problem, Values
 from shell_router.topology.forms import shown, spelled, suggestion
 from shell_router.topology.graph import AUTO
-from shell_router.topology.step_checks import precursor_problems, rules_of
-from shell_router.topology.syntax import GRAPH_FORMS, MAX_AGENTS
+from shell_router.topology.rules import END, START, pattern_error
+from shell_router.topology.syntax import GRAPH_FORMS, MAX_AGENTS, MAX_STEPS
+
+LAYERED, ROLES = ("tree", "all_to_all"), ("proposer", "aggregator", "root")
+
+# --- stage 1: keys
 
 
 def form_problems(file: Values) -> Iterator[Problem]:
-    """Exactly one description of the graph, layers that fit together, settings that agree."""
+    """Exactly one description of the graph, layers that fit together, and keys that go together."""
     given = [form for form in GRAPH_FORMS if form in file]
     choices = ", ".join(f"'{form}'" for form in GRAPH_FORMS)
     if not given:
@@ -25,67 +29,68 @@ def form_problems(file: Values) -> Iterator[Problem]:
     for extra in given[1:]:
         remedy = f"Keep one of {choices}."
         yield Problem((extra,), f"The graph is described twice, by '{given[0]}' and by '{extra}'.", remedy)
-    for form in ("tree", "all_to_all"):
+    if len(given) != 1:
+        return
+    for form in LAYERED:
         if form in file:
             yield from _layer_problems(form, file[form])
-    try:
-        prefill_in(file)
-    except ValueError as error:
-        yield Problem(("prefill",), f"prefill: {error}.", "Change one of them.")
+    for at, block in _blocks(file):
+        yield from _clashes(at, block)
     yield from _exit_problems(file)
+    if "steps" in file:
+        yield from _step_form_problems(file)
 
 
-def name_problems(file: Values, models: Collection[str] | None) -> Iterator[Problem]:
-    """Models, precursors and cluster members that do not exist or may not stand where they do."""
-    agents = agents_in(file)
-    yield from model_problems(file, models)
-    for agent, said in agents.items():
-        if said.get("readers_get") == "all" and "max_thinking_tokens" in said:
-            wrong = f"Agent '{agent}' has max_thinking_tokens, and its readers get all that it writes."
-            yield Problem((), wrong, "Leave max_thinking_tokens or readers_get out.")
-    for agent, said in file.get("agents", {}).items():
-        yield from precursor_problems("agent", agent, said.get("precursors", ()), agents)
-        if "slot" in said.get("prompt", {}) and not said.get("precursors"):
-            yield _idle_slot(f"'{agent}'", ("agents", agent, "prompt", "slot"))
-    for form in ("tree", "all_to_all"):
-        if "slot" in file.get(form, {}).get("proposer", {}).get("prompt", {}):
-            yield _idle_slot("a proposer", (form, "proposer", "prompt", "slot"))
-    yield from _member_problems(file, agents)
-    yield from _vote_problems(file, agents)
+CLASHES = (
+    (
+        "vote",
+        ("model", "fallbacks", "prompt", "sampling", "timeout_s", "drafts"),
+        "{at} votes, so that it asks no model: it has no '{key}'.",
+        "Remove '{key}', or 'vote'.",
+    ),
+    (
+        "topology",
+        ("model", "precursors", "prompt", "sampling", "timeout_s", "drafts"),
+        "{at} asks a topology, and has '{key}', which only agents have.",
+        "Remove '{key}'; the topology's own file says how it is asked.",
+    ),
+    (
+        "steps",
+        ("clusters", "early_exit", "prefill", "on_failure"),
+        "'{key}' does not go with 'steps'.",
+        "Write it in the topology that a step names, and remove it here.",
+    ),
+    *(
+        (form, ("start", "classifiers"), "'{key}' goes with 'steps'.", "Remove '{key}', or describe steps.")
+        for form in GRAPH_FORMS
+        if form != "steps"
+    ),
+)
+"""Keys, those that do not go with them, and what is wrong then."""
 
 
-def graph_problems(file: Values) -> Iterator[Problem]:
-    """Cycles; else more than one root, agents that nothing connects, and a root among a cluster's members."""
-    precursors = {agent: said.get("precursors", ()) for agent, said in agents_in(file).items()}
-    try:
-        TopologicalSorter(precursors).prepare()
-    except CycleError as error:
-        yield _cycle(error.args[1])
-        return
-    read = {agent for read in precursors.values() for agent in read}
-    roots = [agent for agent in precursors if agent not in read]
-    yield from _root_problems(roots, precursors)
-    if len(roots) == 1:
-        yield from _root_misuse(roots[0], file)
+def _clashes(at: Path, block: Values) -> Iterator[Problem]:
+    for sign, others, wrong, remedy in CLASHES:
+        for key in others if sign in block else ():
+            if key in block:
+                yield Problem((*at, key), wrong.format(at=spelled(at), key=key), remedy.format(key=key))
+    if block.get("readers_get") == "all" and "max_thinking_tokens" in block:
+        wrong = f"{spelled(at)} has max_thinking_tokens, and its readers get all that it writes."
+        yield Problem((*at, "max_thinking_tokens"), wrong, "Leave max_thinking_tokens or readers_get out.")
 
 
-def _exit_problems(file: Values) -> Iterator[Problem]:
-    base = file.get("early_exit", False)
-    said: dict[Path, Any] = {("early_exit",): base} | {
-        ("clusters", cluster, "early_exit"): block["early_exit"]
-        for cluster, block in file.get("clusters", {}).items()
-        if "early_exit" in block
-    }
-    for at, value in said.items():
-        try:
-            found = early_exit_in(value, base)
-            if found is not None and found.scope == "layer" and "clusters" in file:
-                yield Problem(at, "early_exit: 'clusters' says which agents are judged together.", _ONE_SCOPE)
-        except ValueError as error:
-            yield Problem(at, f"early_exit: {error}.", "Change one of them.")
+def _blocks(file: Values) -> Iterator[tuple[Path, Values]]:
+    """The file, and the blocks that say something of agents."""
+    yield (), file
+    yield ("defaults",), file.get("defaults", {})
+    yield from (((form, role), file.get(form, {}).get(role, {})) for form in LAYERED for role in ROLES)
+    yield from ((at, block) for _, at, block in _nodes(file))
 
 
-_ONE_SCOPE = "Remove 'scope', or 'clusters'."
+def _nodes(file: Values) -> Iterator[tuple[str, Path, Values]]:
+    """Agents and steps of the full forms: their names in messages, where they stand, and what they say."""
+    for form, noun in (("agents", "Agent"), ("steps", "Step")):
+        yield from ((f"{noun} '{one}'", (form, one), block) for one, block in file.get(form, {}).items())
 
 
 def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:
@@ -95,104 +100,130 @@ def _layer_problems(form: str, layered: Values) -> Iterator[Problem]:
         yield Problem(at, f"The layers hold {sum(shape)} agents.", f"Write at most {MAX_AGENTS} in all.")
     if shape[-1] != 1:
         yield Problem(at, f"The last layer of shape {shape} is not 1.", f"Write {[*shape, 1]}, or end it with 1.")
-    if form == "all_to_all":
-        return
-    for below, layer in pairwise(shape):
+    for below, layer in pairwise(shape) if form == "tree" else ():
         if below % layer:
             yield Problem(
                 at,
                 f"In a tree {below} agents cannot be shared out evenly among {layer} successors.",
                 f"Make {below} a multiple of {layer}, or use the full form, 'agents'.",
             )
+    if "root_model" in layered and "vote" in layered.get("root", {}):
+        yield Problem((form, "root_model"), "The root votes, so that it asks no model.", "Remove one of the two.")
+    if "slot" in layered.get("proposer", {}).get("prompt", {}):
+        yield _idle_slot("a proposer", (form, "proposer"))
 
 
-def model_problems(file: Values, models: Collection[str] | None) -> Iterator[Problem]:
-    """Agents without a model, models that do not exist, and choices that make none."""
-    yield from _choice_problems(file)
-    default = file.get("defaults", {}).get("model")
-    for agent, said in file.get("agents", {}).items():
-        if "model" not in said and "vote" not in said and default is None:
-            yield Problem(("agents", agent), f"Agent '{agent}' has no model.", "Give it, or 'defaults', a 'model'.")
-    if models is None:
-        return
-    for at, model in _scored(file):
-        if model not in models:
-            yield Problem(at, f"Unknown model {shown(model)}.", suggestion(model, sorted(models)))
-    for at, model in _models_named(file):
-        if model not in models and model != AUTO:
-            yield Problem(at, f"Unknown model {shown(model)}.", suggestion(model, sorted(models)))
+def _idle_slot(who: str, at: Path) -> Problem:
+    wrong = f"The prompt of {who} has a slot, but no precursor to fill it."
+    return Problem((*at, "prompt", "slot"), wrong, "Add 'precursors', or remove 'slot'.")
 
 
-def _choice_problems(file: Values) -> Iterator[Problem]:
-    """Lists of models that hold `auto`, which stands for a list itself, or to choose from a model twice."""
-    for at, said in _blocks(file).items():
-        for position, model in enumerate(said.get("fallbacks", ())):
-            if model == AUTO:
-                yield Problem((*at, "fallbacks", position), "'auto' cannot take a model's place.", "Name the models.")
-        named = said.get("model", ())
-        for position, model in enumerate(named if isinstance(named, list) else ()):
-            if model == AUTO:
-                wrong = "'auto' stands for several models itself."
-                yield Problem((*at, "model", position), wrong, "Write it alone, or name the models.")
-            elif model in named[:position]:
-                yield Problem((*at, "model", position), f"Model '{model}' stands twice.", "Name it once.")
-
-
-def _scored(file: Values) -> Iterator[tuple[Path, str]]:
-    """Models that rules between steps ask the chances of."""
-    for _, at, rule in rules_of(file) if "steps" in file else ():
-        for model in rule.get("when", {}).get("score_below", {}):
-            yield (*at, "when", "score_below", model), model
-
-
-def _blocks(file: Values) -> Mapping[Path, Values]:
-    """Where agents' models may stand in the full forms."""
-    named: dict[Path, Values] = {
-        (form, one): said for form in ("agents", "steps") for one, said in file.get(form, {}).items()
+def _exit_problems(file: Values) -> Iterator[Problem]:
+    base, clusters = file.get("early_exit", False), file.get("clusters", {})
+    said: dict[Path, Any] = {("early_exit",): base} | {
+        ("clusters", cluster, "early_exit"): block.get("early_exit", False) for cluster, block in clusters.items()
     }
-    return {("defaults",): file.get("defaults", {}), **named}
+    for at, value in said.items():
+        try:
+            found = early_exit_in(value, base)
+        except ValueError as error:
+            yield Problem(at, f"early_exit: {error}.", "Change one of them.")
+        else:
+            if found is not None and found.scope == "layer" and clusters:
+                wrong = "early_exit: 'clusters' says which agents are judged together."
+                yield Problem(at, wrong, "Remove 'scope', or 'clusters'.")
 
 
-def _models_named(file: Values) -> Iterator[tuple[Path, str]]:
-    for at, said in _blocks(file).items():
+def _step_form_problems(file: Values) -> Iterator[Problem]:
+    if "on_failure" in file.get("defaults", {}):
+        wrong = "A step that fails fails its request: 'on_failure' does not go with 'steps'."
+        yield Problem(("defaults", "on_failure"), wrong, "Remove it.")
+    if "start" not in file:
+        yield Problem((), "No step is named as the first.", "Add 'start', a step's id or rules.")
+    if len(file["steps"]) > MAX_STEPS:
+        yield Problem(("steps",), f"There are {len(file['steps'])} steps.", f"Write at most {MAX_STEPS}.")
+
+
+# --- stage 2: names
+
+
+def name_problems(
+    file: Values, models: Collection[str] | None, topologies: Collection[str] = (), with_steps: Collection[str] = ()
+) -> Iterator[Problem]:
+    """Models, precursors, members, steps, topologies and classes that do not exist or may not stand where they do.
+
+    `models` are None where they are not known. Steps may name `topologies`, and none of those `with_steps`.
+    """
+    yield from _model_problems(file, models)
+    for who, at, said in _nodes(file):
+        yield from _precursor_problems(who, at, said.get("precursors", ()), file[str(at[0])])
+        if "slot" in said.get("prompt", {}) and not said.get("precursors"):
+            yield _idle_slot(who, at)
+        name = said.get("topology")
+        if name in with_steps:
+            wrong = f"The topology '{name}' has steps itself."
+            yield Problem((*at, "topology"), wrong, "Write its steps here, or name one without steps.")
+        elif name is not None and name not in topologies:
+            yield Problem((*at, "topology"), f"Unknown topology '{name}'.", suggestion(name, sorted(topologies)))
+    if "steps" in file:
+        yield from _rule_problems(file)
+    else:
+        agents = agents_in(file)
+        yield from _member_problems(file, agents)
+        yield from _vote_problems(file, agents)
+
+
+def _model_problems(file: Values, models: Collection[str] | None) -> Iterator[Problem]:
+    default = file.get("defaults", {}).get("model")
+    for who, at, said in _nodes(file):
+        if default is None and not {"model", "vote", "topology"} & said.keys():
+            kinds = "neither a model nor a topology" if at[0] == "steps" else "no model"
+            yield Problem(at, f"{who} has {kinds}.", "Give it a 'model', or one to 'defaults'.")
+    for at, model, may_be_auto in _models_named(file):
+        if model == AUTO and not may_be_auto:
+            yield Problem(at, "'auto' stands for several models itself.", "Write it alone as 'model', or name models.")
+        elif model != AUTO and models is not None and model not in models:
+            yield Problem(at, f"Unknown model {shown(model)}.", suggestion(model, sorted(models)))
+
+
+def _models_named(file: Values) -> Iterator[tuple[Path, str, bool]]:
+    """Every model that the file names, with its place, and whether `auto` may stand there."""
+    for at, said in _blocks(file):
         named = said.get("model", [])
         if isinstance(named, str):
-            yield (*at, "model"), named
-        else:
-            yield from (((*at, "model", position), model) for position, model in enumerate(named))
-        yield from (((*at, "fallbacks", position), model) for position, model in enumerate(said.get("fallbacks", ())))
-    for form in ("tree", "all_to_all"):
+            yield (*at, "model"), named, True
+        for key, several in (("model", named), ("fallbacks", said.get("fallbacks", ()))):
+            if not isinstance(several, str):
+                yield from (((*at, key, position), model, False) for position, model in enumerate(several))
+    for form in LAYERED:
         layered = file.get(form, {})
-        for position, model in enumerate(layered.get("models", ())):
-            yield (form, "models", position), model
+        yield from (((form, "models", position), one, True) for position, one in enumerate(layered.get("models", ())))
         if "root_model" in layered:
-            yield (form, "root_model"), layered["root_model"]
+            yield (form, "root_model"), layered["root_model"], True
+    for _, at, rule in rules_of(file):
+        yield from (
+            ((*at, "when", "score_below", one), one, False) for one in rule.get("when", {}).get("score_below", ())
+        )
+
+
+def _precursor_problems(who: str, at: Path, precursors: Iterable[str], known: Collection[str]) -> Iterator[Problem]:
+    for position, precursor in enumerate(precursors):
+        place = (*at, "precursors", position)
+        if precursor == at[-1]:
+            yield Problem(place, f"{who} reads itself.", "Remove it from its own precursors.")
+        elif precursor not in known:
+            noun = "an agent" if at[0] == "agents" else "a step"
+            wrong = f"{who} reads '{precursor}', which is not {noun}."
+            yield Problem(place, wrong, suggestion(precursor, [other for other in known if other != at[-1]]))
 
 
 def _vote_problems(file: Values, agents: Mapping[str, Values]) -> Iterator[Problem]:
-    """Votes that have nothing to count, and what only an agent that asks a model can have."""
-    blocks: dict[Path, Values] = {("agents", agent): said for agent, said in file.get("agents", {}).items()}
-    for form in ("tree", "all_to_all"):
-        layered = file.get(form, {})
-        blocks |= {(form, role): layered.get(role, {}) for role in ("proposer", "aggregator", "root")}
-        if "root_model" in layered and "vote" in layered.get("root", {}):
-            yield Problem((form, "root_model"), "The root votes, so that it asks no model.", "Remove one of the two.")
-    for at, said in blocks.items():
-        for key in ("model", "fallbacks", "prompt", "sampling", "timeout_s", "drafts"):
-            if "vote" in said and key in said:
-                wrong = f"{spelled(at)} votes, so that it asks no model: it has no '{key}'."
-                yield Problem((*at, key), wrong, f"Remove '{key}', or 'vote'.")
     for agent, said in agents.items():
         if "vote" in said and len(said.get("precursors", ())) < 2:
             form = next(one for one in GRAPH_FORMS if one in file)
             place: Path = (form, agent, "vote") if form == "agents" else (form, "shape")
             wrong = f"Agent '{agent}' votes, but reads fewer than two agents."
             yield Problem(place, wrong, "Give it at least two precursors, or a model.")
-
-
-def _idle_slot(who: str, at: Path) -> Problem:
-    remedy = "Add 'precursors', or remove 'slot'."
-    return Problem(at, f"The prompt of {who} has a slot, but no precursor to fill it.", remedy)
 
 
 def _member_problems(file: Values, agents: Collection[str]) -> Iterator[Problem]:
@@ -210,28 +241,125 @@ def _member_problems(file: Values, agents: Collection[str]) -> Iterator[Problem]
                 home[agent] = cluster
 
 
-def _cycle(agents: list[str]) -> Problem:
-    drawn = " -> ".join(agents)
-    remedy = f"Remove one of these links, say '{agents[0]}' from the precursors of '{agents[1]}'."
-    return Problem(("agents", agents[1], "precursors"), f"Outputs run in a circle: {drawn}.", remedy)
+def _rule_problems(file: Values) -> Iterator[Problem]:
+    """Targets and classifiers that do not exist; conditions that cannot be asked; rules never reached."""
+    targets, classifiers = [*file["steps"], END], file.get("classifiers", {})
+    always: dict[str, Path] = {}
+    used: set[str] = set()
+    for step in {START, END} & file["steps"].keys():
+        yield Problem(("steps", step), f"A step is named '{step}', a reserved name.", "Rename it.")
+    for place, at, rule in rules_of(file):
+        if place in always:
+            wrong = f"{spelled(at)} is never reached: {spelled(always[place])} always holds."
+            yield Problem(at, wrong, "Put the rule without 'when' last.")
+        if rule["go"] not in targets or (place == START and rule["go"] == END):
+            known = list(file["steps"]) if place == START else targets
+            where = (*at, "go") if isinstance(at[-1], int) else at
+            yield Problem(where, f"'{rule['go']}' is not a step.", suggestion(rule["go"], known))
+        if "when" in rule:
+            yield from _when_problems(rule["when"], (*at, "when"), at_start=place == START)
+            yield from _class_problems(rule["when"], (*at, "when"), classifiers)
+            used.add(rule["when"].get("classifier", ""))
+        else:
+            always.setdefault(place, at)
+    if START not in always:
+        wrong = "A request may meet no rule of 'start'."
+        yield Problem(("start",), wrong, "End it with a rule without 'when', such as {go: ...}.")
+    for one in classifiers.keys() - used:
+        yield Problem(("classifiers", one), f"No rule uses the classifier '{one}'.", "Remove it, or use it in a rule.")
 
 
-def _root_problems(roots: list[str], precursors: Mapping[str, Collection[str]]) -> Iterator[Problem]:
+def _when_problems(when: Values, at: Path, *, at_start: bool) -> Iterator[Problem]:
+    if not when.keys() - {"of"}:
+        yield Problem(at, f"{spelled(at)} has no condition.", "Add one, or leave 'when' out.")
+    elif "of" in when and not {"matches", "classifier"} & when.keys():
+        yield Problem((*at, "of"), f"{spelled(at)} reads no text.", "Remove 'of', or add 'matches' or 'classifier'.")
+    if at_start and ("confidence_below" in when or subject_of(when, at_start=True) == "output"):
+        key = "of" if "of" in when else "confidence_below"
+        yield Problem((*at, key), "At the start there is no output yet.", "Ask about the request.")
+    if error := pattern_error(when.get("matches", "")):
+        remedy = "Patterns are RE2's: no look-around, no back-references."
+        yield Problem((*at, "matches"), f"{spelled((*at, 'matches'))} is not a regular expression: {error}.", remedy)
+
+
+def _class_problems(when: Values, at: Path, classifiers: Values) -> Iterator[Problem]:
+    name, named = when.get("classifier"), when.get("is", [])
+    if (name is None) != ("is" not in when):
+        wrong = f"{spelled(at)} has only one of 'classifier' and 'is'."
+        yield Problem(at, wrong, "Write both: which classifier, and which class.")
+    elif name is not None and name not in classifiers:
+        yield Problem((*at, "classifier"), f"Unknown classifier '{name}'.", suggestion(name, list(classifiers)))
+    elif name is not None:
+        classes = list(classifiers[name]["examples"])
+        for one in named if isinstance(named, list) else [named]:
+            if one not in classes:
+                wrong = f"The classifier '{name}' has no class '{one}'."
+                yield Problem((*at, "is"), wrong, suggestion(one, classes))
+
+
+# --- stage 3: the graph
+
+
+def graph_problems(file: Values) -> Iterator[Problem]:
+    """Of agents: cycles; else several roots, agents that nothing connects, and a root that may be cut off or dropped.
+
+    Of steps: cycles; else steps that nothing leads to, and outputs that are never there when they are read.
+    """
+    if "steps" in file:
+        before: Mapping[str, Collection[str]] = predecessors(file)
+    else:
+        before = {agent: said.get("precursors", ()) for agent, said in agents_in(file).items()}
+    try:
+        order = list(TopologicalSorter(before).static_order())
+    except CycleError as error:
+        yield _cycle(error.args[1], is_of_steps="steps" in file)
+        return
+    yield from _order_problems(file, before, order) if "steps" in file else _root_problems(file, before)
+
+
+def _cycle(circle: list[str], *, is_of_steps: bool) -> Problem:
+    drawn = " -> ".join(circle)
+    if is_of_steps:
+        remedy = "Remove one of these ways; for a second round write steps of its own."
+        return Problem(("steps", circle[0], "then"), f"Steps lead in a circle: {drawn}.", remedy)
+    remedy = f"Remove one of these links, say '{circle[0]}' from the precursors of '{circle[1]}'."
+    return Problem(("agents", circle[1], "precursors"), f"Outputs run in a circle: {drawn}.", remedy)
+
+
+def _order_problems(file: Values, before: Mapping[str, Collection[str]], order: list[str]) -> Iterator[Problem]:
+    first = {rule["go"] for place, _, rule in rules_of(file) if place == START}
+    reached: set[str] = set()
+    earlier: dict[str, set[str]] = {}
+    for step in order:
+        earlier[step] = set(before[step]).union(*(earlier[one] for one in before[step]))
+        if step in first or not reached.isdisjoint(before[step]):
+            reached.add(step)
+    for step, said in file["steps"].items():
+        if step not in reached:
+            wrong = f"Step '{step}' is unreachable: neither 'start' nor any step that can run leads to it."
+            yield Problem(("steps", step), wrong, "Let a rule lead to it, or remove it.")
+        for position, read in enumerate(said.get("precursors", ())):
+            if read not in earlier[step]:
+                wrong = f"Step '{step}' reads '{read}', which never runs before it."
+                yield Problem(("steps", step, "precursors", position), wrong, "Name steps that lead to it.")
+
+
+def _root_problems(file: Values, precursors: Mapping[str, Collection[str]]) -> Iterator[Problem]:
     """Of several agents without successors, those without precursors are unreachable, the others roots."""
-    connected = [agent for agent in roots if precursors[agent]]
-    alone = [agent for agent in roots if connected and agent not in connected]
-    for agent in alone:
-        unreachable = f"Agent '{agent}' is unreachable: it has neither precursors nor successors."
-        yield Problem(("agents", agent), unreachable, "Name it among another's precursors, or remove it.")
-    ends = [agent for agent in roots if agent not in alone]
-    if len(ends) > 1:
-        counts = "two roots" if len(ends) == 2 else f"{len(ends)} roots"
-        named = " and ".join(f"'{agent}'" for agent in ends)
+    read = {agent for read in precursors.values() for agent in read}
+    ends = [agent for agent in precursors if agent not in read]
+    roots = [agent for agent in ends if precursors[agent]] or ends
+    for agent in ends:
+        if agent not in roots:
+            unreachable = f"Agent '{agent}' is unreachable: it has neither precursors nor successors."
+            yield Problem(("agents", agent), unreachable, "Name it among another's precursors, or remove it.")
+    if len(roots) > 1:
+        counts = "two roots" if len(roots) == 2 else f"{len(roots)} roots"
+        named = " and ".join(f"'{agent}'" for agent in roots)
         remedy = "Exactly one agent may have no successor; name the others among some agent's precursors."
-        yield Problem(("agents", ends[1]), f"The graph has {counts}: {named} have no successor.", remedy)
-
-
-def _root_misuse(root: str, file: Values) -> Iterator[Problem]:
+        yield Problem(("agents", roots[1]), f"The graph has {counts}: {named} have no successor.", remedy)
+        return
+    (root,) = roots
     for cluster, said in file.get("clusters", {}).items():
         if root in said["agents"]:
             at: Path = ("clusters", cluster, "agents", said["agents"].index(root))

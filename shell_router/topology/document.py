@@ -1,14 +1,14 @@
 """YAML text as plain values, with the line of each; and what is wrong with a file, with its line."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path as File
 from typing import Any
 
 import orjson
 import yaml
-from yaml.constructor import SafeConstructor
 
 from shell_router.errors import ConfigError, DataError, InvalidField, TopologyError
 
@@ -29,6 +29,11 @@ MAX_REPORTED = 20
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "null")}
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _BAD_SCALAR = (ValueError, KeyError, IndexError, OverflowError, yaml.YAMLError)
+
+
+def spelled(at: Path) -> str:
+    """A path as people write it: `agents.solver.precursors[0]`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in at).lstrip(".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +81,12 @@ class Document:
         found = list(islice(problems, MAX_REPORTED))
         if not found:
             return
-        fields = [self._field(p.at if isinstance(p.at, tuple) else ()) for p in found]
+        fields = [spelled((self.source, *(p.at if isinstance(p.at, tuple) else ()))) for p in found]
         said = [f"{field}: {p.message}" if field else p.message for field, p in zip(fields, found, strict=True)]
         if len(found) == 1:
             raise InvalidField(said[0], field=fields[0], remedy=found[0].remedy)
         lines = [f"{message} {p.remedy}" for message, p in zip(said, found, strict=True)]
         raise InvalidField("\n".join(lines), field=fields[0])
-
-    def _field(self, at: Path) -> str:
-        steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in at)
-        return (self.source + "".join(steps)).removeprefix(".")
 
 
 def clients_document(value: Values, source: str) -> Document:
@@ -135,38 +136,52 @@ def read_json_lines(path: File, form: str) -> Iterator[tuple[str, dict[str, Any]
 
 def read_document(text: str, *, source: str, error: type[ConfigError] = TopologyError) -> Document:
     """Read the one YAML document in `text`. Raises `error` naming `source` and the line."""
-    root = _compose(text, Document(source, None, {}, error))
-    reader = _NodeReader()
-    value = reader.read(root, ())
-    document = Document(source, value, reader.lines, error)
-    document.refuse(reader.problems)
-    return document
-
-
-def _compose(text: str, nothing: Document) -> yaml.Node:
+    lines: dict[Path, int] = {}
+    document = Document(source, None, lines, error)
     if len(text) > MAX_CHARACTERS:
-        nothing.refuse([Problem(1, f"The file holds over {MAX_CHARACTERS} characters.", "Make it smaller.")])
+        document.refuse([Problem(1, f"The file holds over {MAX_CHARACTERS} characters.", "Make it smaller.")])
+    problems: list[Problem] = []
     try:
-        root = _BoundedLoader(text).get_single_node()
-    except RecursionError as error:
-        nothing.refuse([_size_problem(error.args[0] if isinstance(error.args[0], int) else 1)])
-    except yaml.YAMLError as error:
-        nothing.refuse([_syntax_problem(error, text)])
-    else:
-        if root is not None:
-            return root
-    remedy = (
-        "Describe a topology; docs/how-to/write-a-topology.md shows the shortest one."
-        if nothing.error is TopologyError
-        else ""
+        reader = _Reader(text, lines, problems)
+        root = reader.get_single_node()
+        value = None if root is None else reader.value(root, ())
+    except RecursionError as found:
+        line = found.args[0] if isinstance(found.args[0], int) else 1
+        limits = f"at most {MAX_VALUES} keys and values, aliases spelled out, nested at most {MAX_DEPTH} levels"
+        document.refuse([Problem(line, "Values are too many or nested too deeply.", f"Write {limits}.")])
+    except yaml.YAMLError as found:
+        document.refuse([_syntax_problem(found, text)])
+    document.refuse(problems)
+    if value is None:
+        see = "Describe a topology; docs/how-to/write-a-topology.md shows the shortest one."
+        raise error(f"{source}:1: The file is empty.", remedy=see if error is TopologyError else "")
+    return replace(document, value=value)
+
+
+def _syntax_problem(error: yaml.YAMLError, text: str) -> Problem:
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        remedy = "Correct the YAML; text with ': ', '#', braces or a leading symbol needs quotes."
+        return Problem(mark.line + 1 if mark else 1, f"Not valid YAML: {error.problem or error.context}.", remedy)
+    return Problem(
+        text.count("\n", 0, getattr(error, "position", 0)) + 1,
+        "Not valid YAML: a character that may not stand in YAML.",
+        "Remove it, or write it as an escape in double quotes.",
     )
-    raise nothing.error(f"{nothing.source}:1: The file is empty.", remedy=remedy)
 
 
-class _BoundedLoader(yaml.SafeLoader):
-    """Raises RecursionError with the line where there are too many nodes or levels: PyYAML's time grows with both."""
+class _Reader(yaml.SafeLoader):
+    """Gives plain values, the line of each, and what cannot be one.
 
-    _nodes = 0
+    Raises RecursionError with the line where there are too many values or levels: PyYAML's time grows with both. An
+    alias is read again wherever it stands, hence the second count.
+    """
+
+    def __init__(self, text: str, lines: dict[Path, int], problems: list[Problem]) -> None:
+        super().__init__(text)
+        self._lines = lines
+        self._problems = problems
+        self._composed = self._read = 0
 
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:
         if self.flow_level > MAX_DEPTH:
@@ -174,75 +189,35 @@ class _BoundedLoader(yaml.SafeLoader):
         super().fetch_flow_collection_start(TokenClass)
 
     def compose_node(self, parent: yaml.Node | None, index: int | None) -> yaml.Node | None:
-        self._nodes += 1
-        if self._nodes > MAX_VALUES:
+        self._composed += 1
+        if self._composed > MAX_VALUES:
             raise RecursionError(self.line + 1)
         return super().compose_node(parent, index)  # type: ignore[arg-type]
 
-
-def _size_problem(line: int) -> Problem:
-    remedy = f"Write at most {MAX_VALUES} keys and values, aliases spelled out, nested at most {MAX_DEPTH} levels."
-    return Problem(line, "Values are too many or nested too deeply.", remedy)
-
-
-def _syntax_problem(error: yaml.YAMLError, text: str) -> Problem:
-    remedy = "Correct the YAML; text with ': ', '#', braces or a leading symbol needs quotes."
-    if isinstance(error, yaml.MarkedYAMLError):
-        mark = error.problem_mark or error.context_mark
-        return Problem(mark.line + 1 if mark else 1, f"Not valid YAML: {error.problem or error.context}.", remedy)
-    position = getattr(error, "position", 0)
-    return Problem(
-        text.count("\n", 0, position) + 1,
-        "Not valid YAML: a character that may not stand in YAML.",
-        "Remove it, or write it as an escape in double quotes.",
-    )
-
-
-class _NodeReader:
-    """Walks composed nodes. An alias is read again wherever it stands, hence the limit on values."""
-
-    def __init__(self) -> None:
-        self.lines: dict[Path, int] = {}
-        self.problems: list[Problem] = []
-        self._values_left = MAX_VALUES
-        self._constructor = SafeConstructor()
-
-    def read(self, node: yaml.Node, at: Path, line: int | None = None) -> Any:
+    def value(self, node: yaml.Node, at: Path, line: int | None = None) -> Any:
+        """What the node says; None, and a problem, where that is no plain value."""
         line = node.start_mark.line + 1 if line is None else line
-        self.lines.setdefault(at, line)
-        self._values_left -= 1
-        if self._values_left < 0 or len(at) > MAX_DEPTH:
-            self._report_size(line)
-            return None
+        self._lines.setdefault(at, line)
+        self._read += 1
+        if self._read > MAX_VALUES or len(at) > MAX_DEPTH:
+            raise RecursionError(line)
         if isinstance(node, yaml.MappingNode):
-            return {key: self.read(value, (*at, key), line) for key, value, line in self._entries(node)}
+            return {key: self.value(value, (*at, key), line) for key, value, line in self._entries(node)}
         if isinstance(node, yaml.SequenceNode):
-            return [self.read(item, (*at, position)) for position, item in enumerate(node.value)]
+            return [self.value(item, (*at, position)) for position, item in enumerate(node.value)]
         return self._scalar(node, line)
-
-    def _report_size(self, line: int) -> None:
-        if not self.problems or self.problems[-1].message != _size_problem(line).message:
-            self.problems.append(_size_problem(line))
 
     def _entries(self, node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, int]]:
         first_lines: dict[str, int] = {}
         for key_node, value_node in node.value:
-            if self._values_left < 0:
-                return
             key, line = key_node.value, key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TEXT_TAG:
                 shown = key if isinstance(key, str) else "a list or mapping"
-                self.problems.append(
-                    Problem(line, f"The key {shown} is not text.", "Put it in quotes if it is meant as a name.")
-                )
+                wrong, remedy = f"The key {shown} is not text.", "Put it in quotes if it is meant as a name."
+                self._problems.append(Problem(line, wrong, remedy))
             elif key in first_lines:
-                self.problems.append(
-                    Problem(
-                        line,
-                        f"The key '{key}' stands twice; first in line {first_lines[key]}.",
-                        "Keep one of them.",
-                    )
-                )
+                wrong = f"The key '{key}' stands twice; first in line {first_lines[key]}."
+                self._problems.append(Problem(line, wrong, "Keep one of them."))
             else:
                 first_lines[key] = line
                 yield key, value_node, line
@@ -251,11 +226,9 @@ class _NodeReader:
         if node.tag == _TEXT_TAG:
             return node.value
         if node.tag in _PLAIN_TAGS and len(node.value) <= MAX_NUMBER_CHARACTERS:
-            try:
-                return self._constructor.construct_object(node)
-            except _BAD_SCALAR:
-                pass  # reported below, as is every scalar that has no plain value
+            with suppress(*_BAD_SCALAR):
+                return self.construct_object(node)
         kind = node.tag.rpartition(":")[2]
         message = f"This is read as a YAML {kind}, which cannot stand here."  # unquoted, for it may be a secret
-        self.problems.append(Problem(line, message, "Put it in quotes if it is meant as text."))
+        self._problems.append(Problem(line, message, "Put it in quotes if it is meant as text."))
         return None

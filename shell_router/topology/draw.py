@@ -3,27 +3,41 @@
 from collections.abc import Iterator, Sequence
 
 from shell_router.early_exit import EarlyExit
-from shell_router.topology.graph import Cluster, Conditional, Graph, Step, Topology
+from shell_router.topology.graph import Conditional, Graph, Topology
 from shell_router.topology.rules import START, Rule
 
 _ABOVE = "↑ above"
 
 
 def draw(graph: Graph) -> str:
-    """A topology of either kind."""
-    return draw_steps_terminal(graph) if isinstance(graph, Conditional) else draw_terminal(graph)
+    """A topology of either kind: its size and description, and then the graph."""
+    lines = _steps(graph) if isinstance(graph, Conditional) else _agents(graph)
+    description = [graph.description] if graph.description else []
+    return "\n".join([f"{graph.name}: {_size(graph)}", *description, "", *lines, ""])
 
 
-def draw_terminal(topology: Topology) -> str:
+def _size(graph: Graph) -> str:
+    agents = count(len(graph.agents), "agent")
+    if isinstance(graph, Conditional):
+        return f"{count(len(graph.steps), 'step')}, {agents}"
+    return f"{agents} in {count(len(graph.layers), 'layer')}"
+
+
+def _agents(topology: Topology) -> Iterator[str]:
     """The graph as a tree from the root down, each agent with its model and cluster, then clusters and prefill.
 
     An agent that several successors read is drawn out once and elsewhere marked as standing above. So is a whole
     set of precursors that an agent shares with one drawn before.
     """
-    sizes = f"{count(len(topology.agents), 'agent')} in {count(len(topology.layers), 'layer')}"
-    head = [f"{topology.name}: {sizes}"]
-    head += [topology.description] if topology.description else []
-    return "\n".join([*head, "", *_tree(topology), "", *_cluster_lines(topology), _prefill_line(topology)]) + "\n"
+    yield from _tree(topology)
+    yield ""
+    width = max((len(cluster.id) for cluster in topology.clusters), default=0)
+    yield "Clusters:" if topology.clusters else "Clusters: none"
+    for cluster in topology.clusters:
+        first, *others = cluster.agents
+        several = f"{first} ... {others[-1]}, {len(cluster.agents)} agents" if len(others) > 3 else ""
+        yield f"  {cluster.id:<{width}}  {_exit_text(cluster.early_exit)}; {several or ', '.join(cluster.agents)}"
+    yield _prefill_line(topology)
 
 
 def _tree(topology: Topology) -> Iterator[str]:
@@ -57,21 +71,6 @@ def _label(topology: Topology, agent_id: str) -> str:
     return f"{agent_id} [{topology.agents[agent_id].model_name}]{place}"
 
 
-def _cluster_lines(topology: Topology) -> list[str]:
-    if not topology.clusters:
-        return ["Clusters: none"]
-    width = max(len(cluster.id) for cluster in topology.clusters)
-    return ["Clusters:", *(_cluster_line(cluster, width) for cluster in topology.clusters)]
-
-
-def _cluster_line(cluster: Cluster, width: int) -> str:
-    first, *others = cluster.agents
-    members = (
-        f"{first} ... {others[-1]}, {len(cluster.agents)} agents" if len(others) > 3 else ", ".join(cluster.agents)
-    )
-    return f"  {cluster.id:<{width}}  {_exit_text(cluster.early_exit)}; {members}"
-
-
 def _exit_text(early_exit: EarlyExit | None) -> str:
     if early_exit is None:
         return "no early exit"
@@ -100,41 +99,23 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def draw_steps_terminal(topology: Conditional) -> str:
+def _steps(topology: Conditional) -> Iterator[str]:
     """The steps in order, each with what it asks and its rules; then the classifiers."""
-    sizes = f"{count(len(topology.steps), 'step')}, {count(len(topology.agents), 'agent')}"
-    head = [f"{topology.name}: {sizes}"]
-    head += [topology.description] if topology.description else []
-    lines = [*head, "", START, *_rule_branches(topology.start)]
+    yield START
+    yield from _rule_branches(topology.start)
     for step in topology.steps.values():
-        lines += [_asked(step), *_rule_branches(step.then)]
-    return "\n".join([*lines, *_classifier_lines(topology)]) + "\n"
-
-
-def _rule_branches(rules: Sequence[Rule]) -> Iterator[str]:
-    for number, (label, rule) in enumerate(_labeled(rules), start=1):
-        yield f"{'└─' if number == len(rules) else '├─'} {label} -> {rule.go}"
-
-
-def _labeled(rules: Sequence[Rule]) -> Iterator[tuple[str, Rule]]:
-    unconditional = "otherwise" if len(rules) > 1 else "always"
-    return ((unconditional if rule.when is None else str(rule.when), rule) for rule in rules)
-
-
-def _asked(step: Step) -> str:
-    reads = f", reads {', '.join(step.reads)}" if step.reads else ""
-    return f"{step.id} [{_what(step)}]{reads}"
-
-
-def _what(step: Step) -> str:
-    """The model of an agent, or the topology and its size."""
-    agents = step.topology.agents
-    if len(agents) == 1 and step.root == step.id:
-        return agents[step.id].model_name
-    return f"{step.topology.name}: {count(len(agents), 'agent')}"
-
-
-def _classifier_lines(topology: Conditional) -> Iterator[str]:
+        reads = f", reads {', '.join(step.reads)}" if step.reads else ""
+        agents = step.topology.agents
+        is_agent = len(agents) == 1 and step.root == step.id
+        asked = agents[step.id].model_name if is_agent else f"{step.topology.name}: {count(len(agents), 'agent')}"
+        yield f"{step.id} [{asked}]{reads}"
+        yield from _rule_branches(step.then)
     for one in topology.classifiers.values():
         examples = ", ".join(f"{label} ({count(len(texts), 'example')})" for label, texts in one.examples.items())
         yield f"Classifier {one.id}: {examples}"
+
+
+def _rule_branches(rules: Sequence[Rule]) -> Iterator[str]:
+    unconditional = "otherwise" if len(rules) > 1 else "always"
+    for number, rule in enumerate(rules, start=1):
+        yield f"{'└─' if number == len(rules) else '├─'} {rule.when or unconditional} -> {rule.go}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
+from shell_router.topology import document
 from shell_router.topology.document import Path, Problem
 
 Schema = dict[str, Any]
@@ -28,7 +29,7 @@ class Form:
     @property
     def noun(self) -> str:
         """Completes "must be ..."."""
-        return "a mapping" if Mapping in self.types else "a JSON value"
+        return "a JSON value"
 
     def fits(self, value: object) -> bool:
         """Whether the value is of the kind that this form is for."""
@@ -66,9 +67,8 @@ def _remedy(form: Form, value: object) -> str:
 
 
 def spelled(at: Path) -> str:
-    """A path as people write it: `agents.solver.precursors[0]`."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in at)
-    return text.removeprefix(".") or "The file"
+    """A path of a file, which may be its top."""
+    return document.spelled(at) or "The file"
 
 
 def shown(value: object) -> str:
@@ -103,16 +103,12 @@ def suggestion(name: str, known: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Text(Form):
-    """Any text, or one that matches a whole `pattern`; `called` is then its noun."""
+    """Any text, or one that matches a whole `pattern`."""
 
     pattern: str = ""
-    called: str = "text"
+    noun: str = "text"
 
     types = (str,)
-
-    @property
-    def noun(self) -> str:
-        return self.called
 
     def problems(self, value: str, at: Path) -> Iterator[Problem]:
         if self.pattern and not re.fullmatch(self.pattern, value, re.DOTALL):
@@ -160,9 +156,7 @@ class OneOf(Form):
 class Switch(Form):
     """On or off. YAML 1.1 reads bare `on` as true; editors, which follow YAML 1.2, read it as text."""
 
-    @property
-    def noun(self) -> str:
-        return "on or off"
+    noun = "on or off"
 
     def fits(self, value: object) -> bool:
         return isinstance(value, bool) or value in ("on", "off")
@@ -217,28 +211,32 @@ class Number(Form):
 
 @dataclass(frozen=True, slots=True)
 class ListOf(Form):
-    """A list of at least `at_least` and at most `at_most` items."""
+    """A list of at least `at_least` and at most `at_most` items; with `distinct`, each once."""
 
     item: Form
     at_least: int = 0
     at_most: int = 10_000
-    called: str = "a list"
+    noun: str = "a list"
+    distinct: bool = False
 
     types = (list,)
-
-    @property
-    def noun(self) -> str:
-        return self.called
 
     def problems(self, value: list[object], at: Path) -> Iterator[Problem]:
         if not self.at_least <= len(value) <= self.at_most:
             wanted = f"{self.at_least} to {self.at_most} items"
             yield Problem(at, f"{spelled(at)} must hold {wanted}, not {len(value)}.", f"Write {wanted}.")
+        seen: set[str] = set()
         for position, item in enumerate(value):
             yield from check(self.item, item, (*at, position))
+            if self.distinct and isinstance(item, str):
+                if item in seen:
+                    yield Problem((*at, position), f"{spelled(at)} names {shown(item)} twice.", "Name it once.")
+                seen.add(item)
 
     def schema(self) -> Schema:
-        bounds = {"minItems": self.at_least, "maxItems": self.at_most}
+        bounds: Schema = {"minItems": self.at_least, "maxItems": self.at_most}
+        if self.distinct:
+            bounds["uniqueItems"] = True
         return {"type": "array", "description": self.about, "items": self.item.schema(), **bounds}
 
 
@@ -251,6 +249,7 @@ class MappingOf(Form):
     at_least: int = 1
 
     types = (Mapping,)
+    noun = "a mapping"
 
     def problems(self, value: Mapping[str, object], at: Path) -> Iterator[Problem]:
         if len(value) < self.at_least:
@@ -278,6 +277,7 @@ class Block(Form):
     name: str = ""
 
     types = (Mapping,)
+    noun = "a mapping"
 
     def problems(self, value: Mapping[str, object], at: Path) -> Iterator[Problem]:
         for key, item in value.items():
@@ -351,10 +351,7 @@ class Nothing(Form):
     """A key without a value, as if it were left out."""
 
     types = (type(None),)
-
-    @property
-    def noun(self) -> str:
-        return ""
+    noun = ""
 
     def schema(self) -> Schema:
         return {"type": "null"}
@@ -367,6 +364,7 @@ class Deferred(Form):
     load: Callable[[], Form]
 
     types = (Mapping,)
+    noun = "a mapping"
 
     def problems(self, value: object, at: Path) -> Iterator[Problem]:
         return self.load().problems(value, at)

@@ -37,10 +37,7 @@ class Template(Form):
     once: str = ""
 
     types = (str,)
-
-    @property
-    def noun(self) -> str:
-        return "text"
+    noun = "text"
 
     def problems(self, value: str, at: Path) -> Iterator[Problem]:
         try:
@@ -50,15 +47,12 @@ class Template(Form):
             return
         for name in dict.fromkeys(names):
             if name not in self.placeholders:
-                yield Problem(at, f"{spelled(at)}: unknown placeholder {{{name}}}.", self._remedy)
+                known = ", ".join(f"{{{one}}}" for one in self.placeholders)
+                remedy = f"Known here: {known}; write {{{{ and }}}} for braces that are meant as text."
+                yield Problem(at, f"{spelled(at)}: unknown placeholder {{{name}}}.", remedy)
         if self.once and names.count(self.once) != 1:
             wrong = f"{spelled(at)} holds {{{self.once}}} {names.count(self.once)} times."
             yield Problem(at, wrong, f"Write {{{self.once}}} exactly once.")
-
-    @property
-    def _remedy(self) -> str:
-        known = ", ".join(f"{{{name}}}" for name in self.placeholders)
-        return f"Known here: {known}; write {{{{ and }}}} for braces that are meant as text."
 
     def schema(self) -> Schema:
         return {"type": "string", "description": self.about}
@@ -101,11 +95,9 @@ RULE = Block(
 
 
 def _rules(about: str) -> Either:
-    rules = ListOf(about, RULE, at_least=1, at_most=MAX_RULES, called="a list of rules")
+    rules = ListOf(about, RULE, at_least=1, at_most=MAX_RULES, noun="a list of rules")
     return Either(about, (name_form("The step that always follows, or `end`."), rules))
 
-
-START_RULES = _rules("Which step is first: its id, or rules, of which the first that holds is taken.")
 
 CLASSIFIER = Block(
     "Classifies a text as its most similar example.",
@@ -125,13 +117,6 @@ CLASSIFIER = Block(
     name="classifier",
 )
 
-STEP_FIELDS: dict[str, Form] = {
-    "topology": model_name_form("A topology's name: the step asks all of it."),
-    "then": _rules("What follows: a step's id, or rules, of which the first that holds is taken; by default `end`."),
-}
-"""The keys of a step that an agent lacks."""
-
-
 MAX_AGENTS = 1024
 MAX_LAYERS = 32
 
@@ -142,7 +127,7 @@ def _alias(about: str) -> Text:
 
 def _models(about: str) -> Either:
     """One model, `auto`, or several to choose from."""
-    several = ListOf("Models to choose from.", _alias("Model alias."), at_least=1, at_most=MAX_AGENTS)
+    several = ListOf("Models to choose from.", _alias("Model alias."), at_least=1, at_most=MAX_AGENTS, distinct=True)
     return Either(about, (_alias("Model alias, or `auto`."), several))
 
 
@@ -286,7 +271,7 @@ AGENT = Block(
             at_most=16,
         ),
         "vote": VOTE,
-        "precursors": ListOf("Agents whose outputs it reads, in slot order.", name_form("Agent id.")),
+        "precursors": ListOf("Agents whose outputs it reads, in slot order.", name_form("Agent id."), distinct=True),
         **_SHARED,
     },
     name="agent",
@@ -329,9 +314,14 @@ STEP = Block(
     "One step: an agent, or with `topology` a whole topology.",
     {
         "model": _ONE_MODEL,
-        "precursors": ListOf("Earlier steps whose outputs it reads, in slot order.", name_form("Step id.")),
+        "precursors": ListOf(
+            "Earlier steps whose outputs it reads, in slot order.", name_form("Step id."), distinct=True
+        ),
         **_ASKED,
-        **STEP_FIELDS,
+        "topology": model_name_form("A topology's name: the step asks all of it."),
+        "then": _rules(
+            "What follows: a step's id, or rules, of which the first that holds is taken; by default `end`."
+        ),
     },
     name="step",
 )
@@ -348,7 +338,7 @@ TOPOLOGY = Block(
         "all_to_all": _layered("Every agent reads all agents of the layer before."),
         "agents": MappingOf("The graph, agent by agent.", name_form("Agent id."), AGENT),
         "steps": MappingOf("Steps that run one after the other, chosen by rules.", name_form("Step id."), STEP),
-        "start": START_RULES,
+        "start": _rules("Which step is first: its id, or rules, of which the first that holds is taken."),
         "classifiers": MappingOf("Classifiers of texts, by name.", name_form("Classifier id."), CLASSIFIER),
         "clusters": MappingOf(
             "Which agents are judged together; by default those with the same successors.",

@@ -13,7 +13,8 @@ import pytest_asyncio
 
 from shell_router.api import ApiSettings, bound_sockets, create_app, listening
 from shell_router.api.admission import Keys
-from shell_router.app.serving import Rereads, renew, served_tls
+from shell_router.app.rereads import Reread
+from shell_router.app.serving import renew, served_tls
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import ApiKey, BatchesSettings, ListenTls
@@ -185,26 +186,23 @@ async def test_a_file_that_changes_counts_and_a_wrong_one_does_not(
     file, keys = tmp_path / "keys", Keys({"alice": "old"})
     file.write_text("new")
 
-    def read() -> dict[str, str]:
-        with pytest.raises(RuntimeError, match="no running event loop"):
-            asyncio.get_running_loop()
+    async def take() -> None:
         text = file.read_text()
         if text == "spoilt":
             raise ValueError("of a reader")
-        return {"alice": text}
+        keys.take({"alice": text})
 
-    rereads = Rereads()
-    rereads.add(read, keys.take, file)
-    await rereads.look()
+    reread = Reread("keys", lambda: (file,), take)
+    await reread.look()
     assert keys.caller("Bearer old", None, now).tenant == "alice", "nothing has changed since it was added"
     file.write_text("newer")
-    await rereads.look()
+    await reread.look()
     assert keys.caller("Bearer newer", None, now).tenant == "alice"
     with pytest.raises(Unauthorized):
         keys.caller("Bearer old", None, now)
     for spoil in (lambda: file.write_text(""), lambda: file.write_text("spoilt"), file.unlink):
         spoil()
-        await rereads.look()
+        await reread.look()
         assert keys.caller("Bearer newer", None, now).tenant == "alice"
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 3 and "what was before stays" in errors[0].message

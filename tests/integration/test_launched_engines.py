@@ -14,8 +14,7 @@ from launch.sglang_cpu.pair import free_ports
 from shell_router.app import load_config
 from shell_router.errors import EngineUnreachable
 from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
-from shell_router.launching.restarts import RestartPolicy
-from shell_router.launching.supervisor import Engines, Patience, running_engines
+from shell_router.launching.supervisor import Engines, Patience, RestartPolicy, running_engines
 from tests.fakes import fake_engine
 from tests.fakes.command import survivors
 from tests.fakes.timers import Lines, logged

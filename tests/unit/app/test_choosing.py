@@ -5,7 +5,7 @@ from time import monotonic
 
 import pytest
 
-from shell_router.app.choosing import chooser_of
+from shell_router.app.services import chooser_of
 from shell_router.config import AutoSettings, Config, ModelSettings, PairSettings
 from shell_router.core.events import ModelChosen
 from shell_router.core.predictors import Forecast

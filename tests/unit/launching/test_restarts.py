@@ -1,8 +1,7 @@
 """When a launched engine is started again."""
 
 from shell_router.launching.plan import Role
-from shell_router.launching.restarts import RestartPolicy
-from shell_router.launching.supervisor import Patience, policy_of
+from shell_router.launching.supervisor import Patience, RestartPolicy, policy_of
 
 
 def delays_s(role: Role, policy: RestartPolicy) -> list[float | None]:

@@ -1,5 +1,5 @@
 from shell_router.topology import parse_topology
-from shell_router.topology.draw import draw_terminal
+from shell_router.topology.draw import draw
 
 DIAMOND = """
 name: diamond
@@ -15,7 +15,7 @@ agents:
 
 
 def test_the_terminal_drawing_shows_agents_models_clusters_and_early_exit() -> None:
-    assert draw_terminal(parse_topology(DIAMOND, source="f")) == (
+    assert draw(parse_topology(DIAMOND, source="f")) == (
         "diamond: 4 agents in 3 layers\n"
         "a diamond\n"
         "\n"
@@ -32,7 +32,7 @@ def test_the_terminal_drawing_shows_agents_models_clusters_and_early_exit() -> N
 
 
 def test_precursors_shared_as_a_whole_are_drawn_once() -> None:
-    drawn = draw_terminal(parse_topology("all_to_all: {shape: [9, 9, 1], models: [m]}", source="f"))
+    drawn = draw(parse_topology("all_to_all: {shape: [9, 9, 1], models: [m]}", source="f"))
     assert drawn.count("proposer-5 [") == 1
     assert drawn.count("the 9 precursors of aggregator-1  ↑ above") == 8
 
@@ -40,10 +40,10 @@ def test_precursors_shared_as_a_whole_are_drawn_once() -> None:
 def test_a_long_chain_can_be_drawn() -> None:
     links = "".join(f"  a{n}: {{precursors: [a{n - 1}]}}\n" for n in range(1, 1500))
     chain = parse_topology(f"defaults: {{model: m}}\nagents:\n  a0: {{}}\n{links}", source="f")
-    assert draw_terminal(chain).count("[m]") == 1500
-    assert "Clusters: none" in draw_terminal(chain)
+    assert draw(chain).count("[m]") == 1500
+    assert "Clusters: none" in draw(chain)
 
 
 def test_a_quorum_is_drawn_with_its_grace_time() -> None:
     text = "tree: {shape: [3, 1], models: [m]}\nearly_exit: {policy: quorum, grace_s: 1.5}\n"
-    assert "  cluster-1  cut off 1.5 s after 2 outputs; proposer-1" in draw_terminal(parse_topology(text, source="f"))
+    assert "  cluster-1  cut off 1.5 s after 2 outputs; proposer-1" in draw(parse_topology(text, source="f"))

@@ -5,7 +5,7 @@ import pytest
 from shell_router.early_exit import EarlyExit
 from shell_router.errors import TopologyError
 from shell_router.topology import AUTO, Prefill, Prompt, Topology, files_in, load_files, load_topology, parse_topology
-from shell_router.topology.draw import draw_terminal
+from shell_router.topology.draw import draw
 from shell_router.topology.prompting import AGGREGATOR, PROPOSER
 
 TREE = "tree: {shape: [9, 3, 1], models: [small, medium, large]}\n"
@@ -172,7 +172,7 @@ def test_a_model_may_be_left_to_choose() -> None:
     )
     assert (file.agents["a"].model, file.agents["a"].candidates) == (AUTO, ("m", "n"))
     assert (file.root.model, file.root.candidates) == (AUTO, ())
-    assert "a [m or n]" in draw_terminal(file)
+    assert "a [m or n]" in draw(file)
 
 
 def test_a_layer_of_a_tree_may_hold_auto() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shell_router.errors import TopologyError
 from shell_router.topology import parse_topology
-from shell_router.topology.draw import draw_steps_terminal, draw_terminal
+from shell_router.topology.draw import draw
 from tests.fakes.topologies import parse_steps
 
 TREE = """name: t
@@ -49,7 +49,7 @@ def test_any_graph_with_one_root_is_read_as_it_was_written(precursors: dict[str,
     clustered = [agent for cluster in topology.clusters for agent in cluster.agents]
     assert len(clustered) == len(set(clustered))
     assert all(topology.root.id != agent for agent in clustered)
-    assert all(f"{agent} [" in draw_terminal(topology) for agent in precursors)
+    assert all(f"{agent} [" in draw(topology) for agent in precursors)
 
 
 STEPS = """name: s
@@ -71,9 +71,9 @@ WHOLE = parse_topology(TREE, source="t.yaml")
 def loads_or_is_refused(text: str) -> None:
     try:
         if "steps" in text:
-            assert draw_steps_terminal(parse_steps(text, source="f.yaml", topologies={"t": WHOLE}))
+            assert draw(parse_steps(text, source="f.yaml", topologies={"t": WHOLE}))
         else:
-            assert draw_terminal(parse_topology(text, source="f.yaml"))
+            assert draw(parse_topology(text, source="f.yaml"))
     except TopologyError as error:
         assert re.match(r"f\.yaml:\d+: \S", str(error))
 

@@ -6,7 +6,7 @@ import pytest
 
 from shell_router.errors import TopologyError
 from shell_router.topology import Conditional, Topology, load_files, load_with_others, parse_topology
-from shell_router.topology.draw import draw_steps_terminal
+from shell_router.topology.draw import draw
 from shell_router.topology.rules import Rule, When
 from tests.fakes.topologies import parse_steps
 
@@ -96,13 +96,13 @@ WRONG = {
     "a reserved name": (GOOD + "  end: {model: m}\n", 4, "named 'end', a reserved name"),
     "neither model nor topology": ("start: a\nsteps:\n  a: {}\n", 3, "neither a model nor a topology"),
     "unknown model": ("start: a\nsteps:\n  a: {model: q}\n", 3, "Unknown model 'q'"),
-    "a model twice": ("start: a\nsteps:\n  a: {model: [m, m]}\n", 3, "stands twice"),
+    "a model twice": ("start: a\nsteps:\n  a: {model: [m, m]}\n", 3, "names 'm' twice"),
     "unknown topology": ("start: a\nsteps:\n  a: {topology: tre}\n", 3, "Unknown topology 'tre'.*'tree'"),
     "both": ("start: a\nsteps:\n  a:\n    topology: tree\n    model: m\n", 5, "has 'model', which only agents"),
     "a slot without a precursor": (
         "start: a\nsteps:\n  a: {model: m, prompt: {slot: '{output}'}}\n",
         3,
-        "no earlier step fills it",
+        "has a slot, but no precursor",
     ),
     "unknown start": ("start: b\nsteps:\n  abc: {model: m}\n", 1, "'b' is not a step.*Known: abc"),
     "nothing but the end": ("start: end\nsteps:\n  a: {model: m}\n", 1, "'end' is not a step"),
@@ -212,7 +212,7 @@ WRONG = {
     "a precursor twice": (
         "start: a\nsteps:\n  a: {model: m, then: c}\n  c: {model: m, precursors: [a, a]}\n",
         4,
-        "reads 'a' twice",
+        "steps.c.precursors names 'a' twice",
     ),
     "a precursor that runs later": (
         "start: a\nsteps:\n  a: {model: m, then: c, precursors: [c]}\n  c: {model: m}\n",
@@ -268,7 +268,7 @@ def test_one_file_is_read_with_those_in_its_folder_that_its_steps_name(tmp_path:
 
 
 def test_the_terminal_drawing_shows_steps_and_the_rules_between_them() -> None:
-    assert draw_steps_terminal(steps()) == (
+    assert draw(steps()) == (
         "triage: 3 steps, 5 agents\n"
         "who is asked\n"
         "\n"
