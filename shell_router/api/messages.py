@@ -16,7 +16,8 @@ from shell_router.api.translation import Events, ItemTranslation, Kind
 from shell_router.topology import INLINE
 
 OTHERWISE = {"max_tokens", "max_completion_tokens", "response_format", "stop"}
-SAME = frozenset(SAMPLING) - OTHERWISE | BRINGING | PANEL_FIELDS | {"chat_template_kwargs", "model", "stream"}
+SAME = frozenset({*SAMPLING, "chat_template_kwargs", "lazy", "model", "prefill", "program", "stream"}) - OTHERWISE
+SAME |= BRINGING | PANEL_FIELDS
 """Fields that mean the same in a chat completion."""
 INERT = frozenset({"cache_control", "metadata", "service_tier"})
 """Fields that never change an answer."""

@@ -38,6 +38,7 @@ SAME = (
     | BRINGING
     | PANEL_FIELDS
     | {"chat_template_kwargs", "metadata", "model", "parallel_tool_calls", "stream", "user"}
+    | {"lazy", "prefill", "program"}
 )
 """Fields that mean the same in a chat completion."""
 

@@ -25,6 +25,8 @@ def test_tools_are_read_as_a_chat_template_takes_them() -> None:
         (WEATHER,), "required", parallel=False
     )
     assert read_tools(body(tool_choice=named)) == ToolUse((WEATHER,), "named", "weather")
+    said = function(strict=False)
+    assert read_tools(body(tools=[said])).tools == (said,)
 
 
 def function(**fields: object) -> dict[str, Any]:
