@@ -1,7 +1,7 @@
 """What a framework's program gains from lazy answers: LangGraph plain, LangGraph lazy and the same graph as a topology.
 
     python benchmarks/frameworks.py [--questions N] [--context WORDS,WORDS] [--new-tokens N] [--chunk-tokens N]
-        [--dtype DTYPE] [--json]
+        [--dtype DTYPE] [--simulated] [--json]
 
 A 9-3-1 tree answers every question in three ways, in all orders by turns, with the same prompts at temperature 0:
 
@@ -10,13 +10,15 @@ A 9-3-1 tree answers every question in three ways, in all orders by turns, with 
     topology    one request to the tree, a model name of the router
 
 The program runs in a process of its own. A number stands before each question, another for each way, so that no prompt
-is found cached, and --context words, so that prompts are long enough for updates to pay. Medians of the seconds from
-the first request to the answer; `vs_plain` is the median of the ratios to plain on the same question, with its 95 %
-interval. Afterwards plain is asked each prompt of the other ways: `equal` counts the same answers. In float32 a batch
-of another size may round otherwise; with --dtype float64 answers depend on the prompts alone. `updates` are prefill
-updates of the root, the mean; `early` counts the answers whose root had any. Without --chunk-tokens the router sends
-them where they pay; with it LangGraph's root, plain and lazy, and all agents of the topology want one whenever so many
-tokens have come.
+is found cached, and --context words, so that prompts are long enough for updates to pay. With --simulated no model
+runs: engines take, by the clock, the time of configs/simulations/six-h200.yaml, and each agent, whose prompt then names
+it, writes 25 to 100 % of --new-tokens, equally many in all ways; LangGraph, HTTP and the router are real. Medians of
+the seconds from the first request to the answer; `vs_plain` is the median of the ratios to plain on the same question,
+with its 95 % interval. Afterwards plain is asked each prompt of the other ways: `equal` counts the same answers. In
+float32 a batch of another size may round otherwise; with --dtype float64 answers depend on the prompts alone. `updates`
+are prefill updates of the root, the mean; `early` counts the answers whose root had any. Without --chunk-tokens the
+router sends them where they pay; with it LangGraph's root, plain and lazy, and all agents of the topology want one
+whenever so many tokens have come.
 """
 # ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
 
@@ -32,8 +34,10 @@ import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from langchain_openai import ChatOpenAI
     from report import Row
 
+    from shell_router.api import Services
     from shell_router.topology import Agent, Topology
 
 ROOT = Path(__file__).parents[1]
@@ -63,6 +68,7 @@ def main() -> int:
     found.add_argument("--new-tokens", type=int, default=96, help="at most, of each agent (default 96)")
     found.add_argument("--chunk-tokens", type=int, help="tokens of the root's updates (default: where they pay)")
     found.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="that the engines compute in")
+    found.add_argument("--simulated", action="store_true", help="engines that take an H200's time; see above")
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     options = found.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -71,26 +77,20 @@ def main() -> int:
     from report import report
 
     engine, rows = uvloop.run(measured(options))
-    report(TITLE, rows, engine=engine, simulated=False, as_json=options.json)
+    report(TITLE, rows, engine=engine, simulated=options.simulated, as_json=options.json)
     return 0
 
 
 async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
     """What ran, in words, and the rows."""
-    from benchmarks.overlap.engines import engine_words, running_deployment
     from shell_router.api import ApiSettings, bound_sockets, create_app, listening
-    from shell_router.app import load_config
     from shell_router.cli.options import several
     from shell_router.lab.evaluation.records import read_items
-    from shell_router.standins.embedded.settings import EmbeddedSection
 
     items = read_items(ROOT / "models" / "data" / "test.jsonl", offset=OFFSET, limit=options.questions)
-    config = load_config(ROOT / "configs" / "evaluation.yaml", os.environ)
-    engine = {"embedded": EmbeddedSection(dtype=options.dtype)}
-    models = {alias: replace(model, engine=engine) for alias, model in config.models.items()}
-    config = replace(config, models=models)
     tree, rows = asked_tree(options.new_tokens, options.chunk_tokens or "adaptive"), list["Row"]()
-    async with running_deployment(config) as services:
+    tree = with_names(tree) if options.simulated else tree
+    async with simulated() if options.simulated else embedded(options.dtype) as (services, engine):
         app = create_app(replace(services, topologies={tree.name: tree}), ApiSettings())
         with bound_sockets() as sockets, ProcessPoolExecutor(1, get_context("spawn")) as client:
             async with listening(app, sockets) as url:
@@ -98,13 +98,84 @@ async def measured(options: argparse.Namespace) -> "tuple[str, list[Row]]":
                 for words in several(options.context, int):
                     runs, equal = list[dict[str, Asked]](), list[dict[str, bool]]()
                     for number, item in enumerate([items[0], *items]):  # the first warms up
-                        asks = {mode: context(words, f"{words}{number}{mode}") + item.question for mode in MODES}
+                        asks = {mode: context(words, f"{words}{number}", mode) + item.question for mode in MODES}
                         run = {mode: await ask(mode, asks[mode]) for mode in ORDERS[number % len(ORDERS)]}
                         again = {mode: await ask("plain", asks[mode]) for mode in MODES[1:]}
                         runs.append(run)
                         equal.append({mode: run[mode].answer == reply.answer for mode, reply in again.items()})
                     rows += rows_of(words, runs[1:], equal[1:])
-        return (await engine_words(config)).replace("float32", options.dtype), rows
+        return engine, rows
+
+
+@asynccontextmanager
+async def embedded(dtype: str) -> "AsyncIterator[tuple[Services, str]]":
+    """The tiny models on embedded pairs, and what they are, in words."""
+    from benchmarks.overlap.engines import engine_words, running_deployment
+    from shell_router.app import load_config
+    from shell_router.standins.embedded.settings import EmbeddedSection
+
+    config = load_config(ROOT / "configs" / "evaluation.yaml", os.environ)
+    engine = {"embedded": EmbeddedSection(dtype=dtype)}
+    models = {alias: replace(model, engine=engine) for alias, model in config.models.items()}
+    config = replace(config, models=models)
+    async with running_deployment(config) as services:
+        yield services, (await engine_words(config)).replace("float32", dtype)
+
+
+@asynccontextmanager
+async def simulated() -> "AsyncIterator[tuple[Services, str]]":
+    """A pair of H200s for each model, in real time, and what they are, in words."""
+    from agent_cache import MemoryAgentPromptCache
+    from shell_router.api import Services
+    from shell_router.app.models import Fleet as NoFleet
+    from shell_router.core.engine import Generation, PrefillCost, ServedModel
+    from shell_router.lab.simulation.run import Fleet
+    from shell_router.lab.simulation.settings import load
+    from shell_router.moa import Executor, Programs
+    from shell_router.standins.simulated import SimulatedPair, SimulatedTokenizer, Written
+    from shell_router.standins.simulated.costs import attended_pairs
+    from shell_router.telemetry import Metrics
+
+    loaded, clock = load(ROOT / "configs" / "simulations" / "six-h200.yaml"), asyncio.get_running_loop().time
+
+    def write(request: Generation) -> Written:
+        ids = list(request.input_ids)
+        share = random.Random(f"{len(ids)} {ids[-20:]}").uniform(0.25, 1)
+        tokens = max(1, round(share * request.sampling["max_new_tokens"]))
+        return Written.after_filler(tokens, str(zlib.crc32(repr(ids).encode())), "", 0.0)
+
+    def served(alias: str) -> ServedModel:
+        costs = loaded.costs[alias]
+        few, many = (costs.prefill.pass_s(tokens, attended_pairs(tokens, 0)) for tokens in (1, 256))
+        fleet = Fleet(alias, [SimulatedPair(costs, write)], loaded.simulation.scheduling)
+        probed, length = PrefillCost.through(1, few, 256, many), loaded.simulation.context_length
+        return ServedModel(alias, fleet, SimulatedTokenizer(), length, prefill_cost=probed, prefill_servers=1)
+
+    models = {alias: served(alias) for alias in MODELS}
+    words = ", ".join(f"{alias}: {loaded.simulation.models[alias].profile}" for alias in MODELS)
+    async with MemoryAgentPromptCache(clock=clock) as cache:
+        yield (
+            Services(
+                executor=Executor(models, cache, None, clock=clock),
+                programs=Programs(models, cache, clock=clock),
+                topologies={},  # type: ignore[arg-type] # the caller's
+                models=models,
+                relays={},
+                fleet=NoFleet({}, {}, {}),
+                engines=dict.fromkeys(models, "simulated"),
+                metrics=Metrics(),
+            ),
+            f"H200s by roofline, a pair each; {words}",
+        )
+
+
+def with_names(tree: "Topology") -> "Topology":
+    """The tree with each agent's name at the end of its prompt."""
+    agents = {
+        name: replace(agent, prompt=replace(agent.prompt, suffix=f"{agent.prompt.suffix}\nYou are {name}."))
+        for name, agent in tree.agents.items()
+    }
+    return replace(tree, agents=agents)
 
 
 def asked_tree(new_tokens: int, chunk_tokens: int | str = "adaptive") -> "Topology":
@@ -120,11 +191,11 @@ def asked_tree(new_tokens: int, chunk_tokens: int | str = "adaptive") -> "Topolo
     return parse_topology(text, source="frameworks.py", models=set(MODELS))
 
 
-def context(words: int, seed: str) -> str:
-    """A number and words that say nothing."""
-    draw = random.Random(seed)
+def context(words: int, seed: str, mode: str) -> str:
+    """A number of the mode's own, and words that say nothing."""
+    draw, first = random.Random(seed), random.Random(f"{seed}{mode}").randrange(10**6)
     said = (draw.choice(("Kim", "Tom", "Mia", "pens", "has", "buys", "stamps", "now")) for _ in range(words))
-    return " ".join([f"{draw.randrange(10**6):06}.", *said, ""])
+    return " ".join([f"{first:06}.", *said, ""])
 
 
 def rows_of(words: int, runs: "Sequence[Mapping[str, Asked]]", equal: Sequence[Mapping[str, bool]]) -> "list[Row]":

@@ -55,8 +55,8 @@ def _tool(tool: Fields) -> Mapping[str, Any]:
     if (parameters := function.object("parameters")) is not None:
         parameters.object("$defs")
         described["parameters"] = function.raw("parameters")
-    if function.flag("strict"):
-        described["strict"] = True
+    if function.raw("strict") is not None:
+        described["strict"] = function.flag("strict")
     given = tool.raw("function")  # its order is kept: templates write it as it is
     return {"type": "function", "function": {name: described[name] for name in given if name in described}}
 

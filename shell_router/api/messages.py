@@ -15,9 +15,10 @@ from shell_router.api.services import SERVICES
 from shell_router.api.translation import Events, ItemTranslation, Kind, joined
 
 OTHERWISE = {"max_tokens", "max_completion_tokens", "response_format", "stop"}
-SAME = frozenset(SAMPLING) - OTHERWISE | BRINGING | PANEL_FIELDS | {"chat_template_kwargs", "model", "stream"}
+SAME = frozenset({*SAMPLING, "chat_template_kwargs", "lazy", "model", "prefill", "program", "stream"}) - OTHERWISE
+SAME |= BRINGING | PANEL_FIELDS
 """Fields that mean the same in a chat completion."""
-INERT = frozenset({"cache_control", "metadata", "service_tier"})
+INERT = frozenset({"cache_control", "metadata", "service_tier", "speed"})
 """Fields that never change an answer."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -216,7 +217,7 @@ async def create_message(request: Request) -> Reply:
     """Answer in the shape of Anthropic's messages: translate, answer as a chat completion, translate back."""
     body = parse_body(await read_body(request))
     chat = as_chat(body)
-    body.check_spelling(INERT)
+    body.check_spelling(SAME | INERT)
     warnings = note_ignored(request, [name for name in body.unread if name not in INERT])
     translation = MessageTranslation(request.app[SERVICES].new_id(), body.as_dict(), warnings)
     return await answer_chat(request, Fields(chat), translation)

@@ -38,6 +38,7 @@ SAME = (
     | BRINGING
     | PANEL_FIELDS
     | {"chat_template_kwargs", "metadata", "model", "parallel_tool_calls", "stream", "user"}
+    | {"lazy", "prefill", "program"}
 )
 """Fields that mean the same in a chat completion."""
 
@@ -366,7 +367,7 @@ async def create_response(request: Request) -> Reply:
     for name in body.given(("metadata", "model", "reasoning", "text", "tool_choice", "tools", "user")):  # are repeated
         check_depth(body.raw(name), name)
     in_background, is_stored, is_keyed = body.flag("background"), body.flag("store"), KEY_HEADER in request.headers
-    body.check_spelling(INERT)
+    body.check_spelling(SAME | INERT)
     ignored = ["store"] * (is_stored and not in_background) + [name for name in body.unread if name not in INERT]
     services, warnings = request.app[SERVICES], note_ignored(request, ignored)
     id, created, streamed = services.new_id(), int(services.wall()), body.flag("stream")

@@ -1,11 +1,13 @@
 """Anthropic's own client: text, streams, tools, thinking, parsed answers, errors."""
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from pydantic import BaseModel
 
 from shell_router.api import ApiSettings
+from shell_router.api.fields import Fields
+from shell_router.api.openapi import BODIES
 from tests.fakes.api_server import api
 from tests.fakes.chat_engines import ChatScript, call, chat_pair
 
@@ -16,6 +18,11 @@ anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
 ROOT_SAYS = "root thinks and root speaks and then root is done"
 WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
 RAIN = {"role": "user", "content": "Rain?"}
+
+
+def test_no_field_of_anthropics_client_is_taken_for_a_misspelt_one() -> None:
+    asked = get_type_hints(anthropic.types.message_create_params.MessageCreateParamsNonStreaming)
+    Fields(dict.fromkeys(asked, 1)).check_spelling(BODIES["POST /v1/messages"])
 
 
 def client(url: str) -> Any:

@@ -49,7 +49,7 @@ async def test_a_tool_is_called_and_its_result_answered() -> None:
         assert prefill == decode and {"rid", "bootstrap_host", "bootstrap_port", "bootstrap_room"} <= prefill.keys()
 
 
-async def test_a_stream_of_calls_passes_and_unknown_fields_go_on_to_the_engine() -> None:
+async def test_a_stream_of_calls_passes_and_so_do_fields_of_the_engines_own() -> None:
     async with served_chats() as (ai, at, _):
         extra = {"return_token_ids": True}
         stream = await ai.chat.completions.create(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import zlib
 from typing import Any
 
@@ -105,6 +106,27 @@ async def test_a_reader_streams_its_own_answer_with_its_agents() -> None:
             chunks = [chunk async for chunk in stream]
             assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
             assert any(not chunk.choices for chunk in chunks) is usage  # Together's clients index every chunk's choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_and_messages_are_lazy_too_and_read_markers(stream: bool) -> None:
+    async with api(moa_that_echoes()) as served:
+
+        async def said(model: str, text: str, path: str, **fields: object) -> str:
+            inputs: dict[str, object] = {"max_tokens": 99, "messages": [{"role": "user", "content": text}]}
+            if path == "/v1/responses":
+                inputs = {"input": text}
+            async with served.stream({"model": model, "stream": stream, **inputs, **fields}, path) as answer:
+                whole = await answer.text()
+                assert answer.status == 200 and "x-ignored-fields" not in answer.headers, whole
+            found = re.search(r"\[\[lazyanswer:\w+]]|  says \d+ of it", whole)
+            assert found, whole
+            return found[0]
+
+        for path in ("/v1/responses", "/v1/messages"):
+            marker = await said("small", "Why?", path, program=path[4:], lazy=True)
+            assert (await said("large", marker, path, program=path[4:])).startswith("  says")
+        assert all(prompt.startswith("<user>  says ") for prompt in served.moa.prompts("large"))
 
 
 async def test_what_a_request_says_of_thinking_holds_for_lazy_answers_and_their_readers_too() -> None:

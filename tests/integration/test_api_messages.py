@@ -164,6 +164,7 @@ async def test_images_stops_and_thinking_are_translated() -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_token": 3}, "max_token"),
+        ({"temprature": 1}, "temprature"),
         ({"messages": []}, "messages"),
         ({"messages": [3]}, "messages[0]"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),

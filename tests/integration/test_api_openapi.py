@@ -3,10 +3,11 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jsonschema
 import pytest
+from openai import types
 
 from shell_router.api import messages
 from shell_router.api.agents import read_agent_body
@@ -80,6 +81,19 @@ def asked_of(reader: Callable[[Fields], object], **fields: Any) -> set[str]:
 
 
 CHAT = BODIES["POST /v1/chat/completions"].keys()
+
+
+@pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        ("POST /v1/chat/completions", types.chat.completion_create_params.CompletionCreateParamsNonStreaming),
+        ("POST /v1/completions", types.completion_create_params.CompletionCreateParamsNonStreaming),
+        ("POST /v1/responses", types.responses.response_create_params.ResponseCreateParamsNonStreaming),
+        ("POST /v1/embeddings", types.embedding_create_params.EmbeddingCreateParams),
+    ],
+)
+def test_no_field_of_openais_client_is_taken_for_a_misspelt_one(route: str, asked: type) -> None:
+    Fields(dict.fromkeys(get_type_hints(asked), 1)).check_spelling(BODIES[route])
 
 
 def test_a_chat_has_the_fields_that_its_reader_knows() -> None:

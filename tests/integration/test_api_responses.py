@@ -115,6 +115,8 @@ def deep(levels: int) -> dict[str, Any]:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_token": 5}, "max_output_token"),
+        ({"temprature": 1}, "temprature"),
+        ({"programm": "p"}, "programm"),
         ({"instructions": 3}, "instructions"),
         ({"temperature": 2.1}, "temperature"),
         ({"text": {"format": {"type": "xml"}}}, "type"),

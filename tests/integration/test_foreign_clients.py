@@ -53,7 +53,10 @@ arguments = "".join(one.function.arguments or "" for calls in deltas for one in 
 response = litellm.responses(model="openai/duo", input="Rain?", **router)
 vector = litellm.embedding(model="openai/hash", input=["one"], encoding_format="float", **router)
 message = litellm.completion(model="anthropic/duo", messages=question, max_tokens=64, api_base=url, api_key="none")
+lazy = chat("small", extra_body={"program": "litellm", "lazy": True}).choices[0].message.content
+judged = chat("duo", messages=[{"role": "user", "content": f"Judge: {lazy}"}])
 print(json.dumps({
+    "lazy": lazy[:13], "judged": judged.choices[0].message.content,
     "whole": whole.choices[0].message.content, "tokens": whole.usage.completion_tokens, "streamed": "".join(streamed),
     "called": called.tool_calls[0].function.name, "after": after.choices[0].message.content, "arguments": arguments,
     "response": response.output[0].content[0].text, "width": len(vector.data[0]["embedding"]),
@@ -66,6 +69,8 @@ async def test_litellm_chats_streams_calls_tools_and_asks_every_shape() -> None:
     python = python_with(LITELLM)
     async with router() as (url, _):
         assert await answer_of(python, ASK_LITELLM, url) == {
+            "lazy": "[[lazyanswer:",
+            "judged": ROOT_SAYS,
             "whole": ROOT_SAYS,
             "tokens": 30,
             "streamed": ROOT_SAYS,

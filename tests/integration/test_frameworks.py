@@ -1,5 +1,6 @@
 """Real frameworks on the router: LangGraph with one changed line, and LangGraph and AG2 with tools."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -15,7 +16,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from benchmarks.frameworks import MODELS, asked_tree, graph_of
+from benchmarks.frameworks import MODELS, asked_tree, graph_of, measured
 from shell_router.api import ApiSettings, bound_sockets, create_app, listening
 from shell_router.app import load_config, running_services
 from shell_router.core.engine import Generation
@@ -74,6 +75,12 @@ async def test_a_langgraph_program_with_one_line_changed_answers_the_same_and_pr
             assert said_lazily.usage_metadata["input_tokens"] == said.usage_metadata["input_tokens"]
             (root,) = (await trace_of(url, said_lazily))["agents"].values()
             assert any(span["name"] == "prefill_increment" for span in root["spans"])
+
+
+async def test_on_engines_that_take_their_time_every_way_gives_the_same_answers() -> None:
+    asked = {"simulated": True, "questions": 1, "context": "300", "new_tokens": 16, "chunk_tokens": 4}
+    _, rows = await measured(argparse.Namespace(**asked))
+    assert [(row["mode"], row["equal"]) for row in rows] == [(mode, "1 of 1") for mode in ("plain", "lazy", "topology")]
 
 
 async def test_ag2_agents_chat_plainly_and_lazily() -> None:

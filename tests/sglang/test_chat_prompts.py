@@ -11,7 +11,7 @@ from tests.fakes.pairs_under_test import PairUnderTest
 pytestmark = pytest.mark.sglang
 
 FUNCTION = {"name": "weather", "description": "How it is.", "parameters": {"type": "object", "properties": {"ä": {}}}}
-TOOLS = [{"type": "function", "function": FUNCTION}]
+TOOLS = [{"type": "function", "function": FUNCTION | more} for more in ({}, {"name": "rain", "strict": False})]
 CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"ä": "Bö<nn>"}}}
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},

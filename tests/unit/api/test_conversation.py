@@ -25,6 +25,8 @@ def test_tools_are_read_as_a_chat_template_takes_them() -> None:
     assert read_tools(forced) == ToolOffer((WEATHER,), must_call=True, parallel=False)
     others = body(tools=[function(name="clock"), WEATHER], tool_choice=named)
     assert read_tools(others) == ToolOffer((WEATHER,), must_call=True)
+    said = function(strict=False)
+    assert read_tools(body(tools=[said])) == ToolOffer((said,))
 
 
 def function(**fields: object) -> dict[str, Any]:
