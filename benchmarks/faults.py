@@ -1,6 +1,6 @@
 """What becomes of requests when something breaks: shell-router and sglang-router 0.3.2, on one real SGLang pair.
 
-    python benchmarks/faults.py [--only FAULT] [--rounds N] [--json]
+    python benchmarks/faults.py [--only FAULT] [--rounds N] [--smg VENV] [--json]
 
 The pair runs on this machine's CPU (launch/sglang_cpu/environment.sh builds its environment; 5 GB of memory). In front
 of it stands one router at a time, started anew for every fault, and is sent native streamed requests to /generate.
@@ -17,7 +17,8 @@ Between faults the pair is made whole: killed servers are started again, all req
 
 Both routers run with their defaults, retries and circuit breakers on, sglang-router as in router_overhead.py. But for
 `decode stalled` our limit for a silent engine is 2 s instead of 60 s; sglang-router has no such limit, only one for
-whole requests (1800 s).
+whole requests (1800 s). With --smg also the Shepherd Model Gateway, sglang-router's successor, of a virtual environment
+where `pip install smg` was run.
 """
 
 import argparse
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import report
 
 from benchmarks.faults.measured import FAULTS, Row, measured_rows
-from benchmarks.faults.servers import running_engines
+from benchmarks.faults.servers import ROUTERS, running_engines, smg_in
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
 
 TITLE = "Faults: shell-router and sglang-router 0.3.2 in front of one SGLang pair"
@@ -43,11 +44,14 @@ def main() -> None:
     only = f"this fault alone, may be given several times: {', '.join(FAULTS)}"
     parser.add_argument("--only", choices=FAULTS, metavar="FAULT", action="append", help=only)
     parser.add_argument("--rounds", type=int, default=1, help="rounds of all faults (default 1)")
+    parser.add_argument("--smg", type=Path, metavar="VENV", help="measure the smg of this environment, too")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
     venv = built_environment()
     if venv is None:
         sys.exit(f"The SGLang environment is not built. Build it with: {BUILD_COMMAND}")
+    if options.smg is not None:
+        ROUTERS["smg"] = smg_in(options.smg)
     rows = asyncio.run(measure(venv, options.only or list(FAULTS), options.rounds))
     report(TITLE, rows, engine="SGLang 0.5.23 on the CPU, random weights", simulated=False, as_json=options.json)
 

@@ -1,12 +1,21 @@
 """One tenant's latency while another misbehaves in each of the ways that the router is to bear.
 
-    python benchmarks/tenants.py [--rounds N] [--seconds S] [--only WAY,WAY] [--json]
+    python benchmarks/tenants.py [--engine ENGINE] [--rounds N] [--seconds S] [--per-s N] [--only WAY,WAY] [--json]
 
-The router serves `small` on an embedded pair with the fair queue order (`least_attained`). Bob asks one short question
-after the other. For --seconds alice misbehaves meanwhile, in each way once a round, in changing order; in the way
-`none` she does nothing. Each runs in a process of its own. Seconds per answer of bob's; `vs_none` is the ratio of the
-medians. `refused` counts bob's requests that were not answered 200, `hers` alice's requests, `hers_refused` those that
-were not. `stall_ms` is the longest stall of the router's event loop so far.
+The router serves `small` with the fair queue order (`least_attained`), on an embedded pair, a scripted pair (a token
+every 10 ms, however many requests it has) or a pair of real SGLang on this machine's CPU. Bob asks one short question
+after the other. In each step he asks for --seconds while alice does nothing, then for --seconds while she misbehaves in
+one of the ways, which come once a round in changing order. Each of the two is a process of its own; hers has the lowest
+priority, as it stands for another machine.
+
+    alone_s       bob's median while alice does nothing
+    median_s      while she misbehaves; p95_s likewise
+    ratio         of the two, the median over the rounds
+    refused       requests of bob's that were not answered 200
+    hers          requests of alice's, `hers_refused` those that were not answered 200
+    stall_ms      the longest stall of the router's event loop in the last minute or two
+
+At most --per-s requests of hers begin in a second, except for floods and connections; 0 is as many as her process can.
 """
 # ruff: noqa: PLC0415 - --help answers at once
 
@@ -14,15 +23,17 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,11 +42,12 @@ if TYPE_CHECKING:
     import aiohttp
     from report import Row
 
-    from shell_router.config import Config
+    from shell_router.config import Config, PairSettings
 
 ROOT = Path(__file__).parents[1]
 TITLE = "Latency of one tenant while another misbehaves"
-CHAT, AGENT = "/v1/chat/completions", "/v1/agent/requests"
+CHAT, AGENT, GENERATE = "/v1/chat/completions", "/v1/agent/requests", "/generate"
+FILES, BATCHES = "/v1/files", "/v1/batches"
 FAR = 2**31 - 1
 MARKS = "".join(f"\ue000{number}\ue001" for number in range(50_000))
 
@@ -43,8 +55,10 @@ MARKS = "".join(f"\ue000{number}\ue001" for number in range(50_000))
 def main() -> int:
     """Measure and print."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--engine", choices=ENGINES, default="embedded", help="what answers (default embedded)")
     found.add_argument("--rounds", type=int, default=5, help="of all ways (default 5)")
-    found.add_argument("--seconds", type=float, default=10.0, help="of each way in a round (default 10)")
+    found.add_argument("--seconds", type=float, default=5.0, help="of each half of a step (default 5)")
+    found.add_argument("--per-s", type=float, default=20.0, help="alice's requests per second (default 20)")
     found.add_argument("--only", default=",".join(WAYS), help=f"ways, by commas: {', '.join(WAYS)}")
     found.add_argument("--json", action="store_true", help="end with one JSON object")
     options = found.parse_args()
@@ -55,68 +69,112 @@ def main() -> int:
     import uvloop
     from report import report
 
-    rows = uvloop.run(measured(options.rounds, options.seconds, ["none", *(way for way in ways if way != "none")]))
-    report(TITLE, rows, engine="an embedded pair", simulated=False, as_json=options.json)
+    with tempfile.TemporaryDirectory(prefix="tenants-") as folder:
+        rows = uvloop.run(measured(options, ways, Path(folder)))
+    report(TITLE, rows, engine=ENGINES[options.engine], simulated=False, as_json=options.json)
     return 0
 
 
-async def measured(rounds: int, seconds: float, ways: Sequence[str]) -> "list[Row]":
+async def measured(options: argparse.Namespace, ways: Sequence[str], folder: Path) -> "list[Row]":
     """A row per way."""
     from shell_router.app import running_server
 
-    bobs, alices = defaultdict[str, list[Asked]](list), defaultdict[str, list[Asked]](list)
-    stalls = dict[str, float]()
-    with ProcessPoolExecutor(2, get_context("spawn")) as clients:
-        async with running_server(deployment()) as url:
-            in_process = partial(asyncio.get_running_loop().run_in_executor, clients)
-            await in_process(run, "bob", url, 1.0)  # warms up
-            for number in range(rounds):
+    steps = defaultdict[str, list[Step]](list)
+    context, submit = get_context("spawn"), asyncio.get_running_loop().run_in_executor
+    with (
+        ProcessPoolExecutor(1, context) as bob,
+        ProcessPoolExecutor(1, context, initializer=os.nice, initargs=(19,)) as alice,
+    ):
+        async with running_engine(options.engine, folder) as pairs, running_server(deployment(pairs, folder)) as url:
+            await submit(bob, run, "bob", url, 1.0, 0.0)  # warms up
+            for number in range(options.rounds):
                 turn = number % len(ways)
                 for way in [*ways[turn:], *ways[:turn]]:
-                    hers = in_process(run, way, url, seconds)
-                    bobs[way].append(await in_process(run, "bob", url, seconds))
-                    alices[way].append(await hers)
-                    stalls[way] = max(stalls.get(way, 0.0), await longest_stall(url))
-    return [row_of(way, bobs[way], alices[way], bobs["none"], stalls[way]) for way in ways]
+                    alone = await submit(bob, run, "bob", url, options.seconds, 0.0)
+                    hers = submit(alice, run, way, url, options.seconds, options.per_s)
+                    beside = await submit(bob, run, "bob", url, options.seconds, 0.0)
+                    steps[way].append(Step(alone, beside, await hers, await longest_stall(url)))
+    return [row_of(way, steps[way]) for way in ways]
 
 
-def deployment() -> "Config":
+ENGINES = {
+    "embedded": "an embedded pair",
+    "scripted": "a scripted pair, a token every 10 ms",
+    "sglang": "a pair of real SGLang on the CPU",
+}
+
+
+@asynccontextmanager
+async def running_engine(engine: str, folder: Path) -> "AsyncIterator[tuple[PairSettings, ...]]":
+    """The pairs that serve while the context is open; none where the router starts an embedded one."""
+    from benchmarks.router_overhead.setups import running_engine as running_scripted
+    from benchmarks.router_overhead.setups import spread
+    from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment
+    from launch.sglang_cpu.pair import cpu_pair
+    from shell_router.config import PairSettings
+
+    if engine == "embedded":
+        yield ()
+    elif engine == "scripted":
+        async with running_scripted(spread(), folder, token_s=0.01) as (at, _):
+            yield (PairSettings(prefill=at.prefill_url, decode=at.decode_url, bootstrap_port=at.bootstrap_port),)
+    elif (venv := built_environment()) is None:
+        sys.exit(f"The SGLang environment is not built. Build it with: {BUILD_COMMAND}")
+    else:
+        with cpu_pair(ROOT / "models" / "small", venv, folder) as pair:
+            urls = {"prefill": pair.prefill.url, "decode": pair.decode.url}
+            yield (PairSettings(**urls, bootstrap_port=pair.bootstrap_port),)
+
+
+def deployment(pairs: "tuple[PairSettings, ...]", folder: Path) -> "Config":
     """One model, three keys, and the fair order."""
     from shell_router.app import load_config
-    from shell_router.config import ApiKey, EmbedderSettings, Limits, Listen
+    from shell_router.config import ApiKey, BatchesSettings, EmbedderSettings, Limits, Listen
     from shell_router.routing.dispatcher import SchedulingSettings
     from shell_router.routing.queue import QueueSettings
 
     config = load_config(ROOT / "configs" / "embedded.yaml", os.environ, with_keys=False)
     keys = {name: ApiKey(key=f"sk-{name}", operator=name == "ops") for name in ("alice", "bob", "ops")}
+    small = replace(config.models["small"], pairs=pairs)
     return replace(
         config,
-        models={"small": config.models["small"]},
+        models={"small": small},
         topologies=(),
         listen=Listen(port=0),
         api_keys=keys,
         embedder=EmbedderSettings("none"),
-        limits=Limits(max_agents_per_tenant=64, max_connections=256),
-        scheduling=SchedulingSettings(queue=QueueSettings("least_attained", max_running=8)),
+        limits=Limits(max_agents_per_tenant=12, max_connections=256, write_timeout_s=5),
+        batches=BatchesSettings(folder / "batches", max_tenant_bytes=2**26),
+        scheduling=SchedulingSettings(queue=QueueSettings("least_attained", max_running=16)),
     )
 
 
-def row_of(
-    way: str, bobs: "Sequence[Asked]", alices: "Sequence[Asked]", alone: "Sequence[Asked]", stall_s: float
-) -> "Row":
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What bob saw while alice did nothing, and `beside` her; what she saw; and the router's longest stall."""
+
+    alone: "Asked"
+    beside: "Asked"
+    hers: "Asked"
+    stall_s: float
+
+
+def row_of(way: str, steps: Sequence[Step]) -> "Row":
     """The figures of all rounds."""
-    took = [one for each in bobs for one in each.took_s] or [float("nan")]
-    none = [one for each in alone for one in each.took_s]
+    alone = [one for step in steps for one in step.alone.took_s]
+    beside = [one for step in steps for one in step.beside.took_s]
+    ratios = [step.beside.median_s / step.alone.median_s for step in steps]
     return {
         "way": way,
-        "median_s": statistics.median(took),
-        "p95_s": sorted(took)[int(0.95 * (len(took) - 1))],
-        "vs_none": statistics.median(took) / statistics.median(none),
-        "answers": sum(len(each.took_s) for each in bobs),
-        "refused": sum(each.refused for each in bobs),
-        "hers": sum(len(each.took_s) + each.refused for each in alices),
-        "hers_refused": sum(each.refused for each in alices),
-        "stall_ms": 1e3 * stall_s,
+        "alone_s": statistics.median(alone),
+        "median_s": statistics.median(beside) if beside else math.nan,
+        "p95_s": sorted(beside)[int(0.95 * (len(beside) - 1))] if beside else math.nan,
+        "ratio": statistics.median(ratios),
+        "answers": len(beside),
+        "refused": sum(step.beside.refused + step.alone.refused for step in steps),
+        "hers": sum(len(step.hers.took_s) + step.hers.refused for step in steps),
+        "hers_refused": sum(step.hers.refused for step in steps),
+        "stall_ms": 1e3 * max(step.stall_s for step in steps),
     }
 
 
@@ -140,27 +198,41 @@ class Asked:
     took_s: list[float]
     refused: int = 0
 
+    def add(self, good: bool, took_s: float = 0.0) -> None:
+        """Count a request."""
+        if good:
+            self.took_s.append(took_s)
+        else:
+            self.refused += 1
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.took_s) if self.took_s else math.inf
+
 
 def bearing(tenant: str) -> dict[str, str]:
     return {"Authorization": f"Bearer sk-{tenant}"}
 
 
-def run(way: str, url: str, seconds: float) -> Asked:
+def run(way: str, url: str, seconds: float, per_s: float) -> Asked:
     """What `bob` does, or alice in one of WAYS, for that long."""
-    return asyncio.run(_run(way, url, seconds))
+    return asyncio.run(_run(way, url, seconds, per_s))
 
 
-async def _run(way: str, url: str, seconds: float) -> Asked:
+async def _run(way: str, url: str, seconds: float, per_s: float) -> Asked:
     import aiohttp
 
     found = Asked([])
     tenant = "bob" if way == "bob" else "alice"
     connector, limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(headers=bearing(tenant), connector=connector, timeout=limit) as session:
-        asking = Asking(session, url, found)
+        asking = Asking(session, url, found, per_s)
+        if way == "bob":
+            await asking.bob(seconds)
+            return found
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await (asking.bob() if way == "bob" else WAYS[way](asking))
+                await WAYS[way](asking)
     return found
 
 
@@ -173,38 +245,62 @@ def agent(number: int, **more: Any) -> dict[str, Any]:
     return {**body, "max_tokens": 8, **more}
 
 
+def form(*parts: tuple[str, bytes]) -> bytes:
+    """A body of boundary B."""
+    name = 'Content-Disposition: form-data; name="%s"\r\n\r\n'
+    return b"".join(b"--B\r\n%s%s\r\n" % ((name % one).encode(), content) for one, content in parts) + b"--B--\r\n"
+
+
+FORM = {"Content-Type": "multipart/form-data; boundary=B"}
+
+
+def uploaded(content: bytes) -> bytes:
+    """A form that uploads a file of requests."""
+    return form(("purpose", b"batch"), ('file"; filename="x.jsonl', content))
+
+
 @dataclass
 class Asking:
-    """One tenant's requests."""
+    """One tenant's requests, of which `per_s` begin in a second at most; 0 is no limit."""
 
     session: "aiohttp.ClientSession"
     url: str
     found: Asked
+    per_s: float
+    next_s: float = 0.0
 
-    async def one(self, path: str, body: object, **headers: str) -> None:
-        """Ask once, and count it."""
+    async def one(self, path: str, body: object, **headers: str) -> Any:
+        """Ask once, and count it; the answer, None where it is none."""
         import aiohttp
 
+        await self.turn()
         began_s = time.perf_counter()
         data = body if isinstance(body, bytes) else json.dumps(body)
         sent = {"Content-Type": "application/json", **headers}
         try:
             async with self.session.post(self.url + path, data=data, headers=sent) as answer:
-                await answer.read()
+                text = await answer.read()
                 good = answer.status == 200
         except aiohttp.ClientError:
             good = False
-        if good:
-            self.found.took_s.append(time.perf_counter() - began_s)
-        else:
-            self.found.refused += 1
+        self.found.add(good, time.perf_counter() - began_s)
+        return json.loads(text) if good else None
 
-    async def bob(self) -> None:
-        """One question after the other."""
-        while True:
-            await self.one(CHAT, chat())
+    async def kept(self, content: bytes) -> Any:
+        """The tenant's only file of its own, with this content."""
+        async with self.session.get(f"{self.url}{FILES}?limit=100") as answer:
+            for one in (await answer.json())["data"]:
+                await (await self.session.delete(f"{self.url}{FILES}/{one['id']}")).read()
+        return await self.one(FILES, uploaded(content), **FORM)
 
-    async def again(self, clients: int, ask: Callable[[int], Awaitable[None]]) -> None:
+    async def turn(self) -> None:
+        """Wait until another request may begin."""
+        if self.per_s:
+            now_s = time.monotonic()
+            self.next_s = max(now_s, self.next_s) + 1 / self.per_s
+            await asyncio.sleep(self.next_s - now_s)
+
+    async def again(self, clients: int, ask: Callable[[int], Awaitable[object]]) -> None:
         """Each client asks again and again."""
 
         async def client(number: int) -> None:
@@ -213,28 +309,68 @@ class Asking:
 
         await asyncio.gather(*map(client, range(clients)))
 
+    async def same(self, path: str, body: object, **headers: str) -> None:
+        """Four clients send this again and again."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        await self.again(4, lambda _: self.one(path, data, **headers))
+
+    async def bob(self, seconds: float) -> None:
+        """One question after the other; the last one ends later."""
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            await self.one(CHAT, chat())
+
     async def none(self) -> None:
         await asyncio.Event().wait()
 
     async def flood(self) -> None:
+        self.per_s = 0
         await self.again(64, lambda _: self.one(CHAT, chat(max_tokens=64)))
 
     async def stop_ids(self) -> None:
-        await self.again(4, lambda _: self.one(CHAT, chat(stop_token_ids=[FAR], min_tokens=2)))
+        await self.same(CHAT, chat(stop_token_ids=[FAR], min_tokens=2))
 
     async def stops(self) -> None:
-        await self.again(2, lambda _: self.one(CHAT, chat(stop=[f"stop {number}" for number in range(20_000)])))
+        await self.same(CHAT, chat(stop=[f"stop {number}" for number in range(100_000)]))
 
     async def long_texts(self) -> None:
-        text = "word " * 1_500_000
-        await self.again(2, lambda _: self.one(CHAT, chat(text)))
+        await self.same(CHAT, chat("word " * 1_500_000))
+
+    async def crowds(self) -> None:
+        await self.same(CHAT, b'{"odd":[%s]}' % b",".join([b"[]"] * 2_500_000))
 
     async def marks(self) -> None:
         messages = [{"role": "user", "content": MARKS}]
-        await self.again(2, lambda number: self.one(AGENT, agent(number, prompt=None, messages=messages)))
+        await self.same(AGENT, agent(0, prompt=None, messages=messages))
 
     async def samples(self) -> None:
-        await self.again(4, lambda number: self.one(AGENT, agent(number, max_tokens=None, sampling_params={"n": 2})))
+        await self.same(AGENT, agent(0, max_tokens=None, sampling_params={"n": 2}))
+
+    async def deep_schemas(self) -> None:
+        deep: object = {}
+        for _ in range(200):
+            deep = {"not": deep}
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": deep}}
+        await self.same(CHAT, chat(response_format=schema))
+
+    async def roles(self) -> None:
+        await self.same(CHAT, {"model": "small", "messages": [{"role": "x" * 10**6, "content": "Hi"}]})
+
+    async def native_fields(self) -> None:
+        await self.same(GENERATE, {"text": "x", "image_data": "http://10.0.0.1/", "rid": "0", "priority": 9})
+
+    async def hang_ups(self) -> None:
+        """Native requests that are given up once they write."""
+        body = {"input_ids": [5, 6, 7], "stream": True, "sampling_params": {"max_new_tokens": 256, "ignore_eos": True}}
+
+        async def hang_up(_: int) -> None:
+            await self.turn()
+            async with self.session.post(self.url + GENERATE, json=body) as answer:
+                await answer.content.readline()
+                self.found.add(answer.status == 200)
+                answer.close()
+
+        await self.again(4, hang_up)
 
     async def waiting_agents(self) -> None:
         waits = {"prompt": [{"output_of": "never"}], "wait_s": 600}
@@ -244,13 +380,29 @@ class Asking:
         waits = {"prompt": [{"output_of": "never"}], "wait_s": 0}
         await self.again(32, lambda number: self.one(AGENT, agent(number, **waits)))
 
+    async def wide_graphs(self) -> None:
+        agents = {f"a{number}": {"model": "small"} for number in range(9)}
+        graph = {"name": "wide", "agents": {**agents, "root": {"model": "small", "precursors": list(agents)}}}
+        body = {"messages": [{"role": "user", "content": "Hi"}], "topology": graph, "max_tokens": 8}
+        await self.same(CHAT, body)
+
     async def wrong_keys(self) -> None:
-        await self.again(32, lambda _: self.one(CHAT, chat(), Authorization="Bearer guess"))
+        await self.same(CHAT, chat(), Authorization="Bearer \xff")
 
     async def forms(self) -> None:
-        body = b"".join(b'--B\r\nContent-Disposition: form-data; name="f%d"\r\n\r\nx\r\n' % n for n in range(60_000))
-        kind = {"Content-Type": "multipart/form-data; boundary=B"}
-        await self.again(4, lambda _: self.one("/v1/files", body, **kind))
+        await self.same(FILES, form(*((f"f{number}", b"x") for number in range(60_000))), **FORM)
+
+    async def uploads(self) -> None:
+        await self.same(FILES, uploaded(b"x" * 2**20), **FORM)
+
+    async def batches(self) -> None:
+        """Each of 500 lines."""
+        line = {"custom_id": "", "method": "POST", "url": CHAT, "body": chat(max_tokens=8)}
+        lines = "\n".join(json.dumps({**line, "custom_id": str(number)}) for number in range(500))
+        file = await self.kept(lines.encode())
+        wanted = {"input_file_id": file and file["id"], "endpoint": CHAT, "completion_window": "24h"}
+        self.per_s = min(self.per_s or 1, 1)
+        await self.again(1, lambda _: self.one(BATCHES, wanted))
 
     async def idle_connections(self) -> None:
         """400 that say nothing, or a byte a second."""
@@ -274,8 +426,22 @@ class Asking:
         """Streams of which nothing is read."""
 
         async def unread(_: int) -> None:
-            async with self.session.post(self.url + CHAT, json=chat(stream=True, max_tokens=512)):
+            await self.turn()
+            async with self.session.post(self.url + CHAT, json=chat(stream=True, max_tokens=512)) as answer:
+                self.found.add(answer.status == 200)
                 await asyncio.sleep(2)
+
+        await self.again(32, unread)
+
+    async def unread_files(self) -> None:
+        """Downloads of which nothing is read."""
+        file = await self.kept(b"x" * 2**24)
+
+        async def unread(_: int) -> None:
+            await self.turn()
+            async with self.session.get(f"{self.url}{FILES}/{file and file['id']}/content") as answer:
+                self.found.add(answer.status == 200)
+                await asyncio.sleep(10)
 
         await self.again(32, unread)
 
@@ -286,14 +452,23 @@ WAYS: dict[str, Callable[[Asking], Awaitable[None]]] = {
     "stop ids": Asking.stop_ids,
     "endless stops": Asking.stops,
     "long texts": Asking.long_texts,
+    "crowds of values": Asking.crowds,
     "marks": Asking.marks,
     "samples": Asking.samples,
+    "deep schemas": Asking.deep_schemas,
+    "a megabyte for a role": Asking.roles,
+    "native fields": Asking.native_fields,
+    "hang-ups": Asking.hang_ups,
     "waiting agents": Asking.waiting_agents,
     "programs": Asking.programs,
+    "wide graphs": Asking.wide_graphs,
     "wrong keys": Asking.wrong_keys,
     "form fields": Asking.forms,
+    "uploads": Asking.uploads,
+    "batches": Asking.batches,
     "idle connections": Asking.idle_connections,
     "unread streams": Asking.unread_streams,
+    "unread files": Asking.unread_files,
 }
 
 if __name__ == "__main__":

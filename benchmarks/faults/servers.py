@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,7 +200,16 @@ def _theirs(setting: Setting, port: int) -> list[str]:
     return rust_command(legs.prefill, legs.decode, port, metrics_port, bootstrap_port=legs.bootstrap_port)
 
 
-ROUTERS: Mapping[str, Callable[[Setting, int], list[str]]] = {"shell-router": _ours, "sglang-router": _theirs}
+def smg_in(venv: Path) -> Callable[[Setting, int], list[str]]:
+    """The router that followed sglang-router, installed in an environment of its own; it takes the same options."""
+
+    def command(setting: Setting, port: int) -> list[str]:
+        return [str(venv / "bin" / "smg"), "launch", *_theirs(setting, port)[3:]]
+
+    return command
+
+
+ROUTERS: dict[str, Callable[[Setting, int], list[str]]] = {"shell-router": _ours, "sglang-router": _theirs}
 
 
 @asynccontextmanager

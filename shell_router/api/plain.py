@@ -28,7 +28,8 @@ MAX_HEAD_BYTES = 8190  # as aiohttp's limit of a line
 MAX_BODY_BYTES = 2**16
 """Of a plain request; longer ones are aiohttp's, which gathers their pieces without copying them again and again."""
 _BODY_WAIT_S = 1.0  # then aiohttp goes on, with the limit that is set
-SWEEP_S = 1.0
+SWEEP_S, RESWEEP_S = 1.0, 0.05
+"""Seconds between looks at all connections, and the least of them where there are too many."""
 
 _HEAD = re.compile(rb"POST ([!-~]+) HTTP/1\.1\r\n((?:[!#-'*+.0-9A-Z^-z|~-]++:[^\x00-\x08\x0a-\x1f\x7f]*+\r\n)++)\r\n")
 _LENGTH = re.compile(r"[0-9]{1,9}", re.ASCII)
@@ -101,11 +102,13 @@ class Connections:
         self._settings = settings
         self._open: dict[asyncio.BaseTransport, float] = {}  # until when it may be idle; the longest idle ones first
         self._timer: asyncio.TimerHandle | None = None
+        self._swept_s = -inf
 
     def opened(self, transport: asyncio.Transport) -> None:
         """It waits for its first request. It, or an older one, is closed where there are too many."""
         self.idle(transport, self._settings.body_timeout_s)
-        if len(self._open) > self._settings.max_connections:
+        swept_lately = asyncio.get_running_loop().time() < self._swept_s + RESWEEP_S
+        if len(self._open) > self._settings.max_connections and not swept_lately:
             self._sweep()
         if len(self._open) > self._settings.max_connections:
             self._close(next((one for one, until_s in self._open.items() if until_s < inf), transport))
@@ -130,7 +133,7 @@ class Connections:
             self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._swept)
 
     def _sweep(self) -> None:
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._swept_s = asyncio.get_running_loop().time()
         for transport, until_s in tuple(self._open.items()):
             if transport.is_closing() or until_s < now_s:
                 self._close(transport)

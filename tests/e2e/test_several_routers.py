@@ -1,6 +1,8 @@
 """Router processes that share a Redis and an engine: they are killed and replaced, and no client loses its answer."""
 
 import asyncio
+import io
+import os
 import random
 import signal
 from collections import Counter
@@ -19,6 +21,7 @@ import yaml
 from shell_router.standins.embedded.settings import EmbeddedSettings
 from tests.fakes.command import RunningCommand, running_command
 from tests.fakes.counting_proxy import CountingProxy, counting_proxy
+from tests.fakes.hostile_inputs import FAMILIES, Hostile
 from tests.fakes.redis_server import RedisServer, own_redis
 from tests.fakes.shared_engines import SharedEngines
 
@@ -262,3 +265,87 @@ async def test_redis_killed_and_back_fails_no_request(served: Deployment, redis:
             engine.release()
         assert {one.result().text for one in asking} == {expected.text}
     assert (await served.read(router, "afterwards", Seen())).text == expected.text
+
+
+SOAK_S = float(os.environ.get("SHELL_ROUTER_SOAK_S", "24"))
+"""Of real time; an hour at night."""
+HOSTILE = [one for family in FAMILIES.values() for one in family]
+CLIENTS = 8
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a router's process holds."""
+
+    files: int
+    threads: int
+    megabytes: int
+
+    @classmethod
+    def by(cls, pid: int) -> "Held":
+        folder = Path("/proc") / str(pid)
+        status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+        return cls(
+            len(list((folder / "fd").iterdir())), int(status["Threads"]), int(status["VmRSS"].split()[0]) // 1024
+        )
+
+
+async def soaked(served: Deployment, router: Router, draws: random.Random, seconds: float) -> Counter[str]:
+    """Clients ask chats and trees, leave early, and send what no server should be sent; what they asked."""
+    asked, end_s = Counter[str](), asyncio.get_running_loop().time() + seconds
+
+    async def leave_early() -> None:
+        body = {"model": "tree", "messages": [{"role": "user", "content": QUESTION}], "stream": True}
+        async with served.client.post(f"{router.url}/v1/chat/completions", json=body) as response:
+            for _ in range(draws.randrange(20)):
+                await response.content.readuntil(b"\n\n")
+            response.close()
+
+    async def be_hostile(one: Hostile) -> None:
+        url, headers = router.url + one.path, {"Content-Type": "application/json", **one.headers}
+        body = None if one.body is None else io.BytesIO(one.body)
+        async with served.client.request(one.method, url, data=body, headers=headers) as response:
+            await response.read()
+            assert response.status < 500 or response.status == 501, (one.path, (one.body or b"")[:200])
+
+    async def client(place: int) -> None:
+        while asyncio.get_running_loop().time() < end_s:
+            what = draws.choices(("chat", "tree", "leave", "hostile"), (10, 1, 2, 20))[0]
+            asked[what] += 1
+            if what == "leave":
+                await leave_early()
+            elif what == "hostile":
+                await be_hostile(draws.choice(HOSTILE))
+            else:
+                key = f"{place}-{asked.total()}-{seconds}-{end_s}" if what == "tree" else ""
+                limits = {} if what == "tree" else {"model": "small", "max_tokens": 16, "seed": draws.randrange(99)}
+                await served.read(router, key, Seen(), **limits)
+
+    async with asyncio.TaskGroup() as group:
+        for place in range(CLIENTS):
+            group.create_task(client(place))
+    return asked
+
+
+async def test_a_router_that_is_asked_much_and_badly_for_long_holds_no_more_afterwards(
+    served: Deployment, redis: RedisServer
+) -> None:
+    router, draws = await served.router(), random.Random(24)
+    await soaked(served, router, draws, SOAK_S / 3)
+    before = await at_rest(served, router)
+    for change in (redis.kill, redis.start):
+        asked = await soaked(served, router, draws, SOAK_S / 3)
+        assert asked.keys() == {"chat", "tree", "leave", "hostile"}
+        change()
+    after = await at_rest(served, router)
+    assert after.files <= before.files + 8 and after.threads <= before.threads + 2, (before, after)
+    assert after.megabytes <= before.megabytes + 32, (before, after)
+
+
+async def at_rest(served: Deployment, router: Router) -> Held:
+    """Once nothing runs."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            async with served.client.get(f"{router.url}/metrics") as response:
+                if "\nshell_router_running_requests 0.0\n" in await response.text():
+                    return Held.by(router.command.pid)

@@ -27,6 +27,10 @@ class RunningCommand:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     async def line_with(self, words: str, *, limit_s: float) -> str:
         """The first line of its output that holds `words`; AssertionError with all lines where none does."""
         assert self._process.stdout is not None

@@ -30,6 +30,7 @@ SHORT = {
     "mosaic": ("--rounds", "1", "--limit-s", "0.5"),
     "overlap": ("--rounds", "1", "--new-tokens", "8", "--question-tokens", "20"),
     "router_overhead": ("--quick",),
+    "stalls": (),
     "swapping": ("--rounds", "1", "--requests", "16", "--clients", "4", "--tokens", "4"),
     "tenants": ("--rounds", "1", "--seconds", "1", "--only", "stop ids,flood of chats"),
     "under_load": ("--rounds", "1", "--requests", "12", "--policies", "scored", "--orders", "no queue"),
