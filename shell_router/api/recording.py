@@ -81,7 +81,7 @@ class Recording:
                 yield self._line(agent, known, ran)
 
     def _line(self, agent: str, recorded: RecordedAgent, ran: AgentTrace) -> dict[str, Any]:
-        tokens = recorded.known.tokens(self._models[ran.model].tokenizer)
+        system_tokens, user_tokens, known_tokens = recorded.known.tokens(self._models[ran.model].tokenizer)
         origin_s = self._trace.started_s
         program = self._request.program if isinstance(self._request, AgentRequest) else self._request.id
         line = {
@@ -92,9 +92,9 @@ class Recording:
             "reads": list(recorded.reads),
             "model": ran.model,
             "state": ran.state,
-            "system_tokens": tokens.system,
-            "user_tokens": tokens.user,
-            "known_tokens": tokens.known,
+            "system_tokens": system_tokens,
+            "user_tokens": user_tokens,
+            "known_tokens": known_tokens,
             "prompt_tokens": ran.ready.prompt_tokens if ran.ready else None,
             "output_tokens": ran.end.completion_tokens if isinstance(ran.end, AgentFinished) else ran.tokens,
             "started_at": self._trace.wall_s,

@@ -15,7 +15,7 @@ from shell_router.app.wings import RunningPredictor, wing
 from shell_router.config import Config, PredictionSettings
 from shell_router.core.engine import Relay
 from shell_router.engines.metrics import EngineMetrics
-from shell_router.moa import Classes, Executor, Programs, Scores, StepExecutor
+from shell_router.moa import Executor, Programs, StepExecutor
 from shell_router.telemetry import Metrics, TraceStore
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ async def running_services(
         metrics.registry.register(EngineMetrics(pools, restarts, clock, agents.holdouts.comparisons, swapping))
         await stack.enter_async_context(watched(config, topologies, seen, metrics))
         yield Services(
-            executor=StepExecutor(agents, Classes(embedding.embedder), Scores(chooser, served), clock=clock),
+            executor=StepExecutor(agents),
             programs=Programs(served, cache.logs, clock=clock, chooser=chooser, holdouts=agents.holdouts),
             topologies=topologies,
             models=served,

@@ -23,7 +23,7 @@ from shell_router.moa.requests import (
     ProgramState,
     Segment,
 )
-from shell_router.moa.steps import Classes, Scores, StepExecutor
+from shell_router.moa.steps import StepExecutor
 
 __all__ = [
     "AGENT_REQUEST",
@@ -31,7 +31,6 @@ __all__ = [
     "AgentUsage",
     "Answer",
     "Auto",
-    "Classes",
     "Deadline",
     "Executor",
     "Journal",
@@ -42,7 +41,6 @@ __all__ = [
     "OutputOf",
     "ProgramState",
     "Programs",
-    "Scores",
     "Segment",
     "StepExecutor",
     "ToolCall",

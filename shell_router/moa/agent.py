@@ -403,16 +403,14 @@ class AgentRun:
 
     def _finished(self, finish: Finish, confidence: float | None, ready_s: float) -> Output:
         task, now_s = self.task, self._clock()
-        model, hints, estimates = task.model.alias, task.hints, self._estimates
-        estimates.observe_run(model, now_s - ready_s)
         token_s = None
         if self._first is not None and (more := self.decoded - self._first[1]) > 0:
             token_s = (now_s - self._first[0]) / more
-            estimates.observe_decode(model, token_s)
-        estimates.observe_output(model, hints.topology, hints.agent, finish.completion_tokens)
+        hints, tokens = task.hints, finish.completion_tokens
+        self._estimates.observe_run(task.model.alias, hints.topology, hints.agent, tokens, now_s - ready_s, token_s)
         self._emit(
             AgentFinished(
-                self._clock(),
+                now_s,
                 task.agent,
                 finish.reason,
                 finish.prompt_tokens,
