@@ -15,7 +15,7 @@ from shell_router.early_exit import Ballot, ballot, elected
 from shell_router.errors import AgentFailed, ConfigError, DeadlineExceeded, EngineError, PromptTooLong, ShellRouterError
 from shell_router.moa.agent import AgentRun, AgentTask, Output, Wrote, could_have_written, usage_of
 from shell_router.moa.choosing import Leave, ModelChooser
-from shell_router.moa.cluster_exit import ClusterExit, QuorumExit, Verdict
+from shell_router.moa.cluster_exit import ClusterExit, Verdict
 from shell_router.moa.incremental import complete_prompt
 from shell_router.moa.planning import Plan, plan_run
 from shell_router.moa.prompt import LONG_TEXT, encoded
@@ -134,23 +134,21 @@ class _Run:
         self._outputs: dict[str, Output] = {}
         self._gone: dict[str, CutOff | Literal["failed"]] = {}
 
-    def _cluster_exits(self) -> dict[str, ClusterExit | QuorumExit]:
-        """The judge of each cluster that has early exit, by cluster id."""
-        found: dict[str, ClusterExit | QuorumExit] = {}
+    def _cluster_exits(self) -> dict[str, ClusterExit]:
+        """The judge of each agent whose cluster has early exit."""
+        found: dict[str, ClusterExit] = {}
         for cluster in self._topology.clusters:
             if cluster.early_exit is None:
                 continue
-            if not cluster.early_exit.judges:
-                found[cluster.id] = QuorumExit(cluster)
-                continue
-            embedder = self._executor.embedder if cluster.early_exit.embeds else None
+            embedder = self._executor.embedder
             if cluster.early_exit.embeds and embedder is None:
                 raise ConfigError(
                     f"Topology {self._topology.name!r} asks for early exit, but no embedder is configured.",
                     remedy="Set `embedder` in the configuration, or turn early_exit off.",
                 )
-            draws = random.Random(f"{self._request.seed}/{cluster.id}")
-            found[cluster.id] = ClusterExit(cluster, embedder, draws, self._emit, clock=self._clock)
+            draws, unfinished = random.Random(f"{self._request.seed}/{cluster.id}"), partial(self._unfinished, cluster)
+            judge = ClusterExit(cluster, embedder, draws, unfinished, self._emit, self._clock)
+            found |= dict.fromkeys(cluster.agents, judge)
         return found
 
     async def answer(self) -> Answer:
@@ -287,9 +285,8 @@ class _Run:
         self._writers[agent.id].end(End.FAILED, str(error))
         self._emit(AgentErred(self._clock(), agent.id, str(error), dropped))
         if dropped:
-            cluster = self._topology.cluster_of.get(agent.id)
-            if cluster is not None and (judge := self._exits.get(cluster.id)):
-                self._apply(judge.dropped(partial(self._unfinished, cluster)), cluster)
+            if judge := self._exits.get(agent.id):
+                self._apply(judge.dropped(), judge.cluster)
             self._cut_unneeded()
         elif isinstance(error, PromptTooLong | AgentFailed) or len(self._topology.agents) == 1:
             raise error
@@ -301,25 +298,22 @@ class _Run:
 
     def _watched(self, agent: str) -> Wrote | None:
         """What is done whenever `agent` has written something: its cluster is judged, if that reads what is written."""
-        cluster = self._topology.cluster_of.get(agent)
-        exits = cluster.early_exit if cluster is not None else None
-        if cluster is None or exits is None or exits.embeds or not exits.judges:
+        if agent not in self._exits or not self._exits[agent].reads:
             return None
-        unfinished = partial(self._unfinished, cluster)
 
         def wrote(text: str, confidence: float) -> bool:
-            if judge := self._exits.get(cluster.id):
-                self._apply(judge.wrote(agent, text, confidence, unfinished), cluster)
+            if judge := self._exits.get(agent):
+                self._apply(judge.wrote(agent, text, confidence), judge.cluster)
             return agent in self._gone
 
         return wrote
 
     async def _judge(self, agent: str, output: Output) -> None:
-        cluster = self._topology.cluster_of.get(agent)
-        if cluster is not None and (judge := self._exits.get(cluster.id)):
-            self._apply(await judge.completed(agent, output, partial(self._unfinished, cluster)), cluster)
-            if not self._unfinished(cluster):
-                self._exits.pop(cluster.id, None)  # it holds what all of them wrote
+        if judge := self._exits.get(agent):
+            self._apply(await judge.completed(agent, output), judge.cluster)
+            if not self._unfinished(judge.cluster):
+                for one in judge.cluster.agents:
+                    self._exits.pop(one, None)  # it holds what all of them wrote
 
     def _unfinished(self, cluster: Cluster) -> tuple[str, ...]:
         return tuple(name for name in cluster.agents if self._is_running(name))
