@@ -1,5 +1,6 @@
 """Tools of a graph's root: what prompts hold, and which part of an output is a call."""
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,9 +41,10 @@ TALK: tuple[dict[str, Any], ...] = (
 
 
 def read(text: str, step: int, *, must_call: bool = False, parallel: bool = True) -> tuple[str, list[tuple[str, str]]]:
-    reader = CallReader(ToolOffer(TOOLS, must_call, parallel), "" if must_call else "<tool_call>")
+    model = ScriptedMoa(call_mark="<tool_call>").models["small"]
+    reader = CallReader(ToolOffer(TOOLS, must_call, parallel), model)
     shown = "".join(reader.feed(text[at : at + step]) for at in range(0, len(text), step))
-    rest, calls = reader.finish()
+    rest, calls = asyncio.run(reader.finish())
     return shown + rest, [(call.name, call.arguments) for call in calls]
 
 
