@@ -23,7 +23,8 @@ import numpy as np
 from report import Row, report
 
 from shell_router.core.predictors import TokenStates
-from shell_router.early_exit import ClusterGate, EarlyExit, features, similarity
+from shell_router.early_exit.algorithm1 import ClusterGate, features, similarity
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.engines.embedding import SentenceTransformerEmbedder
 
 TITLE = "Early exit: milliseconds per step of the gate"

@@ -27,7 +27,7 @@ from shell_router.api.services import (
 from shell_router.config import ApiKey
 from shell_router.core.spans import CURRENT, span_of_client
 from shell_router.errors import InvalidRequest, Overloaded, RouterStopping
-from shell_router.moa import Deadline
+from shell_router.moa.requests import Deadline
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSett
 from shell_router.api.streaming import LiveRun, stream_run
 from shell_router.core.events import AgentTokens, Event, answer_in
 from shell_router.errors import InvalidField, InvalidRequest
-from shell_router.moa import AGENT_REQUEST, AgentRequest, AgentUsage, Answer, OutputOf, Segment
+from shell_router.moa.planning import AGENT_REQUEST
+from shell_router.moa.requests import AgentRequest, AgentUsage, Answer, OutputOf, Segment
 from shell_router.topology import AUTO, Graph, Prefill
 
 WORD = "lazyanswer"

@@ -46,7 +46,8 @@ from shell_router.api.streaming import LiveRun, TranslatedFrames, Translation, o
 from shell_router.api.tools import TOOL_FIELDS, ToolUse, call_id, calls_schema, check_answers, read_calls, read_tools
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
 from shell_router.core.events import AgentTokens
-from shell_router.moa import Answer, MoaRequest, ToolOffer
+from shell_router.moa.calls import ToolOffer
+from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import AUTO, Conditional, Graph
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -19,8 +19,8 @@ from shell_router.api.fields import Fields
 from shell_router.api.plain import Request
 from shell_router.api.services import Emit
 from shell_router.core.events import Event
-from shell_router.moa import AgentRequest, Answer, Journal, MoaRequest
-from shell_router.moa.journal import END
+from shell_router.moa.journal import END, Journal
+from shell_router.moa.requests import AgentRequest, Answer, MoaRequest
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from shell_router.api.replies import json_reply
 from shell_router.api.services import SERVICES, SETTINGS, TENANT
 from shell_router.core.engine import value
 from shell_router.errors import InvalidField, PrecursorTimeout, UnknownProgram
-from shell_router.moa import AgentRequest, MoaRequest, OutputOf, Programs, Segment
+from shell_router.moa.programs import Programs
+from shell_router.moa.requests import AgentRequest, MoaRequest, OutputOf, Segment
 from shell_router.routing.increments import tokens_per_event
 from shell_router.topology import AUTO
 

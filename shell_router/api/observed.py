@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shell_router.api.services import Emit, Services
 from shell_router.core.events import Event
 from shell_router.core.spans import CURRENT, SAMPLED
-from shell_router.moa import AgentRequest, MoaRequest
+from shell_router.moa.requests import AgentRequest, MoaRequest
 from shell_router.telemetry import RunMetrics, Trace
 from shell_router.topology import Graph
 

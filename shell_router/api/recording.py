@@ -6,16 +6,15 @@ from typing import Any
 
 from shell_router.core.engine import ServedModel
 from shell_router.core.events import AgentFinished, AgentTokens, AggregationSkipped, Event
-from shell_router.moa import (
+from shell_router.moa.planning import (
     AGENT_REQUEST,
-    AgentRequest,
     KnownPrompt,
-    MoaRequest,
     known_of_agent,
     known_of_request,
     stages_of,
     workflow_of,
 )
+from shell_router.moa.requests import AgentRequest, MoaRequest
 from shell_router.telemetry import Trace
 from shell_router.telemetry.recorder import Recorder
 from shell_router.telemetry.trace import AgentTrace, since

@@ -29,8 +29,8 @@ from shell_router.api.tools import function_name
 from shell_router.api.translation import Events, ItemTranslation, Kind
 from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
-from shell_router.moa import Answer
 from shell_router.moa.journal import END
+from shell_router.moa.requests import Answer
 from shell_router.topology import INLINE
 
 SAME = (

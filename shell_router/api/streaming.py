@@ -12,7 +12,7 @@ from shell_router.api.plain import PlainRequest, PlainStream, Reply, Request
 from shell_router.api.replies import common_headers, stream_error
 from shell_router.api.services import REQUEST_ID, SETTINGS, Emit
 from shell_router.core.events import Event
-from shell_router.moa import Answer
+from shell_router.moa.requests import Answer
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"

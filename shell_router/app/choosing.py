@@ -14,7 +14,7 @@ from shell_router.config.settings import AccessLogSettings, RecordSettings
 from shell_router.core.engine import ServedModel
 from shell_router.core.predictors import Predictor
 from shell_router.errors import ConfigError
-from shell_router.moa import Auto, ModelChooser, ModelFigures
+from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:

@@ -15,7 +15,9 @@ from shell_router.app.wings import RunningPredictor, wing
 from shell_router.config import Config, PredictionSettings
 from shell_router.core.engine import Relay
 from shell_router.engines.metrics import EngineMetrics
-from shell_router.moa import Executor, Programs, StepExecutor
+from shell_router.moa.executor import Executor
+from shell_router.moa.programs import Programs
+from shell_router.moa.steps import StepExecutor
 from shell_router.telemetry import Metrics, TraceStore
 
 log = logging.getLogger(__name__)

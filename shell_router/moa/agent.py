@@ -34,7 +34,7 @@ from shell_router.core.events import (
 from shell_router.core.marks import ReasoningMarks, ReasoningSplit
 from shell_router.core.sampling import check_sampling, require_possible
 from shell_router.core.spans import enter_span
-from shell_router.early_exit import Confidence
+from shell_router.early_exit.algorithm1 import Confidence
 from shell_router.early_exit.answers import forms_in
 from shell_router.errors import AgentFailed, EngineError, EngineStalled, InvalidRequest, PromptTooLong
 from shell_router.moa.calls import CallReader, ToolCall, ToolOffer

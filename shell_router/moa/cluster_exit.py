@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shell_router.core.events import Degraded, Emit, ExitScored
 from shell_router.core.predictors import Embedder
-from shell_router.early_exit import features
+from shell_router.early_exit.algorithm1 import features
 from shell_router.early_exit.settings import Gate
 from shell_router.errors import EngineError
 from shell_router.moa.agent import Output

@@ -11,7 +11,7 @@ from agent_cache import AgentPromptCache, Chunk, End, LogKey, LogWriter
 from shell_router.core.engine import ServedModel
 from shell_router.core.events import AgentErred, AgentStarted, AgentStopped, AggregationSkipped, Emit, ModelChosen
 from shell_router.core.predictors import Embedder
-from shell_router.early_exit import Ballot, ballot, elected
+from shell_router.early_exit.answers import Ballot, ballot, elected
 from shell_router.errors import AgentFailed, ConfigError, DeadlineExceeded, EngineError, PromptTooLong, ShellRouterError
 from shell_router.moa.agent import AgentRun, AgentTask, Output, Wrote, could_have_written, usage_of
 from shell_router.moa.choosing import Leave, ModelChooser

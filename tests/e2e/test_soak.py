@@ -15,7 +15,7 @@ from agent_cache import AgentPromptCache
 from agent_cache.memory import MemoryAgentPromptCache
 from agent_cache.redis import RedisAgentPromptCache
 from shell_router.core.events import Event
-from shell_router.moa import Executor
+from shell_router.moa.executor import Executor
 from shell_router.topology.load import load_topology
 from tests.fakes.moa import ScriptedMoa, ask
 from tests.fakes.redis_server import own_redis

@@ -14,13 +14,11 @@ from shell_router.core.events import Event
 from shell_router.core.marks import ReasoningMarks
 from shell_router.core.predictors import Forecast, Forecasts, Prediction, Predictor, Prospect
 from shell_router.engines.embedding import HashEmbedder
-from shell_router.moa import (
-    Executor,
-    MoaRequest,
-    ModelChooser,
-    Programs,
-    StepExecutor,
-)
+from shell_router.moa.choosing import ModelChooser
+from shell_router.moa.executor import Executor
+from shell_router.moa.programs import Programs
+from shell_router.moa.requests import MoaRequest
+from shell_router.moa.steps import StepExecutor
 from tests.fakes.scripted_engine import Script, ScriptedEngine, at_once
 
 

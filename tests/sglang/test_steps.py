@@ -11,7 +11,9 @@ from shell_router.core.events import StepChosen
 from shell_router.engines.embedding import HashEmbedder
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.moa import Executor, MoaRequest, StepExecutor
+from shell_router.moa.executor import Executor
+from shell_router.moa.requests import MoaRequest
+from shell_router.moa.steps import StepExecutor
 from shell_router.topology import load_topology
 from tests.fakes.moa import Recorder
 from tests.fakes.pairs_under_test import PairUnderTest

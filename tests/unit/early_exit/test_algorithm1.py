@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from shell_router.early_exit import ClusterGate, Confidence, EarlyExit, features, similarity
+from shell_router.early_exit.algorithm1 import ClusterGate, Confidence, features, similarity
+from shell_router.early_exit.settings import EarlyExit
 
 TOLERANCE = 1e-6
 

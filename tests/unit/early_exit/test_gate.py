@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from shell_router.early_exit import ClusterGate, EarlyExit, features
-from shell_router.early_exit.algorithm1 import Score, score
+from shell_router.early_exit.algorithm1 import ClusterGate, Score, features, score
+from shell_router.early_exit.settings import EarlyExit
 
 ONE = np.eye(1)
 

@@ -2,9 +2,9 @@ from random import random
 
 import pytest
 
-from shell_router.early_exit import EarlyExit
 from shell_router.early_exit.algorithm1 import Score
 from shell_router.early_exit.in_flight import NO_QUORUM, InFlightGate, Overlap
+from shell_router.early_exit.settings import EarlyExit
 
 RUNNING = ("a", "b", "c")
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shell_router.core.events import AgentTokens
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import InvalidField
-from shell_router.moa import Answer, MoaRequest, ToolOffer
-from shell_router.moa.calls import CallReader
+from shell_router.moa.calls import CallReader, ToolOffer
+from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import Agent, Cluster, Prompt, Topology
 from tests.fakes.moa import Recorder, ScriptedMoa
 from tests.fakes.scripted_engine import Script

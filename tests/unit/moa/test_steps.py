@@ -7,7 +7,8 @@ import pytest
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.core.events import Degraded, ModelChosen, StepChosen
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable, PromptTooLong
-from shell_router.moa import Executor, StepExecutor
+from shell_router.moa.executor import Executor
+from shell_router.moa.steps import StepExecutor
 from shell_router.topology import Agent, Conditional, Prompt, Topology, parse_topology
 from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, ask
 from tests.fakes.scripted_engine import Gates, Script
