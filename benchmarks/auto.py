@@ -46,7 +46,9 @@ from shell_router.core.engine import UNSTREAMED_INTERVAL, ServedModel
 from shell_router.core.events import Degraded, Event, ModelChosen
 from shell_router.core.predictors import Forecasts, Predictor, Prospect
 from shell_router.core.statistics import Z95, paired_difference, quantile, wilson
-from shell_router.moa import Auto, Executor, MoaRequest, ModelChooser, ModelFigures
+from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
+from shell_router.moa.executor import Executor
+from shell_router.moa.requests import MoaRequest
 from shell_router.prediction.service import running_predictor
 from shell_router.routing.model_choice import ModelChoiceSettings
 from shell_router.standins.embedded.settings import EmbeddedSection

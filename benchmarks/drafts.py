@@ -206,7 +206,7 @@ def tokens_per_pass(agents: Sequence[Mapping[str, Any]]) -> float:
 async def equality(services: "Services", compared: "Mapping[str, Topology]", questions: Sequence[str]) -> "Row":
     """How many agents of all questions write the same tokens; sixteen questions at once, so that batches differ."""
     from shell_router.core.events import AgentTokens, Event
-    from shell_router.moa import MoaRequest
+    from shell_router.moa.requests import MoaRequest
 
     limit = asyncio.Semaphore(16)
 

@@ -131,7 +131,8 @@ async def simulated() -> "AsyncIterator[tuple[Services, str]]":
     from shell_router.core.engine import Generation, PrefillCost, ServedModel
     from shell_router.lab.simulation.run import Fleet
     from shell_router.lab.simulation.settings import load
-    from shell_router.moa import Executor, Programs
+    from shell_router.moa.executor import Executor
+    from shell_router.moa.programs import Programs
     from shell_router.standins.simulated import SimulatedPair, SimulatedTokenizer, Written
     from shell_router.standins.simulated.costs import attended_pairs
     from shell_router.telemetry import Metrics

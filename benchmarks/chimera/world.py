@@ -13,7 +13,9 @@ from shell_router.core.engine import Generation, ServedModel
 from shell_router.core.events import Event, ModelChosen
 from shell_router.lab.simulation.run import Fleet
 from shell_router.lab.simulation.virtual_time import run_virtual
-from shell_router.moa import Auto, Executor, MoaRequest, ModelChooser, ModelFigures
+from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
+from shell_router.moa.executor import Executor
+from shell_router.moa.requests import MoaRequest
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.model_choice import ModelChoiceSettings
 from shell_router.routing.queue import QueueSettings

@@ -15,9 +15,9 @@ from benchmarks.report import Row
 from shell_router.api import Services
 from shell_router.config import Config
 from shell_router.core.engine import Generation, Tokenizer
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.lab.simulation.summary import Figures, figures_of
-from shell_router.moa import MoaRequest
+from shell_router.moa.requests import MoaRequest
 from shell_router.telemetry import Trace
 from shell_router.topology import Agent, Prefill, Topology, parse_topology
 

@@ -42,7 +42,7 @@ from shell_router.errors import (
     RouterStopping,
     Unauthorized,
 )
-from shell_router.moa import Deadline
+from shell_router.moa.requests import Deadline
 
 log = logging.getLogger(__name__)
 

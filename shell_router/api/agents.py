@@ -26,7 +26,8 @@ from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, refuse_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings
 from shell_router.api.streaming import respond
 from shell_router.errors import InvalidField, InvalidRequest
-from shell_router.moa import AGENT_REQUEST, AgentRequest, OutputOf, Segment
+from shell_router.moa.planning import AGENT_REQUEST
+from shell_router.moa.requests import AgentRequest, OutputOf, Segment
 from shell_router.topology import AUTO, Prefill
 
 WORD = "lazyanswer"

@@ -31,7 +31,8 @@ from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, place_of
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Services
 from shell_router.api.streaming import Frames, TranslatedFrames, Translation, respond
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
-from shell_router.moa import AGENT_REQUEST, AgentRequest, MoaRequest
+from shell_router.moa.planning import AGENT_REQUEST
+from shell_router.moa.requests import AgentRequest, MoaRequest
 from shell_router.topology import AUTO, Graph
 
 INERT = frozenset(

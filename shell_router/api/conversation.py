@@ -9,7 +9,7 @@ import orjson
 from shell_router.api.fields import Fields, as_object, shown
 from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField
-from shell_router.moa import ToolOffer
+from shell_router.moa.calls import ToolOffer
 
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 CALL_ID_CHARACTERS = 128

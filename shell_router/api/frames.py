@@ -26,7 +26,8 @@ from shell_router.core.events import (
     StepChosen,
     answer_in,
 )
-from shell_router.moa import AgentRequest, Answer, ToolCall
+from shell_router.moa.calls import ToolCall
+from shell_router.moa.requests import AgentRequest, Answer
 from shell_router.telemetry import Trace
 from shell_router.topology import AUTO
 

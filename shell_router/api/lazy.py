@@ -21,7 +21,8 @@ from shell_router.api.runs import Run, refuse_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, Emit
 from shell_router.core.events import AgentTokens, Event
 from shell_router.errors import InvalidField, PrecursorTimeout, UnknownProgram
-from shell_router.moa import AgentRequest, AgentUsage, Answer, MoaRequest, OutputOf, Programs, Segment
+from shell_router.moa.programs import Programs
+from shell_router.moa.requests import AgentRequest, AgentUsage, Answer, MoaRequest, OutputOf, Segment
 from shell_router.routing.increments import tokens_per_event
 from shell_router.topology import AUTO
 

@@ -6,16 +6,15 @@ from typing import Any
 
 from shell_router.core.engine import ServedModel
 from shell_router.core.events import AgentFinished, AgentTokens, AggregationSkipped, Event
-from shell_router.moa import (
+from shell_router.moa.planning import (
     AGENT_REQUEST,
-    AgentRequest,
     KnownPrompt,
-    MoaRequest,
     known_of_agent,
     known_of_request,
     stages_of,
     workflow_of,
 )
+from shell_router.moa.requests import AgentRequest, MoaRequest
 from shell_router.telemetry import Trace
 from shell_router.telemetry.recorder import Recorder
 from shell_router.telemetry.trace import AgentTrace, since
@@ -81,7 +80,7 @@ class Recording:
                 yield self._line(agent, known, ran)
 
     def _line(self, agent: str, recorded: RecordedAgent, ran: AgentTrace) -> dict[str, Any]:
-        tokens = recorded.known.tokens(self._models[ran.model].tokenizer)
+        system_tokens, user_tokens, known_tokens = recorded.known.tokens(self._models[ran.model].tokenizer)
         origin_s = self._trace.started_s
         program = self._request.program if isinstance(self._request, AgentRequest) else self._request.id
         line = {
@@ -92,9 +91,9 @@ class Recording:
             "reads": list(recorded.reads),
             "model": ran.model,
             "state": ran.state,
-            "system_tokens": tokens.system,
-            "user_tokens": tokens.user,
-            "known_tokens": tokens.known,
+            "system_tokens": system_tokens,
+            "user_tokens": user_tokens,
+            "known_tokens": known_tokens,
             "prompt_tokens": ran.ready.prompt_tokens if ran.ready else None,
             "output_tokens": ran.end.completion_tokens if isinstance(ran.end, AgentFinished) else ran.tokens,
             "started_at": self._trace.wall_s,

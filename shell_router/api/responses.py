@@ -30,8 +30,8 @@ from shell_router.api.streaming import DONE, LAST_EVENT, Place, TranslatedFrames
 from shell_router.api.translation import Events, ItemTranslation, Kind, joined
 from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
-from shell_router.moa import Answer
 from shell_router.moa.journal import END
+from shell_router.moa.requests import Answer
 
 SAME = (
     frozenset(SAMPLING) - {"max_tokens", "max_completion_tokens", "response_format"}

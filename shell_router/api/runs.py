@@ -26,8 +26,8 @@ from shell_router.api.services import Emit, Services
 from shell_router.api.streaming import LAST_EVENT, Place
 from shell_router.core.events import AgentTokens, Event, answer_in
 from shell_router.core.spans import CURRENT, SAMPLED
-from shell_router.moa import AgentRequest, Answer, Journal, MoaRequest
-from shell_router.moa.journal import END
+from shell_router.moa.journal import END, Journal
+from shell_router.moa.requests import AgentRequest, Answer, MoaRequest
 from shell_router.telemetry import RunMetrics, Trace
 from shell_router.topology import Graph
 

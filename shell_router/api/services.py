@@ -17,7 +17,8 @@ from shell_router.config import ApiKey, Limits
 from shell_router.core.engine import Placement, Relay, ServedModel
 from shell_router.core.events import Event
 from shell_router.core.predictors import Embedder
-from shell_router.moa import Answer, MoaRequest, Programs
+from shell_router.moa.programs import Programs
+from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.routing.holdout import Holdouts
 from shell_router.telemetry import Metrics, Trace, TraceStore
 from shell_router.topology import Graph

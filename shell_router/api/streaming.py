@@ -15,7 +15,7 @@ from shell_router.api.replies import common_headers, json_reply, stream_error
 from shell_router.api.services import REQUEST_ID, SETTINGS, Emit
 from shell_router.core.events import Event
 from shell_router.errors import InvalidField, StreamChanged
-from shell_router.moa import Answer
+from shell_router.moa.requests import Answer
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"

@@ -22,7 +22,10 @@ from shell_router.core.engine import Relay, ServedModel
 from shell_router.core.predictors import Predictor
 from shell_router.engines.metrics import EngineMetrics
 from shell_router.errors import ConfigError
-from shell_router.moa import Auto, Classes, Executor, ModelChooser, ModelFigures, Programs, Scores, StepExecutor
+from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
+from shell_router.moa.executor import Executor
+from shell_router.moa.programs import Programs
+from shell_router.moa.steps import StepExecutor
 from shell_router.telemetry import Metrics, TraceStore
 
 if TYPE_CHECKING:
@@ -71,7 +74,7 @@ async def running_services(
         metrics.registry.register(EngineMetrics(pools, restarts, clock, agents.holdouts.comparisons, swapping))
         await stack.enter_async_context(watched(config, topologies, seen, metrics))
         yield Services(
-            executor=StepExecutor(agents, Classes(embedding.embedder), Scores(chooser, served), clock=clock),
+            executor=StepExecutor(agents),
             programs=Programs(served, cache.logs, clock=clock, chooser=chooser, holdouts=agents.holdouts),
             topologies=topologies,
             models=served,

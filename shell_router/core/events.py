@@ -3,7 +3,7 @@
 `at_s` is the run's clock (monotonic seconds); every event names the agent or cluster it speaks of.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 from shell_router.core.engine import FinishReason, Placement, value
@@ -200,6 +200,7 @@ Event = (
     | AgentErred
     | Degraded
 )
+Emit = Callable[[Event], None]
 
 
 def answer_in(event: Event, answering: Collection[str]) -> str:

@@ -51,6 +51,8 @@ class Forecast:
     total_tokens: Mapping[str, float] = field(default_factory=dict)
 
 
+NO_FORECAST = Forecast()
+
 Prediction = Literal["scores", "lengths"]
 
 

@@ -1,6 +1,7 @@
 """What of a request may reach an engine: its sampling parameters, and how long its prompt is. Pure; for every route."""
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any
 
 import orjson
@@ -37,11 +38,13 @@ def check_sampling(params: Mapping[str, Any], vocabulary: int | None = None, pat
     `params` are SGLang's `sampling_params`, found at `path`. Token ids must lie below `vocabulary`, where it is known.
     Ranges that SGLang refuses by itself are left to it.
     """
+    below = inf if vocabulary is None else vocabulary
     is_plain = True  # nothing in it can be long: most requests have numbers alone
     for name, found in params.items():
         rule = _RULES.get(name)
-        if rule is not None and found is not None and (wrong := rule(found, vocabulary)):
-            raise _refusal(path, name, *wrong)
+        if rule is not None and found is not None and not rule[0](found, below):
+            known = "the size of the vocabulary" if vocabulary is None else f"{vocabulary}, the size of the vocabulary"
+            raise _refusal(path, name, rule[1].replace("{vocabulary}", known), rule[2])
         is_plain = is_plain and isinstance(found, _SHORT)
     if not is_plain:
         check_depth(params, path or "sampling_params")
@@ -83,140 +86,119 @@ def require_possible(characters: int, context_length: int) -> None:
         )
 
 
-Wrong = tuple[str, str] | None
-"""What is wrong with a value, and the remedy."""
-
-
-_SHORT = (int, float, type(None))
-
-
 def _refusal(path: str, name: str, what: str, remedy: str) -> InvalidField:
     field = ".".join(filter(None, (path, name))) or "sampling_params"
     return InvalidField(f"{field} {what}.", field=field, remedy=remedy)
 
 
-def _one(found: Any, _: int | None) -> Wrong:
-    # of several samples each server makes ids of its own: decode never ends, and no abort reaches it
-    if found == 1 and found is not True:
-        return None
-    return "must be 1: a prefill-decode pair cannot serve several samples", "Send the request n times."
+def _is_integer(found: Any, most: int = MAX_INTEGER) -> bool:
+    return type(found) is int and abs(found) <= most
 
 
-def _integer(found: Any, _: int | None, most: int = MAX_INTEGER) -> Wrong:
-    if type(found) is int and abs(found) <= most:
-        return None
-    return f"must be a whole number of at most {most}", "Send such a number."
-
-
-def _seed(found: Any, _: int | None) -> Wrong:
-    return _integer(found, _, 2**63 - 1)
-
-
-def _interval(found: Any, _: int | None) -> Wrong:
-    return _integer(found, _) or (None if found > 0 else ("must be at least 1", "Leave it out."))
-
-
-def _number(found: Any, _: int | None) -> Wrong:
-    return None if _is_number(found) else ("must be a number", "Send one of moderate size.")
-
-
-def _flag(found: Any, _: int | None) -> Wrong:
-    return None if isinstance(found, bool) else ("must be true or false", "Send a boolean.")
-
-
-def _stops(found: Any, _: int | None) -> Wrong:
-    stops = [found] if isinstance(found, str) else found
-    if isinstance(stops, list | tuple) and len(stops) > MAX_STOPS:
-        return f"has {len(stops)} entries; at most {MAX_STOPS} are served", "Send fewer."
-    if not isinstance(stops, list | tuple) or not all(isinstance(one, str) for one in stops):
-        return "must be a string or an array of strings", "Send strings."
-    if max(map(len, stops), default=0) > MAX_STOP_CHARACTERS:
-        return f"has an entry of more than {MAX_STOP_CHARACTERS} characters", "Send shorter ones."
-    return None
-
-
-def _stop_ids(found: Any, vocabulary: int | None) -> Wrong:
-    if isinstance(found, list | tuple) and len(found) > MAX_TOKEN_IDS:
-        return f"has {len(found)} token ids; at most {MAX_TOKEN_IDS} are served", "Send fewer."
-    if not isinstance(found, list | tuple) or not all(type(one) is int for one in found):
-        return "must be an array of token ids", "Send whole numbers."
-    return _within(found, vocabulary)
-
-
-def _bias(found: Any, vocabulary: int | None) -> Wrong:
-    if isinstance(found, Mapping) and len(found) > MAX_TOKEN_IDS:
-        return f"has {len(found)} token ids; at most {MAX_TOKEN_IDS} are served", "Send fewer."
-    if not isinstance(found, Mapping) or not all(_is_number(one) for one in found.values()):
-        return "must be an object of numbers by token id", "Send numbers."
-    try:
-        return _within([int(token) for token in found], vocabulary)
-    except (TypeError, ValueError):
-        return "must be keyed by token ids", "Send whole numbers as keys."
-
-
-def _is_number(found: object) -> bool:
+def _is_number(found: Any) -> bool:
     return isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) <= MAX_NUMBER
 
 
-def _within(ids: Any, vocabulary: int | None) -> Wrong:
-    if ids and (min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary)):
-        below = "" if vocabulary is None else f" and below {vocabulary}, the model's vocabulary"
-        return f"must hold token ids of at least 0{below}", "Tokenize for this model."
-    return None
+def _are_ids(found: Any, vocabulary: float, most: float = MAX_TOKEN_IDS) -> bool:
+    if not isinstance(found, list | tuple) or len(found) > most:
+        return False
+    return all(type(one) is int for one in found) and (not found or (min(found) >= 0 and max(found) < vocabulary))
 
 
-def _pattern(found: Any, _: int | None) -> Wrong:
-    if not isinstance(found, str):
-        return "must be a string", "Send it as text."
-    if len(found) > MAX_PATTERN_CHARACTERS:
-        return f"has more than {MAX_PATTERN_CHARACTERS} characters", "Send a shorter one."
-    return None
+def _are_stops(found: Any) -> bool:
+    stops = [found] if isinstance(found, str) else found
+    if not isinstance(stops, list | tuple) or len(stops) > MAX_STOPS:
+        return False
+    return all(isinstance(one, str) and len(one) <= MAX_STOP_CHARACTERS for one in stops)
 
 
-def _schema(found: Any, _: int | None) -> Wrong:
+def _is_bias(found: Any, vocabulary: float) -> bool:
+    if not isinstance(found, Mapping) or len(found) > MAX_TOKEN_IDS or not all(map(_is_number, found.values())):
+        return False
+    try:
+        return _are_ids([int(token) for token in found], vocabulary)
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_schema(found: Any) -> bool:
     """A schema as text nests, too. Text that is no JSON has a meaning of its own to SGLang, or is refused there."""
-    if not isinstance(found, str):
-        return "must be a string", "Send the schema as text."
-    if len(found) > MAX_SAMPLING_BYTES:
-        return f"has more than {MAX_SAMPLING_BYTES} characters", "Send a smaller schema."
+    if not isinstance(found, str) or len(found) > MAX_SAMPLING_BYTES:
+        return False
     try:
         check_depth(orjson.loads(found), "")
     except orjson.JSONDecodeError as error:
-        return ("nests too deep", "Flatten it.") if "depth limit" in str(error) else None
+        return "depth limit" not in str(error)
     except InvalidField:
-        return f"nests deeper than {MAX_DEPTH} levels", "Flatten it, or leave parts of it out."
-    return None
+        return False
+    return True
 
 
-def _custom(found: Any, vocabulary: int | None) -> Wrong:
-    if not isinstance(found, Mapping):
-        return "must be an object", "Leave it out."
-    if private := [name for name in found if str(name).startswith(PRIVATE)]:
-        return f"names {str(private[0])[:40]}, which SGLang keeps to itself", "Leave it out."
+def _is_custom(found: Any, vocabulary: float) -> bool:
+    if not isinstance(found, Mapping) or any(str(name).startswith(PRIVATE) for name in found):
+        return False
     drafts = found.get("drafts")
-    for one in drafts if isinstance(drafts, list) else ():
-        ids = one if isinstance(one, list) and all(type(token) is int for token in one) else [-1]
-        if ids and (min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary)):
-            return "has drafts that are no lists of the model's token ids", "Tokenize for this model."
-    return None
+    return all(_are_ids(one, vocabulary, inf) for one in drafts) if isinstance(drafts, list) else True
 
 
-_RULES: Mapping[str, Callable[[Any, int | None], Wrong]] = {
-    **dict.fromkeys(("top_k", "max_new_tokens", "min_new_tokens"), _integer),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), _number),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _number),
-    **dict.fromkeys(("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"), _flag),
-    "sampling_seed": _seed,
-    "stream_interval": _interval,
-    "n": _one,
-    "beam_width": _one,
-    "stop": _stops,
-    "stop_regex": _stops,
-    "stop_token_ids": _stop_ids,
-    "logit_bias": _bias,
-    "json_schema": _schema,
-    "structural_tag": _schema,
-    "regex": _pattern,
-    "ebnf": _pattern,
-    "custom_params": _custom,
+_SHORT = (int, float, type(None))
+_IDS = f"token ids (at most {MAX_TOKEN_IDS}), each at least 0 and below {{vocabulary}}"
+
+Rule = tuple[Callable[[Any, float], bool], str, str]
+"""Whether a value may be sent, by the size of the vocabulary; what it must be, and the remedy."""
+
+_INTEGER: Rule = (
+    lambda found, _: _is_integer(found),
+    f"must be a whole number of at most {MAX_INTEGER}",
+    "Send such a number.",
+)
+_NUMBER: Rule = (lambda found, _: _is_number(found), "must be a number", "Send one of moderate size.")
+_FLAG: Rule = (lambda found, _: isinstance(found, bool), "must be true or false", "Send a boolean.")
+_ONE: Rule = (
+    # of several samples each server makes ids of its own: decode never ends, and no abort reaches it
+    lambda found, _: found == 1 and found is not True,
+    "must be 1: a prefill-decode pair cannot serve several samples",
+    "Send the request n times.",
+)
+_STOPS: Rule = (
+    lambda found, _: _are_stops(found),
+    f"must be a string or an array of at most {MAX_STOPS}, each of at most {MAX_STOP_CHARACTERS} characters",
+    "Send fewer or shorter ones.",
+)
+_SCHEMA: Rule = (
+    lambda found, _: _is_schema(found),
+    f"must be text of at most {MAX_SAMPLING_BYTES} characters that nests no deeper than {MAX_DEPTH} levels",
+    "Send it as text; flatten it, or leave parts of it out.",
+)
+_PATTERN: Rule = (
+    lambda found, _: isinstance(found, str) and len(found) <= MAX_PATTERN_CHARACTERS,
+    f"must be a string of at most {MAX_PATTERN_CHARACTERS} characters",
+    "Send a shorter one.",
+)
+_RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("top_k", "max_new_tokens", "min_new_tokens"), _INTEGER),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"), _FLAG),
+    **dict.fromkeys(("n", "beam_width"), _ONE),
+    **dict.fromkeys(("stop", "stop_regex"), _STOPS),
+    **dict.fromkeys(("json_schema", "structural_tag"), _SCHEMA),
+    **dict.fromkeys(("regex", "ebnf"), _PATTERN),
+    "sampling_seed": (lambda found, _: _is_integer(found, 2**63 - 1), "must be a whole number below 2^63", "Send one."),
+    "stream_interval": (
+        lambda found, _: _is_integer(found) and found > 0,
+        "must be a whole number of at least 1",
+        "Leave it out.",
+    ),
+    "stop_token_ids": (_are_ids, f"must be an array of {_IDS}", "Tokenize for this model, and send fewer."),
+    "logit_bias": (
+        _is_bias,
+        f"must be an object of numbers of moderate size, by {_IDS}",
+        "Tokenize for this model, and send fewer.",
+    ),
+    "custom_params": (
+        _is_custom,
+        f"must be an object without SGLang's own {PRIVATE} names, its drafts token ids below {{vocabulary}}",
+        "Leave it out.",
+    ),
 }

@@ -7,9 +7,13 @@ needs no embedding model and costs a few operations per word.
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from shell_router.early_exit.algorithm1 import Features, Judgement, Score, rms_confidence
 from shell_router.early_exit.answers import AnswerReader, comparable
+
+if TYPE_CHECKING:
+    from shell_router.early_exit.settings import EarlyExit
 
 _BLANKS = re.compile(r"\s+")
 
@@ -90,11 +94,11 @@ class _Member:
 class InFlightGate:
     """Follows one cluster's outputs while they are written, and says how well the leading answer is supported."""
 
-    embeds = False
+    embeds: ClassVar[bool] = False
 
-    def __init__(self, members: Iterable[str], *, quorum: int, threshold: float = 0.8) -> None:
-        self._quorum = quorum
-        self._threshold = threshold
+    def __init__(self, settings: "EarlyExit", members: Iterable[str]) -> None:
+        self._quorum = settings.min_completed
+        self._threshold = settings.threshold
         self._members = {name: _Member() for name in members}
         self._ended: set[str] = set()
 

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from shell_router.early_exit.algorithm1 import ClusterGate, Features, Judgement
 from shell_router.early_exit.in_flight import InFlightGate
 
 
 class Gate(Protocol):
-    """Judges one cluster of one run. A new policy is a class with these members and an entry in POLICIES."""
+    """Judges one cluster of one run. A new policy is a class with these members, made of settings and the cluster's
+    agents, and an entry in POLICIES."""
 
-    embeds: bool
+    embeds: ClassVar[bool]
     """Whether it judges embeddings of complete outputs; if not, it also reads what is written, as it is written."""
+
+    def __init__(self, settings: "EarlyExit", members: Sequence[str]) -> None: ...
 
     def wrote(self, agent: str, text: str, confidence: float) -> None:
         """The agent wrote more; `confidence` is that of all it has written. Not called for gates that embed."""
@@ -57,66 +60,46 @@ class EarlyExit:
     @property
     def judges(self) -> bool:
         """Whether outputs are judged, by a gate."""
-        return POLICIES[self.policy].gate is not None
+        return POLICIES[self.policy] is not None
 
     @property
     def embeds(self) -> bool:
         """Whether outputs have to be embedded."""
-        return POLICIES[self.policy].embeds
+        gate = POLICIES[self.policy]
+        return gate is not None and gate.embeds
 
-    def gate(self, members: Sequence[str]) -> Gate:
-        """A new gate for one cluster of one run, of a policy that judges."""
-        gate = POLICIES[self.policy].gate
-        assert gate is not None, f"{self.policy} judges nothing"
-        return gate(self, members)
+    def gate(self, members: Sequence[str]) -> Gate | None:
+        """A new gate for one cluster of one run; None where outputs are only counted."""
+        gate = POLICIES[self.policy]
+        return None if gate is None else gate(self, members)
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        if self.scope not in ("cluster", "layer"):
-            raise ValueError(f"scope must be 'cluster' or 'layer', not {self.scope!r}")
-        if self.skip_aggregation and self.scope == "layer":
-            raise ValueError(
-                "skip_aggregation goes with scope cluster: no agent reads just a layer of several clusters"
-            )
-        if not 0 < self.tau <= 1:
-            raise ValueError(f"tau must be above 0 and at most 1, not {self.tau}")
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold must be between 0 and 1, not {self.threshold}")
-        if self.min_completed < 1:
-            raise ValueError(f"min_completed must be at least 1, not {self.min_completed}")
-        if self.grace_s and self.policy != "quorum":
-            raise ValueError(f"grace_s goes with policy quorum, not {self.policy!r}")
-        if self.skip_aggregation and self.policy != "in_flight":
-            raise ValueError(
-                f"skip_aggregation goes with policy in_flight, which reads what outputs say, not {self.policy!r}"
-            )
+        skips, policy = self.skip_aggregation, self.policy
+        checks = (
+            (policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}, not {policy!r}"),
+            (self.scope in ("cluster", "layer"), f"scope must be 'cluster' or 'layer', not {self.scope!r}"),
+            (0 < self.tau <= 1, f"tau must be above 0 and at most 1, not {self.tau}"),
+            (0 <= self.threshold <= 1, f"threshold must be between 0 and 1, not {self.threshold}"),
+            (self.min_completed >= 1, f"min_completed must be at least 1, not {self.min_completed}"),
+            (not self.grace_s or policy == "quorum", f"grace_s goes with policy quorum, not {policy!r}"),
+            (
+                not skips or self.scope != "layer",
+                "skip_aggregation goes with scope cluster: no agent reads just a layer of several clusters",
+            ),
+            (
+                not skips or policy == "in_flight",
+                f"skip_aggregation goes with policy in_flight, which reads what outputs say, not {policy!r}",
+            ),
+        )
+        for holds, message in checks:
+            if not holds:
+                raise ValueError(message)
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How a policy's gate is made, None where outputs are only counted; whether they have to be embedded for it."""
-
-    embeds: bool
-    gate: Callable[[EarlyExit, Sequence[str]], Gate] | None
-
-
-def _embedding(settings: EarlyExit, members: Sequence[str]) -> Gate:
-    return ClusterGate(
-        tau=settings.tau,
-        min_completed=settings.min_completed,
-        self_similarity=settings.self_similarity,
-        threshold=settings.threshold if settings.policy == "threshold" else None,
-    )
-
-
-def _in_flight(settings: EarlyExit, members: Sequence[str]) -> Gate:
-    return InFlightGate(members, quorum=settings.min_completed, threshold=settings.threshold)
-
-
-POLICIES: Mapping[str, Policy] = {
-    "stochastic": Policy(embeds=True, gate=_embedding),
-    "threshold": Policy(embeds=True, gate=_embedding),
-    "in_flight": Policy(embeds=False, gate=_in_flight),
-    "quorum": Policy(embeds=False, gate=None),
+POLICIES: Mapping[str, type[Gate] | None] = {
+    "stochastic": ClusterGate,
+    "threshold": ClusterGate,
+    "in_flight": InFlightGate,
+    "quorum": None,
 }
+"""The gate of each policy; None where outputs are only counted."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
+from functools import partial
 from typing import Any
 
 from agent_cache import Chunk, LogKey, LogWriter
@@ -11,7 +12,6 @@ from shell_router.core.drafts import MOST_SOURCE_TOKENS
 from shell_router.core.engine import (
     DEFAULT_MAX_NEW_TOKENS,
     NO_HINTS,
-    CallParser,
     Finish,
     Generation,
     Hints,
@@ -28,16 +28,16 @@ from shell_router.core.events import (
     AgentThought,
     AgentTokens,
     AggregationSkipped,
-    Event,
+    Emit,
     PromptReady,
 )
 from shell_router.core.marks import ReasoningMarks, ReasoningSplit
 from shell_router.core.sampling import check_sampling, require_possible
 from shell_router.core.spans import enter_span
-from shell_router.early_exit import Confidence
+from shell_router.early_exit.algorithm1 import Confidence
 from shell_router.early_exit.answers import forms_in
 from shell_router.errors import AgentFailed, EngineError, EngineStalled, InvalidRequest, PromptTooLong
-from shell_router.moa.calls import CallReader, ToolCall, ToolOffer, mark_of
+from shell_router.moa.calls import CallReader, ToolCall, ToolOffer
 from shell_router.moa.choosing import LatencyEstimates
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, encoded
 from shell_router.moa.requests import AgentUsage, Deadline
@@ -133,7 +133,7 @@ class AgentRun:
         self,
         task: AgentTask,
         estimates: LatencyEstimates,
-        emit: Callable[[Event], None],
+        emit: Emit,
         *,
         clock: Callable[[], float],
         writer: LogWriter | None = None,
@@ -149,11 +149,7 @@ class AgentRun:
         self._thoughts: list[str] = []
         self._thought_tokens = 0
         self._calls: tuple[ToolCall, ...] = ()
-        self._reader: CallReader | None = None
-        self._call_parser: CallParser | None = None
-        if (offer := task.offer) is not None:
-            self._call_parser = None if offer.must_call else task.model.engines_parser
-            self._reader = CallReader(offer, "" if offer.must_call else mark_of(task.model))
+        self._reader = None if task.offer is None else CallReader(task.offer, task.model)
         self._undecided = NOTHING
         self._split: ReasoningSplit | None = None
         if task.marks is not None:
@@ -204,25 +200,21 @@ class AgentRun:
             task.rid, ids, sampling, task.logprobs, affinity=task.rid, hints=task.hints, on_placed=self._placed
         )
         self._prefilling = self._load.begin(ready_s, len(ids) - sent, update=False)
+        late = f"Agent {task.agent!r} did not end within {task.timeout_s:g} s on {task.model.alias!r}."
+        remedy = "Raise the agent's timeout_s or lower its max_new_tokens."
         try:
-            with Deadline(task.timeout_s):
+            with Deadline(task.timeout_s, late=partial(EngineStalled, late, remedy=remedy)):
                 if self._split is None or self._split.stage == "answer":
                     finish = await self._generated(request, confidence)
                 else:
                     finish = await self._think_and_answer(request, self._split, confidence)
-        except TimeoutError as error:
-            raise EngineStalled(
-                f"Agent {task.agent!r} did not end within {task.timeout_s:g} s on {task.model.alias!r}.",
-                remedy="Raise the agent's timeout_s or lower its max_new_tokens.",
-            ) from error
         finally:
             self._prefilled()
         if self._split is not None:
             self._end_split(self._split, confidence)
         if self._reader is not None:
             reader, self._reader = self._reader, None
-            parser = self._call_parser
-            text, self._calls = reader.finish() if parser is None else await reader.parsed(parser)
+            text, self._calls = await reader.finish()
             if text:
                 self._take(Tokens((), text), None)
         return self._finished(finish, confidence.value if confidence else None, ready_s)
@@ -353,7 +345,7 @@ class AgentRun:
     async def _sampling(self) -> Mapping[str, Any]:
         """With what it asks for in drafts. Of a prediction no more is encoded and sent than engines use."""
         task, sampling = self.task, self.task.sampling
-        if self._call_parser is not None:  # the marks around calls may be special tokens
+        if self._reader is not None and self._reader.parser is not None:  # the marks around calls may be special tokens
             sampling = {**sampling, "skip_special_tokens": False}
         if not (task.drafts or task.prediction):
             return sampling
@@ -403,16 +395,14 @@ class AgentRun:
 
     def _finished(self, finish: Finish, confidence: float | None, ready_s: float) -> Output:
         task, now_s = self.task, self._clock()
-        model, hints, estimates = task.model.alias, task.hints, self._estimates
-        estimates.observe_run(model, now_s - ready_s)
         token_s = None
         if self._first is not None and (more := self.decoded - self._first[1]) > 0:
             token_s = (now_s - self._first[0]) / more
-            estimates.observe_decode(model, token_s)
-        estimates.observe_output(model, hints.topology, hints.agent, finish.completion_tokens)
+        hints, tokens = task.hints, finish.completion_tokens
+        self._estimates.observe_run(task.model.alias, hints.topology, hints.agent, tokens, now_s - ready_s, token_s)
         self._emit(
             AgentFinished(
-                self._clock(),
+                now_s,
                 task.agent,
                 finish.reason,
                 finish.prompt_tokens,

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from shell_router.core.engine import CallParser, ServedModel, value
+from shell_router.core.engine import ServedModel, value
 from shell_router.core.marks import PARSER_MARKS
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -35,14 +35,17 @@ class ToolCall:
 
 
 class CallReader:
-    """Gives an answer's text up to its first call. Without a `mark` all of it may be calls."""
+    """Gives an answer's text up to its first call. Without a mark of calls that is known all of it may be calls."""
 
-    def __init__(self, offer: ToolOffer, mark: str) -> None:
+    def __init__(self, offer: ToolOffer, model: ServedModel) -> None:
         self._offer = offer
-        self._mark = mark
+        self.parser = None if offer.must_call else model.engines_parser
+        self._mark = "" if offer.must_call else model.call_mark or ""
+        if self.parser is not None:
+            self._mark = PARSER_MARKS.get(self.parser.tool_parser or "", "")
         self._held = ""
         self._calls: list[str] = []
-        self._calling = not mark
+        self._calling = not self._mark
 
     def feed(self, text: str) -> str:
         """What is certainly no call of all that has come."""
@@ -59,30 +62,23 @@ class CallReader:
         shown, self._held = self._held[:at], self._held[at:]
         return shown
 
-    def finish(self) -> tuple[str, tuple[ToolCall, ...]]:
-        """The calls of the ended output, or else the text that was held back."""
-        self._held += "".join(self._calls)
-        found = _listed(self._held) if self._offer.must_call else [_loaded(one) for one in _CALL.findall(self._held)]
-        calls = self._offered(found)
-        return ("", calls) if calls else (self._held, ())
+    async def finish(self) -> tuple[str, tuple[ToolCall, ...]]:
+        """The calls of the ended output and the text before them that was held back, or all that was held back.
 
-    async def parsed(self, parser: CallParser) -> tuple[str, tuple[ToolCall, ...]]:
-        """As `finish`, with the calls that `parser` finds, and the text before them. Raises EngineError."""
-        self._held += "".join(self._calls)
-        before, found = await parser.parse_calls(self._held, self._offer.tools) if self._held else ("", [])
+        Raises EngineError where the model's servers are asked for the calls.
+        """
+        before, held = "", self._held + "".join(self._calls)
+        if self.parser is not None:
+            before, found = await self.parser.parse_calls(held, self._offer.tools) if held else ("", [])
+        else:
+            found = _listed(held) if self._offer.must_call else [_loaded(one) for one in _CALL.findall(held)]
         calls = self._offered(found)
-        return (before, calls) if calls else (self._held, ())
+        return (before, calls) if calls else (held, ())
 
     def _offered(self, found: Sequence[Any]) -> tuple[ToolCall, ...]:
         known = {tool["function"]["name"] for tool in self._offer.tools}
         calls = [call for one in found if (call := _call(one)) is not None and call.name in known]
         return tuple(calls if self._offer.parallel else calls[:1])
-
-
-def mark_of(model: ServedModel) -> str:
-    """What begins a call in its outputs; empty where that may be anything."""
-    parser = model.engines_parser
-    return model.call_mark or (PARSER_MARKS.get(parser.tool_parser or "", "") if parser else "")
 
 
 def _loaded(text: str) -> Any:

@@ -2,45 +2,47 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
 from shell_router.core.engine import ServedModel
-from shell_router.core.events import Degraded, Event, ModelChosen
-from shell_router.core.predictors import Forecast, Predictor, Prospect
+from shell_router.core.events import Degraded, Emit, ModelChosen
+from shell_router.core.predictors import NO_FORECAST, Forecast, Predictor, Prospect
 from shell_router.errors import UnknownModel
 from shell_router.routing.increments import PrefillLoad
-from shell_router.routing.model_choice import (
-    Candidate,
-    ModelChoice,
-    ModelChoiceSettings,
-    choose_model,
-    scores_decide,
-)
+from shell_router.routing.model_choice import Candidate, ModelChoiceSettings, choose_model, scores_decide
 from shell_router.topology import Topology
 
-K = TypeVar("K")
+log = logging.getLogger(__name__)
 
-_KEPT_AGENTS = 10_000  # agents of topologies; those that ended longest ago are forgotten first
+_KEPT_MEANS = 100_000  # of models, and of topologies' agents; those that were measured longest ago are forgotten first
 _WEIGHT = 0.2  # of the newest measurement: a change of load shows after about five
+
+
+def require_models(who: str, named: Iterable[str], models: Mapping[str, ServedModel]) -> None:
+    """Raise UnknownModel where `who` names models that are not configured."""
+    if unknown := sorted(set(named) - models.keys()):
+        raise UnknownModel(
+            f"{who} names models that are not configured: {', '.join(unknown)}.",
+            remedy=f"Configure them, or use some of: {', '.join(sorted(models))}.",
+        )
 
 
 class LatencyEstimates:
     """Exponential means per model alias, or what comes near them; absent until first measured."""
 
     def __init__(self) -> None:
-        self._run_s: dict[str, float] = {}
         self._prefill: dict[str, PrefillLoad] = {}
-        self._token_s: dict[str, float] = {}
-        self._output_tokens: dict[str, float] = {}
-        self._agent_tokens: OrderedDict[tuple[str, str | None, str | None], float] = OrderedDict()
-        self._fates: OrderedDict[tuple[str | None, str | None, str], float] = OrderedDict()
+        self._means: OrderedDict[tuple[str | None, ...], float] = OrderedDict()
 
-    def observe_run(self, model: str, seconds: float) -> None:
-        """An agent of `model` took this long from its complete prompt to its end."""
-        _blend(self._run_s, model, seconds)
+    def _observe(self, newest: float, *key: str | None) -> None:
+        before = self._means.get(key, newest)
+        self._means[key] = before + _WEIGHT * (newest - before)
+        self._means.move_to_end(key)
+        if len(self._means) > _KEPT_MEANS:
+            self._means.popitem(last=False)
 
     def prefill(self, model: ServedModel) -> PrefillLoad:
         """The prefill servers of `model`, which it shares with its adapters."""
@@ -51,55 +53,44 @@ class LatencyEstimates:
         found.servers = model.prefill_servers
         return found
 
-    def observe_decode(self, model: str, token_s: float) -> None:
-        """An agent of `model` took so long for each token after its first."""
-        _blend(self._token_s, model, token_s)
+    def observe_run(
+        self, model: str, topology: str | None, agent: str | None, tokens: int, run_s: float, token_s: float | None
+    ) -> None:
+        """The agent of this topology wrote `tokens` with `model` to its end, `run_s` after its prompt was complete, and
+        took `token_s` for each token after its first."""
+        self._observe(run_s, "run_s", model)
+        self._observe(tokens, "tokens", model)
+        self._observe(tokens, "tokens", model, topology, agent)
+        if token_s is not None:
+            self._observe(token_s, "token_s", model)
 
     def token_s(self, model: str) -> float | None:
         """Mean seconds between a sequence's tokens."""
-        return self._token_s.get(model)
-
-    def observe_output(self, model: str, topology: str | None, agent: str | None, tokens: int) -> None:
-        """The agent of this topology wrote `tokens` with `model` to its end."""
-        _blend(self._output_tokens, model, tokens)
-        key = (model, topology, agent)
-        _blend(self._agent_tokens, key, tokens)
-        self._agent_tokens.move_to_end(key)
-        if len(self._agent_tokens) > _KEPT_AGENTS:
-            self._agent_tokens.popitem(last=False)
+        return self._means.get(("token_s", model))
 
     def output_tokens(self, model: str, topology: str | None, agent: str | None) -> float | None:
         """Mean tokens that this agent of this topology writes with `model`; any agent, where it has not written yet."""
-        return self._agent_tokens.get((model, topology, agent), self._output_tokens.get(model))
+        return self._means.get(("tokens", model, topology, agent), self._means.get(("tokens", model)))
 
-    def observe_fate(self, topology: str | None, agent: str | None, *, decoded: bool, read: bool) -> None:
+    def observe_fate(self, topology: str, agent: str, *, decoded: bool, read: bool) -> None:
         """A run ended in which the agent's prompt was decoded or not, and its output read or left out."""
-        for kind, happened in (("decoded", decoded), ("read", read)):
-            _blend(self._fates, (topology, agent, kind), float(happened))
-            self._fates.move_to_end((topology, agent, kind))
-        while len(self._fates) > 2 * _KEPT_AGENTS:
-            self._fates.popitem(last=False)
+        self._observe(float(decoded), "decoded", topology, agent)
+        self._observe(float(read), "read", topology, agent)
 
-    def chance(self, topology: str | None, agent: str | None, kind: Literal["decoded", "read"]) -> float:
+    def chance(self, topology: str, agent: str, kind: Literal["decoded", "read"]) -> float:
         """How likely the agent's prompt is decoded, or its output read; 1 before its first run."""
-        return self._fates.get((topology, agent, kind), 1.0)
+        return self._means.get((kind, topology, agent), 1.0)
 
     def expected_finish_s(self, topology: Topology) -> Mapping[str, float]:
         """Per agent, seconds from the request's start to its expected end; agents of unmeasured models are absent."""
         finish: dict[str, float] = {}
         for agent in topology.agents.values():
-            run_s = self._run_s.get(agent.model)
+            run_s = self._means.get(("run_s", agent.model))
             if run_s is not None and all(precursor in finish for precursor in agent.precursors):
                 finish[agent.id] = run_s + max((finish[p] for p in agent.precursors), default=0.0)
         return finish
 
 
-def _blend(means: MutableMapping[K, float], key: K, newest: float) -> None:
-    before = means.get(key, newest)
-    means[key] = before + _WEIGHT * (newest - before)
-
-
-Emit = Callable[[Event], None]
 Leave = Callable[[str], None]
 """Called with an agent that has ended."""
 
@@ -138,9 +129,6 @@ class Activity:
                 self._tokens[model].pop((program, agent), None)
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
     """A model's Pi (Algorithm 1, line 11). Without `decode_s_per_token` the router measures it as it goes."""
@@ -173,57 +161,50 @@ class ModelChooser:
         self._auto = auto or Auto()
         self._predictor = predictor
         self.predicts = predictor is not None
-        self._clock = clock
+        self.clock = clock
         self._turns = 0
         self.activity = Activity()
         self.estimates = LatencyEstimates()
 
     def anew(self) -> "ModelChooser":
         """The same policy, which has measured nothing yet."""
-        return ModelChooser(self._models, self._auto, self._predictor, clock=self._clock)
-
-    def now_s(self) -> float:
-        """The runs' clock."""
-        return self._clock()
+        return ModelChooser(self._models, self._auto, self._predictor, clock=self.clock)
 
     def candidates(self, named: tuple[str, ...]) -> tuple[str, ...]:
         """The models that `named` stands for; none of them means `auto`. Raises UnknownModel."""
         candidates = named or self._auto.models or tuple(self._models)
-        if unknown := sorted(set(candidates) - self._models.keys()):
-            raise UnknownModel(
-                f"Models to choose from are not configured: {', '.join(unknown)}.",
-                remedy=f"Configure them, or use some of: {', '.join(sorted(self._models))}.",
-            )
+        require_models("The choice", candidates, self._models)
         return candidates
 
     def scores_decide(self, candidates: Sequence[str]) -> bool:
         """Whether scores could change the choice among them, by what is in flight now."""
-        return scores_decide([self._candidate(model, Forecast()) for model in candidates], self._auto.settings)
+        return scores_decide([self._candidate(model, NO_FORECAST) for model in candidates], self._auto.settings)
 
     async def forecasts(self, prospects: Sequence[Prospect], emit: Emit) -> Sequence[Forecast]:
         """What to expect of each; empty ones without a predictor. What the predictor lacks is logged and emitted."""
         if self._predictor is None:
-            return [Forecast() for _ in prospects]
+            return [NO_FORECAST for _ in prospects]
         found = await self._predictor.forecast(prospects)
         for kind, why in found.trouble.items():
             log.warning("no predicted %s: %s", kind, why)
-            emit(Degraded(self._clock(), "", kind, why))
+            emit(Degraded(self.clock(), "", kind, why))
         return found.each
 
     def choose(
         self, agents: tuple[str, ...], candidates: Sequence[str], forecast: Forecast, started_s: float, emit: Emit
     ) -> str:
         """The model of `agents`, chosen now by what is in flight now."""
-        choice = choose_model(
-            [self._candidate(model, forecast) for model in candidates], self._auto.settings, self._turns
-        )
+        known, settings = [self._candidate(model, forecast) for model in candidates], self._auto.settings
+        choice = choose_model(known, settings, self._turns)
         self._turns += 1
-        emit(self._chosen(agents, candidates, forecast, choice, started_s))
+        scores = {one.model: one.score for one in known if one.score is not None}
+        how = settings.policy, choice.why, scores, choice.waits, choice.unmeasured
+        emit(ModelChosen(self.clock(), started_s, agents, choice.model, *how))
         return choice.model
 
     def kept(self, agents: tuple[str, ...], model: str, emit: Emit) -> str:
         """The model that the program was given before (Algorithm 1, line 26)."""
-        now_s = self._clock()
+        now_s = self.clock()
         emit(ModelChosen(now_s, now_s, agents, model, self._auto.settings.policy, "kept", {}, {}, ()))
         return model
 
@@ -237,18 +218,4 @@ class ModelChooser:
             self.estimates.token_s(model) if cost is None else cost,
             figures.max_batch,
             forecast.own_tokens.get(model),
-        )
-
-    def _chosen(
-        self,
-        agents: tuple[str, ...],
-        candidates: Sequence[str],
-        forecast: Forecast,
-        choice: ModelChoice,
-        started_s: float,
-    ) -> ModelChosen:
-        scores = {model: forecast.scores[model] for model in candidates if model in forecast.scores}
-        policy = self._auto.settings.policy
-        return ModelChosen(
-            self._clock(), started_s, agents, choice.model, policy, choice.why, scores, choice.waits, choice.unmeasured
         )

@@ -9,24 +9,22 @@ from typing import Literal
 
 from agent_cache import AgentPromptCache, Chunk, End, LogKey, LogWriter
 from shell_router.core.engine import ServedModel
-from shell_router.core.events import AgentErred, AgentStarted, AgentStopped, AggregationSkipped, Event, ModelChosen
+from shell_router.core.events import AgentErred, AgentStarted, AgentStopped, AggregationSkipped, Emit, ModelChosen
 from shell_router.core.predictors import Embedder
-from shell_router.early_exit import Ballot, ballot, elected
+from shell_router.early_exit.answers import Ballot, ballot, elected
 from shell_router.errors import AgentFailed, ConfigError, DeadlineExceeded, EngineError, PromptTooLong, ShellRouterError
 from shell_router.moa.agent import AgentRun, AgentTask, Output, Wrote, could_have_written, usage_of
 from shell_router.moa.choosing import Leave, ModelChooser
-from shell_router.moa.cluster_exit import ClusterExit, QuorumExit, Verdict
+from shell_router.moa.cluster_exit import ClusterExit, Verdict
 from shell_router.moa.incremental import complete_prompt
-from shell_router.moa.planning import Plan, compare_drafts, drafts_of, plan_run
+from shell_router.moa.planning import Plan, plan_run
 from shell_router.moa.prompt import LONG_TEXT, encoded
 from shell_router.moa.requests import AgentUsage, Answer, CutOff, Deadline, MoaRequest
-from shell_router.routing.holdout import Compared, Holdouts, HoldoutSettings
+from shell_router.routing.holdout import Holdouts, HoldoutSettings
 from shell_router.routing.increments import Remainder
 from shell_router.topology import VOTE, Agent, Cluster, Topology
 
 log = logging.getLogger(__name__)
-
-Emit = Callable[[Event], None]
 
 
 class Executor:
@@ -46,13 +44,13 @@ class Executor:
         chooser: ModelChooser | None = None,
         holdouts: HoldoutSettings | None = None,
     ) -> None:
-        self._models = models
+        self.models = models
         self.holdouts = Holdouts(holdouts or HoldoutSettings(share=0.0))
-        self._chooser = chooser or ModelChooser(models, clock=clock)
+        self.chooser = chooser or ModelChooser(models, clock=clock)
         self.cache = cache
         self.embedder = embedder
         self.clock = clock
-        self.estimates = self._chooser.estimates
+        self.estimates = self.chooser.estimates
 
     async def run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:
         """Run `request` to the root's end, reporting to `emit` what happens, as it happens.
@@ -66,51 +64,37 @@ class Executor:
         if journal is not None:
             topology = journal.pinned(topology)
             # nothing is learned from outputs that are repeated
-            chooser = self._chooser.anew() if journal.repeats else self._chooser
-            models = journal.models(self._models)
+            chooser = self.chooser.anew() if journal.repeats else self.chooser
+            models = journal.models(self.models)
             kept = Executor(models, self.cache, self.embedder, clock=self.clock, chooser=chooser)
             kept.holdouts = kept.holdouts if journal.repeats else self.holdouts
         return await kept._run(topology, request, emit)
 
     async def _run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:
         started_s = self.clock()
-
-        def holds_out(key: Compared) -> bool:
-            # of the question, too: a client with one seed for all would be a group of its own
-            draw = random.Random(f"{key.optimization}/{request.seed}/{request.question[-1000:]}").random()
-            return self.holdouts.holds_out(key, draw, started_s)
-
-        plan = await plan_run(self._chooser, self._models, topology, request, holds_out)
+        plan = await plan_run(self.chooser, self.models, topology, request, self.holdouts)
         if request.journal is not None:
             request.journal.pin(plan.choices)
-        with self._chooser.activity.program(plan.expected) as leave:
+        late = partial(
+            DeadlineExceeded,
+            f"{topology.name!r} gave no answer within {request.timeout_s:g} s.",
+            remedy="Allow more time, or ask a smaller topology.",
+        )
+        with self.chooser.activity.program(plan.expected) as leave:
             graph = plan.topology
             is_single = len(plan.tasks) == 1 and not graph.clusters and not graph.root.fallbacks
-            run = None if is_single else _Run(self, plan, request, emit, leave)
+            run = None if is_single else _Run(self, plan, emit, leave)
             for choice in plan.choices:
                 emit(choice)
             try:
-                with Deadline(request.timeout_s):
+                with Deadline(request.timeout_s, late=late):
                     answer = await (self._single(plan, emit) if run is None else run.answer())
-                self._compare(plan, answer, self.clock() - started_s)
+                now_s = self.clock()
+                plan.compare(self.holdouts, answer, now_s - started_s, now_s)
                 return answer
-            except TimeoutError as error:
-                raise DeadlineExceeded(
-                    f"{topology.name!r} gave no answer within {request.timeout_s:g} s.",
-                    remedy="Allow more time, or ask a smaller topology.",
-                ) from error
             finally:
                 if run is not None:
                     await self.cache.forget(request.tenant, request.id)
-
-    def _compare(self, plan: Plan, answer: Answer, seconds: float) -> None:
-        for key, held_out in plan.held_out.items():
-            if key.optimization == "incremental_prefill":
-                self.holdouts.observe(key, held_out=held_out, seconds=seconds, now_s=self.clock())
-                continue
-            agents = [plan.topology.agents[name] for name, task in plan.tasks.items() if not task.prediction]
-            used = [answer.agents[one.id] for one in agents if one.drafts and drafts_of(plan.topology, one) == key]
-            compare_drafts(self.holdouts, key, used, held_out=held_out, now_s=self.clock())
 
     async def _single(self, plan: Plan, emit: Emit) -> Answer:
         """One agent, whom no other reads: its prompt is known, and nothing of its output is kept."""
@@ -130,11 +114,11 @@ class Executor:
 class _Run:
     """One request's agents: each a task that goes on as soon as its own precursors let it (localized readiness)."""
 
-    def __init__(self, executor: Executor, plan: Plan, request: MoaRequest, emit: Emit, leave: Leave) -> None:
+    def __init__(self, executor: Executor, plan: Plan, emit: Emit, leave: Leave) -> None:
         self._topology = plan.topology
         self._tasks = dict(plan.tasks)
         self._instead = plan.instead
-        self._request = request
+        self._request = plan.request
         self._executor = executor
         self._cache = executor.cache
         self._clock = executor.clock
@@ -150,23 +134,21 @@ class _Run:
         self._outputs: dict[str, Output] = {}
         self._gone: dict[str, CutOff | Literal["failed"]] = {}
 
-    def _cluster_exits(self) -> dict[str, ClusterExit | QuorumExit]:
-        """The judge of each cluster that has early exit, by cluster id."""
-        found: dict[str, ClusterExit | QuorumExit] = {}
+    def _cluster_exits(self) -> dict[str, ClusterExit]:
+        """The judge of each agent whose cluster has early exit."""
+        found: dict[str, ClusterExit] = {}
         for cluster in self._topology.clusters:
             if cluster.early_exit is None:
                 continue
-            if not cluster.early_exit.judges:
-                found[cluster.id] = QuorumExit(cluster)
-                continue
-            embedder = self._executor.embedder if cluster.early_exit.embeds else None
+            embedder = self._executor.embedder
             if cluster.early_exit.embeds and embedder is None:
                 raise ConfigError(
                     f"Topology {self._topology.name!r} asks for early exit, but no embedder is configured.",
                     remedy="Set `embedder` in the configuration, or turn early_exit off.",
                 )
-            draws = random.Random(f"{self._request.seed}/{cluster.id}")
-            found[cluster.id] = ClusterExit(cluster, embedder, draws, self._emit, clock=self._clock)
+            draws, unfinished = random.Random(f"{self._request.seed}/{cluster.id}"), partial(self._unfinished, cluster)
+            judge = ClusterExit(cluster, embedder, draws, unfinished, self._emit, self._clock)
+            found |= dict.fromkeys(cluster.agents, judge)
         return found
 
     async def answer(self) -> Answer:
@@ -303,9 +285,8 @@ class _Run:
         self._writers[agent.id].end(End.FAILED, str(error))
         self._emit(AgentErred(self._clock(), agent.id, str(error), dropped))
         if dropped:
-            cluster = self._topology.cluster_of.get(agent.id)
-            if cluster is not None and (judge := self._exits.get(cluster.id)):
-                self._apply(judge.dropped(partial(self._unfinished, cluster)), cluster)
+            if judge := self._exits.get(agent.id):
+                self._apply(judge.dropped(), judge.cluster)
             self._cut_unneeded()
         elif isinstance(error, PromptTooLong | AgentFailed) or len(self._topology.agents) == 1:
             raise error
@@ -317,25 +298,22 @@ class _Run:
 
     def _watched(self, agent: str) -> Wrote | None:
         """What is done whenever `agent` has written something: its cluster is judged, if that reads what is written."""
-        cluster = self._topology.cluster_of.get(agent)
-        exits = cluster.early_exit if cluster is not None else None
-        if cluster is None or exits is None or exits.embeds or not exits.judges:
+        if agent not in self._exits or not self._exits[agent].reads:
             return None
-        unfinished = partial(self._unfinished, cluster)
 
         def wrote(text: str, confidence: float) -> bool:
-            if judge := self._exits.get(cluster.id):
-                self._apply(judge.wrote(agent, text, confidence, unfinished), cluster)
+            if judge := self._exits.get(agent):
+                self._apply(judge.wrote(agent, text, confidence), judge.cluster)
             return agent in self._gone
 
         return wrote
 
     async def _judge(self, agent: str, output: Output) -> None:
-        cluster = self._topology.cluster_of.get(agent)
-        if cluster is not None and (judge := self._exits.get(cluster.id)):
-            self._apply(await judge.completed(agent, output, partial(self._unfinished, cluster)), cluster)
-            if not self._unfinished(cluster):
-                self._exits.pop(cluster.id, None)  # it holds what all of them wrote
+        if judge := self._exits.get(agent):
+            self._apply(await judge.completed(agent, output), judge.cluster)
+            if not self._unfinished(judge.cluster):
+                for one in judge.cluster.agents:
+                    self._exits.pop(one, None)  # it holds what all of them wrote
 
     def _unfinished(self, cluster: Cluster) -> tuple[str, ...]:
         return tuple(name for name in cluster.agents if self._is_running(name))

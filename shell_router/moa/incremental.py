@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from agent_cache import AgentPromptCache, End, LogKey, LogRead, LogTimeout
 from shell_router.core.engine import UNSTREAMED_INTERVAL, Generation
-from shell_router.core.events import Degraded, Event, PrefillIncrement
+from shell_router.core.events import Degraded, Emit, PrefillIncrement
 from shell_router.core.spans import enter_span
 from shell_router.errors import AgentFailed, EngineError, PrecursorTimeout, PromptTooLong
 from shell_router.moa.agent import AgentTask, Source
@@ -28,72 +28,6 @@ from shell_router.routing.increments import PrefillLoad, Remainder, tokens_until
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class PrefillUpdates:
-    """Sends a prompt's ids as they grow, one update at a time. `sent` is what the last one that was answered held."""
-
-    def __init__(
-        self, task: AgentTask, load: PrefillLoad, emit: Callable[[Event], None], clock: Callable[[], float]
-    ) -> None:
-        self._task = task
-        self._load = load
-        self._emit = emit
-        self._clock = clock
-        self._count = 0
-        self.refused = False
-        self._under_way: asyncio.Task[None] | None = None
-        self.sent: list[int] = []
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether an update is under way."""
-        return self._under_way is not None and not self._under_way.done()
-
-    def send(self, ids: list[int], slot: str | None) -> None:
-        """Begin to have `ids` prefilled, if they hold anything new.
-
-        Nothing is sent that the model could not take (the complete prompt will be refused by name), nor after the
-        engine refused an update: that costs only the overlap, and a warning and an event say so.
-        """
-        resident = common_prefix(self.sent, ids)
-        if resident < len(ids) < self._task.model.context_length and not self.refused:
-            self._raise_defect()
-            self._under_way = asyncio.create_task(self._send(ids, slot, resident))
-
-    async def _send(self, ids: list[int], slot: str | None, resident: int) -> None:
-        task, started_s = self._task, self._clock()
-        enter_span(task.agent, started_s)
-        request = Generation(f"{task.rid}.p{self._count}", ids, affinity=task.rid, hints=task.hints)
-        self._count += 1
-        work, computed = self._load.begin(started_s, len(ids) - resident, update=True), None
-        try:
-            done = await task.model.engine.prefill(request)
-            computed = done.prompt_tokens - done.cached_tokens
-        except (EngineError, PromptTooLong) as error:
-            self.refused = True
-            log.warning("agent %s goes on without incremental prefill: %s", task.agent, error)
-            self._emit(Degraded(self._clock(), task.agent, "increment", str(error)))
-            return
-        finally:
-            self._load.end(work, self._clock(), computed)
-        self._emit(
-            PrefillIncrement(
-                self._clock(), task.agent, started_s, slot, done.prompt_tokens, done.cached_tokens, resident
-            )
-        )
-        self.sent = ids
-
-    async def aclose(self) -> None:
-        """Abort what is under way. The engine's part of that happens in the background, so this takes no time."""
-        if self.is_under_way and self._under_way is not None:
-            self._under_way.cancel()
-            await asyncio.wait([self._under_way])
-        self._raise_defect()
-
-    def _raise_defect(self) -> None:
-        if self._under_way is not None and not self._under_way.cancelled():
-            self._under_way.result()
 
 
 def common_prefix(before: list[int], now: list[int]) -> int:
@@ -119,21 +53,24 @@ async def complete_prompt(
     cache: AgentPromptCache,
     load: PrefillLoad,
     remainder: Callable[[Collection[str]], Remainder],
-    emit: Callable[[Event], None],
+    emit: Emit,
     clock: Callable[[], float],
 ) -> Prompt:
-    """The task's prompt, once all of its slots are filled.
+    """The task's prompt, once all of its slots are filled; the same with incremental prefill and without.
 
     `remainder` says what is expected of the prompt after it has read the outputs of the agents given. Raises
     PrecursorTimeout, and AgentFailed when a precursor that is needed gave nothing.
     """
     if task.sources:
-        return await SlotFiller(task, cache, load, remainder, emit, clock).fill()
+        return await _SlotFiller(task, cache, load, remainder, emit, clock).fill()
     return Prompt(await encoded(task.model.tokenizer, "".join(part for part in task.parts if isinstance(part, str))))
 
 
-class SlotFiller:
-    """Fills the slots of one task."""
+class _SlotFiller:
+    """Fills the slots of one task, and has the growing prompt prefilled, one update at a time.
+
+    `_sent` are the ids of the last update that was answered.
+    """
 
     def __init__(
         self,
@@ -141,33 +78,41 @@ class SlotFiller:
         cache: AgentPromptCache,
         load: PrefillLoad,
         remainder: Callable[[Collection[str]], Remainder],
-        emit: Callable[[Event], None],
+        emit: Emit,
         clock: Callable[[], float],
     ) -> None:
         self._task = task
         self._cache = cache
         self._load = load
         self._remainder = remainder
+        self._emit = emit
         self._clock = clock
-        self._updates = PrefillUpdates(task, load, emit, clock)
         self._prompt = GrowingPrompt(task.model.tokenizer)
         self._slot: str | None = None
         self._slot_tokens = 0
         self._read: set[str] = set()
         self._filled = 0
         self._unsent = 0
+        self._sends = task.prefill.incremental
+        self._update: asyncio.Task[None] | None = None
+        self._updates = 0
+        self._sent: list[int] = []
 
     async def fill(self) -> Prompt:
-        """The complete prompt, the same with incremental prefill and without.
+        """The complete prompt.
 
-        It does not wait for an update: one that is still under way is aborted, as the real request holds all of it.
+        It does not wait for an update: one that is still under way is aborted, as the real request holds all of it. The
+        engine's part of that happens in the background.
         """
         try:
             await self._read_parts()
             ids = await self._encoded(self._prompt.final_ids)
         finally:
-            await self._updates.aclose()
-        return Prompt(ids, common_prefix(self._updates.sent, ids))
+            if self._update is not None:
+                self._update.cancel()
+                await asyncio.wait([self._update])
+                self._raise_defect(self._update)
+        return Prompt(ids, common_prefix(self._sent, ids))
 
     async def _encoded(self, work: Callable[[], T]) -> T:
         return await off_loop(self._prompt.undecided, work)
@@ -229,20 +174,18 @@ class SlotFiller:
 
     async def _next(self, key: LogKey, position: int, wait_s: float) -> LogRead:
         """What comes after `position`. What is there already is taken before an update is judged."""
-        may_send = self._task.prefill.incremental and not self._updates.refused
-        if not may_send or self._slot is None or not self._unsent:
-            return await self._cache.read(
-                key, position, at_least=1 if may_send or not self._slot_tokens else sys.maxsize, wait_s=wait_s
-            )
+        if not self._sends or self._slot is None or not self._unsent:
+            at_least = 1 if self._sends or not self._slot_tokens else sys.maxsize
+            return await self._cache.read(key, position, at_least=at_least, wait_s=wait_s)
         if not self._slot_tokens:
             with suppress(LogTimeout):
                 return await self._cache.read(key, position, wait_s=0)
         wanted = UNSTREAMED_INTERVAL
-        if not self._updates.is_under_way:
+        if self._update is None or self._update.done():
             wanted = self._tokens_until_due()
             if wanted == 0:
                 self._unsent = 0
-                self._updates.send(await self._encoded(self._prompt.stable_ids), self._slot)
+                self._begin_update(await self._encoded(self._prompt.stable_ids))
         return await self._cache.read(key, position, at_least=max(1, wanted), wait_s=wait_s)
 
     async def _append(self, read: LogRead, *, shares_ids: bool) -> None:
@@ -259,3 +202,40 @@ class SlotFiller:
         if chunk != "adaptive":
             return max(0, chunk - self._unsent)
         return tokens_until_due(self._load, self._clock(), self._unsent, self._remainder(self._read))
+
+    # --- prefilling
+
+    def _begin_update(self, ids: list[int]) -> None:
+        """Have `ids` prefilled, if they hold anything new that the model could take: a complete prompt that is too long
+        will be refused by name."""
+        resident = common_prefix(self._sent, ids)
+        if resident < len(ids) < self._task.model.context_length:
+            if self._update is not None:
+                self._raise_defect(self._update)
+            self._update = asyncio.create_task(self._prefill(ids, resident, self._slot))
+
+    async def _prefill(self, ids: list[int], resident: int, slot: str | None) -> None:
+        """An update that the engine refuses costs only the overlap; a warning and an event say so, and none follows."""
+        task, started_s = self._task, self._clock()
+        enter_span(task.agent, started_s)
+        request = Generation(f"{task.rid}.p{self._updates}", ids, affinity=task.rid, hints=task.hints)
+        self._updates += 1
+        work, computed = self._load.begin(started_s, len(ids) - resident, update=True), None
+        try:
+            done = await task.model.engine.prefill(request)
+            computed = done.prompt_tokens - done.cached_tokens
+        except (EngineError, PromptTooLong) as error:
+            self._sends = False
+            log.warning("agent %s goes on without incremental prefill: %s", task.agent, error)
+            self._emit(Degraded(self._clock(), task.agent, "increment", str(error)))
+            return
+        finally:
+            self._load.end(work, self._clock(), computed)
+        now_s, prompt, cached = self._clock(), done.prompt_tokens, done.cached_tokens
+        self._emit(PrefillIncrement(now_s, task.agent, started_s, slot, prompt, cached, resident))
+        self._sent = ids
+
+    @staticmethod
+    def _raise_defect(update: asyncio.Task[None]) -> None:
+        if not update.cancelled():
+            update.result()

@@ -78,34 +78,6 @@ class Past:
         return replace(self, pieces=found)
 
 
-class _Order:
-    """Lets `ends`, by their numbers, come in the order in which they came before: early exits depend on it."""
-
-    def __init__(self, ends: set[int]) -> None:
-        self._left = ends
-        self._moved = asyncio.Event()
-
-    async def reached(self, at: int) -> None:
-        """Return once all ends before `at` have been repeated; gives the order up where one does not come."""
-        try:
-            async with asyncio.timeout(ORDER_S):
-                while min(self._left, default=at) < at:
-                    await self._moved.wait()
-        except TimeoutError:
-            log.warning("a repeated run goes another way than before: its outputs come in any order")
-            self._left.clear()
-            self._move()
-
-    def passed(self, at: int) -> None:
-        """That end has been repeated, or will not come."""
-        self._left.discard(at)
-        self._move()
-
-    def _move(self) -> None:
-        moved, self._moved = self._moved, asyncio.Event()
-        moved.set()
-
-
 class Journal:
     """The journal of one attempt, `run_id`, that owns its lease.
 
@@ -126,7 +98,8 @@ class Journal:
         self._renew_s = store.lease_s / 3
         self._chosen: dict[str, str] = {}
         self._pasts: dict[str, Past] = {}
-        self.order = _Order(self._read(records))
+        self._ends_left = self._read(records)
+        self._end_passed = asyncio.Event()
         self.repeats = bool(self._chosen or self._pasts)
         self._task = asyncio.create_task(self._keep(), name="run-journal")
 
@@ -184,7 +157,7 @@ class Journal:
     def begin(self, name: str, digest: str) -> None:
         """A generation begins, or begins again."""
         if (past := self._pasts.pop(name, None)) is not None and past.end is not None:
-            self.order.passed(past.at)
+            self.passed(past.at)
         self.add("begin", name, digest)
 
     def add(self, kind: str, name: str, *fields: Any) -> None:
@@ -192,6 +165,25 @@ class Journal:
         if self._store is not None:
             self._waiting.append(orjson.dumps([kind, name, *fields]))
             self._news.set()
+
+    # --- the order of repeated ends, on which early exits depend
+
+    async def reached(self, at: int) -> None:
+        """Return once all ends before `at` have been repeated; gives the order up where one does not come."""
+        try:
+            async with asyncio.timeout(ORDER_S):
+                while min(self._ends_left, default=at) < at:
+                    await self._end_passed.wait()
+        except TimeoutError:
+            log.warning("a repeated run goes another way than before: its outputs come in any order")
+            self._ends_left.clear()
+            self.passed(at)
+
+    def passed(self, at: int) -> None:
+        """That end has been repeated, or will not come."""
+        self._ends_left.discard(at)
+        passed, self._end_passed = self._end_passed, asyncio.Event()
+        passed.set()
 
     # --- the store
 
@@ -268,21 +260,21 @@ class JournaledEngine:
         past, written = self._usable(name, request), list[int]()
         try:
             for ends, piece in past.pieces:
-                await journal.order.reached(ends)
+                await journal.reached(ends)
                 written += piece.ids
                 yield piece
             if past.end is not None:
-                await journal.order.reached(past.at)
+                await journal.reached(past.at)
                 if isinstance(past.end, Finish):
                     yield past.end
                     return
                 if not past.end:
-                    journal.order.passed(past.at)
+                    journal.passed(past.at)
                     await asyncio.sleep(ORDER_S)  # the run leaves it here, as before
                 raise EngineError(past.end or f"The output of {name!r} was left before, and is needed now.")
         finally:
             if past.end is not None:
-                journal.order.passed(past.at)
+                journal.passed(past.at)
         async with aclosing(self._asked(name, request, written)) as rest:
             async for item in rest:
                 yield item

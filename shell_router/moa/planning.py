@@ -1,22 +1,23 @@
 """What is decided, and refused, before the first agent of a request runs: models, sampling, prompts, expectations."""
 
+import random
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
 from agent_cache import LogKey
-from shell_router.core.engine import NO_OPTIONS, Hints, ServedModel, Tokenizer, value
-from shell_router.core.events import Event
-from shell_router.core.predictors import Forecast, Prospect
+from shell_router.core.engine import NO_OPTIONS, Hints, ServedModel, Tokenizer
+from shell_router.core.events import Emit, Event
+from shell_router.core.predictors import NO_FORECAST, Forecast, Prospect
 from shell_router.core.sampling import require_possible
-from shell_router.errors import InvalidField, InvalidRequest, UnknownModel
+from shell_router.errors import InvalidField, InvalidRequest
 from shell_router.moa.agent import FORMS, AgentTask, Source, check_task, limited
-from shell_router.moa.choosing import LatencyEstimates, ModelChooser
+from shell_router.moa.choosing import LatencyEstimates, ModelChooser, require_models
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, agent_parts, off_loop
-from shell_router.moa.requests import AgentRequest, AgentUsage, MoaRequest, OutputOf, Segment, place_of_question
+from shell_router.moa.requests import AgentRequest, AgentUsage, Answer, MoaRequest, OutputOf, Segment, place_of_question
 from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event
 from shell_router.topology import AUTO, INLINE, Agent, Topology
@@ -28,26 +29,199 @@ PLAIN_REQUEST = "plain request"
 AGENT_REQUEST = "agent request"
 """The workflow of agents that an external framework sends: which graph it walks is not known."""
 
-Emit = Callable[[Event], None]
 Sampling = Mapping[str, Any]
-INLINE_PREFIX = f"{INLINE}/"
 
 
-@value
+@dataclass(slots=True, eq=False)
 class Plan:
-    """A request's graph with models chosen, what each agent is to do, and its model and expected output tokens.
+    """A request's graph with models chosen, and what each of its agents is to do.
 
-    `choices` are to be emitted once nothing can be refused any more: a stream's head goes out with the first event.
-    `held_out` is, per optimization that could pay, whether the run goes without it, for comparison.
+    `hints` hold what is expected of each agent. `choices` are to be emitted once nothing can be refused any more: a
+    stream's head goes out with the first event. `growing` are the agents whose prompts are prefilled while they grow,
+    each with the fewest tokens of an update. `held_out` is, per optimization that could pay, whether the run goes
+    without it, for comparison.
     """
 
     topology: Topology
-    tasks: Mapping[str, AgentTask]
-    expected: Mapping[str, tuple[str, float]]
+    request: MoaRequest
+    models: Mapping[str, ServedModel]
+    estimates: LatencyEstimates
+    sampling: Mapping[str, Sampling]
+    hints: Mapping[str, Hints]
     choices: Sequence[Event]
-    instead: Callable[[str, int], Awaitable[AgentTask]]
-    """The task of an agent with its nth fallback. Raises PromptTooLong."""
+    growing: Mapping[str, float] = field(default_factory=dict)
     held_out: Mapping[Compared, bool] = field(default_factory=dict)
+    tasks: Mapping[str, AgentTask] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> Mapping[str, tuple[str, float]]:
+        """Each agent's model and expected output tokens."""
+        found = {}
+        for agent in self.topology.agents.values():
+            tokens = self.hints[agent.id].output_tokens
+            limit = self.sampling[agent.id]["max_new_tokens"]
+            found[agent.id] = agent.model, float(limit) if tokens is None else tokens
+        return found
+
+    async def instead(self, agent: str, attempt: int) -> AgentTask:
+        """The task of an agent with its fallback of this number. Raises PromptTooLong."""
+        model = self.topology.agents[agent].fallbacks[attempt]
+        topology, request = self.topology.with_models({agent: model}), self.request
+        if self.models[model].reasoning is None:  # the limit was the failed model's
+            unlimited = replace(topology.agents[agent], max_thinking_tokens=None)
+            topology = replace(topology, agents={**topology.agents, agent: unlimited})
+            request = replace(request, max_thinking_tokens=None)
+        task = replace(self, topology=topology, request=request, growing={}).made_tasks()[agent]
+        await check_task(task)
+        # engines abort whatever begins with the id of the attempt before
+        return replace(task, rid=f"{request.id}.{len(topology.agents) + attempt}.{agent}")
+
+    # --- tasks
+
+    def made_tasks(self) -> Mapping[str, AgentTask]:
+        """The task of every agent that asks a model, in topological order.
+
+        Request ids are numbered, since SGLang aborts every request whose id begins with the given one, and `p-1` begins
+        `p-10`.
+        """
+        topology, request = self.topology, self.request
+        prefill, limit_s = topology.prefill, request.timeout_s
+        finish_s = self.estimates.expected_finish_s(topology) if prefill.slot_order == "expected_finish" else {}
+        self._check_offer()
+        shared: dict[tuple[object, ...], tuple[Part, ...]] = {}  # prompts of agents that differ in their names alone
+        tasks = {}
+        for number, agent in enumerate(topology.agents.values()):
+            if agent.votes:
+                continue
+            model = self.models[agent.model]
+            order = order_slots(agent.precursors, prefill.slot_order, finish_s) if agent.precursors else ()
+            is_root = agent.id == topology.root.id
+            options = {**agent.chat_template_kwargs, **(request.chat_template_kwargs if is_root else NO_OPTIONS)}
+            offer = request.offer if is_root else None
+            asked = request.max_thinking_tokens if is_root else None
+            same = model.alias, agent.prompt, agent.given, order, is_root, repr(options)
+            if same not in shared:
+                tools = (() if offer is None else offer.tools) if is_root else None
+                shared[same] = agent_parts(agent, order, model, request.messages, options, tools)
+            cluster = topology.cluster_of.get(agent.id)
+            judged = cluster is not None and cluster.early_exit is not None and cluster.early_exit.judges
+            params, answers = self.sampling[agent.id], is_root or topology.voters.get(agent.id)
+            if not is_root:
+                params = {"stream_interval": self._stream_interval(agent), **params}
+            tasks[agent.id] = AgentTask(
+                agent.id,
+                f"{request.id}.{number}.{agent.id}",
+                model,
+                shared[same],
+                params,
+                logprobs=judged or agent.id in topology.voters or (request.confidence and is_root),
+                timeout_s=agent.timeout_s,
+                hints=self.hints[agent.id],
+                sources={name: self._source(name, model) for name in agent.precursors},
+                prefill=prefill
+                if agent.id in self.growing or not agent.precursors
+                else replace(prefill, incremental=False),
+                begin_s=limit_s,
+                silence_s=limit_s,
+                drafts=bool(may_draft(agent, self.models)) and not self.held_out.get(drafts_of(topology, agent)),
+                prediction=request.prediction if answers and model.drafts else "",
+                marks=model.reasoning if is_root or agent.readers_get == "answer" else None,
+                max_thinking_tokens=thinking_limit(
+                    agent.id, agent.max_thinking_tokens if asked is None else asked, model
+                ),
+                is_read=not is_root,
+                offer=offer,
+            )
+        return tasks
+
+    def _check_offer(self) -> None:
+        """Raise InvalidField where tools are offered to an agent that cannot call them."""
+        root, offer = self.topology.root, self.request.offer
+        if offer is None:
+            return
+        if root.votes:
+            remedy = "Ask a topology whose root is a model."
+            raise InvalidField(
+                f"The root of {self.topology.name!r} votes and calls no tools.", field="tools", remedy=remedy
+            )
+        for model in (root.model, *root.fallbacks):
+            served = self.models[model]
+            if not offer.must_call and served.call_mark is None and served.engines_parser is None:
+                remedy = (
+                    f"Set models.{model}.tool_call_parser in the configuration, start its servers with"
+                    " --tool-call-parser, or set tool_choice to required or a function."
+                )
+                raise InvalidField(f"How {model!r} writes calls of tools is not known.", field="tools", remedy=remedy)
+
+    def _source(self, precursor: str, reader: ServedModel) -> Source:
+        writer = self.topology.agents[precursor]
+        writers = () if writer.votes else (writer.model, *writer.fallbacks)
+        sampling = self.sampling[precursor]
+        shares_ids = bool(writers) and all(ids_are_text(self.models[one], sampling, reader) for one in writers)
+        return Source(LogKey(self.request.tenant, self.request.id, precursor), lambda: shares_ids)
+
+    # --- incremental prefill
+
+    def growing_prompts(self, asked: int) -> Mapping[str, float]:
+        """The agents whose prompts may be prefilled while they grow, each with the fewest tokens of an update.
+
+        Clients' messages have `asked` characters. Where no update can pay, neither is one judged nor do precursors
+        write in smaller pieces: the run is that of a topology without incremental prefill.
+        """
+        chunk, found = self.topology.prefill.chunk_tokens, {}
+        if not self.topology.prefill.incremental:
+            return {}
+        for agent in self.topology.agents.values():
+            if not agent.precursors or agent.votes:
+                continue
+            if chunk != "adaptive":
+                found[agent.id] = float(chunk)
+                continue
+            text = (
+                asked + len(agent.prompt.prefix) + len(agent.prompt.suffix) + sum(len(said) for _, said in agent.given)
+            )
+            tokens = text / CHARACTERS_PER_TOKEN
+            for precursor in agent.precursors:
+                written = self.hints[precursor].output_tokens
+                tokens += self.sampling[precursor]["max_new_tokens"] / 2 if written is None else written
+            fewest = fewest_tokens(self.estimates.prefill(self.models[agent.model]).cost)
+            if tokens > fewest:
+                found[agent.id] = fewest
+        return found
+
+    def _stream_interval(self, agent: Agent) -> int:
+        """How many tokens of the agent its readers, and the judge of its cluster, want at a time."""
+        cluster = self.topology.cluster_of.get(agent.id)
+        exits = cluster.early_exit if cluster is not None else None
+        judged = exits is not None and exits.judges and not exits.embeds
+        wanted = (self.growing[reader] for reader in self.topology.successors[agent.id] if reader in self.growing)
+        return tokens_per_event(min(wanted, default=None), judged=judged)
+
+    # --- hold-outs
+
+    def hold_out(self, holdouts: Holdouts, now_s: float) -> None:
+        """Decide which optimizations that could pay the run goes without, for comparison."""
+        topology, of = self.topology, _compared_as(self.topology)
+        updates = Compared("incremental_prefill", of, "" if of == INLINE else ", ".join(sorted(topology.models)))
+        drafts = [drafts_of(topology, one) for one in topology.agents.values() if may_draft(one, self.models) == "auto"]
+        # by the question, too: a client with one seed for all would be a group of its own
+        seed = f"{self.request.seed}/{self.request.question[-1000:]}"
+        self.held_out = {
+            key: holdouts.holds_out(key, random.Random(f"{key.optimization}/{seed}").random(), now_s)
+            for key in dict.fromkeys([updates, *drafts] if self.growing else drafts)
+        }
+        if self.held_out.get(updates):
+            self.growing = {}
+
+    def compare(self, holdouts: Holdouts, answer: Answer, seconds: float, now_s: float) -> None:
+        """The run has ended after so long."""
+        for key, held_out in self.held_out.items():
+            if key.optimization == "incremental_prefill":
+                holdouts.observe(key, held_out=held_out, seconds=seconds, now_s=now_s)
+                continue
+            agents = [self.topology.agents[name] for name, task in self.tasks.items() if not task.prediction]
+            used = [answer.agents[one.id] for one in agents if one.drafts and drafts_of(self.topology, one) == key]
+            compare_drafts(holdouts, key, used, held_out=held_out, now_s=now_s)
 
 
 async def plan_run(
@@ -55,11 +229,10 @@ async def plan_run(
     models: Mapping[str, ServedModel],
     topology: Topology,
     request: MoaRequest,
-    holds_out: Callable[[Compared], bool],
+    holdouts: Holdouts,
 ) -> Plan:
     """Choose a model for every agent that names several; agents with the same candidates share one (the paper's
-    assignment per program). `holds_out` says whether the run goes without an optimization that could pay. Raises
-    UnknownModel, InvalidRequest and PromptTooLong.
+    assignment per program). Raises UnknownModel, InvalidRequest and PromptTooLong.
 
     Unless a prompt is so long that it has to be tokenized, nothing happens between the choice and the return, so that
     no other request is chosen for by the same load.
@@ -67,44 +240,19 @@ async def plan_run(
     asked = sum([len(message["content"]) for message in request.messages])
     require_possible(asked, max([model.context_length for model in models.values()]))
     choices: list[Event] = []
-    sampling = {}
-    choosing = chooser.predicts
-    for agent in topology.agents.values():
-        sampling[agent.id] = _sampling(topology, agent, request)
-        choosing |= agent.model == AUTO
+    sampling = {agent.id: _sampling(topology, agent, request) for agent in topology.agents.values()}
+    require_models(f"Topology {topology.name!r}", topology.models - {AUTO}, models)
     forecasts: Mapping[str, Forecast] = {}
-    if choosing:
+    if chooser.predicts or AUTO in topology.models:
         topology, forecasts = await _choose(chooser, models, topology, request, sampling, choices.append)
-    own = own_tokens(topology, chooser.estimates, forecasts)
-    hints = hints_of(topology, request.tenant, request.id, own, forecasts)
-    require_models(topology, models)
-    growing = growing_prompts(topology, asked, models, sampling, own, chooser.estimates)
-    of, inline = _compared_as(topology), topology.name.startswith(INLINE_PREFIX)
-    updates = Compared("incremental_prefill", of, "" if inline else ", ".join(sorted(topology.models)))
-    drafting = [drafts_of(topology, one) for one in topology.agents.values() if may_draft(one, models) == "auto"]
-    held_out = {key: holds_out(key) for key in dict.fromkeys([updates, *drafting] if growing else drafting)}
-    growing = {} if held_out.get(updates) else growing
-    tasks = _tasks(topology, request, models, sampling, hints, chooser.estimates, growing, held_out)
-    for task in tasks.values():
+    hints = hints_of(topology, chooser.estimates, request.tenant, request.id, forecasts)
+    plan = Plan(topology, request, models, chooser.estimates, sampling, hints, choices)
+    plan.growing = plan.growing_prompts(asked)
+    plan.hold_out(holdouts, chooser.clock())
+    plan.tasks = plan.made_tasks()
+    for task in plan.tasks.values():
         await check_task(task)
-    expected = {}
-    for agent in topology.agents.values():
-        tokens = own[agent.id]
-        expected[agent.id] = agent.model, float(sampling[agent.id]["max_new_tokens"]) if tokens is None else tokens
-
-    async def instead(agent: str, attempt: int) -> AgentTask:
-        model = topology.agents[agent].fallbacks[attempt]
-        asked, limit = topology.with_models({agent: model}), request.max_thinking_tokens
-        if models[model].reasoning is None:  # the limit was the failed model's
-            unlimited = replace(asked.agents[agent], max_thinking_tokens=None)
-            asked, limit = replace(asked, agents={**asked.agents, agent: unlimited}), None
-        wanted = replace(request, max_thinking_tokens=limit)
-        task = _tasks(asked, wanted, models, sampling, hints, chooser.estimates, {}, held_out)[agent]
-        await check_task(task)
-        # engines abort whatever begins with the id of the attempt before
-        return replace(task, rid=f"{request.id}.{len(topology.agents) + attempt}.{agent}")
-
-    return Plan(topology, tasks, expected, choices, instead, held_out)
+    return plan
 
 
 def _sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Sampling:
@@ -121,53 +269,27 @@ def _sampling(topology: Topology, agent: Agent, request: MoaRequest) -> Sampling
     return limited({**merged, **agent.sampling, **(asked if topology.voters.get(agent.id) else {})})
 
 
-# --- incremental prefill
+def thinking_limit(agent: str, limit: int | None, model: ServedModel) -> int | None:
+    """The `limit` of an agent's thinking. Raises InvalidRequest where the model's thinking is not known."""
+    if limit is not None and model.reasoning is None:
+        raise InvalidRequest(
+            f"Agent {agent!r} has max_thinking_tokens, and the model {model.alias!r} has no reasoning_parser.",
+            remedy=f"Set models.{model.alias}.reasoning_parser in the configuration, or leave max_thinking_tokens out.",
+        )
+    return limit
 
 
-def growing_prompts(
-    topology: Topology,
-    asked: int,
-    models: Mapping[str, ServedModel],
-    sampling: Mapping[str, Sampling],
-    own: Mapping[str, float | None],
-    estimates: LatencyEstimates,
-) -> Mapping[str, float]:
-    """The agents whose prompts may be prefilled while they grow, each with the fewest tokens of an update.
+def ids_are_text(writer: ServedModel, sampling: Sampling, reader: ServedModel) -> bool:
+    """Whether `reader` may take a writer's ids for its text.
 
-    Clients' messages have `asked` characters.
-    Where no update can pay, neither is one judged nor do precursors write in smaller pieces: the run is that of a
-    topology without incremental prefill.
+    They must share a tokenizer; and where a stop string ended the output, it is in the ids but not in the text, as may
+    be a part of the mark that ends thinking.
     """
-    chunk, found = topology.prefill.chunk_tokens, {}
-    if not topology.prefill.incremental:
-        return {}
-    for agent in topology.agents.values():
-        if not agent.precursors or agent.votes:
-            continue
-        if chunk != "adaptive":
-            found[agent.id] = float(chunk)
-            continue
-        text = asked + len(agent.prompt.prefix) + len(agent.prompt.suffix) + sum(len(said) for _, said in agent.given)
-        tokens = text / CHARACTERS_PER_TOKEN
-        for precursor in agent.precursors:
-            written = own[precursor]
-            tokens += sampling[precursor]["max_new_tokens"] / 2 if written is None else written
-        fewest = fewest_tokens(estimates.prefill(models[agent.model]).cost)
-        if tokens > fewest:
-            found[agent.id] = fewest
-    return found
+    same = writer.tokenizer.fingerprint == reader.tokenizer.fingerprint
+    return same and writer.reasoning is None and not sampling.get("stop")
 
 
-def _stream_interval(topology: Topology, agent: Agent, growing: Mapping[str, float]) -> int:
-    """How many tokens of the agent its readers, and the judge of its cluster, want at a time."""
-    cluster = topology.cluster_of.get(agent.id)
-    exits = cluster.early_exit if cluster is not None else None
-    judged = exits is not None and exits.judges and not exits.embeds
-    wanted = (growing[reader] for reader in topology.successors[agent.id] if reader in growing)
-    return tokens_per_event(min(wanted, default=None), judged=judged)
-
-
-# --- drafts
+# --- what is compared with programs that are held out
 
 
 def may_draft(agent: Agent, models: Mapping[str, ServedModel]) -> bool | Literal["auto"]:
@@ -182,7 +304,7 @@ def drafts_of(topology: Topology, agent: Agent) -> Compared:
 
 def _compared_as(topology: Topology) -> str:
     """Topologies inside of requests are compared together: few runs share one."""
-    return INLINE if topology.name.startswith(INLINE_PREFIX) else topology.name
+    return INLINE if topology.name.startswith(f"{INLINE}/") else topology.name
 
 
 def role_of(topology: Topology, agent: Agent) -> str:
@@ -199,177 +321,35 @@ def compare_drafts(
         holdouts.observe(key, held_out=held_out, seconds=fmean(token_s), now_s=now_s)
 
 
-# --- tasks
-
-
-def require_models(topology: Topology, models: Mapping[str, ServedModel]) -> None:
-    """Raise UnknownModel where an agent's is not configured."""
-    unknown = sorted(topology.models - models.keys())
-    if unknown:
-        raise UnknownModel(
-            f"Topology {topology.name!r} names models that are not configured: {', '.join(unknown)}.",
-            remedy=f"Configure them, or use one of: {', '.join(sorted(models))}.",
-        )
-
-
-def _tasks(
-    topology: Topology,
-    request: MoaRequest,
-    models: Mapping[str, ServedModel],
-    sampling: Mapping[str, Sampling],
-    hints: Mapping[str, Hints],
-    estimates: LatencyEstimates,
-    growing: Mapping[str, float],
-    held_out: Mapping[Compared, bool],
-) -> Mapping[str, AgentTask]:
-    """The task of every agent that asks a model, in topological order.
-
-    Request ids are numbered, since SGLang aborts every request whose id begins with the given one, and `p-1` begins
-    `p-10`.
-    """
-    prefill, limit_s = topology.prefill, request.timeout_s
-    finish_s = estimates.expected_finish_s(topology) if prefill.slot_order == "expected_finish" else {}
-    _check_offer(topology, request, models)
-    shared: dict[tuple[object, ...], tuple[Part, ...]] = {}  # prompts of agents that differ in their names alone
-    tasks = {}
-    for number, agent in enumerate(topology.agents.values()):
-        if agent.votes:
-            continue
-        model = models[agent.model]
-        order = order_slots(agent.precursors, prefill.slot_order, finish_s) if agent.precursors else ()
-        is_root = agent.id == topology.root.id
-        options = {**agent.chat_template_kwargs, **(request.chat_template_kwargs if is_root else NO_OPTIONS)}
-        offer = request.offer if is_root else None
-        asked = request.max_thinking_tokens if is_root else None
-        same = model.alias, agent.prompt, agent.given, order, is_root, repr(options)
-        if same not in shared:
-            tools = (() if offer is None else offer.tools) if is_root else None
-            shared[same] = agent_parts(agent, order, model, request.messages, options, tools)
-        cluster = topology.cluster_of.get(agent.id)
-        judged = cluster is not None and cluster.early_exit is not None and cluster.early_exit.judges
-        params, answers = sampling[agent.id], is_root or topology.voters.get(agent.id)
-        if not is_root:
-            params = {"stream_interval": _stream_interval(topology, agent, growing), **params}
-        tasks[agent.id] = AgentTask(
-            agent.id,
-            f"{request.id}.{number}.{agent.id}",
-            model,
-            shared[same],
-            params,
-            logprobs=judged or agent.id in topology.voters or (request.confidence and is_root),
-            timeout_s=agent.timeout_s,
-            hints=hints[agent.id],
-            sources={name: _source(topology, request, models, sampling, name, model) for name in agent.precursors},
-            prefill=prefill if agent.id in growing or not agent.precursors else replace(prefill, incremental=False),
-            begin_s=limit_s,
-            silence_s=limit_s,
-            drafts=bool(may_draft(agent, models)) and not held_out.get(drafts_of(topology, agent)),
-            prediction=request.prediction if answers and model.drafts else "",
-            marks=model.reasoning if is_root or agent.readers_get == "answer" else None,
-            max_thinking_tokens=thinking_limit(agent.id, agent.max_thinking_tokens if asked is None else asked, model),
-            is_read=not is_root,
-            offer=offer,
-        )
-    return tasks
-
-
-def _check_offer(topology: Topology, request: MoaRequest, models: Mapping[str, ServedModel]) -> None:
-    """Raise InvalidField where tools are offered to an agent that cannot call them."""
-    root, offer = topology.root, request.offer
-    if offer is None:
-        return
-    if root.votes:
-        remedy = "Ask a topology whose root is a model."
-        raise InvalidField(f"The root of {topology.name!r} votes and calls no tools.", field="tools", remedy=remedy)
-    for model in (root.model, *root.fallbacks):
-        if not offer.must_call and models[model].call_mark is None and models[model].engines_parser is None:
-            remedy = (
-                f"Set models.{model}.tool_call_parser in the configuration, start its servers with --tool-call-parser, "
-                "or set tool_choice to required or a function."
-            )
-            raise InvalidField(f"How {model!r} writes calls of tools is not known.", field="tools", remedy=remedy)
-
-
-def thinking_limit(agent: str, limit: int | None, model: ServedModel) -> int | None:
-    """The `limit` of an agent's thinking. Raises InvalidRequest where the model's thinking is not known."""
-    if limit is not None and model.reasoning is None:
-        raise InvalidRequest(
-            f"Agent {agent!r} has max_thinking_tokens, and the model {model.alias!r} has no reasoning_parser.",
-            remedy=f"Set models.{model.alias}.reasoning_parser in the configuration, or leave max_thinking_tokens out.",
-        )
-    return limit
-
-
-def _source(
-    topology: Topology,
-    request: MoaRequest,
-    models: Mapping[str, ServedModel],
-    sampling: Mapping[str, Sampling],
-    precursor: str,
-    reader: ServedModel,
-) -> Source:
-    writer = topology.agents[precursor]
-    writers = () if writer.votes else (writer.model, *writer.fallbacks)
-    shares_ids = bool(writers) and all(ids_are_text(models[one], sampling[precursor], reader) for one in writers)
-    return Source(LogKey(request.tenant, request.id, precursor), lambda: shares_ids)
-
-
-def ids_are_text(writer: ServedModel, sampling: Sampling, reader: ServedModel) -> bool:
-    """Whether `reader` may take a writer's ids for its text.
-
-    They must share a tokenizer; and where a stop string ended the output, it is in the ids but not in the text, as may
-    be a part of the mark that ends thinking.
-    """
-    same = writer.tokenizer.fingerprint == reader.tokenizer.fingerprint
-    return same and writer.reasoning is None and not sampling.get("stop")
-
-
 # --- expectations
 
 
-def own_tokens(
-    topology: Topology, estimates: LatencyEstimates, forecasts: Mapping[str, Forecast]
-) -> Mapping[str, float | None]:
-    """Per agent the output tokens that are expected of it: as predicted, else its own mean so far, else its model's
-    mean; None for a new model. A vote writes none.
-    """
-    own: dict[str, float | None] = {}
-    for agent in topology.agents.values():
-        predicted = forecasts[agent.id].own_tokens.get(agent.model) if agent.id in forecasts else None
-        measured = estimates.output_tokens(agent.model, topology.name, agent.id)
-        own[agent.id] = 0.0 if agent.votes else measured if predicted is None else predicted
-    return own
-
-
 def hints_of(
-    topology: Topology,
-    user: str,
-    program: str,
-    own: Mapping[str, float | None],
-    forecasts: Mapping[str, Forecast],
+    topology: Topology, estimates: LatencyEstimates, user: str, program: str, forecasts: Mapping[str, Forecast]
 ) -> Mapping[str, Hints]:
     """The hints of each agent of one run of `topology`.
 
-    `own` tokens are expected of each agent. An agent gets no total if nothing is expected of one that follows it.
+    An agent's output tokens are as predicted, else its own mean so far, else its model's mean; None for a new model; 0
+    for a vote. It gets no total if nothing is expected of one that follows it.
     """
     found: dict[str, Hints] = {}
     after: dict[str, set[str]] = {}
-    paths: dict[str, float] = {}
     for agent in reversed(tuple(topology.agents.values())):
-        tokens, total, path = own[agent.id], None, None
+        forecast = forecasts.get(agent.id, NO_FORECAST)
+        tokens = 0.0 if agent.votes else forecast.own_tokens.get(agent.model)
+        if tokens is None:
+            tokens = estimates.output_tokens(agent.model, topology.name, agent.id)
         following = after[agent.id] = {agent.id}
-        longest: float | None = 0.0
+        paths: list[float | None] = [0.0]
         for follower in topology.successors[agent.id]:
             following |= after[follower]
-            longest = None if longest is None or follower not in paths else max(longest, paths[follower])
-        if tokens is not None and longest is not None:
-            path = paths[agent.id] = tokens + longest
-            if agent.id in forecasts:
-                total = forecasts[agent.id].total_tokens.get(agent.model)
-            if total is None:
-                total = tokens
-                if len(following) > 1:
-                    total = sum(own[one] or 0.0 for one in topology.agents if one in following)
+            paths.append(found[follower].path_tokens)
+        known = [one for one in paths if one is not None]
+        total = path = None
+        if tokens is not None and len(known) == len(paths):
+            path = tokens + max(known)
+            rest = sum([found[one].output_tokens or 0.0 for one in found if one in following])
+            total = forecast.total_tokens.get(agent.model, tokens + rest)
         found[agent.id] = Hints(user, program, topology.name, agent.id, tokens, total, path)
     return found
 
@@ -386,18 +366,18 @@ async def _choose(
     emit: Emit,
 ) -> tuple[Topology, Mapping[str, Forecast]]:
     """The topology with a model for every agent, and what is predicted of each. `emit` gets each choice."""
-    started_s = chooser.now_s()
+    started_s = chooser.clock()
     known = {agent.id: known_of_agent(agent, request.messages) for agent in topology.agents.values()}
     open_to = {
         agent.id: await _fitting(sampling[agent.id], chooser.candidates(agent.candidates), known[agent.id], models)
         for agent in topology.agents.values()
         if agent.model == AUTO
     }
-    forecasts = await _forecasts(chooser, models, topology, known, open_to, emit)
+    forecasts = await _forecasts(chooser, models, topology, known, open_to, emit) if chooser.predicts else {}
     chosen: dict[str, str] = {}
     for candidates in dict.fromkeys(open_to.values()):
         agents = tuple(agent for agent, of in open_to.items() if of == candidates)
-        model = chooser.choose(agents, candidates, forecasts.get(agents[0], Forecast()), started_s, emit)
+        model = chooser.choose(agents, candidates, forecasts.get(agents[0], NO_FORECAST), started_s, emit)
         chosen |= dict.fromkeys(agents, model)
     return topology.with_models(chosen), forecasts
 
@@ -411,27 +391,21 @@ async def _forecasts(
     emit: Emit,
 ) -> Mapping[str, Forecast]:
     """Of agents with the same candidates only the first is scored, since they share one choice."""
-    if not chooser.predicts:
-        return {}
-    asked = [agent for agent in topology.agents.values() if set(open_to.get(agent.id, (agent.model,))) <= models.keys()]
+    asked = {agent.id: open_to.get(agent.id, (agent.model,)) for agent in topology.agents.values()}
     to_score = {candidates for candidates in open_to.values() if chooser.scores_decide(candidates)}
 
     def prospects() -> list[Prospect]:
-        stages, workflow = stages_of(topology), workflow_of(topology)
-        found = []
-        for agent in asked:
-            candidates = open_to.get(agent.id, (agent.model,))
-            scored = agent.id in open_to and candidates in to_score
+        stages, workflow, found = stages_of(topology), workflow_of(topology), []
+        for agent, candidates in asked.items():
+            scored = agent in open_to and candidates in to_score
             to_score.discard(candidates)
-            prompt = known[agent.id]
-            found.append(
-                prompt.prospect(models[candidates[0]].tokenizer, workflow, stages[agent.id], candidates, scored)
-            )
+            tokenizer = models[candidates[0]].tokenizer
+            found.append(known[agent].prospect(tokenizer, workflow, stages[agent], candidates, scored))
         return found
 
-    characters = sum(known[agent.id].characters for agent in asked)
+    characters = sum(known[agent].characters for agent in asked)
     found = await chooser.forecasts(await off_loop(characters, prospects), emit)
-    return {agent.id: forecast for agent, forecast in zip(asked, found, strict=True)}
+    return dict(zip(asked, found, strict=True))
 
 
 async def _fitting(
@@ -446,8 +420,8 @@ async def _fitting(
         return candidates
     fitting = []
     for name in candidates:
-        tokens = await off_loop(known.characters, partial(known.tokens, models[name].tokenizer))
-        if tokens.known + limit <= models[name].context_length:
+        _, _, tokens = await off_loop(known.characters, partial(known.tokens, models[name].tokenizer))
+        if tokens + limit <= models[name].context_length:
             fitting.append(name)
     return tuple(fitting) or candidates
 
@@ -456,30 +430,30 @@ async def plan_agent(
     chooser: ModelChooser,
     models: Mapping[str, ServedModel],
     request: AgentRequest,
+    chosen: MutableMapping[tuple[str, ...], str],
     emit: Emit,
-    chosen_before: Callable[[], str | None],
 ) -> tuple[str, Hints]:
     """The model of an external program's agent, chosen if it names several, and the hints of its requests.
 
-    Its program keeps the model of `chosen_before`. What follows an agent in its program is not known, unless a
+    `chosen` is its program's model among these candidates. What follows an agent in its program is not known, unless a
     predictor has learned it. Raises UnknownModel.
     """
     auto = request.model == AUTO
     candidates = chooser.candidates(request.candidates) if auto else (request.model,)
-    forecast, started_s = Forecast(), chooser.now_s()
-    if chooser.predicts and models.keys() >= set(candidates):
-        scored = auto and chosen_before() is None and chooser.scores_decide(candidates)
+    require_models(f"Agent {request.agent!r}", candidates, models)
+    forecast, started_s = NO_FORECAST, chooser.clock()
+    if chooser.predicts:
+        scored = auto and candidates not in chosen and chooser.scores_decide(candidates)
         known, tokenizer = known_of_request(request), models[candidates[0]].tokenizer
         stage = PLAIN_REQUEST if request.chat else request.agent
         asks = partial(known.prospect, tokenizer, AGENT_REQUEST, stage, candidates, scored)
-        prospect = await off_loop(known.characters, asks)
-        forecast = (await chooser.forecasts([prospect], emit))[0]
+        (forecast,) = await chooser.forecasts([await off_loop(known.characters, asks)], emit)
     if not auto:
         model = request.model
-    elif before := chosen_before():  # or, while the predictors were asked, another agent of the program was first
-        model = chooser.kept((request.agent,), before, emit)
+    elif candidates in chosen:  # or, while the predictors were asked, another agent of the program was first
+        model = chooser.kept((request.agent,), chosen[candidates], emit)
     else:
-        model = chooser.choose((request.agent,), candidates, forecast, started_s, emit)
+        model = chosen[candidates] = chooser.choose((request.agent,), candidates, forecast, started_s, emit)
     name = None if request.chat else request.agent  # a random one says nothing of the agents to come
     own = forecast.own_tokens.get(model, chooser.estimates.output_tokens(model, None, name))
     total = forecast.total_tokens.get(model)
@@ -512,33 +486,23 @@ class KnownPrompt:
     user: str
     rest: str
 
-    def tokens(self, tokenizer: Tokenizer) -> "PromptTokens":
-        """How long they are."""
+    def tokens(self, tokenizer: Tokenizer) -> tuple[int, int, int]:
+        """How long the system prompt, the question, and all of it are."""
         system, user, rest = (
             len(tokenizer.encode(text)) if text else 0 for text in (self.system, self.user, self.rest)
         )
-        return PromptTokens(system, user, system + user + rest)
+        return system, user, system + user + rest
 
     def prospect(
         self, tokenizer: Tokenizer, workflow: str, stage: str, models: tuple[str, ...], scored: bool
     ) -> Prospect:
         """What predictors are asked of an agent with this prompt."""
-        tokens = self.tokens(tokenizer)
-        return Prospect(workflow, stage, self.user, tokens.system, tokens.user, tokens.known, models, scored)
+        return Prospect(workflow, stage, self.user, *self.tokens(tokenizer), models, scored)
 
     @property
     def characters(self) -> int:
         """Of all texts."""
         return len(self.system) + len(self.user) + len(self.rest)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """Tokens of the system prompt, of the question, and of all that is known of the prompt."""
-
-    system: int
-    user: int
-    known: int
 
 
 def known_of_agent(agent: Agent, chat: Sequence[Mapping[str, str]]) -> KnownPrompt:
@@ -554,17 +518,14 @@ def known_of_agent(agent: Agent, chat: Sequence[Mapping[str, str]]) -> KnownProm
 
 def known_of_request(request: AgentRequest) -> KnownPrompt:
     """An agent of an external framework's program."""
+
+    def text(segments: Sequence[Segment]) -> str:
+        return "".join(segment for segment in segments if not isinstance(segment, OutputOf))
+
     if request.prompt:
-        return KnownPrompt("", _text(request.prompt), "")
-    by_role = {role: [_text(segments) for said, segments in request.messages if said == role] for role in _ROLES}
-    user = by_role["user"][-1:] or [""]
-    return KnownPrompt(
-        "\n\n".join(by_role["system"]), user[0], "\n".join([*by_role["user"][:-1], *by_role["assistant"]])
-    )
-
-
-_ROLES = ("system", "user", "assistant")
-
-
-def _text(segments: Sequence[Segment]) -> str:
-    return "".join(segment for segment in segments if not isinstance(segment, OutputOf))
+        return KnownPrompt("", text(request.prompt), "")
+    said: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
+    for role, segments in request.messages:
+        said.setdefault(role, []).append(text(segments))
+    question = said["user"].pop() if said["user"] else ""
+    return KnownPrompt("\n\n".join(said["system"]), question, "\n".join(said["user"] + said["assistant"]))

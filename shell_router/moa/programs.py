@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 
-from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogTimeout, LogWriter
+from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogRead, LogTimeout, LogWriter
 from shell_router import errors
 from shell_router.core.engine import Hints, ServedModel
-from shell_router.core.events import AgentErred, Event, answer_in
+from shell_router.core.events import AgentErred, Emit, Event, answer_in
 from shell_router.core.sampling import require_possible
 from shell_router.moa.agent import AgentRun, AgentTask, Source, check_task, ended_in_thinking, limited, usage_of
 from shell_router.moa.choosing import ModelChooser
@@ -42,8 +42,6 @@ from shell_router.routing.holdout import Compared, Holdouts, HoldoutSettings
 from shell_router.routing.increments import Remainder
 from shell_router.topology import AUTO, Graph
 
-Emit = Callable[[Event], None]
-
 
 @dataclass(slots=True, eq=False)
 class _Record:
@@ -52,10 +50,10 @@ class _Record:
     `model` is None if it is a topology, and `asked`, too, if it is written elsewhere.
     """
 
-    log: str
     asked: AgentRequest | None = None
     model: ServedModel | None = None
     precursors: frozenset[str] = frozenset()
+    log: str = ""
     run: AgentRun | None = None
     task: asyncio.Task[Answer] | None = None
     waiting: int = 0
@@ -141,7 +139,7 @@ class Programs:
         AgentFailed (a precursor failed or was cancelled, or the engine failed), PromptTooLong, DeadlineExceeded, and
         Overloaded when every remembered program is still running, or this one has too many agents.
         """
-        if record := self._sent_before(request):
+        if record := self._sent_before(request, request):
             return await self._result(request, record)
         planned = replace(request, sampling=limited(request.sampling))
         if request.journal is not None and (chosen := request.journal.chosen(request.agent)):
@@ -154,7 +152,11 @@ class Programs:
         tokens = float(planned.sampling["max_new_tokens"]) if expected is None else expected
         with self._chooser.activity.program({request.agent: (model, tokens)}):
             planned = replace(planned, model=model, candidates=())
-            return await self._answered(request, planned, hints, choices, emit)
+            task = self._task(planned, hints)
+            await check_task(task)
+            record = _Record(request, task.model, frozenset(task.sources))
+            work = partial(self._answer, planned, task, record, choices, emit)
+            return await self._once(planned, record, work, emit)
 
     async def run_graph(
         self,
@@ -167,27 +169,18 @@ class Programs:
 
         Its readers follow its answer as it is written.
         """
-        await self._make_space(request)
-        record = self._sent_before(request)
-        if record is None:
-            record = _Record(self._log_of(request), request, precursors=frozenset(request.reads))
-            self._register(request, record)
-            work = partial(self._answer_of_graph, request, record, graph, run, emit)
-            record.begin(asyncio.create_task(self._run(request, record, work, emit)))
-        return await self._result(request, record)
+        record = _Record(request, precursors=frozenset(request.reads))
+        return await self._once(
+            request, record, partial(self._answer_of_graph, request, record, graph, run, emit), emit
+        )
 
     async def write(self, request: AgentRequest, texts: AsyncIterator[str]) -> Answer:
         """Make `texts` the output of an agent that the router does not run; readers follow them as they come.
 
         Of `request` only tenant, program and agent count. Raises DuplicateAgent, AgentFailed and Overloaded.
         """
-        await self._make_space(request)
-        before = self._known(request)
-        if before is not None and before.ended not in ("failed", "cancelled"):
-            raise _duplicate(request)
-        record = self._register(request, _Record(self._log_of(request)))
-        record.begin(asyncio.create_task(self._copy(request, record, texts)))
-        return await self._result(request, record)
+        record = _Record()
+        return await self._once(request, record, partial(_copy, record, texts), lambda event: None)
 
     async def output(self, tenant: str, program: str, agent: str, wait_s: float) -> str | None:
         """All that the agent wrote; None if it still writes after `wait_s`. Raises UnknownProgram and AgentFailed."""
@@ -196,9 +189,8 @@ class Programs:
             raise errors.UnknownProgram(
                 f"Program {program!r} has no agent {agent!r}.", remedy="Send its request first."
             )
-        key = LogKey(tenant, program, record.log)
         try:
-            read = await self._cache.read(key, at_least=sys.maxsize, wait_s=wait_s)
+            read = await self._ended(LogKey(tenant, program, record.log), wait_s)
         except LogTimeout:
             return None
         if read.end in (End.ABORTED, End.FAILED):
@@ -211,68 +203,7 @@ class Programs:
     def program_of(self, tenant: str, agent: str) -> str | None:
         """The program that a chat completion belongs to; None if this tenant has none of that id, or no more."""
         program = self._chats.get((tenant, agent))
-        return program if program is not None and self._is_known(tenant, program) else None
-
-    async def _planned(self, request: AgentRequest, emit: Emit) -> tuple[str, Hints]:
-        """The request's model, the one that its program was given before, and what is expected of it."""
-        if request.model == AUTO:
-            await self._make_space(request)
-        model, hints = await plan_agent(self._chooser, self._models, request, emit, self._chosen_before(request))
-        if request.model == AUTO:
-            program = self._programs.setdefault((request.tenant, request.program), _Program(self._clock()))
-            program.chosen[self._chooser.candidates(request.candidates)] = model
-        return model, hints
-
-    def _chosen_before(self, request: AgentRequest) -> Callable[[], str | None]:
-        def chosen() -> str | None:
-            program = self._programs.get((request.tenant, request.program))
-            return program.chosen.get(self._chooser.candidates(request.candidates)) if program else None
-
-        return chosen
-
-    async def _answered(
-        self,
-        asked: AgentRequest,
-        request: AgentRequest,
-        hints: Hints,
-        choices: Iterable[Event],
-        emit: Emit,
-    ) -> Answer:
-        todo = self._task(request, hints)
-        await check_task(todo)
-        await self._make_space(request)
-        record = self._sent_before(asked)  # meanwhile
-        if record is None:
-            record = _Record(self._log_of(request), asked, todo.model, frozenset(todo.sources))
-            self._register(request, record)
-            for choice in choices:
-                emit(choice)
-            if request.journal is not None:
-                request.journal.add("models", "", {request.agent: todo.model.alias})
-            work = partial(self._answer, request, todo, record, emit)
-            record.begin(asyncio.create_task(self._run(request, record, work, emit)))
-        return await self._result(request, record)
-
-    async def _result(self, request: AgentRequest, record: _Record) -> Answer:
-        """What the agent answers; cancelled with its last reader."""
-        if record.task is None:
-            assert record.answer is not None
-            return record.answer
-        task = record.task
-        record.waiting += 1
-        try:
-            await asyncio.wait([task])
-        finally:
-            record.waiting -= 1
-            if not task.done() and not record.waiting:
-                task.cancel()
-                await asyncio.wait([task])
-        if task.cancelled():
-            raise errors.AgentFailed(
-                f"Agent {request.agent!r} was cancelled with its program {request.program!r}.",
-                remedy="Send it again in a new program.",
-            )
-        return task.result()
+        return program if program is not None and self._find(tenant, program) else None
 
     def state(self, tenant: str, program: str) -> ProgramState:
         """What is known of a program. Raises UnknownProgram."""
@@ -295,14 +226,18 @@ class Programs:
 
     # --- before it runs
 
+    async def _planned(self, request: AgentRequest, emit: Emit) -> tuple[str, Hints]:
+        """The request's model, the one that its program was given before, and what is expected of it."""
+        chosen: dict[tuple[str, ...], str] = {}
+        if request.model == AUTO:
+            await self._make_space(request)
+            program = self._programs.setdefault((request.tenant, request.program), _Program(self._clock()))
+            chosen = program.chosen
+        return await plan_agent(self._chooser, self._models, request, chosen, emit)
+
     def _task(self, request: AgentRequest, hints: Hints) -> AgentTask:
-        model = self._models.get(request.model)
-        if model is None:
-            raise errors.UnknownModel(
-                f"No model {request.model!r} is configured.",
-                remedy=f"Use one of: {', '.join(sorted(self._models))}.",
-            )
-        parts, journal = _parts(request, model), request.journal
+        model, journal = self._models[request.model], request.journal
+        parts = _parts(request, model)
         if journal is not None:
             model = journal.models({model.alias: model})[model.alias]
         return AgentTask(
@@ -318,24 +253,21 @@ class Programs:
             all_needed=True,
             begin_s=request.wait_s,
             silence_s=request.timeout_s,
-            drafts=bool(request.reads and model.drafts) and not self._without_drafts(request),
+            drafts=bool(request.reads and model.drafts) and not self._without_drafts(request, model),
             marks=model.reasoning,
             max_thinking_tokens=thinking_limit(request.agent, request.max_thinking_tokens, model),
             is_read=request.is_read,
         )
 
-    def _without_drafts(self, request: AgentRequest) -> bool:
+    def _without_drafts(self, request: AgentRequest, model: ServedModel) -> bool:
         """Whether it is held out, as the other agents of its program are."""
-        if self._models[request.model].drafts != "auto":
-            return False
         draw = random.Random(request.program).random()
-        return self._holdouts.holds_out(_drafts_of(request), draw, self._clock())
+        return model.drafts == "auto" and self._holdouts.holds_out(_drafts_of(request), draw, self._clock())
 
     def _source(self, request: AgentRequest, precursor: str, reader: ServedModel) -> Source:
         def shares_ids() -> bool:
             # known once its log has begun here; an agent that another router runs is read as text
-            program = self._programs.get((request.tenant, request.program))
-            writer = program.agents.get(precursor) if program and not request.chat else None
+            writer = None if request.chat else self._known(request, precursor)
             if writer is None or writer.model is None or writer.asked is None:
                 return False
             return ids_are_text(writer.model, writer.asked.sampling, reader)
@@ -343,27 +275,27 @@ class Programs:
         return Source(self._log_key(request, precursor), shares_ids)
 
     def _log_key(self, request: AgentRequest, agent: str) -> LogKey:
-        known = self._known(replace(request, agent=agent))
+        known = self._known(request, agent)
         return LogKey(request.tenant, request.program, known.log if known else agent)
 
-    def _known(self, request: AgentRequest) -> _Record | None:
-        if not self._is_known(request.tenant, request.program):
-            return None
-        return self._programs[request.tenant, request.program].agents.get(request.agent)
+    def _known(self, request: AgentRequest, agent: str) -> _Record | None:
+        program = self._find(request.tenant, request.program)
+        return program.agents.get(agent) if program else None
 
-    def _sent_before(self, request: AgentRequest) -> _Record | None:
-        """The agent, if the same request sent it and it has not failed. Raises DuplicateAgent for another one."""
-        record = self._known(request)
+    def _sent_before(self, request: AgentRequest, asked: AgentRequest | None) -> _Record | None:
+        """The agent, if `asked` sent it and it has not failed. Raises DuplicateAgent for another one.
+
+        An output that is written elsewhere, without `asked`, may take the place of one that failed.
+        """
+        record = self._known(request, request.agent)
         if record is None:
             return None
-        if record.asked != request:
+        has_failed, is_same = record.ended in ("failed", "cancelled"), asked is not None and record.asked == asked
+        if has_failed and (is_same or asked is None):
+            return None
+        if not is_same:
             raise _duplicate(request)
-        return None if record.ended in ("failed", "cancelled") else record
-
-    def _log_of(self, request: AgentRequest) -> str:
-        """The log of an agent that begins. One that runs again needs another name; no agent's id holds a #."""
-        before = self._known(request)
-        return request.agent if before is None else f"{before.log}#"
+        return record
 
     async def _make_space(self, request: AgentRequest) -> None:
         limit_s = self._clock() - self._ttl_s  # programs are in the order of their last use
@@ -389,7 +321,10 @@ class Programs:
                     return key
         return None
 
-    def _register(self, request: AgentRequest, record: _Record) -> _Record:
+    def _register(self, request: AgentRequest, record: _Record) -> None:
+        """Add the agent. One that runs again needs another log; no agent's id holds a #."""
+        before = self._known(request, request.agent)
+        record.log = request.agent if before is None else f"{before.log}#"
         key = (request.tenant, request.program)
         program = self._programs.pop(key, None) or _Program(0.0)
         program.used_s = self._clock()
@@ -407,16 +342,50 @@ class Programs:
         program.agents[request.agent] = record
         if request.chat:
             self._chats[request.tenant, request.agent] = request.program
-        return record
 
     # --- while it runs
+
+    async def _once(
+        self, request: AgentRequest, record: _Record, work: Callable[[LogWriter], Awaitable[Answer]], emit: Emit
+    ) -> Answer:
+        """Begin the agent, unless the same request has; its answer."""
+        await self._make_space(request)
+        if before := self._sent_before(request, record.asked):
+            return await self._result(request, before)
+        self._register(request, record)
+        record.begin(asyncio.create_task(self._run(request, record, work, emit)))
+        return await self._result(request, record)
+
+    async def _result(self, request: AgentRequest, record: _Record) -> Answer:
+        """What the agent answers; cancelled with its last reader."""
+        if record.task is None:
+            assert record.answer is not None
+            return record.answer
+        task = record.task
+        record.waiting += 1
+        try:
+            await asyncio.wait([task])
+        finally:
+            record.waiting -= 1
+            if not task.done() and not record.waiting:
+                task.cancel()
+                await asyncio.wait([task])
+        if task.cancelled():
+            raise errors.AgentFailed(
+                f"Agent {request.agent!r} was cancelled with its program {request.program!r}.",
+                remedy="Send it again in a new program.",
+            )
+        return task.result()
 
     async def _run(
         self, request: AgentRequest, record: _Record, work: Callable[[LogWriter], Awaitable[Answer]], emit: Emit
     ) -> Answer:
         writer = await self._writer(request, record)
+        limit_s = None if record.asked is None else request.timeout_s
+        late = f"Agent {request.agent!r} did not end within {request.timeout_s:g} s."
         try:
-            answer = await _within(request, work(writer))
+            with Deadline(limit_s, late=partial(errors.DeadlineExceeded, late, remedy="Allow more time.")):
+                answer = await work(writer)
             writer.end(End.FINISHED)
         except asyncio.CancelledError:
             writer.end(End.ABORTED, "cancelled")
@@ -441,21 +410,19 @@ class Programs:
                 program.agents.pop(request.agent, None)
             raise _duplicate(request) from error
 
-    async def _copy(self, request: AgentRequest, record: _Record, texts: AsyncIterator[str]) -> Answer:
-        writer, written = await self._writer(request, record), list[str]()
-        try:
-            async for text in texts:
-                writer.append(Chunk(text))
-                written.append(text)
-            writer.end(End.FINISHED)
-        finally:
-            writer.end(End.ABORTED, "its text ended early")  # says nothing where the log has ended
-            record.output = "".join(written)
-        return Answer(record.output, "stop", {})
-
     async def _answer(
-        self, request: AgentRequest, task: AgentTask, record: _Record, emit: Emit, writer: LogWriter
+        self,
+        request: AgentRequest,
+        task: AgentTask,
+        record: _Record,
+        choices: Iterable[Event],
+        emit: Emit,
+        writer: LogWriter,
     ) -> Answer:
+        for choice in choices:
+            emit(choice)
+        if request.journal is not None:
+            request.journal.add("models", "", {request.agent: task.model.alias})
         cache, estimates, clock = self._cache, self._chooser.estimates, self._clock
         record.run = run = AgentRun(task, estimates, emit, clock=clock, writer=writer)
         run.start()
@@ -471,8 +438,7 @@ class Programs:
 
     async def _exact(self, request: AgentRequest, task: AgentTask, prompt: Prompt) -> Prompt:
         """The prompt with texts where slots were: a template may change the ends of a text, and of a slot it cannot."""
-        logs = {one: LogKey(request.tenant, request.program, task.sources[one].key.agent) for one in request.reads}
-        texts = {one: (await self._cache.read(log, at_least=sys.maxsize, wait_s=0)).text for one, log in logs.items()}
+        texts = {one: (await self._ended(task.sources[one].key, 0)).text for one in request.reads}
         said = [Message(role, tuple(_texts(segments, texts))) for role, segments in request.messages]
         text = "".join(map(str, render(task.model.tokenizer, said, request.chat_template_kwargs)))
         ids = await encoded(task.model.tokenizer, text)
@@ -519,7 +485,7 @@ class Programs:
                     f"Agent {request.agent!r} waited {request.wait_s:g} s for {agent!r}, and nothing came.",
                     remedy="Send the precursor first, or allow a longer wait.",
                 ) from error
-        read = await self._cache.read(key, at_least=sys.maxsize, wait_s=request.timeout_s)
+        read = await self._ended(key, request.timeout_s)
         if read.end is not End.FINISHED:
             raise errors.AgentFailed(
                 f"Agent {request.agent!r} needs the output of {agent!r}, which ended early: {read.detail}",
@@ -527,12 +493,15 @@ class Programs:
             )
         return read.text
 
+    async def _ended(self, log: LogKey, wait_s: float) -> LogRead:
+        """All of a log. Raises LogTimeout."""
+        return await self._cache.read(log, at_least=sys.maxsize, wait_s=wait_s)
+
     def _remainder(self, request: AgentRequest, read: Collection[str]) -> Remainder:
         """What the agent still waits for; agents that were not sent here yet, or to another router, are not counted."""
-        program = self._programs.get((request.tenant, request.program))
         slowest, token_s = 0.0, None
         for precursor in request.reads:
-            record = program.agents.get(precursor) if program and precursor not in read else None
+            record = None if precursor in read else self._known(request, precursor)
             if record is not None and record.run is not None and record.run.remaining[0] > slowest:
                 slowest, token_s = record.run.remaining
         return Remainder(slowest, token_s)
@@ -540,13 +509,16 @@ class Programs:
     # --- remembering
 
     def _program(self, tenant: str, program: str) -> _Program:
-        if not self._is_known(tenant, program):
+        found = self._find(tenant, program)
+        if found is None:
             raise errors.UnknownProgram(f"No program {program!r} is known.", remedy="Send an agent request first.")
-        return self._programs[tenant, program]
+        return found
 
-    def _is_known(self, tenant: str, program: str) -> bool:
+    def _find(self, tenant: str, program: str) -> _Program | None:
+        """The program, unless its time is over."""
         found = self._programs.get((tenant, program))
-        return found is not None and (found.used_s > self._clock() - self._ttl_s or found.is_running())
+        is_kept = found is not None and (found.used_s > self._clock() - self._ttl_s or found.is_running())
+        return found if is_kept else None
 
     async def _forget(self, tenant: str, program: str) -> None:
         forgotten = self._programs.pop((tenant, program), None)
@@ -560,22 +532,23 @@ def _drafts_of(request: AgentRequest) -> Compared:
 
 
 def _parts(request: AgentRequest, model: ServedModel) -> tuple[Part, ...]:
-    if bool(request.prompt) == bool(request.messages):
-        raise errors.InvalidRequest("Exactly one of prompt and messages is needed.", remedy="Send one of the two.")
     if request.prompt:
         return _with_slots(request.prompt)
     messages = [Message(role, _with_slots(segments)) for role, segments in request.messages]
     return render(model.tokenizer, messages, request.chat_template_kwargs)
 
 
-async def _within(request: AgentRequest, work: Awaitable[Answer]) -> Answer:
+async def _copy(record: _Record, texts: AsyncIterator[str], writer: LogWriter) -> Answer:
+    written = list[str]()
     try:
-        with Deadline(request.timeout_s):
-            return await work
-    except TimeoutError as error:
-        raise errors.DeadlineExceeded(
-            f"Agent {request.agent!r} did not end within {request.timeout_s:g} s.", remedy="Allow more time."
-        ) from error
+        async for text in texts:
+            writer.append(Chunk(text))
+            written.append(text)
+        writer.end(End.FINISHED)
+    finally:
+        writer.end(End.ABORTED, "its text ended early")  # says nothing where the log has ended
+        record.output = "".join(written)
+    return Answer(record.output, "stop", {})
 
 
 def _texts(segments: Iterable[Segment], outputs: Mapping[str, str]) -> Iterator[str]:

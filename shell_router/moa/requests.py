@@ -1,7 +1,7 @@
 """What the online path is asked and what it answers."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
@@ -148,16 +148,23 @@ class ProgramState:
 
 
 class Deadline:
-    """Raises TimeoutError where what is inside takes `limit_s`. It is in `among` meanwhile, for others to `end` it.
+    """Raises `late` where what is inside takes `limit_s`. It is in `among` meanwhile, for others to `end` it.
 
     asyncio's own timeout costs three times as much, which small requests feel.
     """
 
-    __slots__ = ("_among", "_cancelling", "_error", "_limit_s", "_task", "_timer")
+    __slots__ = ("_among", "_cancelling", "_error", "_late", "_limit_s", "_task", "_timer")
 
-    def __init__(self, limit_s: float | None, among: "set[Deadline] | None" = None) -> None:
+    def __init__(
+        self,
+        limit_s: float | None,
+        among: "set[Deadline] | None" = None,
+        *,
+        late: Callable[[], Exception] = TimeoutError,
+    ) -> None:
         self._among = among
         self._limit_s = limit_s
+        self._late = late
         self._timer: asyncio.TimerHandle | None = None
         self._error: Exception | None = None
 
@@ -173,7 +180,7 @@ class Deadline:
     def end(self, error: Exception | None = None) -> None:
         """Cancel what is inside, which then raises `error`; the first call counts: it may still leave its engine."""
         if self._error is None:
-            self._error = error or TimeoutError()
+            self._error = error or self._late()
             self._task.cancel()
 
     def __exit__(

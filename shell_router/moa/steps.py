@@ -3,20 +3,20 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shell_router.core.engine import NO_OPTIONS, UNSTREAMED_INTERVAL, ServedModel
-from shell_router.core.events import Degraded, Event, StepChosen
+from shell_router.core.engine import NO_OPTIONS, UNSTREAMED_INTERVAL
+from shell_router.core.events import Degraded, Emit, Event, StepChosen
 from shell_router.core.predictors import Embedder, Prospect, TokenStates
 from shell_router.core.sampling import require_possible
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, InvalidField
 from shell_router.moa.agent import ended_in_thinking
-from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.executor import Executor
 from shell_router.moa.prompt import encoded
 from shell_router.moa.requests import Answer, Deadline, MoaRequest
@@ -34,6 +34,8 @@ from shell_router.topology.rules import (
     choose,
 )
 
+log = logging.getLogger(__name__)
+
 Vectors = NDArray[np.float32]
 READ_CHARACTERS = 2048
 """A text is classified by its beginning: the request waits while a CPU takes 0.05 to 0.2 s for 1,000."""
@@ -42,6 +44,187 @@ KEPT_CLASSIFIERS = 256
 AT_ONCE = 16
 """Examples that are embedded together. An embedder's time for an answer counts from when it is asked: the last of a
 thousand would be too late."""
+LONG_FOR_RULES = 16_384
+"""Characters; looking through more for all patterns may take milliseconds, which the event loop must not lose."""
+
+
+class StepExecutor:
+    """Answers requests by topologies of both kinds: graphs of agents, which `agents` runs, and steps."""
+
+    def __init__(self, agents: Executor) -> None:
+        self.agents = agents
+        self.classes = Classes(agents.embedder)
+
+    def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]:
+        """Run `request` to its answer, reporting to `emit` what happens, as it happens.
+
+        Raises what `Executor.run` raises for the step that runs; what is refused before the first step has run is
+        refused before any event. However it ends, nothing of it is left running.
+        """
+        if isinstance(topology, Topology):
+            return self.agents.run(topology, request, emit)
+        if request.offer is not None and any(step.may_be_last and not step.is_last for step in topology.steps.values()):
+            raise InvalidField(
+                f"{topology.name!r} has steps that another may follow, which call no tools.",
+                field="tools",
+                remedy="Ask a topology whose answering steps are always the last.",
+            )
+        return _Walk(self, topology, request, emit).answer()
+
+
+class _Walk:
+    """One request on its way through the steps of `topology`, and what is known of it.
+
+    The choice of the first step waits for the first event of its run: a stream's head goes out with the first event,
+    and until then a request can be refused with a status.
+    """
+
+    def __init__(self, executor: StepExecutor, topology: Conditional, request: MoaRequest, emit: Emit) -> None:
+        self._topology = topology
+        self._request = request
+        self._agents = executor.agents
+        self._classes = executor.classes
+        self._clock = executor.agents.clock
+        self._emit = emit
+        self._held: list[Event] | None = []  # None once the first step has begun
+        self._facts = Facts(request.labels, request.question)
+        self._answers: dict[str, Answer] = {}
+
+    async def answer(self) -> Answer:
+        """The output of the last step; usage of all steps that ran."""
+        limit_s = self._request.timeout_s
+        late = f"{self._topology.name!r} gave no answer within {limit_s:g} s."
+        remedy = "Allow more time, or ask a topology with fewer steps."
+        with Deadline(limit_s, late=partial(DeadlineExceeded, late, remedy=remedy)):
+            step = await self._next(START, self._topology.start)
+            assert step is not None, "the start leads to a step"
+            while True:
+                answer = self._answers[step.id] = await self._asked(step)
+                # what was said of the output before is void
+                classes = {asked: said for asked, said in self._facts.classes.items() if asked[1] == "request"}
+                self._facts = replace(self._facts, output=answer.text, confidence=answer.confidence, classes=classes)
+                following = await self._next(step.id, step.then)
+                if following is None:
+                    usage = {agent: spent for one in self._answers.values() for agent, spent in one.agents.items()}
+                    return replace(answer, agents=usage)
+                if answer.reasoning and not answer.text:
+                    raise ended_in_thinking(step.root, answer.agents[step.root].reasoning_tokens)
+                step = following
+
+    async def _next(self, after: str, rules: Sequence[Rule]) -> Step | None:
+        started_s = self._clock()
+        choice = await self._choice(rules)
+        step = None if choice.go == END else self._topology.steps[choice.go]
+        if step is not None:
+            root, held = step.root, None
+        else:  # the last step's agent has answered; its answer was held back if another step could have followed
+            last = self._topology.steps[after]
+            root, held = last.root, None if last.is_last else self._answers[after]
+        said = (held.text, held.reasoning) if held is not None else ("", "")
+        self._hold(StepChosen(self._clock(), started_s, after, choice.go, root, choice.rule, choice.why, *said))
+        return step
+
+    def _hold(self, event: Event) -> None:
+        if self._held is None:
+            self._emit(event)
+        else:
+            self._held.append(event)
+
+    def _of_agents(self, event: Event) -> None:
+        held, self._held = self._held, None
+        for one in held or ():
+            self._emit(one)
+        self._emit(event)
+
+    # --- what is next
+
+    async def _choice(self, rules: Sequence[Rule]) -> Transition:
+        """What the first of `rules` that holds leads to.
+
+        Raises ConfigError if the deployment lacks the classifier's embedder or the predictor. If one of them fails, the
+        rules in question do not hold; a warning and an event say so.
+        """
+        while True:
+            if self._facts.characters > LONG_FOR_RULES:
+                found = await asyncio.to_thread(choose, rules, self._facts)
+            else:
+                found = choose(rules, self._facts)
+            match found:
+                case Transition():
+                    return found
+                case Unclassified():
+                    said = {**self._facts.classes, (found.classifier, found.of): await self._classed(found)}
+                    self._facts = replace(self._facts, classes=said)
+                case Unscored():
+                    self._facts = replace(self._facts, scores=await self._scored())
+
+    async def _classed(self, asked: Unclassified) -> Classed | None:
+        topology, text = self._topology, self._facts.text(asked.of)
+        try:
+            return await self._classes.of(topology.name, topology.classifiers[asked.classifier], text)
+        except (EngineError, ValueError) as error:  # ValueError: what it said is no embedding
+            self._degraded("classifier", str(error))
+            return None
+
+    async def _scored(self) -> Mapping[str, float]:
+        """The chances of the models that rules ask for. Those that no predictor knows are missing."""
+        name, models = self._topology.name, self._topology.scored_models
+        chooser, question = self._agents.chooser, self._request.question
+        if not chooser.predicts:
+            raise ConfigError(
+                f"Topology {name!r} asks how probably {' or '.join(models)} would be right,"
+                " and no predictor is configured.",
+                remedy="Set `prediction.scores` in the configuration, or remove `score_below`.",
+            )
+        require_possible(len(question), max(model.context_length for model in self._agents.models.values()))
+        tokens = len(await encoded(self._agents.models[models[0]].tokenizer, question)) if question else 0
+        reported: list[Event] = []
+        asked = Prospect(name, "rules", question, 0, tokens, tokens, tuple(models), scored=True)
+        (found,) = await chooser.forecasts([asked], reported.append)
+        for event in reported:
+            self._hold(event)
+        if not reported and (unknown := [model for model in models if model not in found.scores]):
+            self._degraded("scores", f"the router does not know {', '.join(unknown)}")
+        return found.scores
+
+    def _degraded(self, what: Literal["classifier", "scores"], why: str) -> None:
+        log.warning("%s: no rule that asks the %s holds: %s", self._topology.name, what, why)
+        self._hold(Degraded(self._clock(), "", what, why))
+
+    # --- a step
+
+    async def _asked(self, step: Step) -> Answer:
+        given = tuple((one, self._answers[one].text) for one in step.reads if one in self._answers)
+        topology = step.topology
+        if given:
+            agent = replace(topology.root, given=given)
+            topology = replace(topology, agents={agent.id: agent})
+        return await self._agents.run(topology, self._request_to(step), self._of_agents)
+
+    def _request_to(self, step: Step) -> MoaRequest:
+        """The client's own sampling is for answers; a step that cannot give one takes its seed alone.
+
+        Its id is numbered, as engines abort every request whose id begins with the given one.
+        """
+        asked, number = self._request, len(self._answers)
+        return replace(
+            asked,
+            id=f"{asked.id}.{number}",
+            sampling=_sampling(step, asked.sampling),
+            confidence=step.reads_confidence,
+            prediction=asked.prediction if step.may_be_last else "",
+            chat_template_kwargs=asked.chat_template_kwargs if step.may_be_last else NO_OPTIONS,
+            max_thinking_tokens=asked.max_thinking_tokens if step.may_be_last else None,
+            offer=asked.offer if step.is_last else None,
+        )
+
+
+def _sampling(step: Step, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the step's root is asked with in addition to its own parameters."""
+    if step.is_last:
+        return asked
+    wanted = asked if step.may_be_last else {name: value for name, value in asked.items() if name == "sampling_seed"}
+    return {"stream_interval": step.topology.root.sampling.get("stream_interval", UNSTREAMED_INTERVAL), **wanted}
 
 
 class Classes:
@@ -110,248 +293,3 @@ async def _embedded(embedder: Embedder, texts: Sequence[str]) -> Vectors:
         first = failed.exceptions[0]
         raise first from first.__cause__
     return np.stack([direction(one.result()) for one in asked])
-
-
-STAGE = "rules"
-"""The stage of requests that rules are read for, in the words of predictors."""
-
-
-class Scores:
-    """Asks the predictors that `auto` is chosen by."""
-
-    def __init__(self, chooser: ModelChooser, models: Mapping[str, ServedModel]) -> None:
-        self._chooser = chooser
-        self._models = models
-
-    async def of(
-        self, topology: str, request: MoaRequest, models: Sequence[str], emit: Callable[[Event], None]
-    ) -> Mapping[str, float]:
-        """The chances of `models`. Those that no predictor knows are missing; if the reason is known, `emit` gets it.
-
-        Raises ConfigError without a predictor.
-        """
-        if not self._chooser.predicts:
-            raise ConfigError(
-                f"Topology {topology!r} asks how probably {' or '.join(models)} would be right,"
-                " and no predictor is configured.",
-                remedy="Set `prediction.scores` in the configuration, or remove `score_below`.",
-            )
-        question = request.question
-        require_possible(len(question), max(model.context_length for model in self._models.values()))
-        tokens = len(await encoded(self._models[models[0]].tokenizer, question)) if question else 0
-        prospect = Prospect(topology, STAGE, question, 0, tokens, tokens, tuple(models), scored=True)
-        (found,) = await self._chooser.forecasts([prospect], emit)
-        return found.scores
-
-
-log = logging.getLogger(__name__)
-
-Emit = Callable[[Event], None]
-LONG_FOR_RULES = 16_384
-"""Characters; looking through more for all patterns may take milliseconds, which the event loop must not lose."""
-
-
-class Deciding:
-    """What is known of one request on its way through the steps of `topology`."""
-
-    def __init__(
-        self,
-        topology: Conditional,
-        request: MoaRequest,
-        classes: Classes,
-        scores: Scores,
-        emit: Emit,
-        *,
-        clock: Callable[[], float],
-    ) -> None:
-        self._topology = topology
-        self._request = request
-        self._classes = classes
-        self._scores = scores
-        self._emit = emit
-        self._clock = clock
-        self._facts = Facts(request.labels, request.question)
-
-    def ended(self, answer: Answer) -> None:
-        """A step has ended with this; what was said of the output before is void."""
-        classes = {asked: said for asked, said in self._facts.classes.items() if asked[1] == "request"}
-        self._facts = replace(self._facts, output=answer.text, confidence=answer.confidence, classes=classes)
-
-    async def choice(self, rules: Sequence[Rule]) -> Transition:
-        """What the first of `rules` that holds leads to.
-
-        Raises ConfigError if the deployment lacks the classifier's embedder or the predictor. If one of them fails, the
-        rules in question do not hold; a warning and an event say so.
-        """
-        while True:
-            found = await self._decided(rules)
-            match found:
-                case Transition():
-                    return found
-                case Unclassified():
-                    said = {**self._facts.classes, (found.classifier, found.of): await self._classed(found)}
-                    self._facts = replace(self._facts, classes=said)
-                case Unscored():
-                    self._facts = replace(self._facts, scores=await self._scored())
-
-    async def _decided(self, rules: Sequence[Rule]) -> Transition | Unclassified | Unscored:
-        if self._facts.characters > LONG_FOR_RULES:
-            return await asyncio.to_thread(choose, rules, self._facts)
-        return choose(rules, self._facts)
-
-    async def _classed(self, asked: Unclassified) -> Classed | None:
-        classifier = self._topology.classifiers[asked.classifier]
-        try:
-            return await self._classes.of(self._topology.name, classifier, self._facts.text(asked.of))
-        except (EngineError, ValueError) as error:  # ValueError: what it said is no embedding
-            log.warning("%s: the %s is not classified: %s", self._topology.name, asked.of, error)
-            self._emit(Degraded(self._clock(), "", "classifier", str(error)))
-            return None
-
-    async def _scored(self) -> Mapping[str, float]:
-        models = self._topology.scored_models
-        degraded: list[Event] = []
-        scores = await self._scores.of(self._topology.name, self._request, models, degraded.append)
-        if not degraded and (unknown := [model for model in models if model not in scores]):
-            why = f"the router does not know {', '.join(unknown)}"
-            log.warning("%s: no predicted scores: %s", self._topology.name, why)
-            degraded.append(Degraded(self._clock(), "", "scores", why))
-        for event in degraded:
-            self._emit(event)
-        return scores
-
-
-class StepExecutor:
-    """Answers requests by topologies of both kinds: graphs of agents, which `agents` runs, and steps."""
-
-    def __init__(self, agents: Executor, classes: Classes, scores: Scores, *, clock: Callable[[], float]) -> None:
-        self.agents = agents
-        self.classes = classes
-        self.scores = scores
-        self.clock = clock
-
-    def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]:
-        """Run `request` to its answer, reporting to `emit` what happens, as it happens.
-
-        Raises what `Executor.run` raises for the step that runs; what is refused before the first step has run is
-        refused before any event. However it ends, nothing of it is left running.
-        """
-        if isinstance(topology, Topology):
-            return self.agents.run(topology, request, emit)
-        if request.offer is not None and any(step.may_be_last and not step.is_last for step in topology.steps.values()):
-            raise InvalidField(
-                f"{topology.name!r} has steps that another may follow, which call no tools.",
-                field="tools",
-                remedy="Ask a topology whose answering steps are always the last.",
-            )
-        return self._run_steps(topology, request, emit)
-
-    async def _run_steps(self, topology: Conditional, request: MoaRequest, emit: Emit) -> Answer:
-        try:
-            with Deadline(request.timeout_s):
-                return await _Walk(self, topology, request, _HeldEvents(emit)).answer()
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"{topology.name!r} gave no answer within {request.timeout_s:g} s.",
-                remedy="Allow more time, or ask a topology with fewer steps.",
-            ) from error
-
-
-class _HeldEvents:
-    """Passes events on; the choice of the first step waits for the first event of its run.
-
-    A stream's head goes out with the first event, and until then a request can be refused with a status.
-    """
-
-    def __init__(self, emit: Emit) -> None:
-        self._emit = emit
-        self._waiting: list[Event] | None = []
-
-    def hold(self, event: Event) -> None:
-        """Pass it on once the first step has begun."""
-        if self._waiting is None:
-            self._emit(event)
-        else:
-            self._waiting.append(event)
-
-    def emit(self, event: Event) -> None:
-        """Pass it on, after what was held."""
-        held, self._waiting = self._waiting, None
-        for one in held or ():
-            self._emit(one)
-        self._emit(event)
-
-
-class _Walk:
-    """One request on its way through the steps."""
-
-    def __init__(self, executor: StepExecutor, topology: Conditional, request: MoaRequest, events: _HeldEvents) -> None:
-        self._topology = topology
-        self._request = request
-        self._agents = executor.agents
-        self._events = events
-        self._clock = clock = executor.clock
-        self._deciding = Deciding(topology, request, executor.classes, executor.scores, events.hold, clock=clock)
-        self._answers: dict[str, Answer] = {}
-
-    async def answer(self) -> Answer:
-        """The output of the last step; usage of all steps that ran."""
-        step = await self._next(START, self._topology.start)
-        assert step is not None, "the start leads to a step"
-        while True:
-            answer = await self._asked(step)
-            self._answers[step.id] = answer
-            self._deciding.ended(answer)
-            following = await self._next(step.id, step.then)
-            if following is None:
-                usage = {agent: spent for one in self._answers.values() for agent, spent in one.agents.items()}
-                return replace(answer, agents=usage)
-            if answer.reasoning and not answer.text:
-                raise ended_in_thinking(step.root, answer.agents[step.root].reasoning_tokens)
-            step = following
-
-    async def _next(self, after: str, rules: Sequence[Rule]) -> Step | None:
-        started_s = self._clock()
-        choice = await self._deciding.choice(rules)
-        step = None if choice.go == END else self._topology.steps[choice.go]
-        if step is not None:
-            root, held = step.root, None
-        else:  # the last step's agent has answered; its answer was held back if another step could have followed
-            last = self._topology.steps[after]
-            root, held = last.root, None if last.is_last else self._answers[after]
-        said = (held.text, held.reasoning) if held is not None else ("", "")
-        self._events.hold(StepChosen(self._clock(), started_s, after, choice.go, root, choice.rule, choice.why, *said))
-        return step
-
-    async def _asked(self, step: Step) -> Answer:
-        given = tuple((one, self._answers[one].text) for one in step.reads if one in self._answers)
-        topology = step.topology
-        if given:
-            agent = replace(topology.root, given=given)
-            topology = replace(topology, agents={agent.id: agent})
-        return await self._agents.run(topology, self._request_to(step), self._events.emit)
-
-    def _request_to(self, step: Step) -> MoaRequest:
-        """The client's own sampling is for answers; a step that cannot give one takes its seed alone.
-
-        Its id is numbered, as engines abort every request whose id begins with the given one.
-        """
-        asked, number = self._request, len(self._answers)
-        return replace(
-            asked,
-            id=f"{asked.id}.{number}",
-            sampling=_sampling(step, asked.sampling),
-            confidence=step.reads_confidence,
-            prediction=asked.prediction if step.may_be_last else "",
-            chat_template_kwargs=asked.chat_template_kwargs if step.may_be_last else NO_OPTIONS,
-            max_thinking_tokens=asked.max_thinking_tokens if step.may_be_last else None,
-            offer=asked.offer if step.is_last else None,
-        )
-
-
-def _sampling(step: Step, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the step's root is asked with in addition to its own parameters."""
-    if step.is_last:
-        return asked
-    wanted = asked if step.may_be_last else {name: value for name, value in asked.items() if name == "sampling_seed"}
-    return {"stream_interval": step.topology.root.sampling.get("stream_interval", UNSTREAMED_INTERVAL), **wanted}

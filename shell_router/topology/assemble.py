@@ -5,7 +5,7 @@ from dataclasses import replace
 from graphlib import TopologicalSorter
 from typing import Any, Literal
 
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.topology.document import Path, Values
 from shell_router.topology.graph import AUTO, VOTE, Agent, Cluster, Conditional, Prefill, Step, Topology
 from shell_router.topology.prompting import AGGREGATOR, PROPOSER

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.topology.graph import Conditional, Graph, Topology
 from shell_router.topology.rules import START, Rule
 

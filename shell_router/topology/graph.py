@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.routing.increments import ChunkTokens, SlotOrder
 from shell_router.topology.rules import END, Classifier, Rule
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shell_router.early_exit import POLICIES
+from shell_router.early_exit.settings import POLICIES
 from shell_router.topology.document import Path, Problem
 from shell_router.topology.forms import (
     Block,

@@ -14,11 +14,12 @@ import pytest_asyncio
 from agent_cache.memory import MemoryAgentPromptCache
 from shell_router.core.engine import Generation, ServedModel
 from shell_router.core.events import AgentStopped
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.engines.embedding import HashEmbedder
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.moa import Executor, MoaRequest
+from shell_router.moa.executor import Executor
+from shell_router.moa.requests import MoaRequest
 from shell_router.topology import Topology, load_topology
 from tests.fakes.moa import Recorder
 from tests.fakes.pairs_under_test import PairUnderTest, embedded, held, idle

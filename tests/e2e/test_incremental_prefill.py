@@ -17,7 +17,8 @@ from shell_router.core.engine import ServedModel
 from shell_router.core.events import AgentFinished, AgentTokens, PrefillIncrement
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.moa import Executor, MoaRequest
+from shell_router.moa.executor import Executor
+from shell_router.moa.requests import MoaRequest
 from shell_router.standins.embedded.fleet import EmbeddedFleet
 from shell_router.standins.embedded.settings import EmbeddedSettings
 from shell_router.topology import Prefill, Topology, files_in, load_files

@@ -19,7 +19,7 @@ from shell_router.app import running_server
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import BatchesSettings, Config, EmbedderSettings, Limits, Listen, ModelSettings, PairSettings
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.topology import Agent, Cluster, Prompt, Topology
 from tests.fakes.api_server import DUO, Api, BatchApi, api, client, line
 from tests.fakes.command import ROOT, running_command

@@ -23,7 +23,9 @@ from shell_router.core.events import Event
 from shell_router.errors import EngineStalled, EngineUnreachable, ShellRouterError
 from shell_router.lab.simulation.run import Fleet
 from shell_router.lab.simulation.virtual_time import run_virtual
-from shell_router.moa import AgentRequest, Answer, Executor, OutputOf, Programs
+from shell_router.moa.executor import Executor
+from shell_router.moa.programs import Programs
+from shell_router.moa.requests import AgentRequest, Answer, OutputOf
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.queue import QueueSettings
 from shell_router.standins.simulated import (

@@ -14,15 +14,11 @@ from shell_router.core.events import Event
 from shell_router.core.marks import ReasoningMarks
 from shell_router.core.predictors import Forecast, Forecasts, Prediction, Predictor, Prospect
 from shell_router.engines.embedding import HashEmbedder
-from shell_router.moa import (
-    Classes,
-    Executor,
-    MoaRequest,
-    ModelChooser,
-    Programs,
-    Scores,
-    StepExecutor,
-)
+from shell_router.moa.choosing import ModelChooser
+from shell_router.moa.executor import Executor
+from shell_router.moa.programs import Programs
+from shell_router.moa.requests import MoaRequest
+from shell_router.moa.steps import StepExecutor
 from tests.fakes.scripted_engine import Script, ScriptedEngine, at_once
 
 
@@ -171,8 +167,7 @@ class ScriptedMoa:
         self.embedder = HashEmbedder()
         chooser = ModelChooser(self.models, predictor=predictor, clock=monotonic)
         agents = Executor(self.models, self.cache, self.embedder, clock=monotonic, chooser=chooser)
-        classes, scores = Classes(self.embedder), Scores(chooser, self.models)
-        self.executor = StepExecutor(agents, classes, scores, clock=monotonic)
+        self.executor = StepExecutor(agents)
         self.programs = Programs(self.models, self.cache, clock=monotonic)
 
     @property

@@ -7,7 +7,7 @@ import pytest
 from shell_router.api import ApiSettings
 from shell_router.api.services import Emit
 from shell_router.errors import EngineRejected, EngineStalled, EngineUnreachable
-from shell_router.moa import Answer, MoaRequest
+from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import Topology, parse_topology
 from tests.fakes.api_server import DUO, Api, api, chat
 from tests.fakes.moa import ScriptedMoa

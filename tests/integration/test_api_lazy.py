@@ -13,7 +13,7 @@ from shell_router.api import ApiSettings
 from shell_router.core.engine import Generation
 from shell_router.core.marks import REASONING_PARSERS
 from shell_router.errors import EngineUnreachable
-from shell_router.moa import Programs
+from shell_router.moa.programs import Programs
 from tests.fakes.api_server import Api, api, chat, client, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Hold, Script, at_once

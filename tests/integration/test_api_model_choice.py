@@ -8,7 +8,9 @@ import orjson
 import pytest
 
 from shell_router.errors import ConfigError
-from shell_router.moa import Auto, Executor, ModelChooser, Programs
+from shell_router.moa.choosing import Auto, ModelChooser
+from shell_router.moa.executor import Executor
+from shell_router.moa.programs import Programs
 from shell_router.routing.model_choice import ModelChoiceSettings
 from shell_router.telemetry.recorder import Recorder, RecordTo
 from shell_router.topology import Agent, Topology

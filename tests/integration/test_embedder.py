@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from shell_router.api.embeddings import sentence_vector
-from shell_router.early_exit import features, similarity
+from shell_router.early_exit.algorithm1 import features, similarity
 from shell_router.engines.embedding import (
     WEIGHTS_SHA256,
     HashEmbedder,

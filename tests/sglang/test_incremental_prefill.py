@@ -10,7 +10,7 @@ from shell_router.core.engine import ServedModel
 from shell_router.engines.embedding import HashEmbedder
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.moa import Executor
+from shell_router.moa.executor import Executor
 from shell_router.topology import Prefill
 from tests.e2e.test_incremental_prefill import TOPOLOGIES, assert_cache_is_hit, greedy, run_all
 from tests.fakes.pairs_under_test import PairUnderTest

@@ -11,7 +11,8 @@ from shell_router.core.events import AgentFinished, AggregationSkipped
 from shell_router.engines.embedding import HashEmbedder
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
-from shell_router.moa import Executor, MoaRequest
+from shell_router.moa.executor import Executor
+from shell_router.moa.requests import MoaRequest
 from shell_router.topology import parse_topology
 from tests.fakes.moa import Recorder
 from tests.fakes.pairs_under_test import PairUnderTest, idle

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from shell_router.core.statistics import Interval
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import ConfigError, ShellRouterError, require
 from shell_router.lab.evaluation.records import EvaluationOptions
 from shell_router.lab.evaluation.report import Row

@@ -5,7 +5,7 @@ import pytest
 from shell_router.api.agents import read_agent_body
 from shell_router.api.fields import Fields
 from shell_router.errors import InvalidField
-from shell_router.moa import AgentRequest, OutputOf
+from shell_router.moa.requests import AgentRequest, OutputOf
 from shell_router.topology import Prefill
 
 WHOLE: dict[str, object] = {"program": "p", "agent": "a", "model": "m", "prompt": "Hello"}

@@ -7,7 +7,7 @@ import pytest
 from shell_router.api.conversation import read_messages, read_tools, text_of
 from shell_router.api.fields import Fields
 from shell_router.errors import InvalidField
-from shell_router.moa import ToolOffer
+from shell_router.moa.calls import ToolOffer
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}

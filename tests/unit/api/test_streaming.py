@@ -8,7 +8,7 @@ from shell_router.api.services import Emit
 from shell_router.api.streaming import LiveRun
 from shell_router.core.events import AgentStarted, AgentTokens, Event
 from shell_router.errors import PromptTooLong
-from shell_router.moa import Answer
+from shell_router.moa.requests import Answer
 
 ANSWER = Answer("done", "stop", {})
 STARTED = AgentStarted(0.0, "a", "m")

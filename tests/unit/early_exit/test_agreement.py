@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from shell_router.early_exit import features, similarity
+from shell_router.early_exit.algorithm1 import features, similarity
 
 
 def normal(tokens, width, seed=0):

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.early_exit import Confidence
-from shell_router.early_exit.algorithm1 import rms_confidence
+from shell_router.early_exit.algorithm1 import Confidence, rms_confidence
 
 LOGPROBS = st.lists(st.floats(min_value=-50, max_value=0), min_size=1, max_size=40)
 

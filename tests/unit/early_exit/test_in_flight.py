@@ -2,15 +2,15 @@ from random import random
 
 import pytest
 
-from shell_router.early_exit import EarlyExit
 from shell_router.early_exit.algorithm1 import Score
 from shell_router.early_exit.in_flight import NO_QUORUM, InFlightGate, Overlap
+from shell_router.early_exit.settings import EarlyExit
 
 RUNNING = ("a", "b", "c")
 
 
 def gate(quorum: int = 1) -> InFlightGate:
-    return InFlightGate(RUNNING, quorum=quorum, threshold=0.0)
+    return InFlightGate(EarlyExit("in_flight", min_completed=quorum, threshold=0.0), RUNNING)
 
 
 def write(judged: InFlightGate, name: str, text: str, confidence: float = 1.0) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from shell_router.early_exit import Ballot, ballot, elected
+from shell_router.early_exit.answers import Ballot, ballot, elected
 
 
 def votes(*answers: str | None, confidence: float = 0.5) -> list[Ballot]:

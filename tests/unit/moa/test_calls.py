@@ -1,5 +1,6 @@
 """Tools of a graph's root: what prompts hold, and which part of an output is a call."""
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,10 +9,10 @@ from typing import Any
 import pytest
 
 from shell_router.core.events import AgentTokens
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import InvalidField
-from shell_router.moa import Answer, MoaRequest, ToolOffer
-from shell_router.moa.calls import CallReader
+from shell_router.moa.calls import CallReader, ToolOffer
+from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import Agent, Cluster, Prompt, Topology
 from tests.fakes.moa import Recorder, ScriptedMoa
 from tests.fakes.scripted_engine import Script
@@ -40,9 +41,10 @@ TALK: tuple[dict[str, Any], ...] = (
 
 
 def read(text: str, step: int, *, must_call: bool = False, parallel: bool = True) -> tuple[str, list[tuple[str, str]]]:
-    reader = CallReader(ToolOffer(TOOLS, must_call, parallel), "" if must_call else "<tool_call>")
+    model = ScriptedMoa(call_mark="<tool_call>").models["small"]
+    reader = CallReader(ToolOffer(TOOLS, must_call, parallel), model)
     shown = "".join(reader.feed(text[at : at + step]) for at in range(0, len(text), step))
-    rest, calls = reader.finish()
+    rest, calls = asyncio.run(reader.finish())
     return shown + rest, [(call.name, call.arguments) for call in calls]
 
 

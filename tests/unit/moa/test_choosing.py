@@ -5,7 +5,10 @@ import pytest
 
 from shell_router.core.events import AgentStarted, Degraded, ModelChosen
 from shell_router.errors import PromptTooLong, UnknownModel
-from shell_router.moa import AgentRequest, Auto, Executor, ModelChooser, Programs
+from shell_router.moa.choosing import Auto, ModelChooser
+from shell_router.moa.executor import Executor
+from shell_router.moa.programs import Programs
+from shell_router.moa.requests import AgentRequest
 from shell_router.routing.model_choice import ModelChoiceSettings
 from shell_router.topology import AUTO, Agent, Prompt, Topology
 from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, ask

@@ -7,7 +7,7 @@ import pytest
 from shell_router.core.predictors import TokenStates
 from shell_router.engines.embedding import HashEmbedder
 from shell_router.errors import EngineUnreachable
-from shell_router.moa import Classes
+from shell_router.moa.steps import Classes
 from shell_router.topology.rules import Classifier
 
 MANY = Classifier("many", {"a": tuple(f"a{number}" for number in range(50)), "b": ("b",)})

@@ -7,9 +7,9 @@ import pytest
 
 from shell_router.core.engine import Finish, Generation, Prefilled, Tokens
 from shell_router.errors import InvalidField
-from shell_router.moa import AgentRequest, Executor
+from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
-from shell_router.moa.requests import OutputOf
+from shell_router.moa.requests import AgentRequest, OutputOf
 from shell_router.routing.holdout import Comparison, HoldoutSettings
 from shell_router.topology import parse_topology
 from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask

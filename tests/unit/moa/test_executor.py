@@ -19,7 +19,7 @@ from shell_router.core.events import (
     PromptReady,
 )
 from shell_router.core.predictors import TokenStates
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import (
     AgentFailed,
     ConfigError,
@@ -28,7 +28,7 @@ from shell_router.errors import (
     PromptTooLong,
     UnknownModel,
 )
-from shell_router.moa import Executor
+from shell_router.moa.executor import Executor
 from shell_router.routing.holdout import Compared, HoldoutSettings
 from shell_router.topology import Agent, Cluster, Prefill, Prompt, Topology
 from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask

@@ -2,7 +2,7 @@
 
 from shell_router.core.engine import Hints
 from shell_router.moa.choosing import LatencyEstimates
-from shell_router.moa.planning import hints_of, own_tokens
+from shell_router.moa.planning import hints_of
 from shell_router.topology import Agent, Topology
 
 TREE = Topology(
@@ -20,13 +20,13 @@ TREE = Topology(
 
 
 def hints(pace: LatencyEstimates) -> dict[str, Hints]:
-    return dict(hints_of(TREE, "alice", "run-1", own_tokens(TREE, pace, {}), {}))
+    return dict(hints_of(TREE, pace, "alice", "run-1", {}))
 
 
 def paced(**tokens: int) -> LatencyEstimates:
     pace = LatencyEstimates()
     for agent, written in tokens.items():
-        pace.observe_output(TREE.agents[agent].model, "tree", agent, written)
+        pace.observe_run(TREE.agents[agent].model, "tree", agent, written, 1.0, None)
     return pace
 
 
@@ -57,5 +57,5 @@ def test_nothing_is_expected_of_a_model_that_is_new_nor_of_those_before_it() -> 
 def test_what_was_written_of_late_counts_more() -> None:
     pace = paced(a=100)
     for _ in range(20):
-        pace.observe_output("small", "tree", "a", 200)
+        pace.observe_run("small", "tree", "a", 200, 1.0, None)
     assert 195 < (pace.output_tokens("small", "tree", "a") or 0) <= 200

@@ -11,7 +11,7 @@ from shell_router.core.engine import Generation, PrefillCost, Prefilled, ServedM
 from shell_router.core.events import Degraded, PrefillIncrement
 from shell_router.errors import AgentFailed, EngineUnreachable, PrecursorTimeout, PromptTooLong, ShellRouterError
 from shell_router.moa.agent import AgentTask, Source
-from shell_router.moa.incremental import SlotFiller
+from shell_router.moa.incremental import complete_prompt
 from shell_router.moa.prompt import Part, Slot
 from shell_router.routing.increments import ChunkTokens, PrefillLoad, Remainder
 from shell_router.topology import Prefill
@@ -55,10 +55,10 @@ class Scene:
         return asyncio.create_task(self.ids())
 
     async def ids(self) -> list[int]:
-        filler = SlotFiller(
+        prompt = await complete_prompt(
             self.task, self.cache, self.load, lambda _read: self.remainder, self.events.emit, self.clock
         )
-        return (await filler.fill()).ids
+        return prompt.ids
 
     async def until_sent(self, increments: int) -> PrefillIncrement:
         await self.events.until(lambda r: len(r.of(PrefillIncrement)) >= increments)

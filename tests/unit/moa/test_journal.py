@@ -13,10 +13,10 @@ from agent_cache import CacheUnavailable
 from shell_router.core.engine import Generation, Tokens
 from shell_router.core.events import AgentFinished, AgentStopped, AgentTokens, Event, ExitScored
 from shell_router.core.marks import REASONING_PARSERS
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import AgentFailed, EngineUnreachable
-from shell_router.moa import Answer, Journal
-from shell_router.moa.journal import Past
+from shell_router.moa.journal import Journal, Past
+from shell_router.moa.requests import Answer
 from shell_router.topology import AUTO, Agent, Cluster, Prefill, Prompt, Topology
 from tests.fakes.journals import MemoryJournals
 from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask

@@ -15,7 +15,8 @@ from shell_router.errors import (
     UnknownModel,
     UnknownProgram,
 )
-from shell_router.moa import AgentRequest, OutputOf, Programs, Segment
+from shell_router.moa.programs import Programs
+from shell_router.moa.requests import AgentRequest, OutputOf, Segment
 from tests.fakes.moa import Recorder, ScriptedMoa
 from tests.fakes.scripted_engine import Hold, Script
 

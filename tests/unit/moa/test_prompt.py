@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from shell_router.core.sampling import MOST_CHARACTERS_PER_TOKEN
 from shell_router.errors import PromptTooLong
-from shell_router.moa import AgentRequest, Executor, MoaRequest, OutputOf, Programs
+from shell_router.moa.executor import Executor
+from shell_router.moa.programs import Programs
 from shell_router.moa.prompt import LONG_TEXT, GrowingPrompt, Message, Slot, render
+from shell_router.moa.requests import AgentRequest, MoaRequest, OutputOf
 from shell_router.topology import Agent, Topology
 from tests.fakes.moa import ScriptedMoa, WordTokenizer
 

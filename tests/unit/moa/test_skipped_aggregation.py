@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from shell_router.core.events import AgentErred, AgentFinished, AgentStopped, AggregationSkipped, Event
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import EngineUnreachable
-from shell_router.moa import AgentUsage
+from shell_router.moa.requests import AgentUsage
 from shell_router.topology import Agent, Cluster, Prefill, Prompt, Topology
 from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask
 from tests.fakes.scripted_engine import Gates, Script

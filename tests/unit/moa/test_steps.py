@@ -7,8 +7,8 @@ import pytest
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.core.events import Degraded, ModelChosen, StepChosen
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable, PromptTooLong
-from shell_router.moa import Classes, ModelChooser, Scores, StepExecutor
-from shell_router.moa.steps import Deciding
+from shell_router.moa.executor import Executor
+from shell_router.moa.steps import StepExecutor
 from shell_router.topology import Agent, Conditional, Prompt, Topology, parse_topology
 from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, ask
 from tests.fakes.scripted_engine import Gates, Script
@@ -229,8 +229,7 @@ class CountingEmbedder:
 
 
 def with_embedder(moa: ScriptedMoa, embedder: CountingEmbedder | None) -> StepExecutor:
-    scores = Scores(ModelChooser(moa.models, clock=lambda: 0.0), moa.models)
-    return StepExecutor(moa.executor.agents, Classes(embedder), scores, clock=lambda: 0.0)
+    return StepExecutor(Executor(moa.models, moa.cache, embedder, clock=lambda: 0.0))
 
 
 async def test_examples_are_embedded_once_and_a_text_once_per_request() -> None:
@@ -344,11 +343,9 @@ async def test_a_request_that_is_left_leaves_nothing_running(at: str) -> None:
 @pytest.mark.parametrize(("question", "off_loop"), [("hay needle", False), ("hay " * 5000 + "needle", True)])
 async def test_a_long_question_is_looked_through_off_the_event_loop(question: str, off_loop: bool) -> None:
     text = "start: [{when: {matches: 'needle$'}, go: a}, {go: b}]\nsteps: {a: {model: small}, b: {model: large}}"
-    graph, moa = steps(text), ScriptedMoa()
-    scores = Scores(ModelChooser(moa.models, clock=lambda: 0.0), moa.models)
-    choosing = asyncio.create_task(
-        Deciding(graph, ask(question), Classes(None), scores, print, clock=lambda: 0.0).choice(graph.start)
-    )
+    moa, events = ScriptedMoa(context_length=100_000), Recorder()
+    running = asyncio.create_task(moa.executor.run(steps(text), ask(question), events.emit))
     await asyncio.sleep(0)  # on the event loop the choice would be made in its first turn
-    assert choosing.done() is not off_loop
-    assert (await choosing).go == "a"
+    assert bool(events.events) is not off_loop
+    await running
+    assert chosen(events)[0][2] == "a"

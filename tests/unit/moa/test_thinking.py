@@ -7,9 +7,9 @@ import pytest
 
 from shell_router.core.events import AgentErred, AgentThought
 from shell_router.core.marks import REASONING_PARSERS
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import AgentFailed, EngineUnreachable, InvalidRequest
-from shell_router.moa import Answer, MoaRequest
+from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import VOTE, Agent, Cluster, Prefill, Prompt, Topology
 from tests.fakes.moa import Recorder, ScriptedMoa
 from tests.fakes.scripted_engine import Script

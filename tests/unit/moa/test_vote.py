@@ -8,9 +8,10 @@ import pytest
 
 from shell_router.core.events import AgentFinished, AgentStopped, AggregationSkipped
 from shell_router.core.predictors import TokenStates
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import AgentFailed, EngineUnreachable
-from shell_router.moa import AgentUsage, Executor
+from shell_router.moa.executor import Executor
+from shell_router.moa.requests import AgentUsage
 from shell_router.topology import Topology, parse_topology
 from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask
 from tests.fakes.scripted_engine import Gates, Script

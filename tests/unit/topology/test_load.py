@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import TopologyError
 from shell_router.topology import AUTO, Prefill, Prompt, Topology, files_in, load_files, load_topology, parse_topology
 from shell_router.topology.draw import draw

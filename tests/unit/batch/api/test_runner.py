@@ -17,7 +17,7 @@ from shell_router.batch.api.lines import BatchLine, LineResult
 from shell_router.batch.api.runner import ChatLines, PoolLines
 from shell_router.batch.pool import Pool, load_pool
 from shell_router.errors import AgentFailed, EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable
-from shell_router.moa import Answer, MoaRequest
+from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import Topology
 from tests.fakes.api_server import line, live
 from tests.fakes.moa import ScriptedMoa

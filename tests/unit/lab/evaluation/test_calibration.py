@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shell_router.core.statistics import Interval
-from shell_router.early_exit import EarlyExit
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import ConfigError
 from shell_router.lab.evaluation import Tried
 from shell_router.lab.evaluation.calibration import Choice, choose, loss_of, outcome_lines, with_exit, write_variants

@@ -4,8 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from shell_router.early_exit import features
-from shell_router.early_exit.algorithm1 import similarity
+from shell_router.early_exit.algorithm1 import features, similarity
 from shell_router.errors import ConfigError
 from shell_router.lab.simulation.settings import SimulatedEmbedding
 from shell_router.lab.simulation.virtual_time import run_virtual
