@@ -233,6 +233,11 @@ async def test_a_link_opens_a_run_and_that_of_another_client_from_its_trace(brow
         await expect(page.locator(".row")).to_have_count(3)
         await ask(page, "duo")
         await ended(page)
+        await expect(page.locator(".answer")).to_contain_text("root speaks")
+        async with page.expect_response(f"**/v1/traces/{trace}"):  # comes after the reader has gone back
+            await page.evaluate(f"location.hash = '#run={trace}'; history.back()")
+        await page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+        await expect(page.locator(".answer")).to_contain_text("root speaks")
         await page.goto(f"{running.url}/ui#run={trace}")
         await expect(page.locator(".answer")).to_have_text("")
         await page.go_back()
