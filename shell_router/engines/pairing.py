@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shell_router.core.engine import Placement
 from shell_router.engines.address import PairAddress
 from shell_router.engines.dispatching import engine_slot
+from shell_router.engines.legs import Legs
 from shell_router.engines.server_client import ServerClient, ServerFailure, Transport
 from shell_router.errors import AdapterMissing, EngineError, EngineRejected, EngineUnavailable
 from shell_router.routing.adapter_cache import AdapterSettings
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Pair:
-    """The slots of one attempt, and its adapter's leases on both servers; `close` it in the end.
+    """The slots of one attempt, its adapter's leases on both servers, and its legs there; `close` it in the end.
 
     `bootstrap` has the body's fields by which decode finds prefill.
     """
@@ -34,6 +35,7 @@ class Pair:
     decode: EngineSlot[ServerClient]
     bootstrap: Mapping[str, Any]
     leases: "tuple[Lease, Lease] | None" = None
+    legs: Legs | None = None
 
     @property
     def placed(self) -> tuple[Placement, Placement]:
@@ -51,7 +53,9 @@ class Pair:
         self.decode.prefilled()
 
     def close(self) -> None:
-        """The attempt is over, however it ended."""
+        """The attempt is over, however it ended. Calling it again changes nothing."""
+        if self.legs is not None:
+            self.legs.close()
         for lease in self.leases or ():
             lease.close()
         self.prefill.close()
@@ -198,11 +202,12 @@ class Attempts:
                 failure = error
             await self._next_due(failure, [one for one in (prefill, decode) if adapters.leases[one].failing])
 
-    async def failed(self, pair: Pair, error: EngineError, blamed_servers: Collection[ServerClient]) -> None:
+    async def failed(self, pair: Pair, error: EngineError) -> None:
         """The attempt on `pair` failed: return when the next is due, or raise `error` if it was the last.
 
         An adapter that a server of the pair lost is loaded again.
         """
+        blamed_servers = () if pair.legs is None else pair.legs.blamed_servers
         if isinstance(error, AdapterMissing) and pair.leases is not None:
             await load_again(blamed_servers, (pair.prefill.engine, pair.decode.engine), pair.leases)
         await self._next_due(error, blamed_servers)

@@ -148,40 +148,35 @@ class PairRelay:
         finally:
             slot.close()
 
-    async def begun(
-        self, route: NativeRoute, native: NativeBody, wanted: PlacementRequest
-    ) -> tuple[Pair, Legs, Relayed]:
+    async def begun(self, route: NativeRoute, native: NativeBody, wanted: PlacementRequest) -> tuple[Pair, Relayed]:
         """The first attempt whose answer began, its legs running on. Raises EngineError and PromptTooLong."""
         attempts = Attempts(self._pairing, wanted)
         while True:
             pair = await attempts.pick()
             try:
-                legs = self._legs(route, native, pair, attempts)
-            except BaseException:
-                pair.close()
-                raise
-            try:
-                relayed = await _beginning(legs, native, pair)
+                relayed = await _beginning(self._legs(route, native, pair, attempts), native, pair)
                 attempts.answered()
-                return pair, legs, relayed
+                return pair, relayed
             except BaseException as error:
-                legs.close()
                 pair.close()
                 if not isinstance(error, EngineError):
                     raise
-                await attempts.failed(pair, error, legs.blamed_servers)
+                await attempts.failed(pair, error)
             native = replace(native, rid=self._rid())  # the engines may still hold the id before
 
     def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts) -> Legs:
-        fields, limits = pair.bootstrap, self._pairing.limits
         at = "generate" if route == "prefill_only" else route
         if route == "prefill_only":
-            sent = native.replaced({**fields, "stream": False, "sampling_params": {"max_new_tokens": 1}})
+            fields = {**pair.bootstrap, "stream": False, "sampling_params": {"max_new_tokens": 1}}
+            sent = native.replaced(fields)
         else:
-            sent = native.with_fields(fields)
+            sent = native.with_fields(pair.bootstrap)
+        limits = self._pairing.limits
         read_timeout_s = limits.stall_s if native.stream else limits.answer_s
         prefill, decode = pair.prefill.engine, pair.decode.engine
-        return Legs(prefill, decode, native.rids, (sent, sent), read_timeout_s, pair.prefilled, attempts.blame, at)
+        legs = Legs(prefill, decode, native.rids, (sent, sent), read_timeout_s, pair.prefilled, attempts.blame, at)
+        pair.legs = legs
+        return legs
 
 
 class _ByPair(AbstractAsyncContextManager[Relayed]):
@@ -191,14 +186,12 @@ class _ByPair(AbstractAsyncContextManager[Relayed]):
         self._relay = relay
         self._request = (route, native, wanted)
         self._pair: Pair
-        self._legs: Legs
 
     async def __aenter__(self) -> Relayed:
-        self._pair, self._legs, relayed = await self._relay.begun(*self._request)
+        self._pair, relayed = await self._relay.begun(*self._request)
         return relayed
 
     async def __aexit__(self, *_: object) -> None:
-        self._legs.close()
         self._pair.close()
 
 

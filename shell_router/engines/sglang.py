@@ -131,34 +131,31 @@ class SglangPair:
         request = self._isolated(request)
         attempts, sent = Attempts(self._pairing, PlacementRequest.of(request)), request
         while True:
-            pair = await attempts.pick()
-            begun = False
-            legs: Legs | None = None
+            pair, begun = await attempts.pick(), False
             try:
                 request.on_placed(*pair.placed)
                 bodies = leg_bodies(sent, pair.bootstrap)
                 prefill, decode, stall_s = pair.prefill.engine, pair.decode.engine, self._limits.stall_s
                 legs = Legs(prefill, decode, (sent.rid,), bodies, stall_s, pair.prefilled, attempts.blame)
-                while not isinstance(event := await legs.next(logprobs=request.logprobs), Finish):
+                pair.legs = legs
+                while True:
+                    event = await legs.next(logprobs=request.logprobs)
                     if not begun:
                         begun = True
                         attempts.answered()
+                    if isinstance(event, Finish):
+                        pair.decode.completed()
+                        yield event
+                        return
                     pair.decode.wrote(len(event.ids))
                     yield event
-                begun = True
-                attempts.answered()
-                pair.decode.completed()
-                yield event
-                return
             except EngineError as error:
-                if begun or legs is None:
+                if begun or pair.legs is None:
                     raise
                 failure = error
             finally:
-                if legs is not None:
-                    legs.close()
                 pair.close()
-            await attempts.failed(pair, failure, legs.blamed_servers)
+            await attempts.failed(pair, failure)
             # engines abort whatever begins with the id of an attempt before, so that stands last
             sent = replace(request, rid=f"{attempts.made}.{request.rid}")
 
