@@ -35,28 +35,27 @@ from shell_router.routing.failures import INTERNAL_ERROR
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """The adapter stays on its server from now until `close`, which must be called; calling it again changes nothing.
 
     It was waited for `waited_s`.
     """
 
-    def __init__(self, leases: "AdapterLeases", at: LoadedAdapter, waited_s: float) -> None:
-        self.adapter = at.name
-        self.waited_s = waited_s
-        self._leases = leases
-        self._at = at
-        self._open = True
+    leases: "AdapterLeases"
+    at: LoadedAdapter
+    waited_s: float
+    is_open: bool = True
 
     async def missing(self) -> None:
         """The server says that it does not have the adapter: it is to be loaded again."""
-        await self._leases.lost(self._at)
+        await self.leases.lost(self.at)
 
     def close(self) -> None:
         """The request needs it no longer."""
-        if self._open:
-            self._open = False
-            self._leases.left(self._at)
+        if self.is_open:
+            self.is_open = False
+            self.leases.left(self.at)
 
 
 @dataclass(slots=True)
