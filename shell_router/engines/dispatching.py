@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from shell_router.errors import EngineError, EngineUnavailable
@@ -44,6 +45,7 @@ async def engine_slot(dispatcher: Dispatcher[E], request: PlacementRequest, avoi
     return slot
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Monitor(Generic[E]):
     """Polls every engine of a dispatcher, each in a task of its own, so that a slow one delays no other's report.
 
@@ -51,10 +53,9 @@ class Monitor(Generic[E]):
     the double time, up to 30 s, and its last report ages meanwhile.
     """
 
-    def __init__(self, dispatcher: Dispatcher[E], ask: Callable[[E], Awaitable[EngineReport]]) -> None:
-        self._dispatcher = dispatcher
-        self._ask = ask
-        self._tasks: dict[E, asyncio.Task[None]] = {}
+    dispatcher: Dispatcher[E]
+    ask: Callable[[E], Awaitable[EngineReport]]
+    _tasks: dict[E, asyncio.Task[None]] = field(default_factory=dict)
 
     async def __aenter__(self) -> "Monitor[E]":
         self.follow()
@@ -62,9 +63,9 @@ class Monitor(Generic[E]):
 
     def follow(self) -> None:
         """Ask those engines that the dispatcher has now, and no others."""
-        for gone in self._tasks.keys() - set(self._dispatcher.engines):
+        for gone in self._tasks.keys() - set(self.dispatcher.engines):
             self._tasks.pop(gone).cancel()
-        for at in self._dispatcher.tracked:
+        for at in self.dispatcher.tracked:
             if at.engine not in self._tasks:
                 self._tasks[at.engine] = asyncio.create_task(self._follow(at))
 
@@ -76,9 +77,9 @@ class Monitor(Generic[E]):
     async def _follow(self, at: TrackedEngine[E]) -> None:
         wait_s = 0.0
         while True:
-            poll_s = self._dispatcher.poll_s
+            poll_s = self.dispatcher.poll_s
             try:
-                self._dispatcher.report(at.index, await self._ask(at.engine))
+                self.dispatcher.report(at.index, await self.ask(at.engine))
                 wait_s = poll_s
             except EngineError as error:
                 at.failed_polls += 1

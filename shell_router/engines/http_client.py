@@ -62,9 +62,10 @@ def endpoint(method: str, url: URL, key: str | None = None) -> Endpoint:
 class Exchange:
     """One request and its answer as it comes, for one reader at a time.
 
-    `status` is 0 until the answer's head has come, `began` False until the first byte of its body. `ended` is called
-    once: the answer is complete, or it failed, as it also does when its reader leaves before. Without a byte for
-    `read_timeout_s` it fails with TimeoutError. With `max_buffered_bytes` None everything is kept until it is read.
+    `status` is 0 until the answer's head has come, `began` False until the first byte of its body. `pieces` of the body
+    have not been read yet. `ended` is called once: the answer is complete, or it failed, as it also does when its
+    reader leaves before. Without a byte for `read_timeout_s` it fails with TimeoutError. With `max_buffered_bytes` None
+    everything is kept until it is read.
     `explain` turns an OSError (a TimeoutError is one) into the `failure` that readers raise.
     """
 
@@ -86,7 +87,7 @@ class Exchange:
         self._explain = explain
         self._read_timeout_s = read_timeout_s
         self._max_buffered_bytes = max_buffered_bytes
-        self._pieces: list[bytes] = []
+        self.pieces: list[bytes] = []
         self._buffered = 0
         self._paused = False
         self._last_byte_s = 0.0
@@ -103,11 +104,11 @@ class Exchange:
 
     async def read(self) -> bytes:
         """What has come since the last read, or what comes next; empty at the end. Raises what failed."""
-        while not self._pieces:
+        while not self.pieces:
             if self.complete:
                 return b""
             await self._arrival()
-        pieces, self._pieces, self._buffered = self._pieces, [], 0
+        pieces, self.pieces, self._buffered = self.pieces, [], 0
         if self._paused:
             self._paused = False
             self._last_byte_s = self._loop.time()
@@ -124,7 +125,7 @@ class Exchange:
 
     def held(self) -> bytes:
         """All that has come and has not been read."""
-        return b"".join(self._pieces)
+        return b"".join(self.pieces)
 
     def close(self) -> None:
         """The reader leaves: unless the answer was complete, its connection is closed. Harmless when repeated."""
@@ -150,20 +151,14 @@ class Exchange:
         """When it fails, by the loop's clock, unless bytes come before."""
         return (self._loop.time() if self._paused else self._last_byte_s) + self._read_timeout_s
 
-    def body_came(self, piece: bytes) -> None:
-        """The next bytes of the body."""
-        self.began = True
-        self._pieces.append(piece)
-        self._buffered += len(piece)
-        limit = self._max_buffered_bytes
+    def bytes_came(self, count: int) -> None:
+        """So many, of the head and the body: let the reader go on, and the server wait for a reader too far behind."""
+        self._last_byte_s = self._loop.time()
+        self._buffered += count
+        limit, reader = self._max_buffered_bytes, self._reader
         if limit is not None and self._buffered > limit and not self._paused and self._carrier:
             self._paused = True
             self._carrier.pause()
-
-    def bytes_came(self) -> None:
-        """Let the reader go on, if there is anything for it."""
-        self._last_byte_s = self._loop.time()
-        reader = self._reader
         if reader is not None and self.status and not reader.done():
             reader.set_result(None)
 
@@ -279,7 +274,7 @@ class Connection(asyncio.Protocol):
         if self._ended:
             self._end()
         else:
-            exchange.bytes_came()
+            exchange.bytes_came(len(data))
 
     def _watch_until(self, due_s: float) -> None:
         if self._watch is not None:
@@ -330,8 +325,10 @@ class Connection(asyncio.Protocol):
                 exchange.content_type = self._content_type
 
     def on_body(self, body: bytes) -> None:
-        if self._exchange is not None and not self._ended:
-            self._exchange.body_came(body)
+        exchange = self._exchange
+        if exchange is not None and not self._ended:
+            exchange.began = True
+            exchange.pieces.append(body)
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() >= 200:  # a 1xx is not the answer yet

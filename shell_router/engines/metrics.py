@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -54,6 +55,7 @@ LEASE_HISTOGRAMS: tuple[tuple[str, str, Callable[["AdapterLeases"], Durations]],
 )
 
 
+@dataclass(frozen=True, eq=False)
 class EngineMetrics(Collector):
     """The families of `pools`, which are named by their models.
 
@@ -61,40 +63,32 @@ class EngineMetrics(Collector):
     by, if any do.
     """
 
-    def __init__(
-        self,
-        pools: Mapping[str, SglangPair],
-        restarts: Callable[[], Mapping[str, int]] = dict,
-        clock: Callable[[], float] = time.monotonic,
-        comparisons: Callable[[], Iterable[Comparison]] = tuple,
-        swapping: Collection["AdapterLeases"] = (),
-    ) -> None:
-        self._pools = pools
-        self._restarts = restarts
-        self._clock = clock
-        self._comparisons = comparisons
-        self._swapping = swapping
+    pools: Mapping[str, SglangPair]
+    restarts: Callable[[], Mapping[str, int]] = dict
+    clock: Callable[[], float] = time.monotonic
+    comparisons: Callable[[], Iterable[Comparison]] = tuple
+    swapping: Collection["AdapterLeases"] = ()
 
     def collect(self) -> Iterator[Metric]:
-        retries = {alias: pool.retried for alias, pool in self._pools.items()}
-        yield _counts("engine_restarts", "Restarts of a dead engine", "engine", self._restarts())
+        retries = {alias: pool.retried for alias, pool in self.pools.items()}
+        yield _counts("engine_restarts", "Restarts of a dead engine", "engine", self.restarts())
         yield _counts("retries", "Requests sent again before their first token", "model", retries)
         servers = [
             ((alias, at.engine.server.role, str(at.engine.server.url)), at, pool)
-            for alias, pool in self._pools.items()
+            for alias, pool in self.pools.items()
             for dispatcher in pool.dispatchers
             for at in dispatcher.tracked
         ]
         for kind, name, meaning, value in SERVER_FAMILIES:
             family = kind(PREFIX + name, meaning, labels=SERVER)
             for labels, at, _ in servers:
-                if (found := value(at, self._clock())) is not None:
+                if (found := value(at, self.clock())) is not None:
                     family.add_metric(labels, found)
             yield family
         adapted = [one for one in servers if one[2].adapter_settings.folders]
         adapters = [(labels, pool.adapters.leases[at.engine]) for labels, at, pool in adapted]
         yield from _of_leases("adapter", SERVER, adapters)
-        yield from _of_leases("model", (), [((), leases) for leases in self._swapping])
+        yield from _of_leases("model", (), [((), leases) for leases in self.swapping])
         yield from self._queues()
         yield from self._optimizations()
 
@@ -105,7 +99,7 @@ class EngineMetrics(Collector):
         waiting = GaugeMetricFamily(PREFIX + "queue_requests", "Requests waiting in the router", labels=ROLE)
         meaning = "Waits in the router, of requests that waited"
         waited = HistogramMetricFamily(PREFIX + "queue_wait_seconds", meaning, labels=ROLE)
-        for alias, pool in self._pools.items():
+        for alias, pool in self.pools.items():
             for role, one in zip(("prefill", "decode"), pool.dispatchers, strict=True):
                 for why, count in one.choices.items():
                     choices.add_metric((alias, role, one.policy, why), count)
@@ -121,7 +115,7 @@ class EngineMetrics(Collector):
             labels = "topology", "models", *roles
             on = GaugeMetricFamily(f"{PREFIX}{name}_on", "0 where it was switched off", labels=labels)
             saved = GaugeMetricFamily(f"{PREFIX}{name}_saved", f"Share of {share} that it saves", labels=labels)
-            for one in self._comparisons():
+            for one in self.comparisons():
                 if one.compared.optimization == name:
                     values = one.compared[1 : 1 + len(labels)]
                     on.add_metric(values, one.state != "off")

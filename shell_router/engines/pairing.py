@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +137,7 @@ async def load_again(
             await lease.missing()
 
 
+@dataclass(slots=True, eq=False)
 class Attempts:
     """The attempts of one request, each on other servers than those before where there are others.
 
@@ -145,18 +146,16 @@ class Attempts:
     or fails otherwise.
     """
 
-    def __init__(self, pairing: Pairing, request: PlacementRequest) -> None:
-        self.made = 0
-        self._pairing = pairing
-        self._request = request
-        self._settings = pairing.retries
-        self._avoid: set[ServerClient] = set()
-        self._last: EngineError | None = None
-        self._statuses: list[tuple[ServerClient, EngineRejected]] | None = []
+    pairing: Pairing
+    request: PlacementRequest
+    made: int = 0
+    _avoid: set[ServerClient] = field(default_factory=set)
+    _last: EngineError | None = None
+    _statuses: list[tuple[ServerClient, EngineRejected]] | None = field(default_factory=list)
 
     def blame(self, server: ServerClient, error: ServerFailure) -> None:
         """Count `error` on the server's breaker, unless it may turn out to be the request's fault."""
-        if isinstance(error, EngineRejected) and self._statuses is not None and self._settings.attempts > 1:
+        if isinstance(error, EngineRejected) and self._statuses is not None and self.pairing.retries.attempts > 1:
             self._statuses.append((server, error))
         else:
             self.answered()
@@ -175,7 +174,7 @@ class Attempts:
         decode server from its work, and one that has that waits for nothing more but an adapter (`Adapters.of_pair`).
         Raises EngineUnavailable, the error of the attempt before, or AdapterFailed.
         """
-        pairing, request = self._pairing, self._request
+        pairing, request = self.pairing, self.request
         while True:
             try:
                 pairing.prefills.serving()
@@ -214,9 +213,9 @@ class Attempts:
 
     async def _next_due(self, error: EngineError, blamed_servers: Collection[ServerClient]) -> None:
         self.made += 1
-        wait_s = self._settings.wait_s(error, self.made, self._pairing.draw())
+        wait_s = self.pairing.retries.wait_s(error, self.made, self.pairing.draw())
         if wait_s is None:
-            if self.made < self._settings.attempts or len({one.status for _, one in self._statuses or ()}) > 1:
+            if self.made < self.pairing.retries.attempts or len({one.status for _, one in self._statuses or ()}) > 1:
                 self.answered()  # not each of the attempts failed in this way
             raise error
         self._last = error

@@ -6,7 +6,7 @@ Stock SGLang keeps the KV of requests without a decode partner out of its prefix
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import orjson
@@ -33,18 +33,16 @@ PROBE_TOKENS = 256
 MEASURED_ROUNDS = 3
 
 
+@dataclass(slots=True, eq=False)
 class PrefillOnly:
     """Prefill-only requests to one prefill server, by the way in `way`; `cost` is theirs on an idle server."""
 
-    def __init__(
-        self, server: ServerClient, pairing: Pairing, rid: Callable[[], str], clock: Callable[[], float]
-    ) -> None:
-        self.way: PrefillWay = "route"
-        self.cost: PrefillCost | None = None
-        self._server = server
-        self._pairing = pairing
-        self._rid = rid
-        self._clock = clock
+    server: ServerClient
+    pairing: Pairing
+    rid: Callable[[], str]
+    clock: Callable[[], float]
+    way: PrefillWay = "route"
+    cost: PrefillCost | None = None
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`. The caller holds a slot on this server."""
@@ -53,44 +51,44 @@ class PrefillOnly:
             return await self._by_pair(request)
         if request.adapter is None:
             return await self._by_route(request)
-        async with self._pairing.adapters.leased(self._server, request.adapter):
+        async with self.pairing.adapters.leased(self.server, request.adapter):
             return await self._by_route(request)
 
     async def _by_route(self, request: Generation) -> Prefilled:
         body = orjson.dumps({**body_fields(request), "stream": False})
         async with self.forward(body, (request.rid,)) as response:
-            return read_prefilled(self._server.name, await self._server.read_all(response))
+            return read_prefilled(self.server.name, await self.server.read_all(response))
 
     @asynccontextmanager
     async def forward(self, body: bytes, rids: Sequence[str]) -> AsyncIterator[Exchange]:
         """The server's answer to a body by its route, aborted unless it is read to the end."""
-        exchange = self._server.begin("prefill_only", body)
+        exchange = self.server.begin("prefill_only", body)
         try:
             await exchange.head()
             yield exchange
             if exchange.status == HTTP_OK:
-                self._server.succeeded()
+                self.server.succeeded()
             elif exchange.status >= INTERNAL_ERROR:  # a relayed answer; `read_all` raises by itself
-                self._server.failed(EngineRejected("", status=exchange.status))
+                self.server.failed(EngineRejected("", status=exchange.status))
         except (EngineError, PromptTooLong) as error:
-            self._server.failed(error)
+            self.server.failed(error)
             raise
         finally:
             if not exchange.complete:
-                self._server.abort(rids)
+                self.server.abort(rids)
                 exchange.close()
 
     async def _by_pair(self, request: Generation) -> Prefilled:
         """One token by this server and a decode server."""
         # an update is not limited on decode: requests that wait for this prefill server may hold its last slots
-        slot = await engine_slot(self._pairing.decodes, PlacementRequest.of(request, update=True))
-        pair, leases = (self._server, slot.engine), tuple["Lease", ...]()
+        slot = await engine_slot(self.pairing.decodes, PlacementRequest.of(request, update=True))
+        pair, leases = (self.server, slot.engine), tuple["Lease", ...]()
         try:
             if request.adapter is not None:
-                leases = await self._pairing.adapters.of_pair(*pair, request.adapter)
-            bodies = leg_bodies(request, self._pairing.bootstrap(self._server))
+                leases = await self.pairing.adapters.of_pair(*pair, request.adapter)
+            bodies = leg_bodies(request, self.pairing.bootstrap(self.server))
             prefilled = leases[0].close if leases else None
-            legs = Legs(*pair, (request.rid,), bodies, self._pairing.limits.stall_s, prefilled)
+            legs = Legs(*pair, (request.rid,), bodies, self.pairing.limits.stall_s, prefilled)
             try:
                 while not isinstance(event := await legs.next(logprobs=False), Finish):
                     pass
@@ -118,10 +116,10 @@ class PrefillOnly:
             found.append(f"{self.way}: {told}")
             if isinstance(outcome, int) and outcome >= PROBE_TOKENS // 2:
                 self.cost = await self._measured()
-                logger.info("prefill-only requests to the %s go by %s (%s)", self._server, self.way, "; ".join(found))
+                logger.info("prefill-only requests to the %s go by %s (%s)", self.server, self.way, "; ".join(found))
                 return
         raise EngineRejected(
-            f"No prefill-only request of {PROBE_TOKENS} tokens warms the prefix cache of the {self._server} "
+            f"No prefill-only request of {PROBE_TOKENS} tokens warms the prefix cache of the {self.server} "
             f"({'; '.join(found)}).",
             status=501,
             remedy="Start it with its prefix cache on (without --disable-radix-cache).",
@@ -129,7 +127,7 @@ class PrefillOnly:
 
     def _fresh(self) -> list[int]:
         """Ids that every vocabulary has, in an order that no cache knows."""
-        return [self._pairing.room() % 256 for _ in range(PROBE_TOKENS)]
+        return [self.pairing.room() % 256 for _ in range(PROBE_TOKENS)]
 
     async def _measured(self) -> PrefillCost:
         """A line through the shortest times of fresh prompts and of the same prompts once they are cached."""
@@ -137,15 +135,15 @@ class PrefillOnly:
         for _ in range(MEASURED_ROUNDS):
             ids = self._fresh()
             for cached in (False, True):
-                began_s = self._clock()
+                began_s = self.clock()
                 done = await self._once(ids)
-                timed = self._clock() - began_s, done.prompt_tokens - done.cached_tokens
+                timed = self.clock() - began_s, done.prompt_tokens - done.cached_tokens
                 shortest[cached] = min(shortest.get(cached, timed), timed)
         (long_s, many), (short_s, few) = shortest[False], shortest[True]
         return PrefillCost.through(few, short_s, many, long_s)
 
     async def _once(self, input_ids: Sequence[int]) -> Prefilled:
-        return await self.prefill(Generation(rid=self._rid(), input_ids=input_ids))
+        return await self.prefill(Generation(rid=self.rid(), input_ids=input_ids))
 
     async def _try(self, input_ids: Sequence[int]) -> int | EngineRejected:
         """Tokens found cached on the second sending, or the refusal where the server knows no such way."""

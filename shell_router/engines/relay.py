@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import orjson
@@ -85,24 +85,16 @@ class InputLogprobs:
         return b"".join([b"data: %b\n\n" % self.in_event(where, payload) for payload in self._events.feed(chunk)])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PairRelay:
     """Forwards bodies to a model's servers. `rid` gives fresh request ids. If it `isolates`, each tenant has a prefix
     cache of its own there."""
 
-    def __init__(
-        self,
-        pairing: Pairing,
-        prefill_only: Mapping[ServerClient, PrefillOnly],
-        rid: Callable[[], str],
-        rules: NativeRules,
-        *,
-        isolates: bool,
-    ) -> None:
-        self._pairing = pairing
-        self._prefill_only = prefill_only
-        self._rid = rid
-        self._rules = rules
-        self._isolates = isolates
+    pairing: Pairing
+    prefill_only: Mapping[ServerClient, PrefillOnly]
+    rid: Callable[[], str]
+    rules: NativeRules
+    isolates: bool
 
     def forward(
         self,
@@ -119,28 +111,28 @@ class PairRelay:
         With `adapter` that one answers.
         """
         own = {} if adapter is None else {ADAPTER: adapter}
-        if self._isolates and tenant is not None:
+        if self.isolates and tenant is not None:
             own[CACHE_KEY] = tenant
-        native = read_native(body, self._rid(), self._rules, own, route)
+        native = read_native(body, self.rid(), self.rules, own, route)
         if native.batch is not None:
             admit(native.batch)
         tokens = max(1, len(body) // 4)  # about: it is not tokenized here
         update = route == "prefill_only"
         wanted = PlacementRequest(tokens, hints=Hints(tenant), affinity=affinity, update=update, adapter=adapter)
-        if update and all(only.way != "pair" for only in self._prefill_only.values()):
+        if update and all(only.way != "pair" for only in self.prefill_only.values()):
             return self._prefilled_alone(native, wanted)
         return _ByPair(self, route, native, wanted)
 
     @asynccontextmanager
     async def _prefilled_alone(self, native: NativeBody, wanted: PlacementRequest) -> AsyncIterator[Relayed]:
-        slot = await engine_slot(self._pairing.prefills, wanted)
+        slot = await engine_slot(self.pairing.prefills, wanted)
         server, body = slot.engine, native.with_fields({})
         try:
             async with AsyncExitStack() as stack:
                 waited_s = 0.0
                 if wanted.adapter is not None:
-                    waited_s = await stack.enter_async_context(self._pairing.adapters.leased(server, wanted.adapter))
-                forwarded = self._prefill_only[server].forward(body, native.rids)
+                    waited_s = await stack.enter_async_context(self.pairing.adapters.leased(server, wanted.adapter))
+                forwarded = self.prefill_only[server].forward(body, native.rids)
                 response = await stack.enter_async_context(forwarded)
                 if wanted.adapter is not None and response.status != HTTP_OK:
                     await server.read_all(response)  # raises
@@ -150,7 +142,7 @@ class PairRelay:
 
     async def begun(self, route: NativeRoute, native: NativeBody, wanted: PlacementRequest) -> tuple[Pair, Relayed]:
         """The first attempt whose answer began, its legs running on. Raises EngineError and PromptTooLong."""
-        attempts = Attempts(self._pairing, wanted)
+        attempts = Attempts(self.pairing, wanted)
         while True:
             pair = await attempts.pick()
             try:
@@ -162,7 +154,11 @@ class PairRelay:
                 if not isinstance(error, EngineError):
                     raise
                 await attempts.failed(pair, error)
+<<<<<<< HEAD
             native = replace(native, rid=self._rid())  # the engines may still hold the id before
+=======
+            native = replace(native, rid=self.rid())  # the engines may still hold the id before
+>>>>>>> cut-engines
 
     def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts) -> Legs:
         at = "generate" if route == "prefill_only" else route
@@ -171,7 +167,11 @@ class PairRelay:
             sent = native.replaced(fields)
         else:
             sent = native.with_fields(pair.bootstrap)
+<<<<<<< HEAD
         limits = self._pairing.limits
+=======
+        limits = self.pairing.limits
+>>>>>>> cut-engines
         read_timeout_s = limits.stall_s if native.stream else limits.answer_s
         prefill, decode = pair.prefill.engine, pair.decode.engine
         legs = Legs(prefill, decode, native.rids, (sent, sent), read_timeout_s, pair.prefilled, attempts.blame, at)

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -94,18 +95,22 @@ class OutputReader:
 
         Where tokens came before an error in the same chunk, they are returned and `error` is set.
         """
-        found: Tokens | None = None
+        found: list[Tokens] = []
         for payload in self._events.feed(chunk):
             try:
                 tokens = self.take(payload)
             except ShellRouterError as error:
-                if found is None:
+                if not found:
                     raise
                 self.error = error
-                return found
+                break
             if tokens is not None:
-                found = tokens if found is None else _joined(found, tokens)
-        return found
+                found.append(tokens)
+        if len(found) < 2:
+            return found[0] if found else None
+        ids, logprobs = [one.ids for one in found], [one.logprobs for one in found]
+        text = "".join([one.text for one in found])
+        return Tokens(tuple(chain.from_iterable(ids)), text, tuple(chain.from_iterable(logprobs)))
 
     def take(self, payload: bytes) -> Tokens | None:
         """New tokens in this event, if any. Raises EngineRejected or PromptTooLong for what is not an output."""
@@ -158,10 +163,6 @@ class OutputReader:
         self._seen_ids += len(ids)
         self._seen_characters += len(text)
         return ids, text
-
-
-def _joined(first: Tokens, then: Tokens) -> Tokens:
-    return Tokens(first.ids + then.ids, first.text + then.text, first.logprobs + then.logprobs)
 
 
 def read_prefilled(where: str, payload: bytes) -> Prefilled:

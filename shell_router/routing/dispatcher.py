@@ -293,20 +293,20 @@ class Dispatcher(Generic[E]):
             return
         up = {at.index for at in serving}
         while True:
-            free = {at.index for at in serving if self._has_capacity(at, update=False)}
-            free_for_updates = {at.index for at in serving if self._has_capacity(at, update=True)}
+            free = [at for at in serving if self._has_capacity(at, update=False)]
+            free_for_updates = [at for at in serving if self._has_capacity(at, update=True)]
             if not free_for_updates:
                 return
 
-            def can_go(entry: QueueEntry) -> bool:
-                able = free_for_updates if entry.features.update else free  # noqa: B023 - called in this round only
-                return entry.bound.index in able if entry.bound and entry.bound.index in up else bool(able)
+            def able(entry: QueueEntry) -> list[TrackedEngine[E]]:
+                engines = free_for_updates if entry.features.update else free  # noqa: B023 - called in this round only
+                bound = entry.bound.index if entry.bound and entry.bound.index in up else None
+                return engines if bound is None else [at for at in engines if at.index == bound]
 
-            first = self.queue.next(can_go, self._clock())
+            first = self.queue.next(lambda entry: bool(able(entry)), self._clock())
             if first is None:
                 return
-            able = free_for_updates if first.features.update else free
-            self._grant_to(first, [at for at in serving if at.index in able])
+            self._grant_to(first, able(first))
             first.decided()
 
     def left(self, features: RoutingFeatures) -> None:

@@ -1,6 +1,7 @@
 """Every metric the router exports (docs/reference/metrics.md), in one registry, and how events count into them."""
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -123,22 +124,21 @@ class Metrics:
         self.request_seconds.labels(route).observe(took_s)
 
 
+@dataclass(slots=True, eq=False)
 class RunMetrics:
     """Counts one run's events, after `trace` has taken them; tokens of `answering` agents are its answer.
 
     Events name only the agent; its model, and how much it has decoded, are looked up in the trace.
     """
 
-    def __init__(self, metrics: Metrics, trace: Trace, answering: Collection[str]) -> None:
-        self._metrics = metrics
-        self._trace = trace
-        self._target = trace.target
-        self._answering = answering
-        self._answered = False
+    metrics: Metrics
+    trace: Trace
+    answering: Collection[str]
+    answered: bool = False
 
     def observe(self, event: events.Event) -> None:
         """Count `event`. Events that are not named here count nothing; dispatchers count their choices themselves."""
-        metrics, target = self._metrics, self._target
+        metrics, target = self.metrics, self.trace.target
         match event:
             case events.AgentTokens() | events.AgentThought():
                 self._written(event)
@@ -149,7 +149,7 @@ class RunMetrics:
             case events.PrefillIncrement():
                 self._increment(event)
             case events.AgentStopped():
-                model, tokens = self._model(event.agent), self._trace.agents[event.agent].tokens
+                model, tokens = self._model(event.agent), self.trace.agents[event.agent].tokens
                 metrics.agents_stopped.labels(model, event.why).inc()
                 metrics.wasted_tokens.labels(model, event.why).inc(tokens)
             case events.AggregationSkipped():
@@ -176,33 +176,33 @@ class RunMetrics:
 
     def ended(self, at_s: float, outcome: str) -> None:
         """Record the run's length; `outcome` is finished, failed or cancelled."""
-        self._metrics.run_seconds.labels(self._target, outcome).observe(at_s - self._trace.started_s)
+        self.metrics.run_seconds.labels(self.trace.target, outcome).observe(at_s - self.trace.started_s)
 
     def _model(self, agent: str) -> str:
-        return self._trace.agents[agent].model
+        return self.trace.agents[agent].model
 
     def _finished(self, event: events.AgentFinished) -> None:
-        model, metrics = self._model(event.agent), self._metrics
+        model, metrics = self._model(event.agent), self.metrics
         metrics.agents_finished.labels(model, event.reason).inc()
         metrics.prompt_tokens.labels(model).inc(event.prompt_tokens)
         metrics.cached_tokens.labels(model).inc(event.cached_tokens)
         metrics.completion_tokens.labels(model).inc(event.completion_tokens)
         metrics.drafted_tokens.labels(model).inc(event.drafted_tokens)
         metrics.accepted_tokens.labels(model).inc(event.accepted_tokens)
-        if (token_s := self._trace.agents[event.agent].token_s) is not None:
+        if (token_s := self.trace.agents[event.agent].token_s) is not None:
             metrics.output_token_seconds.labels(model).observe(token_s)
 
     def _written(self, event: events.AgentTokens | events.AgentThought | events.AggregationSkipped) -> None:
-        if not self._answered and event.agent in self._answering:
+        if not self.answered and event.agent in self.answering:
             self._first_tokens(event.at_s)
 
     def _first_tokens(self, at_s: float) -> None:
-        if not self._answered:
-            self._answered = True
-            self._metrics.first_token_seconds.labels(self._target).observe(at_s - self._trace.started_s)
+        if not self.answered:
+            self.answered = True
+            self.metrics.first_token_seconds.labels(self.trace.target).observe(at_s - self.trace.started_s)
 
     def _increment(self, event: events.PrefillIncrement) -> None:
-        model, metrics = self._model(event.agent), self._metrics
+        model, metrics = self._model(event.agent), self.metrics
         metrics.increments.labels(model).inc()
         metrics.increment_seconds.labels(model).observe(event.at_s - event.started_s)
         metrics.increment_new_tokens.labels(model).inc(event.prompt_tokens - event.cached_tokens)

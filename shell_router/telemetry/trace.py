@@ -168,6 +168,7 @@ def since(at_s: float, origin_s: float) -> float:
     return round(at_s - origin_s, 6)
 
 
+@dataclass(slots=True, eq=False)
 class Trace:
     """Spans and figures of one run; readable while it runs.
 
@@ -177,34 +178,22 @@ class Trace:
     cancelled, `ended_s` None until then.
     """
 
-    def __init__(
-        self,
-        trace_id: str,
-        *,
-        tenant: str,
-        target: str,
-        root: str,
-        started_s: float,
-        wall_s: float,
-        precursors: Mapping[str, Sequence[str]],
-        parent: SpanContext | None = None,
-    ) -> None:
-        self.id = trace_id
-        self.parent = parent
-        self.tenant = tenant
-        self.agents: dict[str, AgentTrace] = {}
-        self.target = target
-        self._root = root
-        self.started_s = started_s
-        self.wall_s = wall_s
-        self.precursors = precursors
-        self.choices: list[events.ModelChosen] = []
-        self.steps: list[events.StepChosen] = []
-        self.exits: list[events.ExitScored] = []
-        self.degraded: list[events.Degraded] = []
-        self.outcome = "running"
-        self.ended_s: float | None = None
-        self.error = ""
+    id: str
+    tenant: str
+    target: str
+    root: str
+    started_s: float
+    wall_s: float
+    precursors: Mapping[str, Sequence[str]]
+    parent: SpanContext | None = None
+    agents: dict[str, AgentTrace] = field(default_factory=dict)
+    choices: list[events.ModelChosen] = field(default_factory=list)
+    steps: list[events.StepChosen] = field(default_factory=list)
+    exits: list[events.ExitScored] = field(default_factory=list)
+    degraded: list[events.Degraded] = field(default_factory=list)
+    outcome: str = "running"
+    ended_s: float | None = None
+    error: str = ""
 
     @property
     def span(self) -> SpanContext:
@@ -214,7 +203,7 @@ class Trace:
     @property
     def first_token_s(self) -> float | None:
         """When the answer began, in seconds since the run did."""
-        root = self.agents.get(self._root)
+        root = self.agents.get(self.root)
         return None if root is None or root.first_token_s is None else since(root.first_token_s, self.started_s)
 
     @property
@@ -249,7 +238,7 @@ class Trace:
                 self.choices.append(event)
             case events.StepChosen():
                 self.steps.append(event)
-                self._root = event.root
+                self.root = event.root
             case events.ExitScored():
                 self.exits.append(event)
             case events.Degraded():
@@ -264,7 +253,7 @@ class Trace:
 
     def placed(self) -> tuple[Placement, ...]:
         """Where the root's request went last, and why; empty before that."""
-        root = self.agents.get(self._root)
+        root = self.agents.get(self.root)
         return root.placed.placed if root is not None and root.placed is not None else ()
 
     def ended(self, at_s: float, outcome: str, error: str = "") -> None:
@@ -324,7 +313,7 @@ class Trace:
     def _overlap_json(self, ended: Mapping[str, float]) -> dict[str, Any]:
         """Over agents that read others (a leaf has nothing to hide behind), and along the slowest chain."""
         readers = [agent for agent in self.agents if self.precursors.get(agent) or self.agents[agent].increments]
-        path = critical_path(self._root, self.precursors, ended)
+        path = critical_path(self.root, self.precursors, ended)
         known = {agent: times for agent in self.agents if (times := self._times(agent, ended)) is not None}
         return {
             **summed([known[agent] for agent in readers if agent in known]).as_json(),

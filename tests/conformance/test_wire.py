@@ -139,7 +139,7 @@ async def wire(starting: AbstractAsyncContextManager[PairUnderTest]) -> AsyncIte
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(wire: Wire) -> AsyncIterator[SglangPair]:
     pair = SglangPair(wire.address)
-    await pair.probe(vocabulary=wire.under_test.vocabulary)
+    await pair.probe()
     yield pair
     await pair.aclose()
 

@@ -109,7 +109,7 @@ async def test_a_process_killed_in_mid_call_fails_the_call_and_the_next_one_work
 
 async def test_weights_that_are_not_the_reviewed_ones_are_refused_at_the_start(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    arguments = {"model": str(tmp_path), "sha256": WEIGHTS_SHA256, "device": "cpu", "threads": 1}
+    arguments = {"model": str(tmp_path), "sha256": WEIGHTS_SHA256, "device": "cpu"}
     command = side_command("shell_router.engines.embedding:embedder_work", arguments, max_batch=1)
     with pytest.raises(EngineError, match=r"not the expected ones.*minilm-l6-v2==0\.1\.0"):
         await SupervisedEmbedder(command, os.environ).start()

@@ -34,7 +34,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 async def pair(real_sglang: PairUnderTest) -> AsyncIterator[SglangPair]:
     """The router's client of the real pair, its way of prefill-only chosen."""
     pair = SglangPair(real_sglang.address)
-    await pair.probe(vocabulary=real_sglang.vocabulary)
+    await pair.probe()
     yield pair
     await pair.aclose()
 

@@ -47,7 +47,7 @@ def adapted(servers: CpuPair, sglang_model: Path) -> PairUnderTest:
 
 async def test_a_mixed_load_answers_as_each_adapter_alone(adapted: PairUnderTest, tmp_path: Path) -> None:
     pool = pool_of(adapted, random_adapters(adapted, tmp_path))
-    assert await pool.probe(vocabulary=adapted.vocabulary) == ("route",)
+    assert await pool.probe() == ("route",)
     await a_mixed_load_answers_as_each_adapter_alone(pool, PROMPTS, requests=40)
     await an_adapters_updates_warm_its_real_request_alone(pool, [5 + at for at in range(90)])
     await pool.aclose()
@@ -57,7 +57,7 @@ async def test_what_another_router_left_is_unloaded_and_corrupt_adapters_cost_th
     adapted: PairUnderTest, tmp_path: Path
 ) -> None:
     pool = pool_of(adapted, random_adapters(adapted, tmp_path))
-    await pool.probe(vocabulary=adapted.vocabulary)
+    await pool.probe()
     weights = tmp_path / "drama" / "adapter_model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:100])
@@ -74,7 +74,7 @@ async def test_adapters_are_loaded_again_after_a_server_was_started_again(
     servers: CpuPair, adapted: PairUnderTest, tmp_path: Path
 ) -> None:
     pool = pool_of(adapted, random_adapters(adapted, tmp_path))
-    await pool.probe(vocabulary=adapted.vocabulary)
+    await pool.probe()
     before = await output(pool, "algebra", PROMPTS[0])
     servers.decode.kill()
     servers.decode.start()

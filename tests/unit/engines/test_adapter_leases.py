@@ -97,7 +97,7 @@ async def test_an_adapter_in_use_stays_until_its_last_request_has_ended() -> Non
         await asyncio.sleep(0)
         assert at.leases.loaded == ("a",)
         leases[1].close()
-        assert (await waiting).adapter == "b"
+        assert (await waiting).at.name == "b"
         assert at.loader.loaded == {"b"}
 
 
@@ -129,7 +129,7 @@ async def test_after_the_window_a_waiting_request_gets_the_place_of_an_adapter_i
         assert at.loader.loaded == {"b"}
         assert second.waited_s == 10.0
         second.close()
-        assert (await overtaking).adapter == "a"
+        assert (await overtaking).at.name == "a"
 
 
 async def test_only_as_many_adapters_are_drained_as_there_are_others_that_wait_for_too_long() -> None:
@@ -166,7 +166,7 @@ async def test_an_adapter_that_was_drained_for_a_request_that_left_serves_again(
         at.now_s = 10.0
         drained = await at.waits("a")
         left.cancel()
-        assert (await drained).adapter == "a"
+        assert (await drained).at.name == "a"
         assert at.loader.loads == ["a"]
         first.close()
 
@@ -225,10 +225,10 @@ async def test_an_adapter_that_does_not_load_fails_its_own_requests_and_is_tried
         for task in failing:
             with pytest.raises(AdapterFailed):
                 await task
-        assert (await fine).adapter == "fine"
+        assert (await fine).at.name == "fine"
         assert at.leases.counts.failures == 1
         del at.loader.errors["corrupt"]
-        assert [lease.adapter for lease in await at.held("corrupt")] == ["corrupt"]
+        assert [lease.at.name for lease in await at.held("corrupt")] == ["corrupt"]
 
 
 async def test_a_server_that_fails_while_it_loads_fails_all_who_wait_there() -> None:
