@@ -13,7 +13,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from shell_router.api import agents, chat, embeddings, lazy, messages, native, openapi, responses, views
-from shell_router.api.admission import ADMISSION, CONNECTIONS, DRAIN, Admission, Drain
+from shell_router.api.admission import ADMISSION, DRAIN, Admission, Drain
 from shell_router.api.chat import CHATS, Chats
 from shell_router.api.models import TARGETS, Targets
 from shell_router.api.plain import Handler, PlainServer
@@ -72,7 +72,6 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
     app[ADMISSION] = gate
     app[DRAIN] = drain
     app[LEAVING] = asyncio.Event()
-    app[CONNECTIONS] = gate.connections
     app[SERVICES] = services
     app[SETTINGS] = settings
     app[TARGETS] = Targets(services)
@@ -204,7 +203,8 @@ async def listening(
     assert runner.server is not None
     posted = [one for one in ROUTES if one.method == "POST" and "{" not in one.path]
     posts: Mapping[bytes, Any] = {one.path.encode(): one.handler for one in posted}
-    plain = PlainServer(app, posts, app[ADMISSION].serve, runner.server, settings, app[CONNECTIONS])
+    gate = app[ADMISSION]
+    plain = PlainServer(app, posts, gate.serve, runner.server, settings, gate.connections)
     loop, servers = asyncio.get_running_loop(), list[asyncio.Server]()
     try:
         for one in sockets:
@@ -223,7 +223,7 @@ async def listening(
         await runner.cleanup()
         await plain.left(CLOSE_LIMIT_S)
         plain.abort()
-        app[CONNECTIONS].stop()
+        gate.connections.stop()
 
 
 def _authority(address: tuple[str, int]) -> str:
