@@ -65,6 +65,12 @@ class Fields:
         path = self.path(name)
         return InvalidField(f"{path} {what}.", field=path, remedy=remedy)
 
+    def refuse_unless(self, nothing: Mapping[str, Collection[Any]], what: str) -> None:
+        """Raise InvalidField, saying `what`, for a field with another value than those that ask for nothing."""
+        for name in self.given(nothing):
+            if self.raw(name) not in nothing[name]:
+                raise self.refuse(name, what, f"Leave {name} out.")
+
     def text(self, name: str) -> str | None:
         """A string."""
         value = self.raw(name)
