@@ -98,10 +98,7 @@ async def forwarded(
 
     try:
         with request.app[DRAIN].deadline(limit_s):
-            if len(bodies) > 1:
-                async with choices_as_one(sent, bodies) as relayed:
-                    return await answer.forward(relayed)
-            async with sent(bodies[0]) as relayed:
+            async with choices_as_one(sent, bodies) if len(bodies) > 1 else sent(bodies[0]) as relayed:
                 return await answer.forward(relayed)
     except TimeoutError:
         late = DeadlineExceeded(f"The engine did not end within {limit_s:g} s.", remedy="Ask for fewer tokens.")
