@@ -108,7 +108,12 @@ def bound_sockets(host: str = "127.0.0.1", port: int = 0) -> Iterator[list[socke
         for family, _, _, _, address in dict.fromkeys(found):
             chosen = taken[0].getsockname()[1] if taken else port
             try:
-                taken.append(stack.enter_context(_bound(family, (address[0], chosen, *address[2:]))))
+                one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                one.bind((address[0], chosen, *address[2:]))
+                taken.append(one)
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
@@ -116,19 +121,6 @@ def bound_sockets(host: str = "127.0.0.1", port: int = 0) -> Iterator[list[socke
         if not taken:
             raise lacking or OSError(errno.EADDRNOTAVAIL, "no address")
         yield taken
-
-
-def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
-    one = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        one.bind(address)
-    except BaseException:
-        one.close()
-        raise
-    return one
 
 
 class StallWatch:
