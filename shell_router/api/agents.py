@@ -87,7 +87,8 @@ def split_text(text: str, path: str) -> tuple[Segment, ...]:
         return (text,)
     pieces = MARKER.split(text)
     if any(map(holds_marker, pieces[::2])):
-        remedy = "Send markers whole. To cut or read text ask without lazy, or GET /v1/agent/outputs/{marker} first."
+        remedy = "Send markers whole. Where code cuts or reads text, ask without lazy, or first get the text from"
+        remedy += " GET /v1/agent/outputs/{marker}."
         raise refused(path, "holds a lazy answer's marker that was altered", remedy)
     return tuple(OutputOf(piece) if odd % 2 else piece for odd, piece in enumerate(pieces) if piece)
 

@@ -208,6 +208,8 @@ async def answer_chat(
         if background is not None:
             raise body.refuse("background", "cannot go with lazy answers or their markers", "Send it without.")
         is_model = graph.name in (*chats.services.models, AUTO) and not body.given(BRINGING)
+        if lazy and not is_model:
+            raise body.refuse("lazy", f"cannot go with {model!r}, a topology", "Name a model.")
         asked = await of_program(request, body, chat, chat.models if is_model else (), program, lazy=lazy)
         run, model = chats.run(asked, graph, target), asked.model if isinstance(asked, AgentRequest) else model
     else:

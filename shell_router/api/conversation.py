@@ -134,7 +134,7 @@ def _message(message: Fields, content: Callable[[Fields], str | list[Any]]) -> M
 
 def text_of(message: Fields) -> str:
     """Its `content`, a string or parts that are texts. Raises InvalidField."""
-    return "".join(message.parts("content", _text))
+    return "".join(message.parts("content", _text, "text parts"))
 
 
 def _text(part: Fields) -> str:

@@ -74,8 +74,6 @@ async def of_program(
     if models:
         refuse_key(request, "lazy answers or their markers")
         return _agent_of(request, body, chat, models, program, said, lazy=lazy)
-    if lazy:
-        raise body.refuse("lazy", "cannot go with a topology", "Name a model.")
     texts = await _outputs(request, program, reads, chat.timeout_s)
     messages = tuple(
         {"role": role, "content": "".join(one if isinstance(one, str) else texts[one.agent] for one in turn)}
