@@ -191,7 +191,7 @@ def _metrics(_: str, __: str) -> str:
 
 def _routes(_: str, old: str) -> str:
     from shell_router.api.app import ROUTES  # noqa: PLC0415
-    from shell_router.api.page import PAGE_ROUTE  # noqa: PLC0415
+    from shell_router.api.views import PAGE_ROUTE  # noqa: PLC0415
     from shell_router.batch.api.routes import ROUTES as BATCH_ROUTES  # noqa: PLC0415
 
     names = [f"`{route.method} {route.path}`" for route in (*ROUTES, PAGE_ROUTE, *BATCH_ROUTES)]

@@ -1,8 +1,8 @@
 """The HTTP API: OpenAI's chat completions, agent requests, and SGLang's native routes."""
 
 from shell_router.api.app import bound_sockets, create_app, listening, refuse_batches
-from shell_router.api.page import add_page
 from shell_router.api.services import ENGINE_CHECK, ApiSettings, Runs, Services
+from shell_router.api.views import add_page
 
 __all__ = [
     "ENGINE_CHECK",

@@ -385,7 +385,6 @@ class Admission:
 
 
 ADMISSION = web.AppKey("ADMISSION", Admission)
-CONNECTIONS = web.AppKey("CONNECTIONS", Connections)
 
 
 def _route(request: Request) -> str:

@@ -17,6 +17,7 @@ from shell_router.api.fields import (
     read_body,
     read_sampling,
     read_template_kwargs,
+    refused,
     shown,
 )
 from shell_router.api.frames import AgentFrames
@@ -25,7 +26,7 @@ from shell_router.api.replies import json_reply, note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, refuse_key
 from shell_router.api.services import SERVICES, SETTINGS, TENANT, TRACE, ApiSettings
 from shell_router.api.streaming import respond
-from shell_router.errors import InvalidField, InvalidRequest
+from shell_router.errors import InvalidRequest
 from shell_router.moa.planning import AGENT_REQUEST
 from shell_router.moa.requests import AgentRequest, OutputOf, Segment
 from shell_router.topology import AUTO, Prefill
@@ -87,12 +88,9 @@ def split_text(text: str, path: str) -> tuple[Segment, ...]:
         return (text,)
     pieces = MARKER.split(text)
     if any(map(holds_marker, pieces[::2])):
-        raise InvalidField(
-            f"{path} holds a lazy answer's marker that was altered.",
-            field=path,
-            remedy="Send markers whole. Where code cuts or reads text, ask without lazy, or first get the text from"
-            " GET /v1/agent/outputs/{marker}.",
-        )
+        remedy = "Send markers whole. Where code cuts or reads text, ask without lazy, or first get the text from"
+        remedy += " GET /v1/agent/outputs/{marker}."
+        raise refused(path, "holds a lazy answer's marker that was altered", remedy)
     return tuple(OutputOf(piece) if odd % 2 else piece for odd, piece in enumerate(pieces) if piece)
 
 
@@ -118,17 +116,14 @@ def _segment(value: Any, path: str) -> Segment:
     segment = as_object(value, path)
     text = segment.text("text")
     if (segment.raw("output_of") is None) == (text is None):
-        raise InvalidField(f"{path} must hold either text or output_of.", field=path)
+        raise refused(path, "must hold either text or output_of")
     return OutputOf(identifier(segment, "output_of")) if text is None else _unmarked(text, path)
 
 
 def _unmarked(text: str, path: str) -> str:
     if holds_marker(text):
-        raise InvalidField(
-            f"{path} holds a lazy answer's marker.",
-            field=path,
-            remedy='Agent requests name it: send {"output_of": "<what stands behind the colon>"}.',
-        )
+        remedy = 'Agent requests name it: send {"output_of": "<what stands behind the colon>"}.'
+        raise refused(path, "holds a lazy answer's marker", remedy)
     return text
 
 
@@ -196,9 +191,8 @@ def _require_chat(body: Fields, asked: AgentRequest) -> None:
         if body.raw(name) is not None:
             raise body.refuse(name, "is for models", f"{asked.model!r} is a topology: send messages, without {name}.")
     if asked.messages[-1][0] != "user":
-        raise body.refuse(
-            "messages", "must end with a user's", f"{asked.model!r} is a topology: put the question last."
-        )
+        remedy = f"{asked.model!r} is a topology: put the question last."
+        raise body.refuse("messages", "must end with a user's", remedy)
 
 
 async def show_program(request: web.Request) -> web.Response:

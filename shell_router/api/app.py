@@ -13,7 +13,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from shell_router.api import agents, chat, embeddings, lazy, messages, native, openapi, responses, views
-from shell_router.api.admission import ADMISSION, CONNECTIONS, DRAIN, Admission, Drain
+from shell_router.api.admission import ADMISSION, DRAIN, Admission, Drain
 from shell_router.api.chat import CHATS, Chats
 from shell_router.api.models import TARGETS, Targets
 from shell_router.api.plain import Handler, PlainServer
@@ -72,7 +72,6 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
     app[ADMISSION] = gate
     app[DRAIN] = drain
     app[LEAVING] = asyncio.Event()
-    app[CONNECTIONS] = gate.connections
     app[SERVICES] = services
     app[SETTINGS] = settings
     app[TARGETS] = Targets(services)
@@ -109,7 +108,12 @@ def bound_sockets(host: str = "127.0.0.1", port: int = 0) -> Iterator[list[socke
         for family, _, _, _, address in dict.fromkeys(found):
             chosen = taken[0].getsockname()[1] if taken else port
             try:
-                taken.append(stack.enter_context(_bound(family, (address[0], chosen, *address[2:]))))
+                one = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                one.bind((address[0], chosen, *address[2:]))
+                taken.append(one)
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
@@ -117,19 +121,6 @@ def bound_sockets(host: str = "127.0.0.1", port: int = 0) -> Iterator[list[socke
         if not taken:
             raise lacking or OSError(errno.EADDRNOTAVAIL, "no address")
         yield taken
-
-
-def _bound(family: int, address: tuple[object, ...]) -> socket.socket:
-    one = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        one.bind(address)
-    except BaseException:
-        one.close()
-        raise
-    return one
 
 
 class StallWatch:
@@ -204,7 +195,8 @@ async def listening(
     assert runner.server is not None
     posted = [one for one in ROUTES if one.method == "POST" and "{" not in one.path]
     posts: Mapping[bytes, Any] = {one.path.encode(): one.handler for one in posted}
-    plain = PlainServer(app, posts, app[ADMISSION].serve, runner.server, settings, app[CONNECTIONS])
+    gate = app[ADMISSION]
+    plain = PlainServer(app, posts, gate.serve, runner.server, settings, gate.connections)
     loop, servers = asyncio.get_running_loop(), list[asyncio.Server]()
     try:
         for one in sockets:
@@ -223,7 +215,7 @@ async def listening(
         await runner.cleanup()
         await plain.left(CLOSE_LIMIT_S)
         plain.abort()
-        app[CONNECTIONS].stop()
+        gate.connections.stop()
 
 
 def _authority(address: tuple[str, int]) -> str:

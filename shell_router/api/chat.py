@@ -115,12 +115,6 @@ def _prompting(body: Fields, sampling: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ignored_fields(body: Fields) -> tuple[str, ...]:
-    """Fields of a body already read that are set, unknown here, and so without effect."""
-    unread = body.unread
-    return tuple(name for name in unread if name not in INERT) if unread else ()
-
-
 def _labels(metadata: Fields) -> Mapping[str, str]:
     return {name: text for name in metadata.unread if (text := metadata.text(name)) is not None}
 
@@ -215,6 +209,8 @@ async def answer_chat(
         if background is not None:
             raise body.refuse("background", "cannot go with lazy answers or their markers", "Send it without.")
         is_model = graph.name in (*chats.services.models, AUTO) and not body.given(BRINGING)
+        if lazy and not is_model:
+            raise body.refuse("lazy", f"cannot go with {model!r}, a topology", "Name a model.")
         asked = await of_program(request, body, chat, chat.models if is_model else (), program, lazy=lazy)
         run, model = chats.run(asked, graph, target), asked.model if isinstance(asked, AgentRequest) else model
     else:
@@ -230,7 +226,7 @@ async def answer_chat(
     if translation is not None:
         frames = TranslatedFrames(frames, translation)
     answer = partial(begin_lazy, request, run) if lazy else run.answer
-    warnings = note_ignored(request, ignored_fields(body))
+    warnings = note_ignored(request, [name for name in body.unread if name not in INERT])
     return await respond(request, answer, frames, stream=chat.stream, warnings=warnings)
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import orjson
 
-from shell_router.api.fields import Fields, as_object, shown
+from shell_router.api.fields import Fields, as_object, refused, shown
 from shell_router.core.sampling import check_depth
-from shell_router.errors import InvalidField
 from shell_router.moa.calls import ToolOffer
 
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -34,7 +33,7 @@ def read_tools(body: Fields) -> ToolOffer | None:
     names = [tool["function"]["name"] for tool in tools]
     for at, name in enumerate(names):
         if name in names[:at]:
-            raise InvalidField(f"tools[{at}].function.name repeats {name!r}.", field=f"tools[{at}].function.name")
+            raise refused(f"tools[{at}].function.name", f"repeats {name!r}")
     if listed and (size := len(orjson.dumps(listed))) > MAX_TOOLS_BYTES:
         raise body.refuse("tools", f"takes {size} bytes", f"Send at most {MAX_TOOLS_BYTES}.")
     choice, named = _choice(body, names)
@@ -135,7 +134,7 @@ def _message(message: Fields, content: Callable[[Fields], str | list[Any]]) -> M
 
 def text_of(message: Fields) -> str:
     """Its `content`, a string or parts that are texts. Raises InvalidField."""
-    return "".join(message.parts("content", _text))
+    return "".join(message.parts("content", _text, "text parts"))
 
 
 def _text(part: Fields) -> str:
@@ -186,9 +185,8 @@ def _check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
         open_calls.update(call["id"] for call in message.get("tool_calls", ()))
         if message["role"] == "tool":
             if message["tool_call_id"] not in open_calls:
-                path = f"messages[{at}].tool_call_id"
                 remedy = "Send the assistant message with that call before its one result."
-                raise InvalidField(f"{path} answers no earlier call.", field=path, remedy=remedy)
+                raise refused(f"messages[{at}].tool_call_id", "answers no earlier call", remedy)
             open_calls.remove(message["tool_call_id"])
 
 
@@ -206,8 +204,8 @@ def calls_schema(offer: ToolOffer) -> str:
         parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
         for name, kind in (parameters.pop("$defs", None) or {}).items():
             if kinds.setdefault(name, kind) != kind:
-                path, what = f"tools[{at}].function.parameters.$defs.{name}", "differs from that of another tool"
-                raise InvalidField(f"{path} {what}.", field=path, remedy="Rename one of them.")
+                path = f"tools[{at}].function.parameters.$defs.{name}"
+                raise refused(path, "differs from that of another tool", "Rename one of them.")
         called = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters}
         items.append({"type": "object", "properties": called, "required": [*called], "additionalProperties": False})
     schema = {"type": "array", "minItems": 1, "items": items[0] if len(items) == 1 else {"anyOf": items}}

@@ -79,9 +79,7 @@ def _beyond_text(message: dict[str, Any]) -> bool:
 
 def read_engine_chat(body: Fields, model: str, chat: ChatServing) -> list[bytes]:
     """The bodies to send, one for each of the `n` choices. Raises InvalidField for what the engine would misread."""
-    for name in body.given(NOT_FORWARDED):
-        if body.raw(name) not in NOT_FORWARDED[name]:
-            raise body.refuse(name, "is not served together with what the engine does itself", f"Leave {name} out.")
+    body.refuse_unless(NOT_FORWARDED, "is not served together with what the engine does itself")
     if read_tools(body) is not None and chat.tool_parser is None:  # SGLang parses forced calls by it, too
         raise body.refuse(
             "tools",
@@ -119,9 +117,7 @@ def read_completion(body: Fields, model: str) -> list[bytes]:
     ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
     if not ids and not (isinstance(prompt, str) and prompt):
         raise body.refuse("prompt", "must be a string or an array of token ids", "Send a request for each prompt.")
-    for name, nothing in NOT_COMPLETED.items():
-        if body.raw(name) not in (None, *nothing):
-            raise body.refuse(name, "is not served", f"Leave {name} out.")
+    body.refuse_unless(NOT_COMPLETED, "is not served")
     read_sampling(body)
     body.integer("logprobs", 0, MAX_TOP_LOGPROBS)
     body.flag("stream")

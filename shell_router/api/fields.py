@@ -62,8 +62,13 @@ class Fields:
 
     def refuse(self, name: str, what: str, remedy: str = "") -> InvalidField:
         """The error that says `what` is wrong with field `name`."""
-        path = self.path(name)
-        return InvalidField(f"{path} {what}.", field=path, remedy=remedy)
+        return refused(self.path(name), what, remedy)
+
+    def refuse_unless(self, nothing: Mapping[str, Collection[Any]], what: str) -> None:
+        """Raise InvalidField, saying `what`, for a field with another value than those that ask for nothing."""
+        for name in self.given(nothing):
+            if self.raw(name) not in nothing[name]:
+                raise self.refuse(name, what, f"Leave {name} out.")
 
     def text(self, name: str) -> str | None:
         """A string."""
@@ -150,10 +155,15 @@ class Fields:
         return None if value is None else as_object(value, self.path(name))
 
 
+def refused(path: str, what: str, remedy: str = "") -> InvalidField:
+    """The error that says `what` is wrong at `path`."""
+    return InvalidField(f"{path} {what}.", field=path, remedy=remedy)
+
+
 def as_object(value: Any, path: str) -> Fields:
     """`value`, found at `path`, as an object."""
     if not isinstance(value, dict):
-        raise InvalidField(f"{path} must be an object, not {shown(value)}.", field=path)
+        raise refused(path, f"must be an object, not {shown(value)}")
     return Fields(value, path)
 
 
@@ -164,7 +174,7 @@ def query_number(query: Mapping[str, str], name: str, default: float, most: floa
     except ValueError:
         value = -1.0
     if not 0 <= value <= most:
-        raise InvalidField(f"{name} must be a number from 0 to {most:g}.", field=name)
+        raise refused(name, f"must be a number from 0 to {most:g}")
     return value
 
 

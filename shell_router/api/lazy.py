@@ -14,7 +14,7 @@ from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, DRAIN
 from shell_router.api.agents import MARKER, holds_marker, identifier, marker_of, read_prefill, split_text
-from shell_router.api.fields import Fields, query_number
+from shell_router.api.fields import Fields, query_number, refused
 from shell_router.api.plain import Request
 from shell_router.api.replies import json_reply
 from shell_router.api.runs import Run, refuse_key
@@ -75,8 +75,6 @@ async def of_program(
     if models:
         refuse_key(request, "lazy answers or their markers")
         return _agent_of(request, body, chat, models, program, said, lazy=lazy)
-    if lazy:
-        raise body.refuse("lazy", "cannot go with a topology", "Name a model.")
     texts = await _outputs(request, program, reads, chat.timeout_s)
     messages = tuple(
         {"role": role, "content": "".join(one if isinstance(one, str) else texts[one.agent] for one in turn)}
@@ -96,9 +94,8 @@ def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Said, tuple[str, ...]
     """
     for at, turn in enumerate(messages):
         if not holds_marker(turn["content"]) and _marked_elsewhere(turn):
-            where = f"messages[{at}]"
             remedy = "Send the text that it stands for."
-            raise InvalidField(f"{where} holds a marker outside of its content.", field=where, remedy=remedy)
+            raise refused(f"messages[{at}]", "holds a marker outside of its content", remedy)
     said = tuple(
         (turn["role"], split_text(turn["content"], f"messages[{at}].content")) for at, turn in enumerate(messages)
     )
@@ -111,11 +108,9 @@ def _program_read(programs: Programs, tenant: str, reads: Sequence[str], program
     for agent in reads:
         found = programs.program_of(tenant, agent)
         if found is None or (program is not None and found != program):
-            raise InvalidField(
-                f"messages hold {marker_of(agent)}, which is no answer of {program or 'a program of yours'}.",
-                field="messages",
-                remedy="It has expired, was altered, or is another program's: begin the program anew.",
-            )
+            what = f"hold {marker_of(agent)}, which is no answer of {program or 'a program of yours'}"
+            remedy = "It has expired, was altered, or is another program's: begin the program anew."
+            raise refused("messages", what, remedy)
         program = found
     assert program is not None, "a request that is not lazy reads an agent"
     return program

@@ -98,15 +98,11 @@ async def forwarded(
 
     try:
         with request.app[DRAIN].deadline(limit_s):
-            if len(bodies) > 1:
-                async with choices_as_one(sent, bodies) as relayed:
-                    return await answer.forward(relayed)
-            async with sent(bodies[0]) as relayed:
+            async with choices_as_one(sent, bodies) if len(bodies) > 1 else sent(bodies[0]) as relayed:
                 return await answer.forward(relayed)
     except TimeoutError:
-        return await answer.failed(
-            DeadlineExceeded(f"The engine did not end within {limit_s:g} s.", remedy="Ask for fewer tokens.")
-        )
+        late = DeadlineExceeded(f"The engine did not end within {limit_s:g} s.", remedy="Ask for fewer tokens.")
+        return await answer.failed(late)
     except (asyncio.CancelledError, ClientConnectionResetError):
         raise
     except Exception as error:
@@ -144,11 +140,9 @@ class NativeAnswer:
         self._request[PLACED] = lambda: relayed.placed
         if not relayed.content_type.startswith("text/event-stream"):
             return await self._whole(relayed)
-        limit_s = self._request.app[SETTINGS].write_timeout_s
-        self._stream = await open_stream(
-            self._request, limit_s, status=relayed.status, content_type=relayed.content_type
-        )
         translation = self._translation
+        kind = relayed.content_type
+        self._stream = await open_stream(self._request, status=relayed.status, content_type=kind)
         async for chunk in relayed.chunks:
             self._seen += 1
             if b"_tokens" in chunk:
@@ -169,9 +163,8 @@ class NativeAnswer:
     async def _whole(self, relayed: Relayed) -> Reply:
         body = b"".join([chunk async for chunk in relayed.chunks])
         if relayed.status >= 400:
-            refusal = EngineRejected(
-                f"The engine answered {relayed.status}: {error_message(body)}", status=relayed.status
-            )
+            said = f"The engine answered {relayed.status}: {error_message(body)}"
+            refusal = EngineRejected(said, status=relayed.status)
             return problem_reply(self._request, refusal, relayed.status)
         self._last = body
         if self._translation is not None:

@@ -1,7 +1,6 @@
 """A run's lines in the trace files (docs/how-to/choose-models.md). Imported where a deployment asks for them."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shell_router.core.engine import ServedModel
@@ -17,33 +16,8 @@ from shell_router.moa.planning import (
 from shell_router.moa.requests import AgentRequest, MoaRequest
 from shell_router.telemetry import Trace
 from shell_router.telemetry.recorder import Recorder
-from shell_router.telemetry.trace import AgentTrace, since
+from shell_router.telemetry.trace import since
 from shell_router.topology import Graph
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedAgent:
-    """An agent's place in its program, and what was known of its prompt."""
-
-    workflow: str
-    stage: str
-    reads: tuple[str, ...]
-    known: KnownPrompt
-
-
-def recorded_agents(request: MoaRequest | AgentRequest, graph: Graph | None) -> dict[str, RecordedAgent]:
-    """The agents of `graph`, each step of which is a workflow of its own, or the one of a framework's request."""
-    if isinstance(request, AgentRequest):
-        known = known_of_request(request)
-        return {request.agent: RecordedAgent(AGENT_REQUEST, request.agent, request.reads, known)}
-    assert graph is not None
-    found = {}
-    for part in graph.parts:
-        workflow, stages = workflow_of(part), stages_of(part)
-        for agent in part.agents.values():
-            known, reads = known_of_agent(agent, request.messages), graph.waits_for[agent.id]
-            found[agent.id] = RecordedAgent(workflow, stages[agent.id], reads, known)
-    return found
 
 
 class Recording:
@@ -74,21 +48,33 @@ class Recording:
         self._recorder.add(lambda: list(self._lines()))
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        for agent, known in recorded_agents(self._request, self._graph).items():
-            ran = self._trace.agents.get(agent)
-            if ran is not None and ran.model in self._models:
-                yield self._line(agent, known, ran)
+        """One of each agent that ran; each step of a topology is a workflow of its own."""
+        request, graph = self._request, self._graph
+        if isinstance(request, AgentRequest):
+            yield from self._line(request.agent, AGENT_REQUEST, request.agent, request.reads, known_of_request(request))
+            return
+        assert graph is not None, "a chat has one"
+        for part in graph.parts:
+            workflow, stages = workflow_of(part), stages_of(part)
+            for agent in part.agents.values():
+                known, reads = known_of_agent(agent, request.messages), graph.waits_for[agent.id]
+                yield from self._line(agent.id, workflow, stages[agent.id], reads, known)
 
-    def _line(self, agent: str, recorded: RecordedAgent, ran: AgentTrace) -> dict[str, Any]:
-        system_tokens, user_tokens, known_tokens = recorded.known.tokens(self._models[ran.model].tokenizer)
+    def _line(
+        self, agent: str, workflow: str, stage: str, reads: Sequence[str], known: KnownPrompt
+    ) -> Iterator[dict[str, Any]]:
+        ran = self._trace.agents.get(agent)
+        if ran is None or ran.model not in self._models:
+            return
+        system_tokens, user_tokens, known_tokens = known.tokens(self._models[ran.model].tokenizer)
         origin_s = self._trace.started_s
         program = self._request.program if isinstance(self._request, AgentRequest) else self._request.id
         line = {
             "program": f"{self._trace.tenant}/{program}",
-            "topology": recorded.workflow,
+            "topology": workflow,
             "agent": agent,
-            "stage": recorded.stage,
-            "reads": list(recorded.reads),
+            "stage": stage,
+            "reads": list(reads),
             "model": ran.model,
             "state": ran.state,
             "system_tokens": system_tokens,
@@ -102,8 +88,7 @@ class Recording:
             "first_token_s": None if ran.first_token_s is None else since(ran.first_token_s, origin_s),
             "ended_s": None if ran.end is None else since(ran.end.at_s, origin_s),
         }
-        return line | (self._text(agent, recorded.known) if self._recorder.prompts else {})
-
-    def _text(self, agent: str, known: KnownPrompt) -> dict[str, str]:
-        output = "".join(self._texts.get(agent, ()))
-        return {"system": known.system, "user": known.user, "rest": known.rest, "output": output}
+        if self._recorder.prompts:
+            output = "".join(self._texts.get(agent, ()))
+            line |= {"system": known.system, "user": known.user, "rest": known.rest, "output": output}
+        yield line

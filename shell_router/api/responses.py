@@ -25,7 +25,7 @@ from shell_router.api.panels import BRINGING, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored, stream_error
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, end_of, key_of, place_of, reused
-from shell_router.api.services import REQUEST_ID, SERVICES, SETTINGS, TENANT, TRACE
+from shell_router.api.services import REQUEST_ID, SERVICES, TENANT, TRACE
 from shell_router.api.streaming import DONE, LAST_EVENT, Place, TranslatedFrames, data_frame, open_stream, respond
 from shell_router.api.translation import Events, ItemTranslation, Kind, joined
 from shell_router.core.sampling import check_depth
@@ -337,7 +337,7 @@ class BackgroundResponse:
             if end == CANCELLED:
                 return self.standing("cancelled")
             return json_reply(self.request, translation.fault(error) if error else translation.whole(end))
-        stream = await open_stream(self.request, self.request.app[SETTINGS].write_timeout_s)
+        stream = await open_stream(self.request)
         for choice in end.get("choices", ()):
             choice["delta"] = choice["message"]
         try:

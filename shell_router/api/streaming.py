@@ -59,13 +59,13 @@ class EventStream:
 
 async def open_stream(
     request: Request,
-    write_timeout_s: float,
     *,
     status: int = 200,
     content_type: str = "text/event-stream; charset=utf-8",
     headers: Mapping[str, str] = NO_HEADERS,
 ) -> EventStream | PlainStream:
-    """Begin a streamed answer."""
+    """Begin a streamed answer. A client that takes nothing of it for `write_timeout_s` is given up."""
+    write_timeout_s = request.app[SETTINGS].write_timeout_s
     sent = {
         "Content-Type": content_type,
         "Cache-Control": "no-cache",
@@ -279,12 +279,12 @@ async def respond(
     """
     if not stream:
         return json_reply(request, {**frames.whole(await run(None)), **warnings})
-    settings = request.app[SETTINGS]
+    ping_s = request.app[SETTINGS].ping_s
     async with LiveRun(run, frames.wants) as live:
-        await live.begun(settings.ping_s)
-        out = await open_stream(request, settings.write_timeout_s)
+        await live.begun(ping_s)
+        out = await open_stream(request)
         try:
-            await _pump(live, frames, out, settings.ping_s)
+            await _pump(live, frames, out, ping_s)
             last = frames.answer(live.answer())
         except (asyncio.CancelledError, ClientConnectionResetError):
             raise

@@ -1,8 +1,11 @@
-"""Routes that only look: models, traces, health, readiness, metrics."""
+"""Routes that only look, at models, traces, health, metrics, and the page; those that change topologies and engines."""
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import re
+from base64 import b64encode
+from hashlib import sha256
+from importlib.resources import files
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -153,7 +156,9 @@ async def ready(request: web.Request) -> web.Response:
     not ready.
     """
     services = request.app[SERVICES]
-    holding = await _checked(request, services.checks)
+    limit_s = request.app[SETTINGS].ready_timeout_s
+    outcomes = await asyncio.gather(*(_holds(name, check, limit_s) for name, check in services.checks.items()))
+    holding = dict(zip(services.checks, outcomes, strict=True))
     engines = {name for name in holding if name.startswith(ENGINE_CHECK)}
     optional = {*services.optional_checks, *(engines if any(holding[name] for name in engines) else ())}
     away = [name for name, holds in holding.items() if not holds]
@@ -171,12 +176,6 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST, **common_headers(request)})
 
 
-async def _checked(request: web.Request, checks: Mapping[str, ReadinessCheck]) -> dict[str, bool]:
-    limit_s = request.app[SETTINGS].ready_timeout_s
-    outcomes = await asyncio.gather(*(_holds(name, check, limit_s) for name, check in checks.items()))
-    return dict(zip(checks, outcomes, strict=True))
-
-
 async def _holds(name: str, check: ReadinessCheck, limit_s: float) -> bool:
     """Whether the check holds; one that fails or takes too long does not, and the log says why."""
     try:
@@ -185,3 +184,36 @@ async def _holds(name: str, check: ReadinessCheck, limit_s: float) -> bool:
     except Exception as error:
         log.warning("readiness check of %s failed: %s: %s", name, type(error).__name__, error)
         return False
+
+
+PAGE = web.AppKey("PAGE", str)
+
+
+def add_page(app: web.Application) -> None:
+    """Serve the live page, `GET /ui`: one static file, which asks the API with its caller's own key."""
+    app[PAGE] = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    app.add_routes([PAGE_ROUTE])
+
+
+async def show_page(request: web.Request) -> web.Response:
+    """The page, which may run its own script, load nothing, and connect to this router alone."""
+    page = request.app[PAGE]
+    headers = {"Content-Security-Policy": policy(page), "X-Content-Type-Options": "nosniff"}
+    return web.Response(text=page, content_type="text/html", headers={**common_headers(request), **headers})
+
+
+def policy(page: str) -> str:
+    """The content security policy of a page whose one script and one style are inside of it."""
+
+    def hashed(tag: str) -> str:
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        return f"'sha256-{b64encode(sha256(inside.encode()).digest()).decode()}'"
+
+    return (
+        f"default-src 'none'; script-src {hashed('script')}; style-src {hashed('style')}; connect-src 'self';"
+        " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+        " require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+
+
+PAGE_ROUTE = web.get("/ui", show_page)

@@ -154,11 +154,7 @@ class PairRelay:
                 if not isinstance(error, EngineError):
                     raise
                 await attempts.failed(pair, error)
-<<<<<<< HEAD
-            native = replace(native, rid=self._rid())  # the engines may still hold the id before
-=======
             native = replace(native, rid=self.rid())  # the engines may still hold the id before
->>>>>>> cut-engines
 
     def _legs(self, route: NativeRoute, native: NativeBody, pair: Pair, attempts: Attempts) -> Legs:
         at = "generate" if route == "prefill_only" else route
@@ -167,11 +163,7 @@ class PairRelay:
             sent = native.replaced(fields)
         else:
             sent = native.with_fields(pair.bootstrap)
-<<<<<<< HEAD
-        limits = self._pairing.limits
-=======
         limits = self.pairing.limits
->>>>>>> cut-engines
         read_timeout_s = limits.stall_s if native.stream else limits.answer_s
         prefill, decode = pair.prefill.engine, pair.decode.engine
         legs = Legs(prefill, decode, native.rids, (sent, sent), read_timeout_s, pair.prefilled, attempts.blame, at)

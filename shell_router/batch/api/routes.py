@@ -250,8 +250,7 @@ async def file_content(request: web.Request) -> web.StreamResponse:
     if request.method == "HEAD":
         return web.Response(headers={**common_headers(request), **sizes}, content_type=JSONL)
     with await on_disk(_folder(request).content(file.id).open, "rb") as content:
-        limit_s = request.app[SETTINGS].write_timeout_s
-        stream = await open_stream(request, limit_s, content_type=JSONL, headers=sizes)
+        stream = await open_stream(request, content_type=JSONL, headers=sizes)
         assert isinstance(stream, EventStream)
         while chunk := await on_disk(content.read, CHUNK_BYTES):
             await stream.send(chunk)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from shell_router.api import ApiSettings, add_page
-from shell_router.api.page import policy
+from shell_router.api.views import policy
 from tests.fakes.api_server import api
 
 
