@@ -7,13 +7,9 @@ needs no embedding model and costs a few operations per word.
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
 
 from shell_router.early_exit.algorithm1 import Features, Judgement, Score, rms_confidence
 from shell_router.early_exit.answers import AnswerReader, Stated, comparable
-
-if TYPE_CHECKING:
-    from shell_router.early_exit.settings import EarlyExit
 
 _BLANKS = re.compile(r"\s+")
 
@@ -94,11 +90,11 @@ class _Member:
 class InFlightGate:
     """Follows one cluster's outputs while they are written, and says how well the leading answer is supported."""
 
-    embeds: ClassVar[bool] = False
+    embeds = False
 
-    def __init__(self, settings: "EarlyExit", members: Iterable[str]) -> None:
-        self._quorum = settings.min_completed
-        self._threshold = settings.threshold
+    def __init__(self, members: Iterable[str], *, quorum: int, threshold: float) -> None:
+        self._quorum = quorum
+        self._threshold = threshold
         self._members = {name: _Member() for name in members}
         self._ended: set[str] = set()
 

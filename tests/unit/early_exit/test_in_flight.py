@@ -10,7 +10,7 @@ RUNNING = ("a", "b", "c")
 
 
 def gate(quorum: int = 1) -> InFlightGate:
-    return InFlightGate(EarlyExit("in_flight", min_completed=quorum, threshold=0.0), RUNNING)
+    return InFlightGate(RUNNING, quorum=quorum, threshold=0.0)
 
 
 def write(judged: InFlightGate, name: str, text: str, confidence: float = 1.0) -> None:
