@@ -24,7 +24,6 @@ from report import Row, report
 
 from shell_router.core.predictors import TokenStates
 from shell_router.early_exit.algorithm1 import ClusterGate, features, similarity
-from shell_router.early_exit.settings import EarlyExit
 from shell_router.engines.embedding import SentenceTransformerEmbedder
 
 TITLE = "Early exit: milliseconds per step of the gate"
@@ -95,7 +94,7 @@ def _correlation(states: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[An
 def _gate_ms(states: Sequence[TokenStates], rounds: int) -> float:
     times = []
     for _ in range(rounds):
-        gate = ClusterGate(EarlyExit(tau=0.7, min_completed=2))
+        gate = ClusterGate(tau=0.7, min_completed=2)
         for one in states[:-1]:
             gate.completed("a", 0.9, features(one))
         started = time.perf_counter()

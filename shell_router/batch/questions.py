@@ -69,8 +69,8 @@ def read_numeric(text: str) -> Fraction | None:
 def _with_unit(text: str) -> Fraction | None:
     """42 of `42 apples`; None of `24 and 13 is 37`."""
     single = single_at_start(f"{text}\n")
-    unit = text.rpartition(single.value)[2].strip() if single else ""
-    return number_of(single.value) if single and _UNIT.fullmatch(unit) else None
+    unit = text.rpartition(single)[2].strip() if single else ""
+    return number_of(single) if single and _UNIT.fullmatch(unit) else None
 
 
 def read_choice(text: str) -> str | None:

@@ -13,13 +13,9 @@ min(n1, h) * min(n2, h) * h multiplications, and two correlation matrices only h
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from shell_router.early_exit.settings import EarlyExit
 
 Matrix = NDArray[np.float64]
 
@@ -168,13 +164,23 @@ class Judgement:
 class ClusterGate:
     """Scores one cluster's outputs as they complete; each completion computes only its own row of Sim.
 
-    Exits with probability Q, or, by the policy `threshold`, when Q reaches it.
+    Exits when Q reaches `threshold`; without one, with probability Q.
     """
 
-    embeds: ClassVar[bool] = True
+    embeds = True
 
-    def __init__(self, settings: "EarlyExit", members: Sequence[str] = ()) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        *,
+        tau: float,
+        min_completed: int,
+        self_similarity: bool = True,
+        threshold: float | None = None,
+    ) -> None:
+        self._tau = tau
+        self._min_completed = min_completed
+        self._self_similarity = self_similarity
+        self._threshold = threshold
         self._confidences: list[float] = []
         self._features: list[Features] = []
         self._rows: list[list[float]] = []
@@ -192,11 +198,11 @@ class ClusterGate:
 
     def score(self) -> Score | None:
         """The score of all completed outputs; None while fewer than `min_completed` are there."""
-        size, settings = len(self._rows), self._settings
-        if size < settings.min_completed:
+        if len(self._rows) < self._min_completed:
             return None
+        size = len(self._rows)
         lower = np.array([row + [0.0] * (size - len(row)) for row in self._rows], dtype=np.float64)
-        return score(self._confidences, lower, settings.tau, self_similarity=settings.self_similarity)
+        return score(self._confidences, lower, self._tau, self_similarity=self._self_similarity)
 
     def judge(self, running: Collection[str], draw: Callable[[], float]) -> Judgement | None:
         """The decision after a completion (line 14); `draw` is uniform on [0, 1). None without a score."""
@@ -204,7 +210,6 @@ class ClusterGate:
         if scored is None:
             return None
         drawn = draw()
-        if self._settings.policy == "threshold":
-            threshold = self._settings.threshold
-            return Judgement(scored, threshold, scored.probability >= threshold)
+        if self._threshold is not None:
+            return Judgement(scored, self._threshold, scored.probability >= self._threshold)
         return Judgement(scored, drawn, drawn < scored.probability)

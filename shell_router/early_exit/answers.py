@@ -10,8 +10,8 @@ A statement is taken at its word: `so the answer is 3 times 12` states 3, until 
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -39,14 +39,9 @@ _GOES_ON = re.compile(
     re.VERBOSE,
 )
 """Behind a number: it is part of something longer."""
-_MAY_GO_ON = re.compile(
-    r"""(?: [eE][-+]? | [.:] | [ \t]*(?:[,/*−-][ \t]*[-+−]?\$?)? | [ \t]*\\[A-Za-z]* | [A-Za-z][ \t]*-?[ \t]* )\Z""",
-    re.VERBOSE,
-)
 _LIST = r",[ \t]*\(?[A-HJ-Z](?!\w)"
 _GOES_ON_AS_LIST = re.compile(_LIST)
 _ENDS_LETTER = re.compile(rf"[ \t\r]*\n|[*_$`}}):;!]|\\[)\]]|\.(?!\w|[ \t]*[A-Z]\.)|(?!{_LIST}),")
-_MAY_END_LETTER = re.compile(r"(?:[.,][ \t]*\(?[A-Z]?|[ \t\r]*)\Z")
 
 _MARKS = " \t\r\n*$`"
 _WRAPPED = re.compile(
@@ -59,41 +54,35 @@ _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 _SEVERAL = re.compile(r"[,;](?![0-9]{3})|\b(?:and|or)\b")
 
 
-class Single(NamedTuple):
-    """A number, letter or name at the beginning of a text; `end` is that of a name, which has no line to itself."""
+class Stated(NamedTuple):
+    """An answer, and the words that state it."""
 
     value: str
-    end: int | None = None
+    words: str
 
 
-def single_at_start(text: str, *, names: bool = False) -> Single | None:
-    """The number or letter, or with `names` the capitalised name, that `text` begins with.
-
-    None where there is none, and where what follows in `text` does not yet tell that it is over. A line break tells it.
-    """
+def single_at_start(text: str) -> str | None:
+    """The number or letter that `text` begins with; None where there is none, or no end of it is in `text`."""
     if number := _NUMBER.match(text):
-        if _GOES_ON.match(text, number.end()) or _MAY_GO_ON.match(text, number.end()):
-            return None
-        return Single(_plain(number))
-    if (letter := _LETTER.match(text)) and _letter_is_over(letter["bare"] is None, text, letter.end()):
-        return Single(letter["marked"] or letter["bare"])
-    if names and (name := _NAME.match(text)):
-        return Single(name["name"], name.end())
+        goes_on = number.end() == len(text) or _GOES_ON.match(text, number.end())
+        return None if goes_on else _plain(number)
+    if letter := _LETTER.match(text):
+        end, marked = letter.end(), letter["bare"] is None
+        if _GOES_ON_AS_LIST.match(text, end) is None if marked else _ENDS_LETTER.match(text, end):
+            return letter["marked"] or letter["bare"]
     return None
 
 
-def _letter_is_over(marked: bool, text: str, end: int) -> bool:
-    if _MAY_END_LETTER.match(text, end):
-        return False
-    return _GOES_ON_AS_LIST.match(text, end) is None if marked else _ENDS_LETTER.match(text, end) is not None
-
-
-def read_line(line: str, *, names: bool = False, words: bool = True) -> Single | None:
-    """What a complete line answers: what it begins with, the number that an equation ends with, or all its words."""
-    if (found := single_at_start(f"{line}\n"[:LIMIT], names=names)) or not words:
-        return found
-    plain = without_marks(line)
-    return Single(_equal_number(plain) or plain) if plain else None
+def _read_line(line: str, *, names: bool = False, words: bool = True) -> Stated | None:
+    """What a complete line answers: the number or letter that it begins with, with `names` the capitalised name; with
+    `words` the number that an equation ends with, or all that it says."""
+    head = f"{line[:LIMIT]}\n"[:LIMIT]
+    if single := single_at_start(head):
+        return Stated(single, line)
+    if names and (name := _NAME.match(head)):
+        return Stated(name["name"], name["name"])
+    plain = without_marks(line) if words else ""
+    return Stated(_equal_number(plain) or plain, line) if plain else None
 
 
 def _equal_number(words: str) -> str | None:
@@ -101,7 +90,7 @@ def _equal_number(words: str) -> str | None:
     first, *_, last = words.split("=") if "=" in words and not _SEVERAL.search(words) else ("", "")
     right = f"{last}\n"[:LIMIT]
     if _NUMBER.match(right) and (found := single_at_start(right)):
-        return found.value
+        return found
     return without_marks(first) if number_of(first) is not None else None
 
 
@@ -140,7 +129,6 @@ _MARK = re.compile(
     """,
     re.VERBOSE,
 )
-_LONGEST_MARK = 24
 _SIGNS = ("answer", "####", "boxed")
 """One of them is in every mark, and they are found faster."""
 _BRACE = re.compile("[{}]")
@@ -148,170 +136,85 @@ _COMMA = re.compile(r"\s*,\s*")
 _LONE_LETTER = re.compile(r"\(?([a-z])\)?[.:]?")
 
 
-@dataclass(frozen=True, slots=True)
-class _Stated:
-    """An answer, and where what states it begins and, if that is not its line's end, ends."""
+class AnswerReader:
+    """Reads the answer of a text that is still being written, line by line, in time linear in its length.
 
-    value: str
-    begin: int
-    end: int | None = None
-
-
-@dataclass(slots=True)
-class _Line:
-    """A statement that ends with its line at the latest. `begin` is where it begins in the whole text.
-
-    `fallback` is what stood before it in the same line.
+    `stated` is the last answer of the lines that have ended. A statement makes those void that began before it and have
+    not ended: a box that is not closed yet, or a mark whose answer was to stand on the next line.
     """
 
-    begin: int
-    words: bool
-    fallback: _Stated | None = None
-    parts: list[str] = field(default_factory=list)
-    head: str = ""
-    second: bool = False
-
-    def add(self, text: str) -> tuple[bool, _Stated | None]:
-        """Whether it is over, and what it states."""
-        line, newline, rest = text.partition("\n")
-        self.parts.append(line)
-        if len(self.head) < LIMIT:
-            self.head += line[: LIMIT - len(self.head)]
-            if single := single_at_start(self.head, names=not self.words):
-                return True, self._stated(single)
-        if not newline:
-            return False, None
-        if self.second or without_marks("".join(self.parts)):
-            return True, self.ended()
-        self.begin += sum(map(len, self.parts)) + 1
-        self.parts, self.head, self.second = [], "", True
-        return self.add(rest)
-
-    def ended(self) -> _Stated | None:
-        """What it states if the text ends here."""
-        single = read_line("".join(self.parts), names=not self.words, words=self.words)
-        return self._stated(single) if single else self.fallback
-
-    def cut(self, at: int) -> _Stated | None:
-        """What it states if another mark begins at `at`."""
-        single = read_line("".join(self.parts)[: at - self.begin], words=self.words)
-        return _Stated(single.value, self.begin, at) if single else self.fallback
-
-    def _stated(self, single: Single) -> _Stated:
-        return _Stated(single.value, self.begin, None if single.end is None else self.begin + single.end)
-
-
-@dataclass(slots=True)
-class _Boxed:
-    """A statement in braces."""
-
-    begin: int
-    parts: list[str] = field(default_factory=list)
-    depth: int = 1
-
-    def add(self, text: str) -> tuple[bool, _Stated | None]:
-        """Whether it is over, and what it states."""
-        for brace in _BRACE.finditer(text):
-            self.depth += 1 if brace[0] == "{" else -1
-            if not self.depth:
-                self.parts.append(text[: brace.start()])
-                return True, self._closed()
-        self.parts.append(text)
-        return False, None
-
-    def ended(self) -> _Stated | None:
-        """Nothing: it was not closed."""
-        return None
-
-    def _closed(self) -> _Stated | None:
-        inside = "".join(self.parts)
-        single = read_line(inside.replace("{,}", ","))
-        return _Stated(single.value, self.begin, self.begin + len(inside)) if single else None
-
-
-class AnswerReader:
-    """Reads the answer of a text that is still being written, in time linear in its length."""
-
-    __slots__ = ("_last", "_length", "_open", "_tail")
+    __slots__ = ("_box", "_depth", "_line", "_waiting", "stated")
 
     def __init__(self) -> None:
-        self._last: _Stated | None = None
-        self._open: dict[str, _Line | _Boxed] = {}
-        self._tail = ""
-        self._length = 0
-
-    @property
-    def settled(self) -> str | None:
-        """The last answer that nothing still to be written can lengthen."""
-        return None if self._last is None else self._last.value
-
-    def final(self) -> str | None:
-        """The last answer if the text ends here; `stated_answer` of all added so far."""
-        stated = self._stated()
-        return None if stated is None else stated.value
+        self.stated: Stated | None = None
+        self._line: list[str] = []
+        self._waiting: dict[str, None] = {}
+        self._box: list[str] | None = None
+        self._depth = 0
 
     def add(self, text: str) -> None:
         """Take in more of the text."""
-        window, fed = self._tail + text, len(self._tail)
-        offset = self._length - fed
-        for mark in self._new_marks(window, fed):
-            self._feed(window[fed : mark.end()])
-            self._begin(mark, offset)
-            fed = mark.end()
-        self._feed(window[fed:])
-        self._tail = window[-_LONGEST_MARK:]
-        self._length = offset + len(window)
+        *ended, rest = text.split("\n")
+        for end in ended:
+            self._line.append(end)
+            self._read("".join(self._line))
+            self._line.clear()
+        self._line.append(rest)
 
-    def _new_marks(self, window: str, known: int) -> Iterator[re.Match[str]]:
-        folded = window.casefold()
-        if any(sign in folded for sign in _SIGNS):
-            yield from (mark for mark in _MARK.finditer(window) if mark.end() > known)
+    def end(self) -> Stated | None:
+        """The text is complete; its last answer."""
+        self._read("".join(self._line))
+        self._line.clear()
+        return self.stated
 
-    def _begin(self, mark: re.Match[str], offset: int) -> None:
-        """A new statement takes the place of an open one of its kind, and may fall back on it."""
-        kind = str(mark.lastgroup)
-        before = self._open.pop(kind, None)
-        begin = offset + mark.end()
-        if kind == "boxed":
-            self._open[kind] = _Boxed(begin)
-            return
-        cut = before.cut(offset + mark.start()) if isinstance(before, _Line) and kind == "line" else None
-        self._open[kind] = _Line(begin, words=kind == "line", fallback=cut)
-
-    def _feed(self, text: str) -> None:
-        """Open statements take in `text`, the latest first: what it states makes earlier ones void."""
-        if not self._open:
-            return
-        still: list[tuple[str, _Line | _Boxed]] = []
-        for kind, statement in reversed(self._open.items()):
-            over, stated = statement.add(text)
+    def _read(self, line: str) -> None:
+        folded = line.casefold()
+        marks = list(_MARK.finditer(line)) if any(sign in folded for sign in _SIGNS) else []
+        ends = dict.fromkeys(("line", "said", "boxed"), len(line))  # a statement ends where the next of its kind begins
+        found = []
+        for mark in reversed(marks):
+            kind = str(mark.lastgroup)
+            found.append((kind, True, line[mark.end() : ends[kind]]))
+            ends[kind] = mark.start()
+        before = [*(["boxed"] if self._box is not None else []), *self._waiting]
+        found += [(kind, False, line[: ends[kind]]) for kind in before]
+        self._waiting.clear()
+        for kind, begins, said in reversed(found):
+            if kind == "boxed":
+                stated = self._boxed(said, begins=begins)
+            else:
+                stated = _read_line(said, names=kind == "said", words=kind == "line")
+                if begins and not without_marks(said):
+                    self._waiting[kind] = None
             if stated:
-                self._last = stated
-                break
-            if not over:
-                still.append((kind, statement))
-        self._open = dict(reversed(still))
+                self.stated, self._box = stated, None
+                self._waiting.clear()
 
-    def _stated(self) -> _Stated | None:
-        ended = (one.ended() for one in reversed(self._open.values()))
-        return next((stated for stated in ended if stated), self._last)
-
-    def _stated_line(self, text: str) -> str | None:
-        stated = self._stated()
-        if stated is None:
+    def _boxed(self, text: str, *, begins: bool) -> Stated | None:
+        """What a box states, if it is closed in `text`."""
+        if begins:
+            self._box, self._depth = [], 1
+        if self._box is None:  # void meanwhile
             return None
-        line = text[stated.begin : stated.end] if stated.end else text[stated.begin :].partition("\n")[0]
-        return without_marks(line) or None
+        for brace in _BRACE.finditer(text):
+            self._depth += 1 if brace[0] == "{" else -1
+            if not self._depth:
+                inside, self._box = "".join([*self._box, text[: brace.start()]]), None
+                return _read_line(inside.replace("{,}", ","))
+        self._box.append(f"{text}\n")
+        return None
 
 
 def stated_answer(text: str) -> str | None:
     """The last answer that `text` states, without the words and marks around it; None where it states none."""
-    return _read(text).final()
+    stated = _read(text)
+    return None if stated is None else stated.value
 
 
 def stated_line(text: str) -> str | None:
     """The same as `stated_answer` to the end of its line, as answers in words want it: `5 pens`, not `5`."""
-    return _read(text)._stated_line(text)
+    stated = _read(text)
+    return None if stated is None else without_marks(stated.words) or None
 
 
 def forms_in(text: str) -> frozenset[str]:
@@ -337,10 +240,10 @@ def comparable(answer: str) -> str:
     return letter[1] if letter else words
 
 
-def _read(text: str) -> AnswerReader:
+def _read(text: str) -> Stated | None:
     reader = AnswerReader()
     reader.add(text)
-    return reader
+    return reader.end()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,9 @@ needs no embedding model and costs a few operations per word.
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
 
 from shell_router.early_exit.algorithm1 import Features, Judgement, Score, rms_confidence
-from shell_router.early_exit.answers import AnswerReader, comparable
-
-if TYPE_CHECKING:
-    from shell_router.early_exit.settings import EarlyExit
+from shell_router.early_exit.answers import AnswerReader, Stated, comparable
 
 _BLANKS = re.compile(r"\s+")
 
@@ -50,7 +46,7 @@ class _Member:
     def __init__(self) -> None:
         self.words: list[str] = []
         self.answer: str | None = None
-        self._stated: str | None = None
+        self._stated: Stated | None = None
         self.confidence = 0.0
         self.complete = False
         self.overlaps: dict[str, Overlap] = {}
@@ -58,9 +54,9 @@ class _Member:
         self._word: list[str] = []
 
     def write(self, text: str) -> None:
-        """Take in more text; its last word may still grow, and an answer counts once something follows it."""
+        """Take in more text; its last word may still grow, and an answer counts once its line has ended."""
         self._reader.add(text)
-        self._state(self._reader.settled)
+        self._state(self._reader.stated)
         first, *others = _BLANKS.split(text)
         self._word.append(first)
         if others:
@@ -70,7 +66,7 @@ class _Member:
 
     def end(self) -> None:
         """The text is complete."""
-        self._state(self._reader.final())
+        self._state(self._reader.end())
         self._take("".join(self._word).split())
         self.complete = True
         self.overlaps.clear()
@@ -80,10 +76,10 @@ class _Member:
         overlap = self.overlaps[answer] = Overlap(complete.words)
         overlap.add(self.words)
 
-    def _state(self, answer: str | None) -> None:
-        if answer != self._stated:
-            self._stated = answer
-            self.answer = None if answer is None else comparable(answer)
+    def _state(self, stated: Stated | None) -> None:
+        if stated is not self._stated:
+            self._stated = stated
+            self.answer = None if stated is None else comparable(stated.value)
 
     def _take(self, words: list[str]) -> None:
         self.words += words
@@ -94,11 +90,11 @@ class _Member:
 class InFlightGate:
     """Follows one cluster's outputs while they are written, and says how well the leading answer is supported."""
 
-    embeds: ClassVar[bool] = False
+    embeds = False
 
-    def __init__(self, settings: "EarlyExit", members: Iterable[str]) -> None:
-        self._quorum = settings.min_completed
-        self._threshold = settings.threshold
+    def __init__(self, members: Iterable[str], *, quorum: int, threshold: float) -> None:
+        self._quorum = quorum
+        self._threshold = threshold
         self._members = {name: _Member() for name in members}
         self._ended: set[str] = set()
 

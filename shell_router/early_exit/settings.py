@@ -2,20 +2,18 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from shell_router.early_exit.algorithm1 import ClusterGate, Features, Judgement
 from shell_router.early_exit.in_flight import InFlightGate
 
 
 class Gate(Protocol):
-    """Judges one cluster of one run. A new policy is a class with these members, made of settings and the cluster's
-    agents, and an entry in POLICIES."""
+    """Judges one cluster of one run. A new policy is a class with these members, and an entry in
+    POLICIES."""
 
-    embeds: ClassVar[bool]
+    embeds: bool
     """Whether it judges embeddings of complete outputs; if not, it also reads what is written, as it is written."""
-
-    def __init__(self, settings: "EarlyExit", members: Sequence[str]) -> None: ...
 
     def wrote(self, agent: str, text: str, confidence: float) -> None:
         """The agent wrote more; `confidence` is that of all it has written. Not called for gates that embed."""
@@ -60,17 +58,16 @@ class EarlyExit:
     @property
     def judges(self) -> bool:
         """Whether outputs are judged, by a gate."""
-        return POLICIES[self.policy] is not None
+        return POLICIES[self.policy].gate is not None
 
     @property
     def embeds(self) -> bool:
         """Whether outputs have to be embedded."""
-        gate = POLICIES[self.policy]
-        return gate is not None and gate.embeds
+        return POLICIES[self.policy].embeds
 
     def gate(self, members: Sequence[str]) -> Gate | None:
         """A new gate for one cluster of one run; None where outputs are only counted."""
-        gate = POLICIES[self.policy]
+        gate = POLICIES[self.policy].gate
         return None if gate is None else gate(self, members)
 
     def __post_init__(self) -> None:
@@ -96,10 +93,29 @@ class EarlyExit:
                 raise ValueError(message)
 
 
-POLICIES: Mapping[str, type[Gate] | None] = {
-    "stochastic": ClusterGate,
-    "threshold": ClusterGate,
-    "in_flight": InFlightGate,
-    "quorum": None,
+class Policy(NamedTuple):
+    """Whether outputs have to be embedded for it, and how its gate is made; None where outputs are only counted."""
+
+    embeds: bool
+    gate: Callable[[EarlyExit, Sequence[str]], Gate] | None
+
+
+def _algorithm1(settings: EarlyExit, members: Sequence[str]) -> Gate:
+    return ClusterGate(
+        tau=settings.tau,
+        min_completed=settings.min_completed,
+        self_similarity=settings.self_similarity,
+        threshold=settings.threshold if settings.policy == "threshold" else None,
+    )
+
+
+def _in_flight(settings: EarlyExit, members: Sequence[str]) -> Gate:
+    return InFlightGate(members, quorum=settings.min_completed, threshold=settings.threshold)
+
+
+POLICIES: Mapping[str, Policy] = {
+    "stochastic": Policy(embeds=True, gate=_algorithm1),
+    "threshold": Policy(embeds=True, gate=_algorithm1),
+    "in_flight": Policy(embeds=False, gate=_in_flight),
+    "quorum": Policy(embeds=False, gate=None),
 }
-"""The gate of each policy; None where outputs are only counted."""

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from shell_router.early_exit.algorithm1 import ClusterGate, Confidence, features, similarity
-from shell_router.early_exit.settings import EarlyExit
 
 TOLERANCE = 1e-6
 
@@ -47,7 +46,7 @@ def metric_q(states, logprobs, tau):
 
 
 def assert_follows_algorithm1(states, logprobs, tau):
-    gate = ClusterGate(EarlyExit(tau=tau, min_completed=1))
+    gate = ClusterGate(tau=tau, min_completed=1)
     for count in range(1, len(states) + 1):
         confidence = Confidence()
         confidence.add(logprobs[count - 1])

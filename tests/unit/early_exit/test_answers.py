@@ -144,31 +144,26 @@ def test_words_are_stated_to_the_end_of_their_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "settled"),
+    ("text", "answer"),
     [
-        ("Answer: 3", None),
         ("Answer: 37", None),
-        ("Answer: 37 ", None),
-        ("Answer: 37.", None),
-        ("Answer: 37 +", None),
-        ("Answer: 37\n", "37"),
-        ("Answer: 37 pens", "37"),
-        ("Answer: A ", None),
-        ("Answer: A d", None),
-        ("Answer: A \n", "A"),
-        ("Answer: A)", "A"),
-        ("Answer: (C) b", "C"),
-        ("Answer: Par", None),
+        ("Answer: 37 pens", None),
+        ("Answer: 37 pens\n", "37"),
+        ("Answer:\n", None),
+        ("Answer:\n37", None),
+        ("Answer:\n37\n", "37"),
         ("Answer: Paris\n", "Paris"),
         ("the answer is Paris.", None),
-        ("the answer is Paris. ", "Paris"),
-        (r"\boxed{37}", "37"),
-        (r"\boxed{37", None),
+        (r"\boxed{37}", None),
+        ("\\boxed{37}\n", "37"),
+        ("\\boxed{37\n", None),
+        ("\\boxed{37\n}\n", "37"),
         ("Answer: 3\nAnswer: 4", "3"),
     ],
 )
-def test_an_answer_that_may_still_grow_is_not_settled(text: str, settled: str | None) -> None:
-    assert read(text).settled == settled
+def test_an_answer_counts_once_its_line_has_ended(text: str, answer: str | None) -> None:
+    stated = read(text).stated
+    assert (None if stated is None else stated.value) == answer
 
 
 def read(text: str) -> AnswerReader:
@@ -190,15 +185,15 @@ def test_how_a_text_is_cut_into_pieces_changes_nothing(text: str, data: st.DataO
         reader = AnswerReader()
         for part in parts:
             reader.add(part)
-        assert (reader.settled, reader.final()) == (read(text).settled, stated_answer(text))
+        assert (reader.stated, reader.end()) == (read(text).stated, read(text).end())
 
 
 @given(st.lists(BITS, max_size=40))
-def test_what_is_settled_stays_unless_something_else_is_stated(bits: list[str]) -> None:
+def test_what_is_stated_stays_unless_something_else_is_stated(bits: list[str]) -> None:
     reader = AnswerReader()
     for bit in bits:
         reader.add(bit)
-    assert reader.settled is None or reader.final() is not None
+    assert reader.stated is None or reader.end() is not None
 
 
 @pytest.mark.parametrize(
@@ -210,7 +205,7 @@ def test_reading_takes_time_linear_in_the_text_on_one_line_too(piece: str) -> No
         reader.add("Answer: yes ")
         for _ in range(pieces):
             reader.add(piece)
-        reader.final()
+        reader.end()
         return time.process_time() - begin
 
     # 8 times as long where it is linear, 64 times where it is quadratic; a busy machine may need more than one try

@@ -16,7 +16,7 @@ def judged(gate, draw):
 def two_outputs(**settings):
     """A gate after two unlike outputs, and its Q."""
     rng = np.random.default_rng(0)
-    gate = ClusterGate(EarlyExit(tau=0.7, min_completed=2, **settings))
+    gate = ClusterGate(tau=0.7, min_completed=2, **settings)
     for agent in "ab":
         gate.completed(agent, 0.8, features(rng.standard_normal((5, 8))))
     return gate, gate.score().probability
@@ -69,8 +69,8 @@ def test_the_stochastic_policy_exits_as_often_as_q():
 
 def test_the_threshold_policy_ignores_the_draw():
     _, q = two_outputs()
-    reached, _ = two_outputs(policy="threshold", threshold=q)
-    missed, _ = two_outputs(policy="threshold", threshold=math.nextafter(q, 1))
+    reached, _ = two_outputs(threshold=q)
+    missed, _ = two_outputs(threshold=math.nextafter(q, 1))
     for draw in (0.0, 0.5, 0.999):
         assert judged(reached, draw)
         assert not judged(missed, draw)
@@ -90,7 +90,7 @@ def test_without_self_similarity_agreement_is_that_of_pairs():
 
 
 def test_the_gate_is_silent_until_enough_outputs_are_there():
-    gate = ClusterGate(EarlyExit(tau=0.7, min_completed=3))
+    gate = ClusterGate(tau=0.7, min_completed=3)
     output = features(np.random.default_rng(0).standard_normal((5, 8)))
     gate.completed("a", 0.9, output)
     assert gate.score() is None
@@ -102,7 +102,7 @@ def test_the_gate_is_silent_until_enough_outputs_are_there():
 
 def test_a_refused_output_leaves_the_gate_as_it_was():
     rng = np.random.default_rng(0)
-    gate = ClusterGate(EarlyExit(tau=0.7, min_completed=2))
+    gate = ClusterGate(tau=0.7, min_completed=2)
     gate.completed("a", 0.9, features(rng.standard_normal((5, 8))))
     with pytest.raises(ValueError, match="different models"):
         gate.completed("b", 0.8, features(rng.standard_normal((5, 9))))

@@ -10,7 +10,7 @@ RUNNING = ("a", "b", "c")
 
 
 def gate(quorum: int = 1) -> InFlightGate:
-    return InFlightGate(EarlyExit("in_flight", min_completed=quorum, threshold=0.0), RUNNING)
+    return InFlightGate(RUNNING, quorum=quorum, threshold=0.0)
 
 
 def write(judged: InFlightGate, name: str, text: str, confidence: float = 1.0) -> None:
@@ -77,7 +77,7 @@ def test_who_states_another_answer_does_not_support_however_alike_the_words() ->
     judged = gate()
     end(judged, "a", "I add it all up. Answer: 8")
     end(judged, "b", "I add it all up. Answer: 9", 0.5)
-    write(judged, "c", "I add it all up. Answer: 9 as", 0.4)
+    write(judged, "c", "I add it all up. Answer: 9\n", 0.4)
     scored = judged.score(("c",))
     assert scored.probability == pytest.approx(1 / 3)
 
@@ -87,7 +87,7 @@ def test_the_answer_with_more_confidence_behind_it_leads() -> None:
     end(judged, "a", "Answer: 8", 1.0)
     end(judged, "b", "Answer: 9", 0.7)
     assert judged.score(("c",)) == NO_QUORUM
-    write(judged, "c", "Answer: 9, for", 0.7)
+    write(judged, "c", "Answer: 9, for\n", 0.7)
     scored = judged.score(("c",))
     assert scored.probability == pytest.approx(1.4 / 3)
 
@@ -138,6 +138,6 @@ def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
 def test_the_surest_has_ended_and_states_the_leading_answer() -> None:
     judged = gate(quorum=2)
     end(judged, "a", "Answer: 8", 0.7)
-    write(judged, "b", "Answer: 8, I know", 0.99)
+    write(judged, "b", "Answer: 8, I know\n", 0.99)
     end(judged, "c", "Answer: 9", 0.8)
     assert judged.judge(("b",), random).sources[0] == "a"

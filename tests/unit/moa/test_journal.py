@@ -259,7 +259,7 @@ async def test_ends_come_in_their_order_so_that_an_exit_in_flight_falls_as_befor
     root = Agent("root", "large", ("x", "y", "z"), SUM)
     topology = Topology("exits", leaves | {"root": root}, (Cluster("c", ("x", "y", "z"), exits),))
     answers = {"x": 7, "y": 7, "z": 9}
-    scripts = {name: Script(f"It is \\boxed{{{said}}}.", piece_words=9) for name, said in answers.items()}
+    scripts = {name: Script(f"It is \\boxed{{{said}}}.\n", piece_words=9) for name, said in answers.items()}
     scripts["root"] = Script("done now")
     gates, store, events, repeated = Gates("x", "y"), MemoryJournals(), Recorder(), Recorder()
     running = asyncio.create_task(attempt(moa_of(scripts, pace=gates.pace), store, topology=topology, events=events))
