@@ -254,7 +254,8 @@ class Catalog:
         graphs: dict[str, Graph] = {}
         for name in sorted(named, key=with_steps.__contains__):  # what steps name comes before them
             document, before = named[name], self.entries.get(name)
-            if not (errors and _names_others(document, graphs)):  # it may be missing only as its own file is wrong
+            asked = {step.get("topology") for step in document.value.get("steps", {}).values()} - {None}
+            if not errors or asked <= graphs.keys():  # else one may be missing only as its own file is wrong
                 with _kept(errors, document):
                     graphs[name] = link(document, self.models, self.needs, graphs, with_steps)
                     source: Source = "put" if any(document is one for one in put) else "file"
@@ -263,12 +264,6 @@ class Catalog:
             if before is not None and before.document.source == document.source:
                 graphs[name], entries[name] = before.graph, before
         return replace(self, entries={name: entries[name] for name in named if name in entries})
-
-
-def _names_others(document: Document, graphs: Collection[str]) -> bool:
-    """Whether its steps name topologies that are none of `graphs`."""
-    steps = document.value.get("steps", {}).values()
-    return any("topology" in step and step["topology"] not in graphs for step in steps)
 
 
 @contextmanager
