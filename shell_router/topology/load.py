@@ -22,8 +22,6 @@ Models = Collection[str] | None
 Needs = Callable[[Graph], Iterable[Problem]]
 """What a checked graph needs and the deployment lacks."""
 
-NO_GRAPHS: Mapping[str, Graph] = MappingProxyType({})
-
 
 def nothing_lacks(_: Graph) -> Iterable[Problem]:
     """Where it is not known what the deployment has."""
@@ -50,11 +48,6 @@ def parse_topology(text: str, *, source: str, models: Models = None) -> Topology
     return graph
 
 
-def read_file(path: Path) -> Document:
-    """The document in the file at `path`, its form checked. Raises TopologyError."""
-    return formed(read_document(read_text(path), source=str(path)))
-
-
 def formed(document: Document) -> Document:
     """The document, its form checked. Raises its error."""
     document.refuse(check(TOPOLOGY, document.value, ()))
@@ -75,7 +68,7 @@ def link(
     document: Document,
     models: Models = None,
     needs: Needs = nothing_lacks,
-    graphs: Mapping[str, Graph] = NO_GRAPHS,
+    graphs: Mapping[str, Graph] = MappingProxyType({}),
     with_steps: Collection[str] = (),
 ) -> Graph:
     """The graph of a document whose form is checked. Raises the document's error.
@@ -158,7 +151,7 @@ class Catalog:
         documents: list[Document] = []
         for file in files:
             with _kept(errors, Document(str(file), {}, {})):
-                documents.append(read_file(file))
+                documents.append(formed(read_document(read_text(file), source=str(file))))
                 continue
             if str(file) in before:
                 documents.append(before[str(file)].document)
