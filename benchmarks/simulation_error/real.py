@@ -14,7 +14,7 @@ from typing import Any
 from agent_cache import MemoryAgentPromptCache
 from benchmarks.overlap.measure import drawn_question, fixed_length, four_settings, setting
 from shell_router.api.models import straight_through
-from shell_router.app.resources import running_embedder
+from shell_router.app.services import running_embedder
 from shell_router.config import Config
 from shell_router.core.engine import Tokenizer
 from shell_router.core.predictors import Embedder

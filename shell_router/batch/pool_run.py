@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from shell_router.app.model_files import CONFIG as ADAPTER_CONFIG
-from shell_router.app.resources import running_embedder
+from shell_router.app.services import running_embedder
 from shell_router.batch.journal import Key, Output, opened, write_whole
 from shell_router.batch.pool import ALWAYS, SEE, Pool
 from shell_router.batch.profile import Load, ModelProfile, PoolProfile, at_their_dearest, with_starts

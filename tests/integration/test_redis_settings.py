@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from agent_cache import LogKey
-from shell_router.app.resources import running_cache
+from shell_router.app.services import running_cache
 from shell_router.config import read_config
 from shell_router.errors import ConfigError
 from tests.fakes.certificates import authority
