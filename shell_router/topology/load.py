@@ -161,7 +161,10 @@ class Catalog:
     def of_files(self, files: Iterable[Path]) -> "Catalog":
         """The same. Raises TopologyError naming every problem."""
         catalog, errors = self.with_files(files)
-        _raise(errors)
+        if len(errors) == 1:
+            raise errors[0][1]
+        if errors:
+            raise TopologyError("\n".join(str(error) for _, error in errors))
         return catalog
 
     def with_put(self, name: str, value: Values) -> "Catalog":
@@ -294,18 +297,9 @@ def load_with_others(files: Sequence[Path], *, models: Models = None) -> dict[Pa
     Raises TopologyError naming every problem.
     """
     folders = dict.fromkeys(file.parent for file in files if file.exists())
-    others = chain.from_iterable(map(files_in, folders))
-    catalog, errors = Catalog(models).with_files(dict.fromkeys([*files, *others]))
-    found = {Path(entry.document.source): entry.graph for entry in catalog.entries.values()}
-    if not found.keys() >= {*files}:  # else what is wrong with others does not matter
-        own = {str(file) for file in files}
-        _raise([error for error in errors if error[0].source in own] or errors)
-    return {file: found[file] for file in files}
-
-
-def _raise(errors: Errors) -> None:
-    """One TopologyError that names every problem."""
-    if len(errors) == 1:
-        raise errors[0][1]
-    if errors:
-        raise TopologyError("\n".join(str(error) for _, error in errors))
+    every = dict.fromkeys([*files, *chain.from_iterable(map(files_in, folders))])
+    catalog, _ = Catalog(models).with_files(every)
+    right = {entry.document.source for entry in catalog.entries.values()}  # what is wrong with others does not matter
+    catalog = Catalog(models).of_files(one for one in every if one in files or str(one) in right)
+    found = {entry.document.source: entry.graph for entry in catalog.entries.values()}
+    return {file: found[str(file)] for file in files}
