@@ -4,6 +4,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from math import inf
@@ -39,43 +40,32 @@ def boundary(ends: Sequence[int], position: int) -> int:
     return index
 
 
+@dataclass(slots=True, eq=False)
 class Log:
     """Chunks with their cumulative positions, an end mark, and the readers waiting for more.
 
     It may exist before it is `begun`, for readers to wait on. Once it is `gone`, writes are ignored and reads end.
     """
 
-    __slots__ = ("_waiting", "begun", "chunks", "detail", "end", "ends", "expires_s", "gone")
-
-    def __init__(self) -> None:
-        self.begun = False
-        self.gone = False
-        self.chunks: list[Chunk] = []
-        self.end: End | None = None
-        self.detail = ""
-        self.expires_s = 0.0
-        self.ends = [0]
-        # readers and the position at which each is woken, in order of arrival
-        self._waiting: dict[asyncio.Future[None], int] = {}
+    begun: bool = False
+    gone: bool = False
+    chunks: list[Chunk] = field(default_factory=list)
+    end: End | None = None
+    detail: str = ""
+    expires_s: float = 0.0
+    ends: list[int] = field(default_factory=lambda: [0])
+    waiting: dict[asyncio.Future[None], int] = field(default_factory=dict)
+    """Readers and the position at which each is woken, in order of arrival."""
 
     @property
     def position(self) -> int:
         """Where the log ends at present, in tokens or characters."""
         return self.ends[-1]
 
-    @property
-    def awaited(self) -> bool:
-        """Whether a reader waits."""
-        return bool(self._waiting)
-
     def append(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         self.ends.append(self.ends[-1] + len(chunk))
         self.wake(self.ends[-1])
-
-    def index_of(self, position: int) -> int:
-        """How many chunks lie before `position`. ValueError where that is no boundary between chunks."""
-        return boundary(self.ends, position)
 
     def after(self, position: int, at_least: int = 1) -> LogRead | None:
         """What a reader at `position` gets now; None while the log has not ended and has less than `at_least` more."""
@@ -84,14 +74,14 @@ class Log:
         last = self.ends[-1]
         if position == last and at_least > 0 and self.end is None:
             return None
-        index = self.index_of(position)
+        index = boundary(self.ends, position)
         if last - position < at_least and self.end is None:
             return None
         return joined(self.chunks[index:], last, self.end, self.detail)
 
     def wake(self, position: float = inf) -> None:
         """Let every reader look again that waits for `position` or less."""
-        for waiter, awaited in self._waiting.items():
+        for waiter, awaited in self.waiting.items():
             if awaited <= position and not waiter.done():
                 waiter.set_result(None)
 
@@ -105,11 +95,11 @@ class Log:
     async def reached(self, position: int) -> None:
         """Return when the log comes to `position` or is woken."""
         waiter = asyncio.get_running_loop().create_future()
-        self._waiting[waiter] = position
+        self.waiting[waiter] = position
         try:
             await waiter
         finally:
-            del self._waiting[waiter]
+            del self.waiting[waiter]
 
 
 class Writer:
@@ -237,7 +227,7 @@ class MemoryAgentPromptCache:
             try:
                 await log.reached(position + at_least)
             finally:
-                if not log.begun and not log.awaited and self._awaited.get(key) is log:
+                if not log.begun and not log.waiting and self._awaited.get(key) is log:
                     del self._awaited[key]
             if log.gone:
                 return forgotten(position)

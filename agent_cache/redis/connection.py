@@ -76,13 +76,5 @@ class Connection:
             info = await self.call("INFO", "server")
         except NoPermissionError:
             return ""
-        return repr(sorted(_run_ids(info)))
-
-
-def _run_ids(info: object) -> list[str]:
-    """The `run_id` of a server, or of each node where a cluster's client asked them all."""
-    if not isinstance(info, Mapping):
-        return []
-    if "run_id" in info:
-        return [str(info["run_id"])]
-    return [run_id for node in info.values() for run_id in _run_ids(node)]
+        nodes = [info] if "run_id" in info else info.values()  # a cluster's client may have asked every node
+        return repr(sorted(str(node.get("run_id")) for node in nodes))

@@ -16,7 +16,7 @@ from typing import Any
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from agent_cache.memory import Log
+from agent_cache.memory import Log, boundary
 from agent_cache.protocol import CacheStats, LogExists, LogKey
 from agent_cache.redis.connection import AWAY, Connection, concerns_key
 from agent_cache.redis.layout import END_KIND, Command, Entry, Layout, id_parts
@@ -122,7 +122,7 @@ class Publication:
             return False
         position, kind = id_parts(last[0][0])
         try:
-            self.chunks = self.log.index_of(position)
+            self.chunks = boundary(self.log.ends, position)
         except ValueError:
             return False
         self.ended = kind == END_KIND

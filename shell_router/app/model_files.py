@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,15 +73,10 @@ class ModelFiles:
 def read_files(models: Mapping[str, ModelSettings]) -> dict[str, ModelFiles]:
     """Per alias its model's files. Blocks. Raises ConfigError."""
     files = {alias: _read(alias, settings) for alias, settings in models.items()}
-    _share_ids([one.tokenizer for one in files.values()])
-    return files
-
-
-def _share_ids(tokenizers: Sequence[HfTokenizer]) -> None:
-    """Models of a family tokenize alike: what one of them has tokenized the others need not."""
     first: dict[str, HfTokenizer] = {}
-    for tokenizer in tokenizers:
-        tokenizer.remember_with(first.setdefault(tokenizer.fingerprint, tokenizer))
+    for one in files.values():  # models of a family tokenize alike: what one has tokenized the others need not
+        one.tokenizer.remember_with(first.setdefault(one.tokenizer.fingerprint, one.tokenizer))
+    return files
 
 
 def _read(alias: str, settings: ModelSettings) -> ModelFiles:

@@ -59,11 +59,11 @@ class Reread:
                 raise OSError(found)
             await self._take()
         except (ShellRouterError, OSError) as error:
-            log.error("%s changed, and what was before stays: %s", self._what, error)
+            log.error("%s: changed, and what was before stays: %s", self._what, error)
         except Exception:  # the task that looks must go on
-            log.exception("%s changed, and what was before stays", self._what)
+            log.exception("%s: changed, and what was before stays", self._what)
         else:
-            log.info("%s changed and was read again", self._what)
+            log.info("%s: changed, and read again", self._what)
 
     @asynccontextmanager
     async def watched(self, look_s: float = 1.0) -> AsyncIterator[None]:

@@ -171,18 +171,16 @@ def simulate(
     from shell_router.lab.simulation.settings import load
 
     require_writable(json)
-    loaded = [_only(load(file), file, topology) for file in simulation]
+    loaded = [load(file) for file in simulation]
+    if topology is not None:
+        for one, file in zip(loaded, simulation, strict=True):
+            if topology not in one.topologies:
+                known = ", ".join(one.topologies)
+                raise ConfigError(f"{file} has no topology {topology!r}.", remedy=f"Choose one of: {known}.")
+        loaded = [replace(one, topologies={topology: one.topologies[topology]}) for one in loaded]
     stems = [file.stem for file in simulation]
     stems = stems if len(set(stems)) == len(stems) else list(map(str, simulation))
     _simulate(dict(zip(stems if len(simulation) > 1 else [""], loaded, strict=True)), seed, json)
-
-
-def _only(loaded: "Loaded", file: Path, name: str | None) -> "Loaded":
-    if name is None:
-        return loaded
-    if name not in loaded.topologies:
-        raise ConfigError(f"{file} has no topology {name!r}.", remedy=f"Choose one of: {', '.join(loaded.topologies)}.")
-    return replace(loaded, topologies={name: loaded.topologies[name]})
 
 
 def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> None:

@@ -5,14 +5,11 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from shell_router.errors import ConfigError
-
-if TYPE_CHECKING:
-    import signal
 
 INTERRUPTED, TERMINATED = 130, 143
 
@@ -123,6 +120,7 @@ def run(work: Coroutine[Any, Any, object]) -> None:
     """Run `work` to its end. Ctrl-C and SIGTERM cancel it, so that it ends what it started, and end the command."""
     import asyncio
     import gc
+    import signal
 
     import uvloop
 
@@ -130,26 +128,22 @@ def run(work: Coroutine[Any, Any, object]) -> None:
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
     received: list[signal.Signals] = []
+
+    async def ended_by_signals() -> None:
+        working = asyncio.ensure_future(work)
+
+        def stop(number: signal.Signals) -> None:
+            received.append(number)
+            print("Stopping…", file=sys.stderr, flush=True)
+            working.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        await working
+
     try:
-        uvloop.run(_ended_by_signals(work, received))
+        uvloop.run(ended_by_signals())
     except asyncio.CancelledError:
         raise typer.Exit(128 + received[0] if received else TERMINATED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-
-
-async def _ended_by_signals(work: Coroutine[Any, Any, object], received: "list[signal.Signals]") -> None:
-    import asyncio
-    import signal
-
-    task = asyncio.current_task()
-    assert task is not None
-
-    def stop(number: signal.Signals) -> None:
-        received.append(number)
-        print("Stopping…", file=sys.stderr, flush=True)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    await work

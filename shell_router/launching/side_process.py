@@ -202,6 +202,7 @@ class SideProcess:
         self._env = dict(env)
         self._limits = limits or ProcessLimits()
         self._launch: asyncio.Task[Child] | None = None
+        self._child: Child | None = None
         self._failed_s = 0.0
         self._closed = False
         self.restarts = 0
@@ -232,8 +233,8 @@ class SideProcess:
             return
         self._launch.cancel()
         await asyncio.wait({self._launch})
-        if not self._launch.cancelled() and self._launch.exception() is None:
-            await self._launch.result().close()
+        if self._child is not None:
+            await self._child.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -245,8 +246,7 @@ class SideProcess:
     @property
     def pid(self) -> int | None:
         """The running process's id; None while there is none that is ready."""
-        child = self._child()
-        return child.pid if child is not None and child.alive else None
+        return self._child.pid if self._child is not None and self._child.alive else None
 
     async def _running(self) -> Child:
         if self._closed:
@@ -255,8 +255,7 @@ class SideProcess:
             if self._launch is not None:
                 self.restarts += 1
                 log.warning("%s process has ended; starting it again (restart %d)", self.name, self.restarts)
-            start = self._start_child(after=self._child())
-            self._launch = asyncio.create_task(start, name=f"{self.name}-start")
+            self._launch = asyncio.create_task(self._start_child(), name=f"{self.name}-start")
         launch = self._launch
         try:
             # shared by all callers: one that gives up must not end it for the others
@@ -266,26 +265,21 @@ class SideProcess:
                 raise EngineError(f"the {self.name} process was closed while it started.") from None
             raise
 
-    async def _start_child(self, *, after: Child | None) -> Child:
-        if after is not None:
-            await after.close()
+    async def _start_child(self) -> Child:
+        if self._child is not None:
+            await self._child.close()
+            self._child = None
         try:
-            return await Child.launch(self.name, self._command, self._env, self._limits.start_s)
+            self._child = await Child.launch(self.name, self._command, self._env, self._limits.start_s)
         except EngineError as error:
             self._failed_s = _now_s()
             log.error("%s process could not be started: %s", self.name, error)
             raise
+        return self._child
 
     def _spent(self, launch: asyncio.Task[Child]) -> bool:
         if not launch.done():
             return False
-        child = self._child()
-        if child is None:
+        if self._child is None:
             return _now_s() - self._failed_s >= self._limits.retry_s
-        return not child.alive
-
-    def _child(self) -> Child | None:
-        launch = self._launch
-        if launch is None or not launch.done() or launch.cancelled() or launch.exception() is not None:
-            return None
-        return launch.result()
+        return not self._child.alive

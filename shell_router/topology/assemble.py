@@ -82,19 +82,13 @@ def assemble(file: Values, *, name: str) -> Topology:
     order = list(TopologicalSorter({agent: said[agent].get("precursors", ()) for agent in said}).static_order())
     agents = {agent: agent_of(agent, said[agent], file) for agent in order}
     agents[order[-1]] = replace(agents[order[-1]], on_failure="fail")  # without the root there is no answer
-    bare = Topology(name=file.get("name", name), agents=agents)
+    bare, prefill = Topology(name=file.get("name", name), agents=agents), dict(file.get("prefill", {}))
     return replace(
         bare,
-        clusters=_clusters(file["clusters"], file) if "clusters" in file else _default_clusters(bare, file),
-        prefill=prefill_in(file),
+        clusters=tuple(_clusters(bare, file)),
+        prefill=Prefill(prefill.pop("incremental", True) in _ON, **prefill),
         description=file.get("description", ""),
     )
-
-
-def prefill_in(file: Values) -> Prefill:
-    """The `prefill` block."""
-    said = dict(file.get("prefill", {}))
-    return Prefill(said.pop("incremental", True) in _ON, **said)
 
 
 def early_exit_in(said: Any, base: Any = False) -> EarlyExit | None:
@@ -125,25 +119,25 @@ def agent_of(agent_id: str, own: Values, file: Values) -> Agent:
     return Agent(id=agent_id, precursors=precursors, prompt=prompt, drafts=drafts, fallbacks=fallbacks, **named, **said)
 
 
-def _clusters(said: Mapping[str, Values], file: Values) -> tuple[Cluster, ...]:
+def _clusters(topology: Topology, file: Values) -> Iterator[Cluster]:
+    """Those that the file names, else agents with the same successors, or all of a layer.
+
+    The latter are two or more: a single output cannot be compared.
+    """
     base = file.get("early_exit", False)
-    return tuple(
-        Cluster(cluster, tuple(block["agents"]), early_exit_in(block.get("early_exit", base), base))
-        for cluster, block in said.items()
-    )
-
-
-def _default_clusters(topology: Topology, file: Values) -> tuple[Cluster, ...]:
-    """Agents with the same successors, or all of a layer, two or more: a single output cannot be compared."""
-    early_exit = early_exit_in(file.get("early_exit", False))
+    for cluster, block in file.get("clusters", {}).items():
+        yield Cluster(cluster, tuple(block["agents"]), early_exit_in(block.get("early_exit", base), base))
+    if "clusters" in file:
+        return
+    early_exit = early_exit_in(base)
     groups: dict[object, list[str]] = {}
     layers = {agent: depth for depth, layer in enumerate(topology.layers) for agent in layer}
     by_layer = early_exit is not None and early_exit.scope == "layer"
     for agent, after in topology.successors.items():
         if after:
             groups.setdefault(layers[agent] if by_layer else frozenset(after), []).append(agent)
-    shared = [tuple(group) for group in groups.values() if len(group) > 1]
-    return tuple(Cluster(f"cluster-{n}", group, early_exit) for n, group in enumerate(shared, start=1))
+    for number, group in enumerate((group for group in groups.values() if len(group) > 1), start=1):
+        yield Cluster(f"cluster-{number}", tuple(group), early_exit)
 
 
 def rules_of(file: Values) -> Iterator[tuple[str, Path, Values]]:
@@ -183,7 +177,10 @@ def assemble_steps(file: Values, *, name: str, topologies: Mapping[str, Topology
         name=own,
         start=_rules(file["start"], at_start=True),
         steps={step: _step(step, own, file, topologies) for step in order},
-        classifiers={one: _classifier(one, said) for one, said in file.get("classifiers", {}).items()},
+        classifiers={
+            one: Classifier(one, {label: tuple(texts) for label, texts in said.pop("examples").items()}, **said)
+            for one, said in ((one, dict(said)) for one, said in file.get("classifiers", {}).items())
+        },
         description=file.get("description", ""),
     )
 
@@ -216,11 +213,6 @@ def _when(said: Values, at_start: bool) -> When:
         scores_below=said.get("score_below", {}),
         of=subject_of(said, at_start=at_start),
     )
-
-
-def _classifier(name: str, said: Values) -> Classifier:
-    examples = {label: tuple(texts) for label, texts in said["examples"].items()}
-    return Classifier(name, examples, said.get("min_similarity", -1.0))
 
 
 def _several(said: Any) -> tuple[str, ...]:

@@ -57,12 +57,8 @@ def _tree(topology: Topology) -> Iterator[str]:
             yield f"{inner}└─ the {len(precursors)} precursors of {first_reader[precursors]}  {_ABOVE}"
             continue
         first_reader[precursors] = agent_id
-        stack += reversed(_branches(inner, precursors))
-
-
-def _branches(indent: str, precursors: Sequence[str]) -> list[tuple[str, str, str]]:
-    last = len(precursors) - 1
-    return [(indent, "└─ " if n == last else "├─ ", precursor) for n, precursor in enumerate(precursors)]
+        last = len(precursors) - 1
+        stack += reversed([(inner, "└─ " if n == last else "├─ ", one) for n, one in enumerate(precursors)])
 
 
 def _label(topology: Topology, agent_id: str) -> str:

@@ -22,8 +22,6 @@ Models = Collection[str] | None
 Needs = Callable[[Graph], Iterable[Problem]]
 """What a checked graph needs and the deployment lacks."""
 
-NO_GRAPHS: Mapping[str, Graph] = MappingProxyType({})
-
 
 def nothing_lacks(_: Graph) -> Iterable[Problem]:
     """Where it is not known what the deployment has."""
@@ -50,11 +48,6 @@ def parse_topology(text: str, *, source: str, models: Models = None) -> Topology
     return graph
 
 
-def read_file(path: Path) -> Document:
-    """The document in the file at `path`, its form checked. Raises TopologyError."""
-    return formed(read_document(read_text(path), source=str(path)))
-
-
 def formed(document: Document) -> Document:
     """The document, its form checked. Raises its error."""
     document.refuse(check(TOPOLOGY, document.value, ()))
@@ -75,7 +68,7 @@ def link(
     document: Document,
     models: Models = None,
     needs: Needs = nothing_lacks,
-    graphs: Mapping[str, Graph] = NO_GRAPHS,
+    graphs: Mapping[str, Graph] = MappingProxyType({}),
     with_steps: Collection[str] = (),
 ) -> Graph:
     """The graph of a document whose form is checked. Raises the document's error.
@@ -158,7 +151,7 @@ class Catalog:
         documents: list[Document] = []
         for file in files:
             with _kept(errors, Document(str(file), {}, {})):
-                documents.append(read_file(file))
+                documents.append(formed(read_document(read_text(file), source=str(file))))
                 continue
             if str(file) in before:
                 documents.append(before[str(file)].document)
@@ -168,7 +161,10 @@ class Catalog:
     def of_files(self, files: Iterable[Path]) -> "Catalog":
         """The same. Raises TopologyError naming every problem."""
         catalog, errors = self.with_files(files)
-        _raise(errors)
+        if len(errors) == 1:
+            raise errors[0][1]
+        if errors:
+            raise TopologyError("\n".join(str(error) for _, error in errors))
         return catalog
 
     def with_put(self, name: str, value: Values) -> "Catalog":
@@ -254,7 +250,8 @@ class Catalog:
         graphs: dict[str, Graph] = {}
         for name in sorted(named, key=with_steps.__contains__):  # what steps name comes before them
             document, before = named[name], self.entries.get(name)
-            if not (errors and _names_others(document, graphs)):  # it may be missing only as its own file is wrong
+            asked = {step.get("topology") for step in document.value.get("steps", {}).values()} - {None}
+            if not errors or asked <= graphs.keys():  # else one may be missing only as its own file is wrong
                 with _kept(errors, document):
                     graphs[name] = link(document, self.models, self.needs, graphs, with_steps)
                     source: Source = "put" if any(document is one for one in put) else "file"
@@ -263,12 +260,6 @@ class Catalog:
             if before is not None and before.document.source == document.source:
                 graphs[name], entries[name] = before.graph, before
         return replace(self, entries={name: entries[name] for name in named if name in entries})
-
-
-def _names_others(document: Document, graphs: Collection[str]) -> bool:
-    """Whether its steps name topologies that are none of `graphs`."""
-    steps = document.value.get("steps", {}).values()
-    return any("topology" in step and step["topology"] not in graphs for step in steps)
 
 
 @contextmanager
@@ -306,18 +297,9 @@ def load_with_others(files: Sequence[Path], *, models: Models = None) -> dict[Pa
     Raises TopologyError naming every problem.
     """
     folders = dict.fromkeys(file.parent for file in files if file.exists())
-    others = chain.from_iterable(map(files_in, folders))
-    catalog, errors = Catalog(models).with_files(dict.fromkeys([*files, *others]))
-    found = {Path(entry.document.source): entry.graph for entry in catalog.entries.values()}
-    if not found.keys() >= {*files}:  # else what is wrong with others does not matter
-        own = {str(file) for file in files}
-        _raise([error for error in errors if error[0].source in own] or errors)
-    return {file: found[file] for file in files}
-
-
-def _raise(errors: Errors) -> None:
-    """One TopologyError that names every problem."""
-    if len(errors) == 1:
-        raise errors[0][1]
-    if errors:
-        raise TopologyError("\n".join(str(error) for _, error in errors))
+    every = dict.fromkeys([*files, *chain.from_iterable(map(files_in, folders))])
+    catalog, _ = Catalog(models).with_files(every)
+    right = {entry.document.source for entry in catalog.entries.values()}  # what is wrong with others does not matter
+    catalog = Catalog(models).of_files(one for one in every if one in files or str(one) in right)
+    found = {entry.document.source: entry.graph for entry in catalog.entries.values()}
+    return {file: found[str(file)] for file in files}

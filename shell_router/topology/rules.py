@@ -1,6 +1,6 @@
 """Rules between steps: the first that holds decides what follows (CoServe, section 2.1)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args
@@ -156,63 +156,38 @@ def choose(rules: Sequence[Rule], facts: Facts) -> Transition | Unclassified | U
 
 
 def _why(when: When, facts: Facts) -> str | Missing | None:
-    """What makes `when` hold; None where it does not. Classifiers and predictors are asked last."""
+    """What makes `when` hold; None where it does not."""
     said: list[str] = []
-    for part in (_labels, _pattern, _confidence, _scores, _class):
-        found = part(when, facts)
-        if not isinstance(found, str):
-            return found
-        said.append(found)
-    return " and ".join(filter(None, said))
-
-
-# Each says what makes its part of a condition hold, nothing where there is no such part, None where it does not hold.
-
-
-def _labels(when: When, facts: Facts) -> str | None:
-    if any(facts.labels.get(key) not in values for key, values in when.labels.items()):
-        return None
-    return " and ".join(f"label {key} is {facts.labels[key]!r}" for key in when.labels)
-
-
-def _pattern(when: When, facts: Facts) -> str | None:
-    if not when.matches:
-        return ""
-    return f"{when.of} matches '{when.matches}'" if found_in(when.matches, facts.text(when.of)) else None
-
-
-def _confidence(when: When, facts: Facts) -> str | None:
-    if when.confidence_below is None:
-        return ""
-    confidence = facts.confidence or 0.0  # no tokens: no confidence
-    if confidence >= when.confidence_below:
-        return None
-    return f"confidence {confidence:.3f} is below {when.confidence_below:g}"
-
-
-def _scores(when: When, facts: Facts) -> str | Unscored | None:
-    if not when.scores_below:
-        return ""
-    if facts.scores is None:
-        return Unscored()
-    said = []
-    for model, limit in when.scores_below.items():
-        score = facts.scores.get(model)
-        if score is None or score >= limit:
-            return None
-        said.append(f"score of {model}, {score:.3f}, is below {limit:g}")
+    for part in _parts(when, facts):
+        if not isinstance(part, str):
+            return part
+        said.append(part)
     return " and ".join(said)
 
 
-def _class(when: When, facts: Facts) -> str | Unclassified | None:
-    if not when.classifier:
-        return ""
-    if (when.classifier, when.of) not in facts.classes:
-        return Unclassified(when.classifier, when.of)
-    classed = facts.classes[when.classifier, when.of]
-    if classed is None or classed.name not in when.classes:
-        return None
-    return f"{when.classifier} of the {when.of} is {classed.name!r} ({classed.similarity:.2f})"
+def _parts(when: When, facts: Facts) -> Iterator[str | Missing | None]:
+    """What makes each part of `when` hold, None for one that does not. Predictors and classifiers are asked last."""
+    for key, values in when.labels.items():
+        label = facts.labels.get(key)
+        yield f"label {key} is {label!r}" if label in values else None
+    if when.matches:
+        yield f"{when.of} matches '{when.matches}'" if found_in(when.matches, facts.text(when.of)) else None
+    if (limit := when.confidence_below) is not None:
+        confidence = facts.confidence or 0.0  # no tokens: no confidence
+        yield f"confidence {confidence:.3f} is below {limit:g}" if confidence < limit else None
+    if when.scores_below and facts.scores is None:
+        yield Unscored()
+    for model, limit in when.scores_below.items():
+        score = (facts.scores or {}).get(model, limit)
+        yield f"score of {model}, {score:.3f}, is below {limit:g}" if score < limit else None
+    if name := when.classifier:
+        if (name, when.of) not in facts.classes:
+            yield Unclassified(name, when.of)
+        classed = facts.classes.get((name, when.of))
+        if classed is None or classed.name not in when.classes:
+            yield None
+        else:
+            yield f"{name} of the {when.of} is {classed.name!r} ({classed.similarity:.2f})"
 
 
 def _either(values: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from shell_router.topology import Conditional, Topology
 from shell_router.topology.document import read_document
-from shell_router.topology.load import NO_GRAPHS, formed, link, nothing_lacks
+from shell_router.topology.load import formed, link
 
 
 def parse_steps(
@@ -16,6 +16,6 @@ def parse_steps(
 ) -> Conditional:
     """The topology with steps that `text` describes, which may name some of `topologies`. Raises TopologyError."""
     document = formed(read_document(text, source=source))
-    graph = link(document, models, nothing_lacks, topologies or NO_GRAPHS)
+    graph = link(document, models, graphs=topologies or {})
     assert isinstance(graph, Conditional)
     return graph

@@ -265,6 +265,9 @@ def test_a_topology_whose_own_file_is_wrong_is_reported_once(tmp_path: Path) -> 
 def test_one_file_is_read_with_those_in_its_folder_that_its_steps_name(tmp_path: Path) -> None:
     first, _, _ = files(tmp_path, first=ASKS_TREE, second=TREE_FILE, broken="tree: 3\n")
     assert list(load_with_others([first])) == [first]
+    (lost,) = files(tmp_path, lost="start: a\nsteps:\n  a: {topology: tre}\n")
+    with pytest.raises(TopologyError, match=r"lost\.yaml:3: Unknown topology 'tre'\. Did you mean 'tree'"):
+        load_with_others([lost])
 
 
 def test_the_terminal_drawing_shows_steps_and_the_rules_between_them() -> None:
