@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from shell_router.errors import MemoryBudgetExceeded
-from shell_router.experts.components.values import Component, Loader
+from shell_router.experts.components.values import Component, Components
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Shelf:
         memory: Memory,
         shelf_bytes: int,
         order: Order,
-        components: Loader,
+        components: Components,
         outlook: Callable[[list[Component]], list[tuple[int | None, bool]]],
     ) -> None:
         self._place = place
