@@ -15,10 +15,9 @@ from shell_router.app.resources import running_embedder
 from shell_router.batch.journal import Key, Output, opened, write_whole
 from shell_router.batch.pool import ALWAYS, SEE, Pool
 from shell_router.batch.profile import Load, ModelProfile, PoolProfile, at_their_dearest, with_starts
-from shell_router.batch.prompts import Batch, Prompt
+from shell_router.batch.prompts import Batch, Prompt, Result, as_lines, read_results
 from shell_router.batch.questions import Question, Questions, read_questions
 from shell_router.batch.recruit import answered_by_all, recruited, skill_scores, skill_similarity, text_similarity
-from shell_router.batch.results import Result, as_lines, read_results
 from shell_router.batch.run import Finished, Follow, Planner, run_batch
 from shell_router.batch.sessions import load_on_all, profiled
 from shell_router.batch.workers import pool_workers
