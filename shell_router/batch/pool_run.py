@@ -15,17 +15,16 @@ from shell_router.app.services import running_embedder
 from shell_router.batch.journal import Key, Output, opened, write_whole
 from shell_router.batch.pool import ALWAYS, SEE, Pool
 from shell_router.batch.profile import Load, ModelProfile, PoolProfile, at_their_dearest, with_starts
-from shell_router.batch.prompts import Batch, Prompt
+from shell_router.batch.prompts import Batch, Prompt, Result, as_lines, read_results
 from shell_router.batch.questions import Question, Questions, read_questions
 from shell_router.batch.recruit import answered_by_all, recruited, skill_scores, skill_similarity, text_similarity
-from shell_router.batch.results import Result, as_lines, read_results
 from shell_router.batch.run import Finished, Follow, Planner, run_batch
 from shell_router.batch.sessions import load_on_all, profiled
 from shell_router.batch.workers import pool_workers
 from shell_router.config.read import read_file
 from shell_router.config.write import plain
 from shell_router.core.statistics import Floats
-from shell_router.errors import ConfigError
+from shell_router.errors import ConfigError, require
 
 
 async def recruit(pool: Pool, questions: Sequence[Question], seed: int) -> Mapping[str, tuple[str, ...]]:
@@ -139,16 +138,16 @@ def _write(file: Path, content: bytes) -> None:
 def _require_models(pool: Pool) -> None:
     """Raise ConfigError for a model or adapter that is not there; folders on a cluster's nodes cannot be seen."""
     for name, model in pool.models.items():
-        if pool.ray is None and not model.path.is_dir():
-            raise ConfigError(
-                f"models.{name}.path: there is no folder {model.path}.",
-                remedy="Name the folder that holds the model; a relative path counts from the pool's folder.",
-            )
-        if model.adapter is not None and not (model.adapter / ADAPTER_CONFIG).is_file():
-            raise ConfigError(
-                f"models.{name}.adapter: {model.adapter} holds no {ADAPTER_CONFIG}.",
-                remedy="Name the folder of an adapter in PEFT's form; a relative path counts from the pool's folder.",
-            )
+        require(
+            pool.ray is not None or model.path.is_dir(),
+            f"models.{name}.path: there is no folder {model.path}.",
+            "Name the folder that holds the model; a relative path counts from the pool's folder.",
+        )
+        require(
+            model.adapter is None or (model.adapter / ADAPTER_CONFIG).is_file(),
+            f"models.{name}.adapter: {model.adapter} holds no {ADAPTER_CONFIG}.",
+            "Name the folder of an adapter in PEFT's form; a relative path counts from the pool's folder.",
+        )
 
 
 def _profile(pool: Pool) -> PoolProfile:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shell_router.batch.results import Result
+from shell_router.batch.prompts import Result
 from shell_router.core.statistics import Floats
 from shell_router.errors import ConfigError
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from shell_router.batch.journal import Output
 from shell_router.batch.planner import OPTIMAL_GAP, Plan
-from shell_router.batch.results import Result
+from shell_router.batch.prompts import Result
 from shell_router.batch.run import Follow, Stage
 from shell_router.batch.sessions import Sessions
 from shell_router.core.statistics import wilson

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from shell_router.batch.journal import Journal, Output, Role
 from shell_router.batch.planner import SEARCHERS, ModelWork, Plan, Session, Workload
 from shell_router.batch.profile import Load, PoolProfile
-from shell_router.batch.prompts import Batch, Prompt
+from shell_router.batch.prompts import Batch, Prompt, Result, results_of
 from shell_router.batch.queues import WorkerQueues
-from shell_router.batch.results import Result, results_of
 from shell_router.batch.sessions import Clock, Sessions, Workers, ungrouped
 from shell_router.errors import ConfigError
 from shell_router.launching.side_process import ProcessLimits, SideProcess, side_command, side_environment

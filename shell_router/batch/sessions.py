@@ -17,7 +17,7 @@ from shell_router.batch.profile import Load, ModelProfile, SessionRun, profile_o
 from shell_router.batch.prompts import Prompt, answered
 from shell_router.batch.queues import Share, WorkerQueue, WorkerQueues
 from shell_router.core.engine import ServedModel
-from shell_router.errors import ConfigError, EngineError, ShellRouterError
+from shell_router.errors import ConfigError, EngineError, ShellRouterError, require
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -254,7 +254,18 @@ async def profiled(
     that it has seen. Raises ConfigError for sizes or prompts that are too few, and EngineError where the model fails to
     load, or to answer one of them.
     """
-    _require_enough(sizes, count, len(prompts))
+    needed = count * sum(sizes)
+    require(
+        len(set(sizes)) > 1 and min(sizes) > 0,
+        "A model's cost needs sessions of two sizes or more, each of a prompt or more.",
+        "Name others, as in --sizes 8,16,32,64.",
+    )
+    require(
+        len(prompts) >= needed,
+        f"Sessions of {', '.join(map(str, sizes))} prompts on {count} workers need {needed} questions, and there are"
+        f" {len(prompts)}.",
+        "Name a file with more questions, or smaller --sizes.",
+    )
     runs: list[SessionRun] = []
     outputs: list[Output] = []
     together = asyncio.Barrier(count)
@@ -271,21 +282,6 @@ async def profiled(
 
     load_s, kind = await load_on_all(model, workers, count, clock, time)
     return profile_of(runs, load_s), outputs, kind
-
-
-def _require_enough(sizes: Sequence[int], count: int, prompts: int) -> None:
-    if len(set(sizes)) < 2 or min(sizes) < 1:
-        raise ConfigError(
-            "A model's cost needs sessions of two sizes or more, each of a prompt or more.",
-            remedy="Name others, as in --sizes 8,16,32,64.",
-        )
-    needed = count * sum(sizes)
-    if prompts < needed:
-        raise ConfigError(
-            f"Sessions of {', '.join(map(str, sizes))} prompts on {count} workers need {needed} questions, and there"
-            f" are {prompts}.",
-            remedy="Name a file with more questions, or smaller --sizes.",
-        )
 
 
 async def _timed(

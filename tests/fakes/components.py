@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shell_router.errors import EngineError
 from shell_router.experts.components import Component, Costs, ExecutorSettings
 
 COSTS = Costs(sample_s=0.01, batch_s=0.02, largest_batch=4, activation_bytes=10, host_load_s=0.1, disk_load_s=0.5)
@@ -66,35 +65,6 @@ def write_adapters(folder: Path, names: Iterable[str], rank: int = 8) -> Mapping
         (at / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
         found[name] = at
     return found
-
-
-class GatedLoader:
-    """Loads at once, or where `gate` is closed when it opens. Raises `errors[name]` instead, while it is there.
-
-    `loaded` is what lies on the server, `most` the most that did at a time, `loads` all loads in their order.
-    """
-
-    def __init__(self) -> None:
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.errors: dict[str, EngineError] = {}
-        self.loaded: set[str] = set()
-        self.loads: list[str] = []
-        self.most = 0
-
-    async def load(self, component: Component, place: str) -> None:
-        await self.gate.wait()
-        await asyncio.sleep(0)
-        if component.name in self.errors:
-            raise self.errors[component.name]
-        assert component.name not in self.loaded
-        self.loaded.add(component.name)
-        self.loads.append(component.name)
-        self.most = max(self.most, len(self.loaded))
-
-    async def unload(self, component: Component, place: str) -> None:
-        await asyncio.sleep(0)
-        self.loaded.remove(component.name)
 
 
 @contextmanager

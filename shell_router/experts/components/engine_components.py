@@ -228,19 +228,13 @@ class SwappedModel:
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
         """See `Engine.generate`. Raises ModelFailed, and EngineUnavailable for what waits too long for its turn."""
-        lease = await self.leases.lease(self.alias)
-        try:
+        async with self._leased() as engine:
             if request.hints.topology is not None:
                 for follower in self._followers:
                     self.leases.load_ahead(follower, evicting=True)
-            async with aclosing(self._places.engine(self.alias).generate(request)) as events:
+            async with aclosing(engine.generate(request)) as events:
                 async for event in events:
                     yield event
-        except AdapterMissing:
-            await lease.missing()
-            raise
-        finally:
-            lease.close()
 
     async def prefill(self, request: Generation) -> Prefilled:
         """See `Engine.prefill`. Raises EngineUnavailable unless the model is loaded; it is then loaded if it may be.
@@ -250,9 +244,17 @@ class SwappedModel:
         if not self.leases.serves(self.alias):
             self.leases.load_ahead(self.alias, evicting=True)
             raise EngineUnavailable(f"The model {self.alias!r} is not loaded yet.", remedy="Its request will wait.")
+        async with self._leased() as engine:
+            return await engine.prefill(request)
+
+    @asynccontextmanager
+    async def _leased(self) -> AsyncIterator[Engine]:
         lease = await self.leases.lease(self.alias)
         try:
-            return await self._places.engine(self.alias).prefill(request)
+            yield self._places.engine(self.alias)
+        except AdapterMissing:
+            await lease.missing()
+            raise
         finally:
             lease.close()
 

@@ -15,7 +15,6 @@ from shell_router.experts.components.queue import REACH, ComponentQueue, next_to
 from shell_router.experts.components.values import Component, Components, Costs, ExecutorSettings, Stage, Tier
 
 log = logging.getLogger(__name__)
-BATCH, COMING = "the running batch", "the component that is loaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +180,8 @@ class Executor:
     async def _load(self, component: Component) -> Tier:
         """Load it into free memory, which no batch takes while the component is read."""
         with ExitStack() as kept:
-            self.memory.reserve(COMING, component.memory_bytes)
-            kept.callback(self.memory.release, COMING)
+            self.memory.reserve(component.memory_bytes)
+            kept.callback(self.memory.release, component.memory_bytes)
             async with self._host.through(component) as tier:
                 kept.close()
                 await self.shelf.load(component)
@@ -216,14 +215,15 @@ class Executor:
             each = costs.activation_bytes
             most = min(costs.largest_batch, self.memory.free_bytes // each) if each else costs.largest_batch
             stages = self.queue.take(max(1, most))
-            self.memory.reserve(BATCH, costs.activation_bytes * len(stages))
+            samples_bytes = each * len(stages)
+            self.memory.reserve(samples_bytes)
             self._running = stages
             self._look_ahead.set()
             try:
                 await self._run(component, stages, costs.batch_seconds(len(stages)))
             finally:
                 self._running = ()
-                self.memory.release(BATCH)
+                self.memory.release(samples_bytes)
 
     async def _run(self, component: Component, stages: Sequence[Stage], predicted_s: float) -> None:
         begin_s = self._loop.time()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from shell_router.errors import MemoryBudgetExceeded
-from shell_router.experts.components.values import Component, Loader
+from shell_router.experts.components.values import Component, Components
 
 log = logging.getLogger(__name__)
 
@@ -18,30 +18,27 @@ class Memory:
     def __init__(self, name: str, budget_bytes: int) -> None:
         self._name = name
         self.budget_bytes = budget_bytes
-        self.peak_bytes = 0
-        self._held: dict[str, int] = {}
-        self.used_bytes = 0
+        self.used_bytes = self.peak_bytes = 0
 
     @property
     def free_bytes(self) -> int:
         """What can still be reserved."""
         return self.budget_bytes - self.used_bytes
 
-    def reserve(self, owner: str, wanted_bytes: int) -> None:
-        """Raises MemoryBudgetExceeded where it does not fit, or where `owner` holds some already."""
-        if owner in self._held or wanted_bytes > self.free_bytes:
+    def reserve(self, wanted_bytes: int) -> None:
+        """Raises MemoryBudgetExceeded where it does not fit."""
+        if wanted_bytes > self.free_bytes:
             raise MemoryBudgetExceeded(
-                f"{owner!r} wants {wanted_bytes} bytes of {self._name}, where {self.free_bytes} of"
-                f" {self.budget_bytes} are free.",
+                f"{wanted_bytes} bytes of {self._name} are wanted, where {self.free_bytes} of {self.budget_bytes} are"
+                " free.",
                 remedy="This is a defect of the pool: it reserves only what fits. Please report it.",
             )
-        self._held[owner] = wanted_bytes
         self.used_bytes += wanted_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    def release(self, owner: str) -> None:
-        """Free what `owner` holds; KeyError where it holds nothing."""
-        self.used_bytes -= self._held.pop(owner)
+    def release(self, held_bytes: int) -> None:
+        """Free what was reserved."""
+        self.used_bytes -= held_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +102,7 @@ class Shelf:
         memory: Memory,
         shelf_bytes: int,
         order: Order,
-        components: Loader,
+        components: Components,
         outlook: Callable[[list[Component]], list[tuple[int | None, bool]]],
     ) -> None:
         self._place = place
@@ -167,7 +164,7 @@ class Shelf:
 
     async def load(self, component: Component) -> None:
         """Load it into memory that was freed. Raises what loading raises; then it takes no memory."""
-        self._memory.reserve(f"component {component.name}", component.memory_bytes)
+        self._memory.reserve(component.memory_bytes)
         self._taken_bytes += component.memory_bytes
         try:
             await self._components.load(component, self._place)
@@ -189,7 +186,7 @@ class Shelf:
 
     def _release(self, component: Component) -> None:
         self._taken_bytes -= component.memory_bytes
-        self._memory.release(f"component {component.name}")
+        self._memory.release(component.memory_bytes)
 
     def _residents(self, keep_before: int | None) -> list[Resident]:
         free = [entry for entry in self._entries.values() if not entry.pins]

@@ -11,10 +11,8 @@ from shell_router.errors import (
     ComponentError,
     ComponentFailed,
     ComponentTooLarge,
-    ConfigError,
     InvalidRequest,
     UnknownComponent,
-    require,
 )
 from shell_router.experts.components.executor import Event, Executor, HostTier, Watch
 from shell_router.experts.components.memory import Memory, Shelf
@@ -66,7 +64,7 @@ class ComponentPool:
         route: Route = follow_chain,
         watch: Watch = ignore,
     ) -> None:
-        self._catalog = _checked(list(catalog), executors)
+        self._catalog = {component.name: component for component in catalog}
         self._assign = policies.assign
         self._route = route
         self.host_memory = Memory("host memory", host_bytes)
@@ -236,19 +234,3 @@ def _closed(ended: asyncio.Task[None] | None) -> ComponentError:
     if ended is not None and ended.done() and not ended.cancelled():
         return ComponentError("The pool was ended by a defect.", remedy="Its log names it. Open the pool again.")
     return ComponentError("The pool is closed.", remedy="Ask while its context is open.")
-
-
-def _checked(catalog: Sequence[Component], executors: Sequence[ExecutorSettings]) -> dict[str, Component]:
-    """The catalog by name. Raises ConfigError."""
-    found = {component.name: component for component in catalog}
-    twice = next((one.name for one in catalog if found[one.name] is not one), None)
-    require(twice is None, f"{twice!r} stands in the catalog twice.", "Give each a name of its own.")
-    named = bool(executors) and len({executor.name for executor in executors}) == len(executors)
-    require(named, "A pool needs executors with names of their own.", "Name at least one.")
-    for component in catalog:
-        if unknown := sorted(component.after - found.keys()):
-            raise ConfigError(
-                f"Component {component.name!r} follows on {unknown[0]!r}, which is not in the catalog.",
-                remedy="Add that one, or take it out of `after`.",
-            )
-    return found

@@ -30,16 +30,6 @@ class Component:
     usage: float = 0.0
     after: frozenset[str] = frozenset()
 
-    def __post_init__(self) -> None:
-        named = bool(self.name) and self.name.isprintable()
-        require(named, f"A component is named {self.name!r}.", "Give it a name of printable characters.")
-        for field, holds, remedy in (
-            ("memory_bytes", self.memory_bytes >= 1, "Give the bytes of its weights."),
-            ("usage", 0 <= self.usage <= 1, "Give a probability from 0 to 1."),
-            ("after", self.name not in self.after, "A component cannot come before itself."),
-        ):
-            require(holds, f"Component {self.name!r} has {field} {getattr(self, field)!r}.", remedy)
-
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -94,12 +84,6 @@ class ExecutorSettings:
     costs: Mapping[str, Costs]
     component_share: float = 0.75
 
-    def __post_init__(self) -> None:
-        it = f"Executor {self.name!r} has"
-        require(self.memory_bytes >= 1, f"{it} memory_bytes {self.memory_bytes}.", "Give 1 or more.")
-        require(0 < self.component_share <= 1, f"{it} component_share {self.component_share}.", "Give a share up to 1.")
-        require(self.name != Tier.HOST, "An executor is named 'host'.", "That is host memory: take another name.")
-
     @property
     def shelf_bytes(self) -> int:
         """Most that components take."""
@@ -144,8 +128,12 @@ class Stage:
     arrived_s: float
 
 
-class Loader(Protocol):
-    """Loads and unloads components at places. It is asked for one load at a time per place."""
+class Components(Protocol):
+    """Loads, unloads and runs components at places: an executor's name, or `Tier.HOST` for host memory.
+
+    It is asked for one load at a time per place, of a component that is not there. What `load` and `run` raise fails
+    the requests for that component alone.
+    """
 
     async def load(self, component: Component, place: str) -> None:
         """Weights into a place's memory: from host memory where they are loaded there, from disk otherwise.
@@ -157,14 +145,6 @@ class Loader(Protocol):
     async def unload(self, component: Component, place: str) -> None:
         """Free the memory. What this raises is logged."""
         ...
-
-
-class Components(Loader, Protocol):
-    """Loads, unloads and runs components at places: an executor's name, or `Tier.HOST` for host memory.
-
-    For a component that is not loaded at a place a pool calls `load` only. What `load` and `run` raise fails the
-    requests for that component alone.
-    """
 
     async def run(self, component: Component, place: str, samples: Sequence[Any]) -> Sequence[Any]:
         """One output per sample, in their order; a ComponentError instead of one fails that request alone."""

@@ -9,6 +9,7 @@ import pytest
 
 from shell_router.batch.pool import Pool, PoolModel, PoolWorker, Recruiting
 from shell_router.batch.pool_run import recruit
+from shell_router.batch.prompts import Proposal, Result, as_lines
 from shell_router.batch.questions import Question
 from shell_router.batch.recruit import (
     NEIGHBORS,
@@ -17,7 +18,6 @@ from shell_router.batch.recruit import (
     skill_similarity,
     text_similarity,
 )
-from shell_router.batch.results import Proposal, Result, as_lines
 from shell_router.config import EmbedderSettings
 from shell_router.errors import ConfigError
 from shell_router.standins.embedded.settings import EmbeddedSection

@@ -3,8 +3,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from shell_router.batch.prompts import Proposal, Result, as_lines, read_results
 from shell_router.batch.report import outcome
-from shell_router.batch.results import Proposal, Result, as_lines, read_results
 from shell_router.errors import DataError
 
 

@@ -15,9 +15,8 @@ from shell_router.batch.journal import Journal, Output, opened
 from shell_router.batch.planner import Plan, Workload, longest_first
 from shell_router.batch.pool import Aggregating, Pool, PoolModel, PoolWorker
 from shell_router.batch.profile import ModelProfile, PoolProfile
-from shell_router.batch.prompts import Batch
+from shell_router.batch.prompts import Batch, Result, as_lines
 from shell_router.batch.questions import Question, Questions, Refused
-from shell_router.batch.results import Result, as_lines
 from shell_router.batch.run import Finished, Follow, Stage, run_batch
 from shell_router.batch.sessions import Sessions
 from shell_router.errors import ConfigError, EngineRejected

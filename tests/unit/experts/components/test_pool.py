@@ -13,7 +13,6 @@ from shell_router.errors import (
     ComponentError,
     ComponentFailed,
     ComponentTooLarge,
-    ConfigError,
     InvalidRequest,
     UnknownComponent,
 )
@@ -321,16 +320,6 @@ def test_a_defect_that_ends_a_pool_is_logged_at_once_and_fails_later_requests(
                 logged = caplog.text
         assert messages == ["The pool was ended by a defect. Its log names it. Open the pool again."] * 2
         assert "A defect ended the component pool" in logged and "in the watch" in logged
-
-    run(main)
-
-
-def test_a_catalog_names_each_expert_once() -> None:
-    async def main() -> None:
-        with pytest.raises(ConfigError, match="'a' stands in the catalog twice"):
-            ComponentPool(
-                [component("a"), component("b"), component("a")], [executor()], ScriptedExperts(), POLICIES["ours"]
-            )
 
     run(main)
 

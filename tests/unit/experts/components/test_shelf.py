@@ -1,13 +1,15 @@
 """What lies in one memory, when those who use it come while something is being unloaded."""
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.coserve.runs import first_in_first_out
 from shell_router.experts.components.memory import Memory, Shelf
-from shell_router.experts.components.values import Component, Loader
+from shell_router.experts.components.values import Component, Components
 
 
-class SlowToUnload(Loader):
+class SlowToUnload(Components):
     """Unloads when `gate` opens, and notes what."""
 
     def __init__(self) -> None:
@@ -20,6 +22,9 @@ class SlowToUnload(Loader):
     async def unload(self, component: Component, place: str) -> None:
         self.unloaded.append(component.name)
         await self.gate.wait()
+
+    async def run(self, component: Component, place: str, samples: Sequence[Any]) -> Sequence[Any]:
+        raise NotImplementedError
 
 
 def no_requests_wait(components: list[Component]) -> list[tuple[int | None, bool]]:
