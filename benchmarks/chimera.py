@@ -41,7 +41,7 @@ from shell_router.core.statistics import quantile, wilson
 from shell_router.lab.simulation.settings import load_profiles
 from shell_router.prediction.fitting import kendall_distance
 from shell_router.routing.model_choice import Candidate, ModelChoiceSettings, choose_model
-from shell_router.standins.simulated import PairCosts
+from shell_router.standins.simulated.costs import PairCosts
 
 ROOT = Path(__file__).parents[1]
 PROFILES = ROOT / "configs/engines/a6000.yaml"

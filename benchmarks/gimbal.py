@@ -33,7 +33,7 @@ from benchmarks.gimbal.decisions import decision_rows
 from benchmarks.gimbal.requests import PROMPTS, Request, conversations, from_burstgpt, requests
 from benchmarks.gimbal.serving import VLLM_RESERVES, Kind, Served, Setting, costs, scheduling, served, settings
 from shell_router.routing.queue import ORDERS
-from shell_router.standins.simulated import PairCosts
+from shell_router.standins.simulated.costs import PairCosts
 
 PAPER_RATES = (1.0, 1.2, 1.4)
 PAPER_TTFT = {"Random": -17.6, "Central": -18.7, "Descending": -16.4, "Two-end": -17.8, "Average": -18.3}

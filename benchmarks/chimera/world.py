@@ -19,8 +19,10 @@ from shell_router.moa.requests import MoaRequest
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.model_choice import ModelChoiceSettings
 from shell_router.routing.queue import QueueSettings
-from shell_router.standins.simulated import PairCosts, Processor, SimulatedPair, SimulatedTokenizer, Written
-from shell_router.standins.simulated.text import filler
+from shell_router.standins.simulated.costs import PairCosts
+from shell_router.standins.simulated.pair import SimulatedPair
+from shell_router.standins.simulated.processor import Processor
+from shell_router.standins.simulated.text import SimulatedTokenizer, Written, filler
 from shell_router.topology import AUTO, Agent, Prefill, Prompt, Topology
 
 QUESTION_TOKENS = 160

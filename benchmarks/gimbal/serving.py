@@ -13,16 +13,10 @@ from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.engine_selection import EngineReport, SelectionSettings
 from shell_router.routing.queue import QueueSettings
-from shell_router.standins.simulated import (
-    DecodeCosts,
-    PairCosts,
-    PrefillCosts,
-    Processor,
-    SimulatedPair,
-    TransferCosts,
-    Written,
-)
-from shell_router.standins.simulated.costs import attended_pairs
+from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts, attended_pairs
+from shell_router.standins.simulated.pair import SimulatedPair
+from shell_router.standins.simulated.processor import Processor
+from shell_router.standins.simulated.text import Written
 
 AT_ONCE = 256
 """vLLM's default of `max_num_seqs`."""

@@ -22,7 +22,7 @@ from shell_router.core.statistics import Timing, fitted_costs
 from shell_router.lab.simulation.profiling import Amount, ProfiledModel, Timings, profiled_models
 from shell_router.moa.executor import Executor
 from shell_router.moa.requests import MoaRequest
-from shell_router.standins.simulated import PairCosts
+from shell_router.standins.simulated.costs import PairCosts
 from shell_router.telemetry import Trace as RunTrace
 from shell_router.topology import Topology
 

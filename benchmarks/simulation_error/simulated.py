@@ -8,7 +8,7 @@ from benchmarks.simulation_error.real import Trace, Workload
 from shell_router.lab.simulation.run import simulate
 from shell_router.lab.simulation.settings import Length, SimulatedEmbedding, SimulatedModel, Simulation
 from shell_router.lab.simulation.settings import Workload as SimulatedWorkload
-from shell_router.standins.simulated import PairCosts
+from shell_router.standins.simulated.costs import PairCosts
 from shell_router.topology import Topology
 
 

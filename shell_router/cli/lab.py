@@ -109,7 +109,8 @@ def evaluate(
 
     Reports accuracy with its 95 % interval, latency, tokens and early exits.
     """
-    from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
+    from shell_router.lab.evaluation.records import EvaluationOptions
+    from shell_router.lab.evaluation.run import run_evaluation
 
     if (config is None) == (url is None):
         raise typer.BadParameter("exactly one of the two is required.", param_hint="--config / --url")
@@ -148,7 +149,8 @@ def calibrate(
 
     Takes the fastest one whose loss, and that of more cautious thresholds, stays within the bound.
     """
-    from shell_router.lab.evaluation import EvaluationOptions, Tried, run_calibration
+    from shell_router.lab.evaluation.calibration import Tried, run_calibration
+    from shell_router.lab.evaluation.records import EvaluationOptions
 
     tried = Tried(thresholds, policy, scope, tau)
     run(run_calibration(topology, tried, bound, EvaluationOptions(config=config, **asked)))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shell_router.core.predictors import Prospect
-from shell_router.prediction.files import Arrays, read_predictor, write_predictor
+from shell_router.prediction.files import read_predictor, write_predictor
 
 Floats = NDArray[np.float32]
 Places = NDArray[np.int32]
@@ -42,15 +42,6 @@ class Forest:
             nodes = np.where(inner, np.where(goes_left, self.left[nodes], self.right[nodes]), nodes)
         fell = ([self.values[self.begins[leaf] : self.ends[leaf]] for leaf in leaves] for leaves in nodes)
         return [float(np.median(np.concatenate(targets))) for targets in fell]
-
-    def arrays(self, name: str) -> Arrays:
-        """All arrays, their names beginning with `name`."""
-        return {f"{name}.{field}": getattr(self, field) for field in self.__slots__}
-
-    @classmethod
-    def of_arrays(cls, name: str, arrays: Arrays) -> "Forest":
-        """The forest that `arrays` gave under this name."""
-        return cls(**{field: arrays[f"{name}.{field}"] for field in cls.__slots__})
 
 
 _WORD = re.compile(r"(?u)\b\w\w+\b")
@@ -153,7 +144,8 @@ class LengthModel:
             "models": list(features.models),
             "vocabulary": None if sketch is None else dict(sketch.vocabulary),
         }
-        arrays = {**self.own.arrays("own"), **self.total.arrays("total")}
+        forests = {"own": self.own, "total": self.total}
+        arrays = {f"{of}.{name}": getattr(forest, name) for of, forest in forests.items() for name in Forest.__slots__}
         if sketch is not None:
             arrays |= {"idf": sketch.idf, "projection": sketch.projection}
         write_predictor(folder, "lengths", content, arrays)
@@ -165,4 +157,5 @@ class LengthModel:
         words = described["vocabulary"]
         sketch = Sketch(words, arrays["idf"], arrays["projection"]) if words else None
         features = Features(described["workflows"], described["stages"], described["models"], sketch)
-        return cls(features, Forest.of_arrays("own", arrays), Forest.of_arrays("total", arrays))
+        own, total = (Forest(*(arrays[f"{of}.{name}"] for name in Forest.__slots__)) for of in ("own", "total"))
+        return cls(features, own, total)

@@ -9,8 +9,8 @@ import pytest
 from shell_router.app import load_config, running_server
 from shell_router.cli import main
 from shell_router.errors import ConfigError, DataError
-from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
-from shell_router.lab.evaluation.records import read_graded
+from shell_router.lab.evaluation.records import EvaluationOptions, read_graded
+from shell_router.lab.evaluation.run import run_evaluation
 from tests.fakes.api_server import api
 from tests.fakes.evaluations import adding_moa, write_sums
 from tests.unit.prediction.test_teaching import tiny_encoder

@@ -12,8 +12,8 @@ from benchmarks.random_checkpoint import make_checkpoint
 from benchmarks.scripted.server import ScriptedPair
 from shell_router.core.engine import Generation
 from shell_router.errors import ShellRouterError
-from shell_router.lab.evaluation import EvaluationOptions, Tried, run_calibration
-from shell_router.lab.evaluation.calibration import calibrated, write_variants
+from shell_router.lab.evaluation.calibration import Tried, calibrated, run_calibration, write_variants
+from shell_router.lab.evaluation.records import EvaluationOptions
 from shell_router.topology import load_topology
 from tests.fakes.api_server import api
 from tests.fakes.evaluations import adding_moa, write_sums

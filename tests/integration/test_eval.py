@@ -15,8 +15,8 @@ from shell_router.api import ApiSettings
 from shell_router.cli import main
 from shell_router.core.engine import Generation
 from shell_router.errors import ConfigError, EngineError, EngineRejected, ShellRouterError, Unauthorized, UnknownModel
-from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
-from shell_router.lab.evaluation.run import request_seed
+from shell_router.lab.evaluation.records import EvaluationOptions
+from shell_router.lab.evaluation.run import request_seed, run_evaluation
 from shell_router.topology import parse_topology
 from tests.fakes.api_server import Api, api, until
 from tests.fakes.command import running_command, survivors

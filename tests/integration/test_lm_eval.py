@@ -10,7 +10,8 @@ import orjson
 import pytest
 
 from shell_router.core.engine import Generation
-from shell_router.lab.evaluation import EvaluationOptions, run_evaluation
+from shell_router.lab.evaluation.records import EvaluationOptions
+from shell_router.lab.evaluation.run import run_evaluation
 from tests.fakes.api_server import Api, api
 from tests.fakes.evaluations import adding_moa, write_sums
 from tests.fakes.moa import ScriptedMoa

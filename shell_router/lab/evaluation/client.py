@@ -54,13 +54,10 @@ class Client:
             ) from None
 
     async def _ready(self) -> bool:
-        try:
-            async with self._session.get(f"{self.url}/ready", timeout=self._limit) as response:
-                if response.status not in (OK, UNAVAILABLE):
-                    raise _no_router(self.url, f"its /ready answered {response.status}")
-                return response.status == OK
-        except aiohttp.ClientError as error:
-            raise _unreachable(self.url, error) from error
+        status, _, _ = await self._answered("GET", "/ready")
+        if status not in (OK, UNAVAILABLE):
+            raise _no_router(self.url, f"its /ready answered {status}")
+        return status == OK
 
     async def served(self) -> list[Setting]:
         """What the router serves, in its own order. Raises ShellRouterError."""
@@ -88,40 +85,40 @@ class Client:
     async def _fetched(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], Mapping[str, str]]:
+        """The answer's object and headers; ShellRouterError with the router's own words where it is an error."""
+        status, answer, headers = await self._answered(method, path, body)
+        try:
+            found = orjson.loads(answer)
+        except orjson.JSONDecodeError:
+            found = None
+        if status == OK and isinstance(found, dict):
+            return found, headers
+        error = found.get("error") if isinstance(found, dict) else None
+        words = str(error["message"]) if isinstance(error, dict) and "message" in error else repr(answer[:200])
+        if status == UNAUTHORIZED:
+            raise Unauthorized(words, remedy="Name the variable that holds the key with --api-key-env.")
+        raise ShellRouterError(f"The router answered {status}: {words}")
+
+    async def _answered(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> tuple[int, bytes, Mapping[str, str]]:
         try:
             async with self._session.request(
                 method, self.url + path, json=body, headers=self._headers, timeout=self._limit
             ) as response:
-                return _checked(response.status, await response.read()), response.headers
+                return response.status, await response.read(), response.headers
         except aiohttp.ClientError as error:
-            raise _unreachable(self.url, error) from error
+            raise EngineUnreachable(
+                f"No answer from a router at {self.url}: {error}.", remedy="Start one, or correct the URL."
+            ) from error
         except TimeoutError:
             raise EngineStalled(
                 f"The router did not answer within {self._limit.total:g} s.", remedy="Allow more with --timeout-s."
             ) from None
 
 
-def _unreachable(url: str, error: aiohttp.ClientError) -> EngineUnreachable:
-    return EngineUnreachable(f"No answer from a router at {url}: {error}.", remedy="Start one, or correct the URL.")
-
-
 def _no_router(url: str, why: str) -> ShellRouterError:
     return ShellRouterError(f"What listens at {url} is no shell-router: {why}.", remedy="Correct the URL.")
-
-
-def _checked(status: int, answer: bytes) -> dict[str, Any]:
-    """The answer's object; ShellRouterError with the router's own words where it is an error."""
-    try:
-        found = orjson.loads(answer)
-    except orjson.JSONDecodeError:
-        found = None
-    if status == OK and isinstance(found, dict):
-        return found
-    error = found.get("error") if isinstance(found, dict) else None
-    words = str(error["message"]) if isinstance(error, dict) and "message" in error else repr(answer[:200])
-    if status == UNAUTHORIZED:
-        raise Unauthorized(words, remedy="Name the variable that holds the key with --api-key-env.")
-    raise ShellRouterError(f"The router answered {status}: {words}")
 
 
 @asynccontextmanager

@@ -182,17 +182,33 @@ class Reply:
 
 def read_reply(completion: Mapping[str, Any], trace: Mapping[str, Any], latency_s: float) -> Reply:
     """A chat completion and its trace, both as docs/reference/api.md has them."""
-    usage = completion["usage"]
-    layers = layers_of({agent: found.get("precursors", ()) for agent, found in trace["agents"].items()})
-    return Reply(
-        completion["choices"][0]["message"]["content"] or "",
-        latency_s,
-        usage["prompt_tokens"],
-        usage["completion_tokens"],
-        tuple(_agent(agent, found, layers[agent]) for agent, found in trace["agents"].items()),
-        tuple(_exit(found, layers) for found in trace["exits"]),
-        trace,
+    usage, found = completion["usage"], trace["agents"]
+    layers = layers_of({agent: one.get("precursors", ()) for agent, one in found.items()})
+    agents = (
+        AgentRecord(
+            agent,
+            one["model"],
+            layers[agent],
+            one["state"],
+            any(span["name"] == "prefill" for span in one["spans"]),
+            one.get("prompt_tokens", 0),
+            one.get("cached_tokens", 0),
+            one.get("completion_tokens", one["decoded_tokens"]),
+        )
+        for agent, one in found.items()
     )
+    exits = (
+        ExitRecord(
+            one["cluster"],
+            max((layers[agent] for agent in one["completed"]), default=0),
+            one["exited"],
+            one["end_s"] - one["start_s"],
+        )
+        for one in trace["exits"]
+    )
+    text = completion["choices"][0]["message"]["content"] or ""
+    counts = usage["prompt_tokens"], usage["completion_tokens"]
+    return Reply(text, latency_s, *counts, tuple(agents), tuple(exits), trace)
 
 
 def layers_of(precursors: Mapping[str, Sequence[str]]) -> dict[str, int]:
@@ -203,24 +219,6 @@ def layers_of(precursors: Mapping[str, Sequence[str]]) -> dict[str, int]:
         return 1 + max((layer(one) for one in precursors[agent] if one in precursors), default=-1)
 
     return {agent: layer(agent) for agent in precursors}
-
-
-def _agent(agent: str, found: Mapping[str, Any], layer: int) -> AgentRecord:
-    return AgentRecord(
-        agent,
-        found["model"],
-        layer,
-        found["state"],
-        any(span["name"] == "prefill" for span in found["spans"]),
-        found.get("prompt_tokens", 0),
-        found.get("cached_tokens", 0),
-        found.get("completion_tokens", found["decoded_tokens"]),
-    )
-
-
-def _exit(found: Mapping[str, Any], layers: Mapping[str, int]) -> ExitRecord:
-    layer = max((layers[agent] for agent in found["completed"]), default=0)
-    return ExitRecord(found["cluster"], layer, found["exited"], found["end_s"] - found["start_s"])
 
 
 def read_graded(records: Sequence[Path], data: Path) -> list[Graded]:

@@ -26,8 +26,7 @@ from shell_router.core.statistics import Timing, fitted_costs, held_out_error
 from shell_router.errors import ConfigError
 from shell_router.lab.simulation.settings import load_profiles
 from shell_router.standins.embedded.settings import EmbeddedSection, EmbeddedSettings
-from shell_router.standins.simulated import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
-from shell_router.standins.simulated.costs import attended_pairs
+from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts, attended_pairs
 
 DRAWN = {"temperature": 0.7, "top_p": 0.95}
 """As most agents sample: on a small model drawing a token takes a good part of a step."""

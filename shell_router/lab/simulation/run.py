@@ -30,16 +30,10 @@ from shell_router.moa.requests import MoaRequest
 from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
 from shell_router.routing.engine_selection import EngineReport, PlacementRequest
 from shell_router.routing.failures import Breaker
-from shell_router.standins.simulated import (
-    PairCosts,
-    Processor,
-    SimulatedEmbedder,
-    SimulatedPair,
-    SimulatedTokenizer,
-    Written,
-)
-from shell_router.standins.simulated.costs import PrefillCosts, attended_pairs
-from shell_router.standins.simulated.text import closing, filler
+from shell_router.standins.simulated.costs import PairCosts, PrefillCosts, attended_pairs
+from shell_router.standins.simulated.pair import SimulatedPair
+from shell_router.standins.simulated.processor import Processor
+from shell_router.standins.simulated.text import SimulatedEmbedder, SimulatedTokenizer, Written, closing, filler
 from shell_router.telemetry.trace import Trace
 from shell_router.topology import Topology
 

@@ -9,8 +9,18 @@ from typing import Annotated, Literal
 from shell_router.config.read import read_file
 from shell_router.errors import ConfigError, require
 from shell_router.routing.dispatcher import SchedulingSettings
-from shell_router.standins.simulated import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
-from shell_router.standins.simulated.costs import Count, Gpu, Positive, Roofline, Seconds, costs_of
+from shell_router.standins.simulated.costs import (
+    Count,
+    DecodeCosts,
+    Gpu,
+    PairCosts,
+    Positive,
+    PrefillCosts,
+    Roofline,
+    Seconds,
+    TransferCosts,
+    costs_of,
+)
 from shell_router.topology import Topology, load_topology
 from shell_router.topology.forms import Number
 

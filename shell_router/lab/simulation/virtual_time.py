@@ -6,7 +6,7 @@ Here there is none: the selector never waits, and executors run in place.
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -45,28 +45,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._now_s += seconds
 
 
-class _Waits(selectors.BaseSelector):
+class _Waits(selectors.SelectSelector):
     """Instead of waiting for files it lets time pass. The loop registers its own wake-up socket, which stays silent."""
 
     def __init__(self, passing: Callable[[float | None], None]) -> None:
+        super().__init__()
         self._passing = passing
-        self._keys: dict[int, selectors.SelectorKey] = {}
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
-        self._keys[number] = selectors.SelectorKey(fileobj, number, events, data)
-        return self._keys[number]
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._keys.pop(fileobj if isinstance(fileobj, int) else fileobj.fileno())
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout > 0:
             self._passing(timeout)
         return []
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._keys
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

@@ -76,8 +76,7 @@ class EngineApp:
         limits = RequestLimits(self.lm.context_length, pair.max_total_tokens, self.lm.vocab_size)
         request = read_request(body, self.lm.tokenizer, limits)
         grammar = await self.grammars.of(request.sampling.grammar)
-        self.service.check(request)
-        with self.service.inflight.add(request, grammar) as inflight:
+        with self.service.in_work(request, grammar) as inflight:
             yield inflight
 
     async def _answers(self, inflight: Inflight) -> AsyncGenerator[Answer, None]:
@@ -118,9 +117,9 @@ class EngineApp:
     async def _abort(self, request: web.Request) -> web.Response:
         body = parse_body(await request.read())
         if body.get("abort_all"):
-            self.service.inflight.abort_all()
-        else:
-            self.service.inflight.abort(body.get("rid") or "")
+            self.service.abort_all()
+        elif inflight := self.service.inflight.get(body.get("rid", "")):  # else it has ended already
+            inflight.abort()
         return web.Response()
 
     async def _health(self, _: web.Request) -> web.Response:

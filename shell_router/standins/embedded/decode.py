@@ -247,5 +247,5 @@ class DecodeService(Service[DecodeJob, Piece]):
             waiting=0,
             used_tokens=self._worker.stored_tokens,
             decode_prealloc=self._capacity.waiting,
-            decode_transfer=self.inflight.transferring,
+            decode_transfer=sum(each.transferring for each in self.inflight.values()),
         )

@@ -94,14 +94,9 @@ class EmbeddedFleet:
         """The process that all servers are forks of, and that they end with; None before `start` and after `stop`."""
         return self._spawner.pid
 
-    @property
-    def restarts(self) -> Mapping[str, int]:
-        """How often each server was started again, by "alias/mode"."""
-        return {name: len(times_s) for name, times_s in self._restarted_s.items()}
-
     def restarts_of(self, alias: str) -> Mapping[str, int]:
-        """Those of one pair's servers."""
-        return {name: times for name, times in self.restarts.items() if name.rpartition("/")[0] == alias}
+        """How often each of a pair's servers was started again, by "alias/mode"."""
+        return {f"{alias}/{mode}": len(self._restarted_s[f"{alias}/{mode}"]) for mode in ("prefill", "decode")}
 
     async def __aenter__(self) -> "EmbeddedFleet":
         await self.start()

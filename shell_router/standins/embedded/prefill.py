@@ -279,11 +279,19 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
         return self._rooms.open(request.bootstrap_room)
 
     async def _compute(self, inflight: Inflight, room: BootstrapRoom | None) -> Piece:
-        """Compute the prompt and, given a room, wait until its KV was taken. Raises `KvTransferError`."""
+        """Compute the prompt, unless the room fails, and wait until its KV was taken. Raises `KvTransferError`."""
         async with self._capacity.hold(len(inflight.request.input_ids)):
             output = Output.of(inflight.request, self._lm, inflight.grammar)
             job = PrefillJob(inflight, output, asyncio.get_running_loop().create_future())
-            prefilled = await self._run(job, room)
+            self.thread.submit(job)
+            try:
+                failed = {room.taken} if room else set()
+                await asyncio.wait({job.outcome} | failed, return_when=asyncio.FIRST_COMPLETED)
+                if room is not None and room.taken.done():
+                    room.taken.result()
+                prefilled = await job.outcome
+            finally:
+                self.thread.drop(job)
             inflight.cached_tokens = prefilled.cached_tokens
             if room is not None:
                 inflight.transferring = True
@@ -291,14 +299,3 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
                 await asyncio.shield(room.taken)
         piece = output.accept(prefilled.token_id, prefilled.logprob)
         return Piece(piece.token_id, piece.logprob, piece.text, HANDED_OVER, prefilled.input_logprobs)
-
-    async def _run(self, job: PrefillJob, room: BootstrapRoom | None) -> Prefilled:
-        """Compute in the model's thread, giving up when the room fails."""
-        self.thread.submit(job)
-        try:
-            await asyncio.wait({job.outcome} | ({room.taken} if room else set()), return_when="FIRST_COMPLETED")
-            if room is not None and room.taken.done():
-                room.taken.result()
-            return await job.outcome
-        finally:
-            self.thread.drop(job)

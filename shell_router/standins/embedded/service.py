@@ -66,44 +66,6 @@ class Inflight:
         self.put(Piece(finish_reason=abort_reason(message, 500)))
 
 
-class InflightRequests:
-    """The requests in work, by `rid`. One event loop only."""
-
-    def __init__(self) -> None:
-        self._by_rid: dict[str, Inflight] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_rid)
-
-    @contextmanager
-    def add(self, request: GenerateRequest, grammar: Grammar | None = None) -> Iterator[Inflight]:
-        """Register a request for the length of the block. Raises `InvalidRequest` on an id in use."""
-        if request.rid in self._by_rid:
-            raise InvalidRequest(
-                f"Duplicate request ID detected: {request.rid}", remedy="Use a new id for every attempt."
-            )
-        inflight = Inflight(request, grammar)
-        self._by_rid[request.rid] = inflight
-        try:
-            yield inflight
-        finally:
-            del self._by_rid[request.rid]
-
-    def abort(self, rid: str) -> None:
-        """Abort one request; an unknown one has ended already."""
-        if rid in self._by_rid:
-            self._by_rid[rid].abort()
-
-    def abort_all(self) -> None:
-        for inflight in self._by_rid.values():
-            inflight.abort()
-
-    @property
-    def transferring(self) -> int:
-        """Requests whose KV is on its way."""
-        return sum(each.transferring for each in self._by_rid.values())
-
-
 @dataclass(frozen=True, slots=True)
 class Loads:
     """What a server is doing now. Tokens are of KV; `*_total` count since start."""
@@ -120,11 +82,14 @@ class Loads:
 
 
 class Service(ABC, Generic[Job, Result]):
-    """One side of the pair: the model's thread, and what the event loop does for its requests."""
+    """One side of the pair: the model's thread, and what the event loop does for its requests.
+
+    `inflight` are the requests in work, by `rid`. One event loop only.
+    """
 
     def __init__(self, worker: "Worker[Job, Result]", deliver: Callable[[Job, Result], None]) -> None:
         """See `ModelThread`."""
-        self.inflight = InflightRequests()
+        self.inflight: dict[str, Inflight] = {}
         self.thread = ModelThread(worker, deliver)
 
     async def stop(self) -> None:
@@ -136,6 +101,24 @@ class Service(ABC, Generic[Job, Result]):
             raise InvalidRequest(
                 f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={request.rid!r}"
             )
+
+    @contextmanager
+    def in_work(self, request: GenerateRequest, grammar: Grammar | None) -> Iterator[Inflight]:
+        """Register a request for the length of the block. Raises `InvalidRequest`, as on an id in use."""
+        self.check(request)
+        if request.rid in self.inflight:
+            raise InvalidRequest(
+                f"Duplicate request ID detected: {request.rid}", remedy="Use a new id for every attempt."
+            )
+        self.inflight[request.rid] = inflight = Inflight(request, grammar)
+        try:
+            yield inflight
+        finally:
+            del self.inflight[request.rid]
+
+    def abort_all(self) -> None:
+        for inflight in self.inflight.values():
+            inflight.abort()
 
     @abstractmethod
     async def work(self, inflight: Inflight) -> None:

@@ -110,7 +110,7 @@ async def _serve(
         async with _site(app(taken, lm, service, Grammars(lm)).application(), listener):
             on_listening(taken)
             await stopped.wait()
-            service.inflight.abort_all()
+            service.abort_all()
 
 
 @asynccontextmanager

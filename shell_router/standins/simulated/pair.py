@@ -190,25 +190,21 @@ class _Progress:
     def __init__(self) -> None:
         self._written = 0
         self._preempted = False
-        self._changed: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
 
     def report(self, written: int) -> None:
         self._written = written
-        self._wake()
+        self._changed.set()
 
     def preempt(self) -> None:
         self._preempted = True
-        self._wake()
+        self._changed.set()
 
     async def more_than(self, sent: int) -> int:
         """The tokens written so far; `sent` itself where the sequence was preempted."""
         if self._written <= sent and not self._preempted:
-            self._changed = asyncio.get_running_loop().create_future()
-            await self._changed
+            self._changed.clear()
+            await self._changed.wait()
         if self._written <= sent:
             self._preempted = False
         return self._written
-
-    def _wake(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)

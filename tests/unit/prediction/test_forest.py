@@ -7,7 +7,6 @@ from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from shell_router.prediction.fitting import ForestSettings, _sketch, exported
-from shell_router.prediction.lengths import Forest
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(300, 6)).astype(np.float32)
@@ -20,13 +19,6 @@ def test_medians_are_the_librarys(leaf: int) -> None:
     fitted.fit(ROWS, TARGETS)
     fresh = RNG.normal(size=(50, 6)).astype(np.float32)
     assert exported(fitted).medians(fresh) == pytest.approx(list(fitted.predict(fresh, quantiles=0.5)))
-
-
-def test_a_forest_survives_its_arrays() -> None:
-    fitted = RandomForestQuantileRegressor(5, min_samples_leaf=5, max_samples_leaf=None, random_state=0)
-    forest = exported(fitted.fit(ROWS, TARGETS))
-    again = Forest.of_arrays("own", forest.arrays("own"))
-    assert again.medians(ROWS[:9]) == forest.medians(ROWS[:9])
 
 
 TEXTS = ["Tom has 12 pens and buys more pens", "Amy has apples", "Kim has 45 stamps. Amy has 8 times as many."] * 3

@@ -7,8 +7,15 @@ import pytest
 from shell_router.core.statistics import Interval
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import ConfigError
-from shell_router.lab.evaluation import Tried
-from shell_router.lab.evaluation.calibration import Choice, choose, loss_of, outcome_lines, with_exit, write_variants
+from shell_router.lab.evaluation.calibration import (
+    Choice,
+    Tried,
+    choose,
+    loss_of,
+    outcome_lines,
+    with_exit,
+    write_variants,
+)
 from shell_router.lab.evaluation.records import Record
 from shell_router.lab.evaluation.report import Row, rows_of
 from shell_router.topology import load_topology

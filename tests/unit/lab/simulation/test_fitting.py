@@ -12,8 +12,7 @@ from shell_router.lab.simulation.profiling import (
     fitted_pair,
     prefill_timing,
 )
-from shell_router.standins.simulated import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
-from shell_router.standins.simulated.costs import attended_pairs
+from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts, attended_pairs
 
 PREFILL = PrefillCosts(0.002, 2e-5, 4e-8, chunk_tokens=512, prompts=1, cache_tokens=9000)
 DECODE = DecodeCosts(0.001, 5e-5, 2e-7, cache_tokens=9000, max_batch_size=32)

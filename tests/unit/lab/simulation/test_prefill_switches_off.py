@@ -11,16 +11,9 @@ from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.moa.executor import Executor
 from shell_router.moa.requests import MoaRequest
 from shell_router.routing.holdout import Comparison, HoldoutSettings
-from shell_router.standins.simulated import (
-    DecodeCosts,
-    PairCosts,
-    PrefillCosts,
-    SimulatedPair,
-    SimulatedTokenizer,
-    TransferCosts,
-    Written,
-)
-from shell_router.standins.simulated.text import filler
+from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.standins.simulated.pair import SimulatedPair
+from shell_router.standins.simulated.text import SimulatedTokenizer, Written, filler
 from shell_router.topology import Agent, Prompt, Topology
 
 COSTS = PairCosts(PrefillCosts(0.05, 0.01, chunk_tokens=2048), DecodeCosts(0.03), TransferCosts())

@@ -11,14 +11,9 @@ from shell_router.core.engine import Engine, Finish, Generation, Prefilled, Toke
 from shell_router.errors import ConfigError
 from shell_router.lab.simulation.profiling import Amount, ProfiledCosts, decode_timing, profiled, together
 from shell_router.lab.simulation.virtual_time import run_virtual
-from shell_router.standins.simulated import (
-    DecodeCosts,
-    PairCosts,
-    PrefillCosts,
-    SimulatedPair,
-    TransferCosts,
-    Written,
-)
+from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.standins.simulated.pair import SimulatedPair
+from shell_router.standins.simulated.text import Written
 
 TRUE = PairCosts(
     PrefillCosts(0.002, 2e-5, 4e-8, chunk_tokens=512, prompts=1, cache_tokens=65_536),

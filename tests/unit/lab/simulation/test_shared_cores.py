@@ -7,15 +7,10 @@ import pytest
 
 from shell_router.core.engine import Generation
 from shell_router.lab.simulation.virtual_time import run_virtual
-from shell_router.standins.simulated import (
-    DecodeCosts,
-    PairCosts,
-    PrefillCosts,
-    Processor,
-    SimulatedEmbedder,
-    SimulatedPair,
-    Written,
-)
+from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts
+from shell_router.standins.simulated.pair import SimulatedPair
+from shell_router.standins.simulated.processor import Processor
+from shell_router.standins.simulated.text import SimulatedEmbedder, Written
 
 COSTS = PairCosts(PrefillCosts(0.0, 0.0), DecodeCosts(0.01))
 WITH_HOST_COST = replace(COSTS, decode=DecodeCosts(0.01, host_s_per_token=0.005))

@@ -22,7 +22,7 @@ from shell_router.lab.simulation.summary import summary_of
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.engine_selection import SelectionSettings
 from shell_router.routing.queue import ORDERS, QueueSettings
-from shell_router.standins.simulated import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
 from shell_router.topology import Topology, load_topology, parse_topology
 
 ROOT = Path(__file__).parents[4]

@@ -8,7 +8,8 @@ import pytest
 from benchmarks.gimbal.serving import Together
 from shell_router.core.engine import Finish, Generation
 from shell_router.lab.simulation.virtual_time import run_virtual
-from shell_router.standins.simulated import DecodeCosts, PairCosts, PrefillCosts, Written
+from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts
+from shell_router.standins.simulated.text import Written
 
 Progress = list[tuple[float, int]]
 OUTPUT = 5

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -11,18 +12,17 @@ from aiohttp import web
 from shell_router.standins.embedded.app import EngineApp
 from shell_router.standins.embedded.output import Piece
 from shell_router.standins.embedded.sampling import Grammars
-from shell_router.standins.embedded.service import Inflight, InflightRequests, Loads
+from shell_router.standins.embedded.service import Inflight, Loads, Service
 from shell_router.standins.embedded.settings import EmbeddedSettings, ServerSettings
 from shell_router.standins.embedded.wire import GenerateRequest
 from tests.unit.standins.embedded.test_output import TOKENIZER
 
 
-class EndlessService:
+class EndlessService(Service[Any, Any]):
     """Writes until its request is cancelled."""
 
     def __init__(self) -> None:
-        self.alive = True
-        self.inflight = InflightRequests()
+        self.inflight = {}
         self.cancelled = asyncio.Event()
 
     def check(self, request: GenerateRequest) -> None:

@@ -8,16 +8,10 @@ import pytest
 from shell_router.core.engine import Finish, Generation, Tokens
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.engine_selection import EngineReport
-from shell_router.standins.simulated import (
-    DecodeCosts,
-    PairCosts,
-    PrefillCosts,
-    Processor,
-    SimulatedPair,
-    SimulatedTokenizer,
-    TransferCosts,
-    Written,
-)
+from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
+from shell_router.standins.simulated.pair import SimulatedPair
+from shell_router.standins.simulated.processor import Processor
+from shell_router.standins.simulated.text import SimulatedTokenizer, Written
 
 COSTS = PairCosts(PrefillCosts(1.0, 0.0, prompts=1), DecodeCosts(0.1, cache_tokens=100), TransferCosts(0.5, 0.01))
 OUTPUT = Written.of("一丁丂七 word", math.log(0.5))
