@@ -25,8 +25,6 @@ def test_tools_are_read_as_a_chat_template_takes_them() -> None:
         (WEATHER,), "required", parallel=False
     )
     assert read_tools(body(tool_choice=named)) == ToolUse((WEATHER,), "named", "weather")
-    said = function(strict=False)
-    assert read_tools(body(tools=[said])).tools == (said,)
 
 
 def function(**fields: object) -> dict[str, Any]:
@@ -90,3 +88,9 @@ def test_wrong_calls_are_refused_by_their_path(call: dict[str, object], at: str)
     with pytest.raises(InvalidField) as refused:
         read_calls(Fields({"tool_calls": [call]}, "messages[1]"))
     assert refused.value.field == f"messages[1].tool_calls[0].{at}"
+
+
+def test_a_tool_keeps_the_strict_that_it_was_sent_with() -> None:
+    for strict in (True, False):
+        said = function(strict=strict)
+        assert read_tools(body(tools=[said])).tools == (said,)
