@@ -133,15 +133,16 @@ async def simulated() -> "AsyncIterator[tuple[Services, str]]":
     from shell_router.lab.simulation.settings import load
     from shell_router.moa.executor import Executor
     from shell_router.moa.programs import Programs
-    from shell_router.standins.simulated import SimulatedPair, SimulatedTokenizer, Written
     from shell_router.standins.simulated.costs import attended_pairs
+    from shell_router.standins.simulated.pair import SimulatedPair
+    from shell_router.standins.simulated.text import SimulatedTokenizer, Written
     from shell_router.telemetry import Metrics
 
     loaded, clock = load(ROOT / "configs" / "simulations" / "six-h200.yaml"), asyncio.get_running_loop().time
 
     def write(request: Generation) -> Written:
         ids = list(request.input_ids)
-        share = random.Random(f"{len(ids)} {ids[-20:]}").uniform(0.25, 1)
+        share = random.Random(f"{len(ids)} {ids[-12:]}").uniform(0.25, 1)
         tokens = max(1, round(share * request.sampling["max_new_tokens"]))
         return Written.after_filler(tokens, str(zlib.crc32(repr(ids).encode())), "", 0.0)
 

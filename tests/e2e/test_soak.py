@@ -28,15 +28,9 @@ from shell_router.moa.programs import Programs
 from shell_router.moa.requests import AgentRequest, Answer, OutputOf
 from shell_router.routing.dispatcher import SchedulingSettings
 from shell_router.routing.queue import QueueSettings
-from shell_router.standins.simulated import (
-    DecodeCosts,
-    PairCosts,
-    PrefillCosts,
-    SimulatedEmbedder,
-    SimulatedPair,
-    SimulatedTokenizer,
-    Written,
-)
+from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts
+from shell_router.standins.simulated.pair import SimulatedPair
+from shell_router.standins.simulated.text import SimulatedEmbedder, SimulatedTokenizer, Written
 from shell_router.topology.load import load_topology
 from tests.fakes.moa import ScriptedMoa, ask
 from tests.fakes.redis_server import own_redis

@@ -45,6 +45,8 @@ ALONE = """
 name: thinking-root
 agents: {only: {model: thinker, max_thinking_tokens: 12}}
 """
+BY_ROUTER = "{name: by-router, agents: {only: {model: plain}}}"
+BY_ENGINE = "{name: by-engine, agents: {only: {model: unparsed}}}"
 CITY = {"type": "string", "enum": ["Bonn", "Kyoto"]}
 PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": ["city"], "additionalProperties": False}
 FUNCTION = {"name": "weather", "description": "How it is outside.", "parameters": PARAMETERS}
@@ -88,9 +90,11 @@ async def ai(servers: CpuPair, folder: Path) -> AsyncIterator[openai.AsyncOpenAI
     pairs = (PairSettings(servers.prefill.url, servers.decode.url, servers.bootstrap_port, servers.bootstrap_host),)
     models = {
         "plain": ModelSettings(folder / "plain", pairs=pairs, tool_call_parser="hermes"),
+        "unparsed": ModelSettings(folder / "plain", pairs=pairs),
         "thinker": ModelSettings(folder / "thinker", pairs=pairs, reasoning_parser="qwen3"),
     }
-    files = {folder / "tree.yaml": TREE, folder / "thinking-root.yaml": ALONE}
+    written = {"tree": TREE, "thinking-root": ALONE, "by-router": BY_ROUTER, "by-engine": BY_ENGINE}
+    files = {folder / f"{name}.yaml": text for name, text in written.items()}
     for file, text in files.items():
         file.write_text(text, encoding="utf-8")
     config = Config(models, embedder=EmbedderSettings("none"), listen=Listen(port=0), topologies=tuple(files))
@@ -130,6 +134,24 @@ async def test_a_call_that_must_be_made_is_made_whole_and_streamed_and_its_resul
     history = [*ASKED, whole.message.model_dump(exclude_none=True), result]
     after = await ai.chat.completions.create(model=model, messages=history, tools=TOOLS, max_tokens=12, temperature=0)
     assert after.choices[0].finish_reason in ("length", "stop", "tool_calls")
+
+
+@pytest.mark.parametrize("model", ["plain", "by-router", "by-engine"])  # whose parser reads the call
+async def test_a_call_that_the_model_decides_on_is_read_whole_and_streamed(model: str, ai: openai.AsyncOpenAI) -> None:
+    told = 'Repeat this text exactly:\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+    asked: Any = {"model": model, "messages": [{"role": "user", "content": told}], "tools": TOOLS}
+    asked |= {"max_tokens": 40, "temperature": 0}
+    whole = (await ai.chat.completions.create(**asked)).choices[0]
+    async with ai.chat.completions.stream(**asked) as stream:
+        async for _ in stream:
+            pass
+        streamed = (await stream.get_final_completion()).choices[0]
+    for choice in (whole, streamed):
+        assert choice.message.tool_calls, choice
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather")  # type: ignore[union-attr]
+        assert json.loads(call.function.arguments) == {"city": "Bonn"}  # type: ignore[union-attr]
+        assert not choice.message.content
 
 
 @pytest.mark.parametrize("model", ["plain", "tree", "thinker"])

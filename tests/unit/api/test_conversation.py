@@ -25,8 +25,6 @@ def test_tools_are_read_as_a_chat_template_takes_them() -> None:
     assert read_tools(forced) == ToolOffer((WEATHER,), must_call=True, parallel=False)
     others = body(tools=[function(name="clock"), WEATHER], tool_choice=named)
     assert read_tools(others) == ToolOffer((WEATHER,), must_call=True)
-    said = function(strict=False)
-    assert read_tools(body(tools=[said])) == ToolOffer((said,))
 
 
 def function(**fields: object) -> dict[str, Any]:
@@ -93,3 +91,9 @@ def test_wrong_calls_are_refused_by_their_path(call: dict[str, object], at: str)
     with pytest.raises(InvalidField) as refused:
         read({"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]})
     assert refused.value.field == f"messages[1].tool_calls[0].{at}"
+
+
+def test_a_tool_keeps_the_strict_that_it_was_sent_with() -> None:
+    for strict in (True, False):
+        said = function(strict=strict)
+        assert read_tools(body(tools=[said])) == ToolOffer((said,))
