@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
+from operator import itemgetter
 
 from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogTimeout, LogWriter
 from shell_router import errors
@@ -367,27 +368,32 @@ class Programs:
 
     async def _make_space(self, request: AgentRequest) -> None:
         limit_s = self._clock() - self._ttl_s  # programs are in the order of their last use
-        oldest = takewhile(lambda item: item[1].used_s <= limit_s, list(self._programs.items()))
+        oldest = takewhile(lambda item: item[1].used_s <= limit_s, self._programs.items())
         for key in [key for key, program in oldest if not program.is_running()]:
             await self._forget(*key)
         if (request.tenant, request.program) in self._programs:
             return
         while len(self._programs) >= self._max_programs:
             ended = self._oldest_ended()
-            if ended is None:
+            if not ended:
                 raise errors.Overloaded(
                     f"All {self._max_programs} programs are still running.",
                     remedy="Try again when some have ended.",
                 )
-            await self._forget(*ended)
+            for key in ended:
+                await self._forget(*key)
 
-    def _oldest_ended(self) -> tuple[str, str] | None:
-        """Of the tenant that has most programs, so that one cannot push out those of others."""
-        for tenant, _ in Counter(tenant for tenant, _ in self._programs).most_common():
-            for key, program in self._programs.items():
-                if key[0] == tenant and not program.is_running():
-                    return key
-        return None
+    def _oldest_ended(self) -> list[tuple[str, str]]:
+        """A hundredth of the programs of the tenant that has most, so that one cannot push out those of others.
+
+        At least one, if there is any. All programs are looked at, which would be too much for every request.
+        """
+        for tenant, number in Counter(map(itemgetter(0), self._programs)).most_common():
+            of_tenant = ((key, program) for key, program in self._programs.items() if key[0] == tenant)
+            ended = (key for key, program in of_tenant if not program.is_running())
+            if found := list(islice(ended, max(1, number // 100))):
+                return found
+        return []
 
     def _register(self, request: AgentRequest, record: _Record) -> _Record:
         key = (request.tenant, request.program)
