@@ -3,7 +3,8 @@
 import asyncio
 import codecs
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -214,13 +215,15 @@ async def write_output(request: web.Request) -> web.Response:
     program, agent = (identifier(Fields(request.match_info), name) for name in ("program", "agent"))
     asked = AgentRequest(request[TENANT], program, agent, "")
     settings = request.app[SETTINGS]
+    programs = request.app[SERVICES].programs
+    wrote = partial(programs.wrote, asked.tenant, program)
     with request.app[DRAIN].deadline():
-        answer = await request.app[SERVICES].programs.write(asked, _texts(request, settings))
+        answer = await programs.write(asked, _texts(request, settings, wrote))
     body = {"object": "agent.output", "program": program, "agent": agent, "state": "finished", "text": answer.text}
     return json_reply(request, body, status=201)
 
 
-async def _texts(request: web.Request, settings: ApiSettings) -> AsyncIterator[str]:
+async def _texts(request: web.Request, settings: ApiSettings, wrote: Callable[[int], None]) -> AsyncIterator[str]:
     decoder, received = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         async with asyncio.timeout(settings.request_timeout_s):
@@ -228,6 +231,7 @@ async def _texts(request: web.Request, settings: ApiSettings) -> AsyncIterator[s
                 received += len(piece)
                 if received > settings.max_body_bytes:
                     raise web.HTTPRequestEntityTooLarge(settings.max_body_bytes, received)
+                wrote(len(piece))
                 yield decoder.decode(piece)
         yield decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:

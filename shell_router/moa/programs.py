@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
+from operator import itemgetter
 
 from agent_cache import AgentPromptCache, Chunk, End, LogExists, LogKey, LogRead, LogTimeout, LogWriter
 from shell_router import errors
@@ -93,6 +94,7 @@ class _Program:
     used_s: float
     agents: dict[str, _Record] = field(default_factory=dict)
     chosen: dict[tuple[str, ...], str] = field(default_factory=dict)  # the program's model among these candidates
+    written: int = 0  # bytes that came from elsewhere
 
     def is_running(self) -> bool:
         return any(record.ended is None for record in self.agents.values())
@@ -102,8 +104,9 @@ class Programs:
     """Runs agent requests and remembers the programs they belong to.
 
     A program whose agents have all ended is forgotten `ttl_s` after its last one was sent, as the cache forgets their
-    logs, or when there are more than `max_programs`, first the oldest of the tenant that has most. None has more than
-    `max_agents`. Without `holdouts` no program is held out to show what drafts save.
+    logs, or when there are more than `max_programs`, first the oldest of the tenant that has most, or when outputs that
+    its tenant has written elsewhere take more than `max_written` bytes. None has more than `max_agents`. Without
+    `holdouts` no program is held out to show what drafts save.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class Programs:
         ttl_s: float = 3600.0,
         max_programs: int = 10_000,
         max_agents: int = 10_000,
+        max_written: int = 2**27,
         chooser: ModelChooser | None = None,
         holdouts: Holdouts | None = None,
     ) -> None:
@@ -125,8 +129,10 @@ class Programs:
         self._ttl_s = ttl_s
         self._max_programs = max_programs
         self._max_agents = max_agents
+        self._max_written = max_written
         self._chooser = chooser or ModelChooser(models, clock=clock)
         self._programs: dict[tuple[str, str], _Program] = {}
+        self._written: Counter[str] = Counter()  # by tenant
         self._chats: dict[tuple[str, str], str] = {}  # the program of a tenant's chat completion
 
     async def run(self, request: AgentRequest, emit: Emit) -> Answer:
@@ -299,27 +305,41 @@ class Programs:
 
     async def _make_space(self, request: AgentRequest) -> None:
         limit_s = self._clock() - self._ttl_s  # programs are in the order of their last use
-        oldest = takewhile(lambda item: item[1].used_s <= limit_s, list(self._programs.items()))
-        for key in [key for key, program in oldest if not program.is_running()]:
+        expired = takewhile(lambda item: item[1].used_s <= limit_s, self._programs.items())
+        for key in [key for key, program in expired if not program.is_running()]:
             await self._forget(*key)
+        while self._written[request.tenant] > self._max_written:
+            ours = (item for item in self._programs.items() if item[0][0] == request.tenant and item[1].written)
+            others = (key for key, program in ours if key[1] != request.program and not program.is_running())
+            if (oldest := next(others, None)) is None:
+                raise errors.Overloaded(
+                    f"Outputs that {request.tenant!r} has written take more than {self._max_written} bytes.",
+                    remedy=f"First send DELETE /v1/agent/requests/{request.program}, or let other programs end.",
+                )
+            await self._forget(*oldest)
         if (request.tenant, request.program) in self._programs:
             return
         while len(self._programs) >= self._max_programs:
             ended = self._oldest_ended()
-            if ended is None:
+            if not ended:
                 raise errors.Overloaded(
                     f"All {self._max_programs} programs are still running.",
                     remedy="Try again when some have ended.",
                 )
-            await self._forget(*ended)
+            for key in ended:
+                await self._forget(*key)
 
-    def _oldest_ended(self) -> tuple[str, str] | None:
-        """Of the tenant that has most programs, so that one cannot push out those of others."""
-        for tenant, _ in Counter(tenant for tenant, _ in self._programs).most_common():
-            for key, program in self._programs.items():
-                if key[0] == tenant and not program.is_running():
-                    return key
-        return None
+    def _oldest_ended(self) -> list[tuple[str, str]]:
+        """A hundredth of the programs of the tenant that has most, so that one cannot push out those of others.
+
+        At least one, if there is any. All programs are looked at, which would be too much for every request.
+        """
+        for tenant, number in Counter(map(itemgetter(0), self._programs)).most_common():
+            of_tenant = ((key, program) for key, program in self._programs.items() if key[0] == tenant)
+            ended = (key for key, program in of_tenant if not program.is_running())
+            if found := list(islice(ended, max(1, number // 100))):
+                return found
+        return []
 
     def _register(self, request: AgentRequest, record: _Record) -> None:
         """Add the agent. One that runs again needs another log; no agent's id holds a #."""
@@ -520,8 +540,15 @@ class Programs:
         is_kept = found is not None and (found.used_s > self._clock() - self._ttl_s or found.is_running())
         return found if is_kept else None
 
+    def wrote(self, tenant: str, program: str, size: int) -> None:
+        """Bytes came for an output of the program that is written elsewhere. They are kept as long as the program."""
+        if (found := self._programs.get((tenant, program))) is not None:
+            found.written += size
+            self._written[tenant] += size
+
     async def _forget(self, tenant: str, program: str) -> None:
         forgotten = self._programs.pop((tenant, program), None)
+        self._written[tenant] -= forgotten.written if forgotten else 0
         for agent in forgotten.agents if forgotten else ():
             self._chats.pop((tenant, agent), None)
         await self._cache.forget(tenant, program)

@@ -1,5 +1,7 @@
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from time import monotonic
 
 import pytest
 
@@ -265,3 +267,28 @@ async def test_a_tenant_with_many_programs_pushes_out_its_own() -> None:
     assert programs.state("tenant", "p7")
     with pytest.raises(UnknownProgram):
         programs.state("tenant", "p6")
+
+
+async def test_what_a_tenant_writes_elsewhere_is_bounded_in_all_its_programs() -> None:
+    moa = ScriptedMoa()
+    programs = Programs(moa.models, moa.cache, clock=monotonic, max_written=10)
+
+    async def write(program: str, agent: str, tenant: str = "alice") -> None:
+        async def texts() -> AsyncIterator[str]:
+            programs.wrote(tenant, program, 8)
+            yield "8 bytes."
+
+        await programs.write(AgentRequest(tenant, program, agent, ""), texts())
+
+    await write("first", "a")
+    await write("first", "b")
+    with pytest.raises(Overloaded, match=r"'alice' has written .* 10 bytes"):
+        await write("first", "c")
+    await write("of another", "a", "bob")
+    await write("second", "a")
+    assert set(programs.state("alice", "second").agents) == {"a"}
+    with pytest.raises(UnknownProgram):
+        programs.state("alice", "first")
+    await write("second", "b")
+    await programs.cancel("alice", "second")
+    await write("second", "a")
