@@ -145,7 +145,7 @@ async def _round(
     names = list(named)
     for name in (*names[seed % len(names) :], *names[: seed % len(names)]):
         pool = SglangPair(address, adapters=named[name])
-        await pool.probe(vocabulary=vocabulary)
+        await pool.probe()
         results[name] = await (each_alone if name == ALONE else served)(pool, asked, amount.clients)
         await pool.aclose()
     return {name: _row(results[name], results[ALONE], asked, amount) for name in names}
