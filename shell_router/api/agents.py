@@ -3,10 +3,11 @@
 import asyncio
 import codecs
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, DRAIN, permit
@@ -98,6 +99,16 @@ def split_text(text: str, path: str) -> tuple[Segment, ...]:
 def holds_marker(text: str) -> bool:
     """Whether there is a marker in `text`, whole or altered."""
     return any(word in text for word in WORDS)
+
+
+def has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there is a lazy answer's marker in them, whole or altered."""
+    return holds_marker("\n".join([turn["content"] for turn in messages])) or any(map(marked_elsewhere, messages))
+
+
+def marked_elsewhere(turn: Mapping[str, Any]) -> bool:
+    """Whether a marker is in the message's calls of tools, or in its thinking."""
+    return len(turn) > len(("role", "content")) and holds_marker(orjson.dumps(turn).decode())
 
 
 def _prompt(body: Fields) -> tuple[Segment, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, Drain, permit
+from shell_router.api.agents import has_markers
 from shell_router.api.conversation import TOOL_FIELDS, calls_schema, read_messages, read_tools, text_of
 from shell_router.api.engine_chat import ENGINE_FIELDS, NOT_SERVED, asks_engine, read_engine_chat
 from shell_router.api.fields import (
@@ -21,7 +22,7 @@ from shell_router.api.fields import (
     read_template_kwargs,
 )
 from shell_router.api.frames import ChatFrames
-from shell_router.api.lazy import LAZY_HEADER, PROGRAM_HEADER, begin_lazy, has_markers, of_program, read_wish
+from shell_router.api.lazy import LAZY_HEADER, PROGRAM_HEADER, begin_lazy, of_program, read_wish
 from shell_router.api.models import Targets
 from shell_router.api.native import forwarded
 from shell_router.api.panels import BRINGING, FUSIONS, brought_by

@@ -9,11 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import orjson
 from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, DRAIN
-from shell_router.api.agents import MARKER, holds_marker, identifier, marker_of, read_prefill, split_text
+from shell_router.api.agents import (
+    MARKER,
+    holds_marker,
+    identifier,
+    marked_elsewhere,
+    marker_of,
+    read_prefill,
+    split_text,
+)
 from shell_router.api.fields import Fields, query_number, refused
 from shell_router.api.plain import Request
 from shell_router.api.replies import json_reply
@@ -50,16 +57,6 @@ def read_wish(body: Fields, headers: Mapping[str, str]) -> tuple[str | None, boo
     return program, is_lazy
 
 
-def has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether there is a lazy answer's marker in them, whole or altered."""
-    return holds_marker("\n".join([turn["content"] for turn in messages])) or any(map(_marked_elsewhere, messages))
-
-
-def _marked_elsewhere(turn: Mapping[str, Any]) -> bool:
-    """Whether a marker is in the message's calls of tools, or in its thinking."""
-    return len(turn) > len(("role", "content")) and holds_marker(orjson.dumps(turn).decode())
-
-
 async def of_program(
     request: Request, body: Fields, chat: C, models: Sequence[str], program: str | None, *, lazy: bool
 ) -> AgentRequest | C:
@@ -93,7 +90,7 @@ def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Said, tuple[str, ...]
     Raises InvalidField for altered markers, and for those outside of contents.
     """
     for at, turn in enumerate(messages):
-        if not holds_marker(turn["content"]) and _marked_elsewhere(turn):
+        if not holds_marker(turn["content"]) and marked_elsewhere(turn):
             remedy = "Send the text that it stands for."
             raise refused(f"messages[{at}]", "holds a marker outside of its content", remedy)
     said = tuple(

@@ -100,7 +100,7 @@ class Run:
             precursors={} if graph is None else graph.waits_for,
             parent=CURRENT.get(),
         )
-        self._spans = services.spans if self.trace.span.flags & SAMPLED else None
+        self._spans = services.spans if services.spans is not None and self.trace.span.flags & SAMPLED else None
         self._metrics = RunMetrics(services.metrics, self.trace, self.answering)
         self._recording: recording.Recording | None = None
         if services.recorder is not None and (graph is None or isinstance(asked, MoaRequest)):
