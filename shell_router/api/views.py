@@ -4,8 +4,10 @@ import asyncio
 import logging
 import re
 from base64 import b64encode
+from collections.abc import Mapping
 from hashlib import sha256
 from importlib.resources import files
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -25,9 +27,10 @@ from shell_router.api.services import (
     TENANT,
     ReadinessCheck,
 )
-from shell_router.errors import InvalidField
+from shell_router.errors import InvalidField, InvalidRequest, TopologyError
 from shell_router.telemetry import Trace
 from shell_router.telemetry.trace import OUTCOMES
+from shell_router.topology.document import read_document
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +79,25 @@ async def show_topology(request: web.Request) -> web.Response:
 
 
 async def put_topology(request: web.Request) -> web.Response:
-    """Serve a document under a name, in the place of what was put under it before."""
-    document, name = parse_body(await read_body(request)).as_dict(), request.match_info["name"]
+    """Serve a document, JSON or a topology file's YAML, under a name, in the place of what was put before."""
+    body, name = await read_body(request), request.match_info["name"]
+    if request.content_type == "application/yaml":
+        document = await asyncio.to_thread(_from_yaml, body, f"{name}.yaml")
+    else:
+        document = parse_body(body).as_dict()
     is_new = await request.app[SERVICES].topologies.put(name, document)
     log.info("topology %s was put by %s", name, request[TENANT])
     return json_reply(request, {"name": name, "source": "put"}, status=201 if is_new else 200)
+
+
+def _from_yaml(body: bytes, source: str) -> Mapping[str, Any]:
+    try:
+        found = read_document(body.decode(), source=source).value
+    except (UnicodeDecodeError, TopologyError) as error:
+        raise InvalidRequest(str(error)) from None
+    if not isinstance(found, dict):
+        raise InvalidRequest("The topology is not a mapping.", remedy="Write keys and values, as in a topology file.")
+    return found
 
 
 async def delete_topology(request: web.Request) -> web.Response:

@@ -256,6 +256,30 @@ async def test_agents_may_have_the_names_of_what_every_object_has(browser: Brows
         await expect(page.locator(".agent[data-state=finished]")).to_have_count(3)
 
 
+async def test_a_topology_of_the_readers_own_is_put_and_asked_and_a_wrong_one_is_refused_by_its_line(
+    browser: Browser,
+) -> None:
+    async with served() as running, opened(browser, running.url, allowed="40[04]") as page:
+        await page.click("#own summary")
+        await expect(page.locator("#document")).to_have_value(
+            re.compile("precursors: ")
+        )  # of the models that there are
+        for wrong, said in (
+            ("agents: {a: {model: small}}", "has no name"),
+            ("name: mine\nagents:\n  a: [", "mine.yaml:3"),
+            ("name: mine\nagents:\n  a: {model: absent}", "agents.a.model"),
+        ):
+            await page.fill("#document", wrong)
+            await page.click("#put-own")
+            await expect(page.locator("#problem")).to_contain_text(said)
+        await page.fill("#document", "name: mine\nagents:\n  a: {model: small}\n  b: {model: large, precursors: [a]}")
+        await page.click("#put-own")
+        await expect(page.locator("#model")).to_have_value("mine")
+        await page.click("#go")
+        await expect(card(page, "b")).to_contain_text("b speaks")
+        assert running.services.topologies["mine"].root.id == "b"
+
+
 async def test_a_link_that_the_browser_does_not_copy_is_to_be_copied_by_hand(browser: Browser) -> None:
     async with served() as running, opened(browser, running.url, permissions=["geolocation"]) as page:  # no clipboard
         await ask(page, "duo")

@@ -208,6 +208,30 @@ PANELS: dict[str, tuple[dict[str, object], list[str], str]] = {
 }
 
 
+async def test_a_topology_files_yaml_is_put_and_what_is_wrong_with_it_is_named_by_its_line() -> None:
+    async with api() as served:
+
+        async def put(text: bytes) -> tuple[int, dict[str, Any]]:
+            kind = {"Content-Type": "application/yaml"}
+            async with served.client.put(f"{served.url}/v1/topologies/mine", data=text, headers=kind) as answer:
+                return answer.status, await answer.json()
+
+        status, _ = await put(b"name: mine\nagents:\n  a: {model: small} # a comment\n")
+        assert (status, served.services.topologies["mine"].root.model) == (201, "small")
+        for text, said in (
+            (b"agents:\n  a: [", "mine.yaml:2"),
+            (b"agents: {a: {model: small}, a: {model: large}}", "mine.yaml:1"),
+            (b"- a", "not a mapping"),
+            (b"", "empty"),
+            (b"\xff", "utf-8"),
+            (b"agents: " + b"[" * 100_000, "nested"),
+            (b"agents: {a: {model: absent}}", "agents.a.model"),
+        ):
+            status, body = await put(text)
+            assert status == 400 and said in str(body["error"]), (text[:50], body)
+        assert served.services.topologies["mine"].root.model == "small"
+
+
 @pytest.mark.parametrize("shape", PANELS)
 async def test_a_panel_answers_side_by_side_and_the_judge_reads_all(shape: str) -> None:
     fields, members, judge = PANELS[shape]
