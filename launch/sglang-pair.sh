@@ -28,6 +28,8 @@ prefill_gpu="${places[1]:-0}"
 decode_gpu="${places[2]:-1}"
 port="${places[3]:-30000}"
 
+# a dead prefill is noticed by decode after two missed heartbeats
+export SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL="${SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL:-2}"
 # incremental streaming: the default repeats all earlier tokens in every event
 common=(--model-path "$model" --host 127.0.0.1 --enable-metrics --incremental-streaming-output
     --disaggregation-transfer-backend mooncake --disaggregation-bootstrap-port "$((port + 2))")
