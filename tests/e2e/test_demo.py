@@ -20,7 +20,7 @@ async def test_the_demo_adds_one_mechanism_at_a_time_draws_both_ends_and_leaves_
         code, output = await command.ended(limit_s=180)
         assert (code, survivors(started)) == (0, set()), output
     lines = output.splitlines()
-    assert "(real engines)" in output
+    assert "embedded pair, cpu" in output
     rows = [next(line.split("│") for line in lines if line.startswith(f"│ {name} ")) for name in SETTINGS]
     assert rows[0][8].strip() == "1.00", "latency, relative to the baseline"
     assert all(float(row[8]) > 0 for row in rows)
