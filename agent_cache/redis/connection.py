@@ -76,5 +76,5 @@ class Connection:
             info = await self.call("INFO", "server")
         except NoPermissionError:
             return ""
-        nodes = [info] if "run_id" in info else info.values()  # a cluster's client may have asked every node
+        nodes = [info] if "run_id" in info else [node for node in info.values() if isinstance(node, Mapping)]
         return repr(sorted(str(node.get("run_id")) for node in nodes))

@@ -60,9 +60,9 @@ class PoolWorkers:
 
     async def aclose(self) -> None:
         """End all workers, and with them what they still run: whatever happens to one of them."""
-        async with asyncio.TaskGroup() as tasks:
-            for worker in self.workers:
-                tasks.create_task(worker.stop())
+        ends = await asyncio.gather(*(worker.stop() for worker in self.workers), return_exceptions=True)
+        for failed in filter(None, ends):
+            raise failed
 
 
 @asynccontextmanager

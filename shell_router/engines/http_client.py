@@ -157,6 +157,9 @@ class Exchange:
         self._buffered += count
         limit, reader = self._max_buffered_bytes, self._reader
         if limit is not None and self._buffered > limit and not self._paused and self._carrier:
+            if not self.pieces:  # nobody reads those: the exchange would wait for ever
+                self.fail(ConnectionError("the answer's head, or the frame of its body, is too long"))
+                return
             self._paused = True
             self._carrier.pause()
         if reader is not None and self.status and not reader.done():

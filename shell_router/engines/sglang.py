@@ -259,8 +259,8 @@ class SglangPair:
                 return True
             return False
 
-        found = [await asyncio.gather(*map(is_healthy, of.engines)) for of in self.dispatchers]
-        return all(map(any, found))
+        healthy = dict(zip(self.servers, await asyncio.gather(*map(is_healthy, self.servers)), strict=True))
+        return all(any(healthy[server] for server in of.engines) for of in self.dispatchers)
 
     @property
     def tool_parser(self) -> str | None:

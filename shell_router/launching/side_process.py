@@ -237,7 +237,11 @@ class SideProcess:
             await self._child.close()
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

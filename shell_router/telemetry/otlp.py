@@ -80,7 +80,9 @@ class SpanExport(Outbox[Trace]):
             with there:
                 # a Ctrl-C at the terminal is for the router, which then closes the pipe
                 command, inherited = [*self._command, str(there.fileno())], [there.fileno()]
-                self._process = subprocess.Popen(command, pass_fds=inherited, start_new_session=True)
+                self._process = subprocess.Popen(
+                    command, pass_fds=inherited, start_new_session=True, stdin=subprocess.DEVNULL, stdout=sys.stderr
+                )
         self._pipe.send(items)
         found: tuple[int, str] = self._pipe.recv()
         return found

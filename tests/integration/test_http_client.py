@@ -201,6 +201,21 @@ async def test_a_reader_that_is_slow_stops_the_server_and_is_not_taken_for_silen
         assert len(await exchange.read_all()) == 64 * len(body)
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"HTTP/1.1 200 OK\r\nX-Long: ", *[b"x" * 2**16] * 8, b"\r\nContent-Length: 2\r\n\r\nok"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;x=", *[b"x" * 2**16] * 8, b"\r\nok\r\n0\r\n\r\n"),
+    ],
+    ids=["head", "chunk extension"],
+)
+async def test_a_head_or_frame_without_end_fails_and_does_not_wait_for_a_reader(pieces: tuple[bytes, ...]) -> None:
+    async with raw_server(*pieces) as server, http_client() as client:
+        with pytest.raises(ConnectionError):
+            await answer(post(client, server.url, read_timeout_s=60, max_buffered_bytes=2**17))
+        await until(lambda: server.open == 0)
+
+
 async def test_a_reader_that_leaves_breaks_the_connection_and_the_next_request_gets_another() -> None:
     async with raw_server(CHUNKED[:60]) as server, http_client() as client:
         exchange = post(client, server.url)

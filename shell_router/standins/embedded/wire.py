@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from shell_router.config.read import form_of
 from shell_router.core.drafts import MOST_SOURCE_TOKENS, MOST_SOURCES
+from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.errors import InvalidRequest
 from shell_router.topology.forms import Block, Either, Form, ListOf, MappingOf, Number, Text
 
@@ -72,7 +73,7 @@ class SamplingParams:
     output must follow: the kind, and the text.
     """
 
-    max_new_tokens: Annotated[int | None, _COUNT] = 128
+    max_new_tokens: Annotated[int | None, _COUNT] = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: Annotated[int, _COUNT] = 0
     temperature: Annotated[float, Number("", at_least=0)] = 1.0
     top_p: Annotated[float, Number("", above=0, at_most=1)] = 1.0
@@ -252,7 +253,8 @@ def parse_sampling_params(raw: Mapping[str, Any], vocab_size: int) -> SamplingPa
     for without_effect in ("n", "spaces_between_special_tokens"):
         given.pop(without_effect, None)
     stop, bias = given.get("stop", ()), given.get("logit_bias", {})
-    most_new, top_k = given.get("max_new_tokens"), given.get("top_k", -1)
+    most_new = given.get("max_new_tokens", None if "max_new_tokens" in raw else DEFAULT_MAX_NEW_TOKENS)
+    top_k = given.get("top_k", -1)
     temperature = given.get("temperature", 1.0)
     greedy = temperature < GREEDY_BELOW
     grammars = [(kind, given.pop(kind)) for kind in GRAMMARS if kind in given]

@@ -1,3 +1,4 @@
+import asyncio
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -200,3 +201,12 @@ async def test_a_plan_is_made_in_a_process_of_its_own() -> None:
     assert (await plan_apart(work)).makespan_s == pytest.approx(plan(work).makespan_s)
     with pytest.raises(EngineError, match="planner process failed"):
         await plan_apart(None)  # type: ignore[arg-type]
+
+
+async def test_planning_that_is_cancelled_while_its_process_starts_leaves_nothing() -> None:
+    planning = asyncio.create_task(plan_apart(Workload((ModelWork("a", 100, 5.0, 0.1),), 1, 1)))
+    while len(asyncio.all_tasks()) < 3:  # noqa: ASYNC110 # this test, the planning, and the process's start
+        await asyncio.sleep(0)
+    planning.cancel()
+    await asyncio.wait({planning})
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -62,6 +62,7 @@ def test_a_single_stop_string_is_a_list_of_one() -> None:
         {"max_new_tokens": -1},
         {"max_new_tokens": True},
         {"min_new_tokens": 5, "max_new_tokens": 4},
+        {"min_new_tokens": 129},
         {"frequency_penalty": 3},
         {"repetition_penalty": 0},
         {"logit_bias": {"50": 1}},
