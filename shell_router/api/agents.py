@@ -3,7 +3,7 @@
 import asyncio
 import codecs
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -234,7 +234,9 @@ async def write_output(request: web.Request) -> web.Response:
     return json_reply(request, body, status=201)
 
 
-async def _texts(request: web.Request, settings: ApiSettings, wrote: Callable[[int], None]) -> AsyncIterator[str]:
+async def _texts(
+    request: web.Request, settings: ApiSettings, wrote: Callable[[int], Awaitable[None]]
+) -> AsyncIterator[str]:
     decoder, received = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         async with asyncio.timeout(settings.request_timeout_s):
@@ -242,7 +244,7 @@ async def _texts(request: web.Request, settings: ApiSettings, wrote: Callable[[i
                 received += len(piece)
                 if received > settings.max_body_bytes:
                     raise web.HTTPRequestEntityTooLarge(settings.max_body_bytes, received)
-                wrote(len(piece))
+                await wrote(len(piece))
                 yield decoder.decode(piece)
         yield decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:

@@ -177,7 +177,8 @@ def common_headers(request: Request) -> dict[str, str]:
     if placed:
         headers["x-shell-router-engine"] = "; ".join([f"{one.engine} ({one.policy}: {one.why})" for one in placed])
     if IGNORED in request:
-        headers["x-ignored-fields"] = request[IGNORED]
+        ignored = request[IGNORED]
+        headers["x-ignored-fields"] = ", ".join(ignored)
     return headers
 
 
@@ -185,9 +186,10 @@ def note_ignored(request: Request, names: Sequence[str]) -> dict[str, list[str]]
     """Have the answer say which of the body's fields had no effect: by a header, and by what an object's body adds."""
     if not names:
         return {}
+    before = request.get(IGNORED, ())  # of the body that this one was translated from
     fit = [UNFIT_FOR_HEADER.sub("?", name[:64]) for name in names[:NAMED_IGNORED]]
-    request[IGNORED] = ", ".join(fit)
-    return {"warnings": [f"{name} was ignored: it has no effect here." for name in fit]}
+    request[IGNORED] = list(dict.fromkeys((*before, *fit)))[:NAMED_IGNORED]
+    return {"warnings": [f"{name} was ignored: it has no effect here." for name in request[IGNORED]]}
 
 
 def json_reply(

@@ -148,4 +148,4 @@ REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 TRACE = web.RequestKey("TRACE", Trace)
 PLACED: web.RequestKey[Callable[[], tuple[Placement, ...]]] = web.RequestKey("PLACED")
 """Of native requests, which have no trace."""
-IGNORED = web.RequestKey("IGNORED", str)
+IGNORED = web.RequestKey("IGNORED", list[str])

@@ -10,7 +10,7 @@ from shell_router.core.events import Degraded, Emit, ExitScored
 from shell_router.core.predictors import Embedder
 from shell_router.early_exit.algorithm1 import features
 from shell_router.early_exit.settings import Gate
-from shell_router.errors import EngineError
+from shell_router.errors import AgentFailed, EngineError
 from shell_router.moa.agent import Output
 from shell_router.topology import Cluster
 
@@ -71,7 +71,13 @@ class ClusterExit:
         return self.dropped()
 
     def dropped(self) -> Verdict:
-        """The verdict after an agent has failed: those that are left may agree."""
+        """The verdict after an agent has failed: those that are left may agree. Raises AgentFailed where a quorum has
+        none left, not even a completed one: its readers would have nothing to read."""
+        if self._gate is None and not self._completed and not self._unfinished():
+            raise AgentFailed(
+                f"No agent of {self._id!r} has answered: each has failed.",
+                remedy="Ask again, or name other models.",
+            )
         if self._gate is None or not self.reads or not self._completed:
             return GO_ON
         return self._judged(self._gate, self._clock(), self._unfinished(), report=False)

@@ -209,7 +209,7 @@ class _SlotFiller:
         """Have `ids` prefilled, if they hold anything new that the model could take: a complete prompt that is too long
         will be refused by name."""
         resident = common_prefix(self._sent, ids)
-        if resident < len(ids) < self._task.model.context_length:
+        if self._sends and resident < len(ids) < self._task.model.context_length:
             if self._update is not None:
                 self._raise_defect(self._update)
             self._update = asyncio.create_task(self._prefill(ids, resident, self._slot))

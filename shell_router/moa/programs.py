@@ -234,12 +234,14 @@ class Programs:
 
     async def _planned(self, request: AgentRequest, emit: Emit) -> tuple[str, Hints]:
         """The request's model, the one that its program was given before, and what is expected of it."""
-        chosen: dict[tuple[str, ...], str] = {}
+        known = self._find(request.tenant, request.program)
+        chosen = dict(known.chosen) if known else {}
+        planned = await plan_agent(self._chooser, self._models, request, chosen, emit)
         if request.model == AUTO:
             await self._make_space(request)
             program = self._programs.setdefault((request.tenant, request.program), _Program(self._clock()))
-            chosen = program.chosen
-        return await plan_agent(self._chooser, self._models, request, chosen, emit)
+            program.chosen.update(chosen)
+        return planned
 
     def _task(self, request: AgentRequest, hints: Hints) -> AgentTask:
         model, journal = self._models[request.model], request.journal
@@ -308,15 +310,6 @@ class Programs:
         expired = takewhile(lambda item: item[1].used_s <= limit_s, self._programs.items())
         for key in [key for key, program in expired if not program.is_running()]:
             await self._forget(*key)
-        while self._written[request.tenant] > self._max_written:
-            ours = (item for item in self._programs.items() if item[0][0] == request.tenant and item[1].written)
-            others = (key for key, program in ours if key[1] != request.program and not program.is_running())
-            if (oldest := next(others, None)) is None:
-                raise errors.Overloaded(
-                    f"Outputs that {request.tenant!r} has written take more than {self._max_written} bytes.",
-                    remedy=f"First send DELETE /v1/agent/requests/{request.program}, or let other programs end.",
-                )
-            await self._forget(*oldest)
         if (request.tenant, request.program) in self._programs:
             return
         while len(self._programs) >= self._max_programs:
@@ -540,11 +533,23 @@ class Programs:
         is_kept = found is not None and (found.used_s > self._clock() - self._ttl_s or found.is_running())
         return found if is_kept else None
 
-    def wrote(self, tenant: str, program: str, size: int) -> None:
-        """Bytes came for an output of the program that is written elsewhere. They are kept as long as the program."""
+    async def wrote(self, tenant: str, program: str, size: int) -> None:
+        """Bytes came for an output of the program that is written elsewhere. They are kept as long as the program.
+
+        Where the tenant has too many, its oldest ended programs are forgotten. Raises Overloaded if there is none.
+        """
         if (found := self._programs.get((tenant, program))) is not None:
             found.written += size
             self._written[tenant] += size
+        while self._written[tenant] > self._max_written:
+            ours = (item for item in self._programs.items() if item[0][0] == tenant and item[1].written)
+            others = (key for key, one in ours if key[1] != program and not one.is_running())
+            if (oldest := next(others, None)) is None:
+                raise errors.Overloaded(
+                    f"Outputs that {tenant!r} has written take more than {self._max_written} bytes.",
+                    remedy=f"First send DELETE /v1/agent/requests/{program}, or let other programs end.",
+                )
+            await self._forget(*oldest)
 
     async def _forget(self, tenant: str, program: str) -> None:
         forgotten = self._programs.pop((tenant, program), None)

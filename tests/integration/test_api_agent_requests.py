@@ -238,3 +238,10 @@ async def test_deleting_a_program_ends_the_topology_that_is_its_agent() -> None:
             assert response.status == 200
         assert (await running)[0] == 502
         await until(lambda: not served.moa.running)
+
+
+async def test_a_choice_among_unknown_models_is_refused_and_leaves_no_program() -> None:
+    async with api() as served:
+        asked = {"program": "ghost", "agent": "a", "model": ["absent", "small"], "prompt": ["Hi"]}
+        assert (await served.post("/v1/agent/requests", asked))[0] == 404
+        assert (await served.get("/v1/agent/requests/ghost"))[0] == 404

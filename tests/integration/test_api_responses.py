@@ -136,6 +136,8 @@ async def test_what_is_ignored_is_named() -> None:
         status, body = await served.post("/v1/responses", {"model": "small", "input": "x", "store": True, "colour": 1})
         assert status == 200
         assert body["warnings"] == [f"{name} was ignored: it has no effect here." for name in ("store", "colour")]
+        _, body = await served.post("/v1/responses", {"model": "duo", "input": "Hi", "prefill": {}, "colour": "red"})
+        assert [one.split()[0] for one in body["warnings"]] == ["colour", "prefill"]  # the chat's own, too
 
 
 def test_a_call_without_arguments_has_the_same_in_its_last_events() -> None:

@@ -299,7 +299,7 @@ async def test_a_panel_of_which_all_fail_is_an_error_and_a_judge_that_has_begun_
     async with api(ScriptedMoa(scripts)) as served:
         status, body = await served.post("/v1/chat/completions", chat(fusion={"models": ["small", "medium"]}))
         assert (status, body["error"]["code"]) == (502, "agent_failed")
-        assert "no precursor left: each failed" in body["error"]["message"]
+        assert "No agent of 'panel' has answered" in body["error"]["message"]
     broken = Script("it is four and more", piece_words=2, error=dead, error_after=1)
     moa = ScriptedMoa()
     others = moa.engines["small"].answer

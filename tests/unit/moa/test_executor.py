@@ -545,3 +545,13 @@ async def test_a_reader_whose_aggregation_is_skipped_time_and_again_is_no_longer
     before = len(moa.engines["large"].prefilled)
     await executor.run(graph, ask(run_id="last"), print)
     assert len(moa.engines["large"].prefilled) == before
+
+
+async def test_a_quorum_that_fails_as_a_whole_fails_the_request_though_the_root_reads_others() -> None:
+    broken = Script("never", error=EngineUnreachable("The engine is gone."))
+    moa = ScriptedMoa({"a": broken, "b": broken})
+    agents = [agent(name, on_failure="drop") for name in "ab"] + [agent("c"), agent("root", "a", "b", "c")]
+    quorum = Cluster("panel", ("a", "b"), EarlyExit("quorum", min_completed=1))
+    with pytest.raises(AgentFailed, match="No agent of 'panel' has answered"):
+        await moa.executor.run(topology(*agents, clusters=(quorum,)), ask(), print)
+    assert not moa.running

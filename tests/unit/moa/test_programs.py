@@ -275,20 +275,21 @@ async def test_what_a_tenant_writes_elsewhere_is_bounded_in_all_its_programs() -
 
     async def write(program: str, agent: str, tenant: str = "alice") -> None:
         async def texts() -> AsyncIterator[str]:
-            programs.wrote(tenant, program, 8)
+            await programs.wrote(tenant, program, 8)
             yield "8 bytes."
 
         await programs.write(AgentRequest(tenant, program, agent, ""), texts())
 
     await write("first", "a")
-    await write("first", "b")
     with pytest.raises(Overloaded, match=r"'alice' has written .* 10 bytes"):
-        await write("first", "c")
+        await write("first", "b")
     await write("of another", "a", "bob")
     await write("second", "a")
     assert set(programs.state("alice", "second").agents) == {"a"}
     with pytest.raises(UnknownProgram):
         programs.state("alice", "first")
-    await write("second", "b")
+    with pytest.raises(Overloaded):
+        await write("second", "b")
+    await programs.run(replace(send("reads", "Hi", program="second"), tenant="alice"), print)  # no text of a client's
     await programs.cancel("alice", "second")
     await write("second", "a")
