@@ -16,7 +16,7 @@ answers at once or at a given pace, so that only the router's own work and delay
                  client with whole answers or streams, or with aiohttp, as people write it
 
 With --observed two routers of this project take turns, and only trees are measured: one as it is shipped, and one
-that sends spans to an OTLP receiver and whose live page is open, with and without asking trees and showing their agents.
+that sends spans to an OTLP receiver and whose live page is open, with and without asking trees itself.
 
     router_us    CPU of the router's process per unit, in microseconds
     client_us    CPU of the client per unit; with shell-router the tree's work is in router_us
