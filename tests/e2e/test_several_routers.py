@@ -1,6 +1,7 @@
 """Router processes that share a Redis and an engine: they are killed and replaced, and no client loses its answer."""
 
 import asyncio
+import contextlib
 import io
 import os
 import random
@@ -304,9 +305,10 @@ async def soaked(served: Deployment, router: Router, draws: random.Random, secon
     async def be_hostile(one: Hostile) -> None:
         url, headers = router.url + one.path, {"Content-Type": "application/json", **one.headers}
         body = None if one.body is None else io.BytesIO(one.body)
-        async with served.client.request(one.method, url, data=body, headers=headers) as response:
-            await response.read()
-            assert response.status < 500 or response.status == 501, (one.path, (one.body or b"")[:200])
+        with contextlib.suppress(aiohttp.ClientConnectionError):  # the router may hang up on a body that it refuses
+            async with served.client.request(one.method, url, data=body, headers=headers) as response:
+                await response.read()
+                assert response.status < 500 or response.status == 501, (one.path, (one.body or b"")[:200])
 
     async def client(place: int) -> None:
         while asyncio.get_running_loop().time() < end_s:
