@@ -18,7 +18,7 @@ with its 95 % interval. Afterwards plain is asked each prompt of the other ways:
 float32 a batch of another size may round otherwise; with --dtype float64 answers depend on the prompts alone. `updates`
 are prefill updates of the root, the mean; `early` counts the answers whose root had any. Without --chunk-tokens the
 router sends them where they pay; with it LangGraph's root, plain and lazy, and all agents of the topology want one
-whenever so many tokens have come.
+every N tokens.
 """
 # ruff: noqa: PLC0415 - NumPy reads a variable when it is loaded, and --help answers at once
 

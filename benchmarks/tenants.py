@@ -25,6 +25,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -79,6 +80,9 @@ async def measured(options: argparse.Namespace, ways: Sequence[str], folder: Pat
     """A row per way."""
     from shell_router.app import running_server
 
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # or the clients' processes would stay
     steps = defaultdict[str, list[Step]](list)
     context, submit = get_context("spawn"), asyncio.get_running_loop().run_in_executor
     with (

@@ -152,12 +152,12 @@ class Exchange:
         return (self._loop.time() if self._paused else self._last_byte_s) + self._read_timeout_s
 
     def bytes_came(self, count: int) -> None:
-        """So many, of the head and the body: let the reader go on, and the server wait for a reader too far behind."""
+        """`count` bytes of head or body came: wake the reader, or pause the server if the reader is far behind."""
         self._last_byte_s = self._loop.time()
         self._buffered += count
         limit, reader = self._max_buffered_bytes, self._reader
         if limit is not None and self._buffered > limit and not self._paused and self._carrier:
-            if not self.pieces:  # nobody reads those: the exchange would wait for ever
+            if not self.pieces:  # no reader takes those, so a pause would never end
                 self.fail(ConnectionError("the answer's head, or the frame of its body, is too long"))
                 return
             self._paused = True

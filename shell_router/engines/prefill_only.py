@@ -112,8 +112,8 @@ class PrefillOnly:
         for way in PREFILL_WAYS if route else PREFILL_WAYS[1:]:
             self.way = way
             outcome = await self._try(self._fresh())
-            told = str(outcome) if isinstance(outcome, Exception) else f"{outcome} of {PROBE_TOKENS} tokens cached"
-            found.append(f"{self.way}: {told}")
+            said = str(outcome) if isinstance(outcome, Exception) else f"{outcome} of {PROBE_TOKENS} tokens cached"
+            found.append(f"{self.way}: {said}")
             if isinstance(outcome, int) and outcome >= PROBE_TOKENS // 2:
                 self.cost = await self._measured()
                 logger.info("prefill-only requests to the %s go by %s (%s)", self.server, self.way, "; ".join(found))

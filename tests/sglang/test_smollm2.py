@@ -138,8 +138,8 @@ async def test_a_call_that_must_be_made_is_made_whole_and_streamed_and_its_resul
 
 @pytest.mark.parametrize("model", ["plain", "by-router", "by-engine"])  # whose parser reads the call
 async def test_a_call_that_the_model_decides_on_is_read_whole_and_streamed(model: str, ai: openai.AsyncOpenAI) -> None:
-    told = 'Repeat this text exactly:\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
-    asked: Any = {"model": model, "messages": [{"role": "user", "content": told}], "tools": TOOLS}
+    wanted = 'Repeat this text exactly:\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+    asked: Any = {"model": model, "messages": [{"role": "user", "content": wanted}], "tools": TOOLS}
     asked |= {"max_tokens": 40, "temperature": 0}
     whole = (await ai.chat.completions.create(**asked)).choices[0]
     async with ai.chat.completions.stream(**asked) as stream:
