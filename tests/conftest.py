@@ -20,7 +20,8 @@ RUN_COMMAND = f"{BUILD_COMMAND} && python -m pytest -m sglang"
 UNTIMED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 """No test asserts a time: the machine is shared."""
 hypothesis.settings.register_profile("few", UNTIMED, max_examples=25, derandomize=True)
-hypothesis.settings.register_profile("many", UNTIMED, max_examples=400)
+hypothesis.settings.register_profile("many", UNTIMED, max_examples=400, derandomize=True)
+hypothesis.settings.register_profile("fresh", UNTIMED, max_examples=400)
 hypothesis.settings.load_profile("few")
 
 MEASUREMENTS = pytest.StashKey[list[str]]()
