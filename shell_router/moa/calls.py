@@ -24,6 +24,20 @@ class ToolOffer:
     must_call: bool = False
     parallel: bool = True
 
+    def shown_by(self, model: ServedModel) -> tuple[Mapping[str, Any], ...]:
+        """The tools for the model's chat template; on SGLang servers as their own chats write them.
+
+        Plain chats and graphs with the same tools then share the servers' prefix cache.
+        """
+        return self.tools if model.call_parser is None else tuple(map(written_by_sglang, self.tools))
+
+
+def written_by_sglang(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tool with the nulls that SGLang 0.5.23 adds before it fills the chat template."""
+    function = tool["function"]
+    absent = {name: None for name in ("description", "parameters") if name not in function}
+    return {**tool, "function": {**function, **absent}, "defer_loading": None}
+
 
 @value
 class ToolCall:

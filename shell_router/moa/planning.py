@@ -101,7 +101,7 @@ class Plan:
             asked = request.max_thinking_tokens if is_root else None
             same = model.alias, agent.prompt, agent.given, order, is_root, repr(options)
             if same not in shared:
-                tools = (() if offer is None else offer.tools) if is_root else None
+                tools = (() if offer is None else offer.shown_by(model)) if is_root else None
                 shared[same] = agent_parts(agent, order, model, request.messages, options, tools)
             cluster = topology.cluster_of.get(agent.id)
             judged = cluster is not None and cluster.early_exit is not None and cluster.early_exit.judges

@@ -52,7 +52,8 @@ class WordTokenizer:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), options: Mapping[str, Any] = NO_OPTIONS
     ) -> str:
         """`<role>content` for each message, the options before and the tools' names, then `<assistant>`."""
-        offered = "".join(f"<tool {tool['function']['name']}>" for tool in tools)
+        nulls = [" ".join(["", *(name for name, given in tool.items() if given is None)]) for tool in tools]
+        offered = "".join(f"<tool {tool['function']['name']}{more}>" for tool, more in zip(tools, nulls, strict=True))
         given = "".join(f"<{name}={value}>" for name, value in options.items())
         said = "".join(f"<{m['role']}>{m['content']}" for m in messages)
         return f"{given}{offered}{said}<assistant>"

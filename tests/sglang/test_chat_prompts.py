@@ -6,12 +6,16 @@ import aiohttp
 import pytest
 
 from shell_router.engines.tokenizer import HfTokenizer
+from shell_router.moa.calls import written_by_sglang
 from tests.fakes.pairs_under_test import PairUnderTest
 
 pytestmark = pytest.mark.sglang
 
 FUNCTION = {"name": "weather", "description": "How it is.", "parameters": {"type": "object", "properties": {"ä": {}}}}
-TOOLS = [{"type": "function", "function": FUNCTION | more} for more in ({}, {"name": "rain", "strict": False})]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": function}
+    for function in (FUNCTION, FUNCTION | {"name": "rain", "strict": False}, {"name": "time"})
+]
 CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"ä": "Bö<nn>"}}}
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
@@ -37,7 +41,5 @@ async def test_it_has_the_same_tokens(
     ) as answer:
         theirs = await answer.json()
     tokenizer = HfTokenizer.from_folder(real_sglang.needs_model())
-    # this SGLang writes a null of its own into every tool; models are trained without it
-    shown = [tool | {"defer_loading": None} for tool in tools]
-    ours = [tokenizer.encode(tokenizer.render_chat(messages, used, options)) for used in (tools, shown)]
-    assert theirs["tokens"] in ours, theirs
+    shown = [written_by_sglang(tool) for tool in tools]
+    assert theirs["tokens"] == tokenizer.encode(tokenizer.render_chat(messages, shown, options)), theirs

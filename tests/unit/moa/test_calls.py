@@ -124,6 +124,7 @@ async def test_calls_of_other_formats_are_read_by_the_models_servers() -> None:
         [("weather", '{"city":"Bonn"}')],
     )
     assert parser.asked == ["I look. [weather(Bonn), rm(all)]"]
+    assert moa.prompt_of("root").startswith("<tool weather defer_loading>"), "as SGLang's own chats write them"
     assert moa.engines["large"].generated[-1].sampling["skip_special_tokens"] is False
     moa = ScriptedMoa({"root": "It is dry."}, call_parser=parser)
     answer = await ask(moa)
