@@ -16,8 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import orjson
-
+from shell_router.batch.data_sets import Row, read_rows
 from shell_router.early_exit.answers import number_of, single_at_start, stated_answer, stated_line, without_marks
 from shell_router.errors import DataError
 
@@ -146,7 +145,7 @@ class Questions:
 
 
 def read_questions(file: Path, proposers: Collection[str]) -> Questions:
-    """The questions of a JSONL file, whose lines may name any of `proposers`.
+    """The questions of a file (see `data_sets`), whose rows may name any of `proposers`.
 
     Raises DataError for a file that cannot be read or holds no question.
     """
@@ -156,30 +155,28 @@ def read_questions(file: Path, proposers: Collection[str]) -> Questions:
         raise DataError(f"{file}: {error.strerror}.", remedy="Name a JSONL file of questions.") from error
     asked: dict[str, Question] = {}
     refused: list[Refused] = []
-    for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
-            found = _read(line, number, proposers, asked)
-            if isinstance(found, Question):
-                asked[found.id] = found
-            else:
-                refused.append(found)
+    for number, row in read_rows(file, content):
+        found = _read(row, number, proposers, asked)
+        if isinstance(found, Question):
+            asked[found.id] = found
+        else:
+            refused.append(found)
     if not asked:
         reason = f"{file}:{refused[0].line}: {refused[0].error}" if refused else f"{file} is empty."
         raise DataError(reason, remedy=FORM)
     return Questions(tuple(asked.values()), tuple(refused), sha256(content).hexdigest())
 
 
-def _read(line: bytes, number: int, proposers: Collection[str], asked: Mapping[str, Question]) -> Question | Refused:
+def _read(
+    found: Row | str, number: int, proposers: Collection[str], asked: Mapping[str, Question]
+) -> Question | Refused:
+    if isinstance(found, str):
+        return Refused(number, None, f"{found}.")
     id = None
     try:
-        found = orjson.loads(line)
-        if not isinstance(found, dict):
-            raise TypeError("this is not a JSON object.")
         id = _id(found, number, asked)
         named, skills = _names(found, "proposers", proposers), frozenset(_names(found, "skills"))
         return Question(id, _text(found, "question"), named, skills, _answer(found), number)
-    except orjson.JSONDecodeError as error:
-        return Refused(number, None, f"this is not JSON ({error}).")
     except TypeError as error:
         return Refused(number, id, str(error))
 

@@ -39,9 +39,14 @@ LENGTHS, BATCHES = Several((32, 128, 512, 1024, 2048)), Several((1, 2, 4, 8, 16)
 
 
 def asking(
-    data: Annotated[Path, option('Questions: JSONL, one {"question": …, "answer": …} per line.', metavar="FILE")],
+    data: Annotated[
+        Path,
+        option(
+            'One {"question": …, "answer": …} per line, or a published data set (JSONL, CSV, Parquet).', metavar="FILE"
+        ),
+    ],
     grader: Annotated[
-        Literal["auto", "exact", "numeric", "choice"],
+        Literal["auto", "exact", "numeric", "choice", "math"],
         option("Compares answers; `auto` chooses by the form of the right answer."),
     ] = "auto",
     offset: Annotated[int, option("Skip this many questions.", least=0)] = 0,

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from shell_router import SHIPPED
-from shell_router.batch.questions import is_right
 from shell_router.errors import ConfigError
 from shell_router.lab.evaluation.client import Client, running_router
+from shell_router.lab.evaluation.grading import grade
 from shell_router.lab.evaluation.records import EvaluationOptions, Item, Reply, Setting, read_items
 from shell_router.lab.evaluation.report import CUT_OFF
 from shell_router.lab.evaluation.run import evaluate, report_console, request_body
@@ -67,8 +67,8 @@ async def run_demo(rounds: int, seed: int, question: str | None) -> None:
         for name in COMPARED:
             replies.append(await client.ask(request_body(Setting(name, "topology"), item, seed, options)))
             text = replies[-1].text
-            grade = "" if real else "right, " if is_right(text, item.answer, item.grader) else "wrong, "
-            console.print(f"{name}: {' '.join(text.split())} ({grade}{replies[-1].latency_s:.2f} s)")
+            graded = "" if real else "right, " if grade(item, text)[0] else "wrong, "
+            console.print(f"{name}: {' '.join(text.split())} ({graded}{replies[-1].latency_s:.2f} s)")
     _draw(console, replies)
     latencies_s = [medians_s.get(name) or one.latency_s for name, one in zip(COMPARED, replies, strict=True)]
     console.print(_shares(replies, latencies_s, "" if real else f": latencies are medians of {rounds} questions"))

@@ -5,12 +5,17 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
+from shell_router.batch.data_sets import Row, read_rows
 from shell_router.batch.questions import Grader, grader_of, read_answer
 from shell_router.errors import ConfigError, DataError
 from shell_router.prediction.scores import Graded
 from shell_router.topology.document import read_json_lines
+
+EvaluationGrader = Grader | Literal["math", "instructions"]
+"""`math` and `instructions` are those of published data sets (see `grading`)."""
+GRADERS = (*get_args(Grader), "math", "instructions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class EvaluationOptions:
     api_key: str | None = None
     settings: tuple[str, ...] = ()
     baseline: str | None = None
-    grader: Grader | Literal["auto"] = "auto"
+    grader: EvaluationGrader | Literal["auto"] = "auto"
     offset: int = 0
     limit: int | None = None
     seeds: tuple[int, ...] = (0,)
@@ -75,36 +80,42 @@ class Item:
     index: int
     question: str
     answer: str
-    grader: Grader
+    grader: EvaluationGrader
     facts: Mapping[str, Any]
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_items(
-    file: Path, *, grader: Grader | Literal["auto"] = "auto", offset: int = 0, limit: int | None = None
+    file: Path, *, grader: EvaluationGrader | Literal["auto"] = "auto", offset: int = 0, limit: int | None = None
 ) -> list[Item]:
-    """The file's questions from `offset` on, at most `limit`. Raises DataError, which names file, line and remedy.
+    """The questions of a file, or of a published data set (see `data_sets`), from `offset` on, at most `limit`.
 
-    With `auto` a line's own `grader` decides, or else the form of its answer. Blank lines are stepped over.
+    With `auto` a line's own `grader` decides, or else the form of its answer. Blank lines are stepped over. Raises
+    DataError, which names file, line and remedy.
     """
-    lines = list(read_json_lines(file, FORM))
-    chosen = list(islice(enumerate(lines), offset, None if limit is None else offset + limit))
+    try:
+        rows = read_rows(file, file.read_bytes())
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}.", remedy=FORM) from error
+    chosen = list(islice(enumerate(rows), offset, None if limit is None else offset + limit))
     if not chosen:
-        raise DataError(f"{file} has {len(lines)} questions, none of them from {offset} on.", remedy=FORM)
-    return [_item(where, index, found, grader) for index, (where, found) in chosen]
+        raise DataError(f"{file} has {len(rows)} questions, none of them from {offset} on.", remedy=FORM)
+    return [_item(f"{file}:{number}", index, found, grader) for index, (number, found) in chosen]
 
 
-def _item(where: str, index: int, found: dict[str, Any], grader: Grader | Literal["auto"]) -> Item:
+def _item(where: str, index: int, found: Row | str, grader: EvaluationGrader | Literal["auto"]) -> Item:
+    if isinstance(found, str):
+        raise DataError(f"{where}: {found}.", remedy=FORM)
     for name in ("question", "answer"):
         text = found.get(name)
         if not isinstance(text, str) or not text.strip():
             wrong = "is missing" if text is None else f"must be a string that is not empty, not {text!r}"
             raise DataError(f"{where}: {name} {wrong}.", remedy=FORM)
     question, answer, own = found.pop("question"), found.pop("answer"), found.pop("grader", None)
-    if own is not None and own not in get_args(Grader):
-        raise DataError(f"{where}: there is no grader {own!r}.", remedy=f"Known: {', '.join(get_args(Grader))}.")
-    chosen: Grader = (own or grader_of(answer)) if grader == "auto" else grader
-    if read_answer(answer, chosen) is None:
+    if own is not None and own not in GRADERS:
+        raise DataError(f"{where}: there is no grader {own!r}.", remedy=f"Known: {', '.join(GRADERS)}.")
+    chosen: EvaluationGrader = (own or grader_of(answer)) if grader == "auto" or own == "instructions" else grader
+    if chosen in get_args(Grader) and read_answer(answer, cast(Grader, chosen)) is None:
         raise DataError(
             f"{where}: the grader {chosen} cannot compare the answer {answer!r}.",
             remedy="Correct the answer, or let another grader judge it.",

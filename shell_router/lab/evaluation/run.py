@@ -12,10 +12,10 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shell_router.batch.questions import read_answer
 from shell_router.errors import ConfigError, ShellRouterError, UnknownModel
 from shell_router.lab.evaluation.client import Client, running_router
-from shell_router.lab.evaluation.records import EvaluationOptions, Item, Record, Setting, read_items
+from shell_router.lab.evaluation.grading import grade, require_graders
+from shell_router.lab.evaluation.records import EvaluationOptions, Item, Record, Reply, Setting, read_items
 from shell_router.lab.evaluation.report import Report, engines_of, rows_of, tables
 
 TABLE_COLUMNS = 170
@@ -69,19 +69,27 @@ def request_seed(seed: int, question: int) -> int:
     return zlib.crc32(f"{seed}/{question}/0".encode()) >> 1
 
 
-async def asked(client: Client, setting: Setting, item: Item, seed: int, options: EvaluationOptions) -> Record:
-    """The record of `item` in `setting`; a request that fails gives one too."""
+async def asked(
+    client: Client, setting: Setting, item: Item, seed: int, options: EvaluationOptions
+) -> Reply | ShellRouterError:
+    """The answer, or why there is none."""
     try:
-        reply = await client.ask(request_body(setting, item, seed, options))
+        return await client.ask(request_body(setting, item, seed, options))
     except ShellRouterError as error:
-        return Record(item.index, seed, setting.name, right=False, stated=None, latency_s=0.0, error=str(error))
-    value = read_answer(reply.text, item.grader)
+        return error
+
+
+def record_of(setting: Setting, item: Item, seed: int, reply: Reply | ShellRouterError) -> Record:
+    """The record of `item` in `setting`; a request that failed has one too. Raises DataError."""
+    if isinstance(reply, ShellRouterError):
+        return Record(item.index, seed, setting.name, right=False, stated=None, latency_s=0.0, error=str(reply))
+    right, stated = grade(item, reply.text)
     return Record(
         item.index,
         seed,
         setting.name,
-        right=value is not None and value == read_answer(item.answer, item.grader),
-        stated=None if value is None else str(value),
+        right=right,
+        stated=stated,
         latency_s=reply.latency_s,
         prompt_tokens=reply.prompt_tokens,
         completion_tokens=reply.completion_tokens,
@@ -112,6 +120,7 @@ async def run_evaluation(options: EvaluationOptions) -> Report:
     failed.
     """
     items = read_items(options.data, grader=options.grader, offset=options.offset, limit=options.limit)
+    require_graders(items)
     console = report_console()
     async with running_router(options, lambda step: console.print(f"  {step}", style="dim")) as (client, order):
         return await evaluate(client, order, items, options, console)
@@ -188,15 +197,19 @@ async def _ask_all(
         task = progress.add_task("answers", total=answers)
 
         async def ask(setting: Setting, item: Item, seed: int) -> None:
-            records.append(await asked(client, setting, item, seed, options))
+            answered.append((setting, item, seed, await asked(client, setting, item, seed, options)))
             progress.advance(task)
 
         for questions, order in rounds_of(items, options.seeds, settings, at_once=options.concurrency):
             written = len(records)
             for setting in order:
-                async with asyncio.TaskGroup() as tasks:
-                    for item, seed in questions:
-                        tasks.create_task(ask(setting, item, seed))
+                answered: list[tuple[Setting, Item, int, Reply | ShellRouterError]] = []
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        for item, seed in questions:
+                            tasks.create_task(ask(setting, item, seed))
+                finally:  # graded while nothing is asked, as that holds up the event loop
+                    records += [record_of(*one) for one in answered]
             if options.records is not None:
                 lines = b"".join(orjson.dumps(record) + b"\n" for record in records[written:])
                 _write("--records", options.records, "ab", lines)

@@ -1,0 +1,130 @@
+"""Rows of question files (JSON lines, CSV, Parquet), those of published data sets turned into questions.
+
+A set is known by its keys: MATH-500 and AIME by `problem`, MMLU-Pro by `options`, MMLU-ProX by `option_0`, MedMCQA by
+`cop`, GPQA by `Correct Answer`, IFBench by `instruction_id_list`. Other rows, GSM8K's among them, stay as they are.
+"""
+
+import csv
+import random
+import re
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from shell_router.early_exit.answers import number_of
+from shell_router.errors import DataError
+
+Row = dict[str, Any]
+
+_CHOOSE = 'End with "Answer: " and the letter.'
+_BOXED = "End with the final answer in \\boxed{}."
+_COP = re.compile(rb'"cop": ?(-?\d+)')
+_GPQA = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+
+def read_rows(file: Path, content: bytes) -> list[tuple[int, Row | str]]:
+    """Per row of the file that holds `content` its number, from 1, and the row, or what is wrong with it.
+
+    Blank lines are stepped over. Raises DataError for a file that is no table, and where pyarrow is missing.
+    """
+    suffix = file.suffix.casefold()
+    if suffix == ".csv":
+        lines = _lines(csv.DictReader(StringIO(content.decode("utf-8-sig", "replace"))))
+    elif suffix == ".parquet":
+        lines = _lines(_parquet_rows(file, content))
+    else:
+        lines = content.split(b"\n")
+    first = partial(_first_option, frozenset(int(cop) for line in lines for cop in _COP.findall(line)))
+    return [(number, _read(line, first)) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _lines(rows: Iterable[Row]) -> list[bytes]:
+    return [orjson.dumps({str(key): value for key, value in row.items()}, default=str) for row in rows]
+
+
+def _parquet_rows(file: Path, content: bytes) -> list[Row]:
+    try:
+        import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: PLC0415 - it is large
+    except ImportError:
+        remedy = "Install it with pip install 'shell-router[data]', or write the rows as JSON lines."
+        raise DataError(f"{file}: pyarrow, which reads Parquet, is missing.", remedy=remedy) from None
+    try:
+        rows: list[Row] = pyarrow.parquet.read_table(BytesIO(content)).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file}: {error}", remedy="Name a Parquet file, or one of JSON lines.") from None
+    return rows
+
+
+def _read(line: bytes, first_option: Callable[[], int]) -> Row | str:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        return f"this is not JSON ({error})"
+    if not isinstance(row, dict):
+        return "this is not a JSON object"
+    try:
+        return _as_question(row, first_option)
+    except KeyError as error:
+        return f"{error.args[0]} is missing"
+    except (TypeError, ValueError) as error:
+        return str(error)
+
+
+def _as_question(row: Row, first_option: Callable[[], int]) -> Row:
+    if "instruction_id_list" in row:
+        given = {
+            "question": row["prompt"],
+            "answer": "all instructions",
+            "grader": "instructions",
+            "id": row.get("key"),
+        }
+        return row | given
+    if "problem" in row:
+        answer = str(row["answer"])
+        grader = "math" if number_of(answer) is None else "numeric"
+        skills = _skills(row.get("subject"))
+        asked = f"{row['problem']}\n\n{_BOXED}"
+        return row | {"question": asked, "answer": answer, "grader": grader, "id": row.get("unique_id"), **skills}
+    if "cop" in row:
+        options, right = [row[f"op{letter}"] for letter in "abcd"], int(row["cop"]) - first_option()
+        return row | _choice(row["question"], options, right, row.get("id"), row.get("subject_name"))
+    if "Correct Answer" in row:
+        order = random.Random(row["Question"]).sample(range(len(_GPQA)), len(_GPQA))  # the same in every run
+        options = [row[_GPQA[at]] for at in order]
+        return row | _choice(row["Question"], options, order.index(0), row.get("Record ID"), row.get("Subdomain"))
+    if "options" in row or "option_0" in row:
+        listed = row.get("options") or [row.get(f"option_{at}") for at in range(10)]
+        options = [one for one in listed if one not in (None, "", "N/A")]
+        right = string.ascii_uppercase.index(str(row["answer"])) if row.get("answer") else -1
+        return row | _choice(row["question"], options, right, row.get("question_id"), row.get("category"))
+    return row
+
+
+def _choice(question: object, options: Sequence[object], right: int, number: object, skill: object) -> Row:
+    """A question with lettered options, of which the one at `right` is the answer; it is unknown below 0."""
+    if not isinstance(question, str) or not question.strip():
+        raise TypeError(f"the question must be text that is not empty, not {question!r}")
+    if right >= len(options):
+        raise ValueError(f"the answer is option {right + 1} of {len(options)}")
+    letters = string.ascii_uppercase
+    listed = "\n".join(f"{letter}) {str(one).strip()}" for letter, one in zip(letters, options, strict=False))
+    asked = {"question": f"{question.strip()}\n\n{listed}\n\n{_CHOOSE}", "id": number, **_skills(skill)}
+    return asked | {"answer": letters[right] if right >= 0 else None, "grader": "choice"}
+
+
+def _skills(named: object) -> Mapping[str, list[str]]:
+    return {"skills": [named]} if isinstance(named, str) and named else {}
+
+
+def _first_option(cops: frozenset[int]) -> int:
+    """The number of MedMCQA's option A: 1 in its own files, 0 in those of Hugging Face (there -1 is no answer)."""
+    if cops & {0, -1}:
+        return 0
+    if 4 in cops:
+        return 1
+    raise ValueError("whether cop counts from 0 or from 1 cannot be seen; add a row with cop 0 or 4")
