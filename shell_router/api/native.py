@@ -11,7 +11,7 @@ from aiohttp import ClientConnectionResetError
 from shell_router.api.admission import ADMISSION, DRAIN, permit
 from shell_router.api.agents import WORD
 from shell_router.api.engine_chat import choices_as_one, read_completion
-from shell_router.api.fields import parse_body, read_body
+from shell_router.api.fields import parse_body, read_body, read_end_user
 from shell_router.api.models import TARGETS
 from shell_router.api.plain import PlainStream, Reply, Request
 from shell_router.api.replies import json_reply, problem_reply, stream_error, whole_reply
@@ -64,7 +64,8 @@ async def completions(request: Request) -> Reply:
         request.app[TARGETS].choice(body.names("model"))
         remedy = "Name a plain model on SGLang, or ask /v1/chat/completions."
         raise body.refuse("model", "does not complete prompts", remedy)
-    return await forwarded(request, relay, "v1/completions", read_completion(body, model))
+    end_user = read_end_user(body)
+    return await forwarded(request, relay, "v1/completions", read_completion(body, model), end_user=end_user)
 
 
 async def _forwarded(request: Request, route: NativeRoute) -> Reply:
@@ -75,7 +76,12 @@ async def _forwarded(request: Request, route: NativeRoute) -> Reply:
 
 
 async def forwarded(
-    request: Request, relay: Relay, route: NativeRoute, bodies: Sequence[bytes], translation: Translation | None = None
+    request: Request,
+    relay: Relay,
+    route: NativeRoute,
+    bodies: Sequence[bytes],
+    translation: Translation | None = None,
+    end_user: str | None = None,
 ) -> Reply:
     """The engine's answer to `bodies`, which are the choices of one request."""
     refuse_key(request, "what an engine answers itself")
@@ -93,6 +99,7 @@ async def forwarded(
             body,
             affinity=affinity,
             tenant=request[TENANT],
+            end_user=end_user,
             admit=lambda requests: admission.count(request, requests - 1),
         )
 

@@ -103,6 +103,7 @@ class PairRelay:
         *,
         affinity: str | None = None,
         tenant: str | None = None,
+        end_user: str | None = None,
         admit: Callable[[int], None] = lambda requests: None,
         adapter: str | None = None,
     ) -> AbstractAsyncContextManager[Relayed]:
@@ -118,7 +119,8 @@ class PairRelay:
             admit(native.batch)
         tokens = max(1, len(body) // 4)  # about: it is not tokenized here
         update = route == "prefill_only"
-        wanted = PlacementRequest(tokens, hints=Hints(tenant), affinity=affinity, update=update, adapter=adapter)
+        hints = Hints(tenant, end_user=end_user)
+        wanted = PlacementRequest(tokens, hints=hints, affinity=affinity, update=update, adapter=adapter)
         if update and all(only.way != "pair" for only in self.prefill_only.values()):
             return self._prefilled_alone(native, wanted)
         return _ByPair(self, route, native, wanted)

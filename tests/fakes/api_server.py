@@ -80,6 +80,7 @@ class ScriptedRelay:
     gate: asyncio.Event | None = None
     forwarded: list[tuple[NativeRoute, bytes]] = field(default_factory=list)
     affinities: list[str | None] = field(default_factory=list)
+    end_users: list[str | None] = field(default_factory=list)
     left_early: int = 0
     placed: tuple[Placement, ...] = ()
     batch: int = 1
@@ -93,6 +94,7 @@ class ScriptedRelay:
         *,
         affinity: str | None = None,
         tenant: str | None = None,
+        end_user: str | None = None,
         admit: Callable[[int], None] = lambda requests: None,
     ) -> AsyncIterator[Relayed]:
         if not body.startswith(b"{"):
@@ -100,6 +102,7 @@ class ScriptedRelay:
         admit(self.batch)
         self.forwarded.append((route, body))
         self.affinities.append(affinity)
+        self.end_users.append(end_user)
         self._ended = False
         try:
             yield Relayed(self.status, self.content_type, self._answer(), self.placed)
