@@ -298,7 +298,7 @@ def gimbal(scene: Scene) -> Choice:
 
     What the router holds back for an engine is part of that engine's running load: the paper's engines hold it back.
     The paper's affinity has no limit as long as KV is free, so that one user fills one engine; here it is that of
-    `within_bound`, and so is whose turn it is.
+    `within_bound`, and a request that leaves its user's engine for it takes turns among the engines below.
     """
     engines, turn, theta = scene.engines, round_robin(scene), scene.settings.gimbal
     usage = [one.reported.kv_usage for one in engines if one.reported is not None]
@@ -311,11 +311,13 @@ def gimbal(scene: Scene) -> Choice:
         if max(loads) - min(loads) > theta.theta_load:
             return Choice(engines[loads.index(min(loads))].index, "lowest_load")
         return turn
-    scene = replace(scene, engines=within_bound(engines, theta.load_factor))
     home = scene.memory.home(scene.features.client, scene.now_s)
-    if home is not None and home in [one.index for one in scene.engines]:
+    if home is None or home not in [one.index for one in engines]:
+        return turn
+    within = within_bound(engines, theta.load_factor)
+    if home in [one.index for one in within]:
         return Choice(home, "user_affinity")
-    return round_robin(scene)
+    return Choice(round_robin(replace(scene, engines=within)).index, "home_busy")
 
 
 def within_bound(engines: Sequence[EngineState], factor: float) -> Sequence[EngineState]:
