@@ -236,7 +236,7 @@ class GimbalThresholds:
     theta_kv: Annotated[float, "KV usage at which an engine counts as full; lower it where outputs are long."] = 0.9
     load_factor: Annotated[
         float, "Requests that an engine may have, over the mean, before users leave it; more keeps more prefixes warm."
-    ] = 1.25
+    ] = 1.5
     theta_diff: float = field(default=0.1, metadata={"file": False})
     theta_load: int = field(default=3000, metadata={"file": False})
 
@@ -308,16 +308,14 @@ def gimbal(scene: Scene) -> Choice:
     if max(usage) >= theta.theta_kv:
         if max(usage) - min(usage) >= theta.theta_diff:
             return Choice(engines[usage.index(min(usage))].index, "lowest_kv_usage")
-        if max(loads) - min(loads) > theta.theta_load:
-            return Choice(engines[loads.index(min(loads))].index, "lowest_load")
-        return turn
+        is_uneven = max(loads) - min(loads) > theta.theta_load
+        return Choice(engines[loads.index(min(loads))].index, "lowest_load") if is_uneven else turn
     home = scene.memory.home(scene.features.client, scene.now_s)
     if home is None or home not in [one.index for one in engines]:
         return turn
-    within = within_bound(engines, theta.load_factor)
-    if home in [one.index for one in within]:
-        return Choice(home, "user_affinity")
-    return Choice(round_robin(replace(scene, engines=within)).index, "home_busy")
+    within = replace(scene, engines=within_bound(engines, theta.load_factor))
+    is_within = home in [one.index for one in within.engines]
+    return Choice(home, "user_affinity") if is_within else Choice(round_robin(within).index, "home_busy")
 
 
 def within_bound(engines: Sequence[EngineState], factor: float) -> Sequence[EngineState]:

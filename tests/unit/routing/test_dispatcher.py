@@ -309,7 +309,7 @@ def test_one_user_among_ten_never_holds_more_than_a_bounded_share_of_an_engine(b
         slot = given_a_slot(at, user="tenant", end_user=user)
         running.append((user, slot))
         here = [whose for whose, other in running if other.engine == slot.engine]
-        bound = ceil(1.25 * len(running) / ENGINES)
+        bound = ceil(1.5 * len(running) / ENGINES)
         assert here.count(user) <= bound
         assert slot.why == "turn" or len(here) <= bound, "but for users that come for the first time"
         while running and draw.random() < 0.45:
@@ -323,7 +323,7 @@ def test_one_tenants_requests_go_to_one_engine_as_long_as_it_has_its_share() -> 
         given_a_slot(at, user="tenant").close()
     assert at.choices == {"turn": 1, "user_affinity": 19}
     engines = [given_a_slot(at, user="tenant").engine for _ in range(400)]
-    assert max(engines.count(engine) for engine in at.engines) <= 125
+    assert max(engines.count(engine) for engine in at.engines) <= 150
 
 
 STEPS = st.lists(

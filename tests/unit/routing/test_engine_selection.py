@@ -114,11 +114,11 @@ def test_users_of_a_tenant_have_homes_of_their_own_and_those_of_two_tenants_neve
         assert chosen("gimbal", engines, replace(ALICE, hints=other), memory).why == "turn"
 
 
-@pytest.mark.parametrize(("running", "why"), [(4, "user_affinity"), (5, "home_busy")])
+@pytest.mark.parametrize(("running", "why"), [(8, "user_affinity"), (9, "home_busy")])
 def test_a_user_leaves_an_engine_that_has_its_share_of_all_requests(running: int, why: str) -> None:
     engines = reporting((0.5, 0), (0.5, 0))
     engines[0] = replace(engines[0], running=running - 1, waiting=1)
-    engines[1] = replace(engines[1], running=2)  # with the new one 7 or 8: 1.25 times the mean, rounded up, is 5
+    engines[1] = replace(engines[1], running=2)  # 1.5 times the mean, with the new one, rounded up, is 9
     assert chosen("gimbal", engines, memory=with_home(0)) == Choice(int(why == "home_busy"), why)
 
 
