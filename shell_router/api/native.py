@@ -18,7 +18,7 @@ from shell_router.api.replies import json_reply, problem_reply, stream_error, wh
 from shell_router.api.runs import refuse_key
 from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS, Services
 from shell_router.api.streaming import EventStream, Translation, data_frame, open_stream
-from shell_router.core.engine import NativeRoute, Relay, Relayed, error_message
+from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 
 
@@ -76,19 +76,15 @@ async def _forwarded(request: Request, route: NativeRoute) -> Reply:
 
 
 async def forwarded(
-    request: Request,
-    relay: Relay,
-    route: NativeRoute,
-    bodies: Sequence[bytes],
-    translation: Translation | None = None,
-    end_user: str | None = None,
-) -> Reply:
+    request: Request, relay: Relay, route: NativeRoute, bodies: Sequence[bytes],
+    translation: Translation | None = None, end_user: str | None = None,
+) -> Reply:  # fmt: skip
     """The engine's answer to `bodies`, which are the choices of one request."""
     refuse_key(request, "what an engine answers itself")
     if _WORD in bodies[0]:
         raise InvalidRequest("The body holds a lazy answer's marker.", remedy="Send the text that it stands for.")
     limit_s = request.app[SETTINGS].request_timeout_s
-    affinity = request.headers.get("x-routing-key")
+    affinity, hints = request.headers.get("x-routing-key"), Hints(request[TENANT], end_user=end_user)
     answer = NativeAnswer(request, translation)
     admission = request.app[ADMISSION]
     admission.count(request, len(bodies) - 1)
@@ -98,8 +94,7 @@ async def forwarded(
             route,
             body,
             affinity=affinity,
-            tenant=request[TENANT],
-            end_user=end_user,
+            hints=hints,
             admit=lambda requests: admission.count(request, requests - 1),
         )
 

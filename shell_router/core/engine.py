@@ -219,12 +219,10 @@ class Relay(Protocol):
         body: bytes,
         *,
         affinity: str | None = None,
-        tenant: str | None = None,
-        end_user: str | None = None,
+        hints: Hints = NO_HINTS,
         admit: Callable[[int], None] = lambda requests: None,
     ) -> AbstractAsyncContextManager[Relayed]:
-        """Forward `body`, a JSON object in the route's shape as SGLang has it. `affinity` is as in `Generation`,
-        `end_user` as in `Hints`.
+        """Forward `body`, a JSON object in the route's shape as SGLang has it. `affinity` is as in `Generation`.
 
         `admit` is called with the number of a batch's requests, and may raise. Raises InvalidRequest for a body that is
         no object or has fields or values that are not forwarded, PromptTooLong and EngineError. Leaving the context

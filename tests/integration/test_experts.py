@@ -15,10 +15,11 @@ from shell_router.cli.experts import recorded as record_experts
 from shell_router.errors import ConfigError, DataError, EngineRejected, EngineStalled, EngineUnreachable
 from shell_router.experts.placement import ALGORITHMS, ExpertRecord, PlacementSettings
 from shell_router.experts.placement.algorithms import eplb
-from shell_router.experts.placement.files import MAP, read_placement
+from shell_router.experts.placement.files import MAP
 from shell_router.experts.placement.records import measures
 from tests.fakes.command import running_command
 from tests.fakes.http_engines import ExpertEngine, served
+from tests.fakes.placements import placement_in
 
 ROUTING = Routing(layers=4, experts=16, top_k=4, topics=4, topical=2)
 
@@ -68,7 +69,7 @@ async def test_a_record_of_prompts_is_placed_so_that_sglang_can_load_it(
     assert {asked["text"] for asked in engine.asked} == {"Why is 1 odd?", "Why is 3 odd?", "Why is 5 odd?"}
     assert engine.asked[0]["sampling_params"] == {"max_new_tokens": 5, "temperature": 0}
     assert main(["experts", "place", str(out), "--gpus", "4", "--out", str(placed)]) == 0
-    found = read_placement(placed, record, 4)
+    found = placement_in(placed, record, 4)
     assert list(json.loads(placed.read_bytes())) == [MAP]
     ours, theirs = measures(record, found), measures(record, eplb(record, PlacementSettings(4)))
     assert ours.balance <= theirs.balance and ours.traffic < theirs.traffic

@@ -22,8 +22,9 @@ from shell_router.cli.experts import Server
 from shell_router.cli.experts import recorded as record_experts
 from shell_router.experts.placement import PlacementSettings
 from shell_router.experts.placement.algorithms import eplb
-from shell_router.experts.placement.files import MAP, read_placement, read_record
+from shell_router.experts.placement.files import MAP, read_record
 from shell_router.experts.placement.records import loads, measures, placement_of_slots
+from tests.fakes.placements import placement_in
 from tests.fakes.tiny_models import EXPERTS, LAYERS, TOP_K, make_moe_checkpoint
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
@@ -109,7 +110,7 @@ async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same
     rows = json.loads(placed.read_bytes())[MAP]
     assert rows != [list(range(EXPERTS))] * LAYERS
     found, chosen = read_record(record), PlacementSettings(GPUS)
-    ours, theirs = (measures(found, one) for one in (read_placement(placed, found, GPUS), eplb(found, chosen)))
+    ours, theirs = (measures(found, one) for one in (placement_in(placed, found, GPUS), eplb(found, chosen)))
     assert ours.balance <= theirs.balance and ours.traffic < theirs.traffic
 
     with engine(tmp_path / "after", model, "--init-expert-location", str(placed)) as server:
