@@ -1,6 +1,7 @@
 """A real mixture-of-experts model on real SGLang: recorded, placed, and started again with the file."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,12 +21,14 @@ from launch.sglang_cpu.pair import COMMON_OPTIONS, free_ports, until_ready
 from shell_router.cli import main
 from shell_router.cli.experts import Server
 from shell_router.cli.experts import recorded as record_experts
-from shell_router.experts.placement import PlacementSettings
+from shell_router.experts.placement import PlacementSettings, place, record_of
 from shell_router.experts.placement.algorithms import eplb
 from shell_router.experts.placement.files import MAP, read_record
 from shell_router.experts.placement.records import loads, measures, placement_of_slots
+from shell_router.sglang_plugin.experts import PLACEMENT
 from tests.fakes.placements import placement_in
 from tests.fakes.tiny_models import EXPERTS, LAYERS, TOP_K, make_moe_checkpoint
+from tests.sglang import balanced_ranks
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 
@@ -44,7 +47,7 @@ for counts, gpus in json.load(sys.stdin):
 
 
 @contextmanager
-def engine(folder: Path, model: Path, *options: str) -> Iterator[EngineServer]:
+def engine(folder: Path, model: Path, *options: str, **more: str) -> Iterator[EngineServer]:
     """One SGLang server, without disaggregation, that can record experts."""
     venv = built_environment()
     assert venv is not None
@@ -54,6 +57,7 @@ def engine(folder: Path, model: Path, *options: str) -> Iterator[EngineServer]:
         **engine_variables(folder / "site"),
         "SHELL_ROUTER_EXPERT_RECORD": str(folder / "record.npz"),
         "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(folder / "sglangs"),
+        **more,
     }
     shared = [option for option in COMMON_OPTIONS if "disaggregation" not in option and option != "mooncake_tcp"]
     (port,) = free_ports(1)
@@ -119,6 +123,72 @@ async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same
     assert "init_expert_location from init_by_mapping" in (tmp_path / "after" / "log").read_text(encoding="utf-8")
     for name, counts in before.items():
         assert (after[name] == counts).all(), f"{name} are counted by expert, wherever it is"
+
+
+def test_sglangs_balancer_moves_experts_and_their_weights_to_the_projects_placement(tmp_path: Path) -> None:
+    """Both ranks see the same tokens, as under tensor parallelism. A layer's choices follow those of the one before."""
+    experts, draw = balanced_ranks.EXPERTS, np.random.default_rng(0)
+    popular = np.linspace(3, 1, experts) / np.linspace(3, 1, experts).sum()
+    first = np.array([[draw.choice(experts, 2, replace=False, p=popular) for _ in range(200)] for _ in range(4)])
+    choices = np.stack([(first * step + step // 2) % experts for step in (1, 3, 5)], axis=1)
+    np.save(tmp_path / "choices.npy", choices)
+    chosen = np.eye(experts)[choices].sum(axis=3)  # [passes, layers, tokens, experts]
+    followed = np.einsum("plte,pltf->lef", chosen[:, :-1], chosen[:, 1:])
+    record = record_of(2 * chosen.sum(axis=(0, 2)), 2 * followed)
+    wanted = place("swap", record, PlacementSettings(2)).slots
+    for metadata, held, rank in ranks_balanced(tmp_path):
+        assert metadata == wanted.tolist() != [list(range(experts))] * 3
+        assert held == wanted[:, 4 * rank : 4 * rank + 4].tolist()
+
+
+def ranks_balanced(folder: Path) -> list[tuple[Any, Any, int]]:
+    """The end of both ranks of balanced_ranks.py."""
+    venv = built_environment()
+    assert venv is not None
+    (folder / "site").mkdir()
+    install_plugin(folder / "site")
+    command = [venv / "bin" / "python", balanced_ranks.__file__]
+    variables = {**engine_variables(folder / "site"), PLACEMENT: "swap"}
+    arguments = (folder / "choices.npy", folder / "meeting")
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), *arguments], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=400) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said[0][1][-2000:]
+    return [(*json.loads(out.splitlines()[-1]), rank) for rank, (out, _) in enumerate(said)]
+
+
+TWO_RANKS = ("--tp-size", "2", "--ep-size", "2")
+ON_TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}
+LAYOUT = re.compile(r"rebalance layout (\w+):((?:\n(?:physical_to|layer=).*)+)")
+
+
+async def test_experts_move_to_the_projects_placement_while_the_server_answers_and_its_answers_stay(
+    tmp_path: Path,
+) -> None:
+    """The first answers take fewer passes than come before SGLang's balancer; it then works again and again."""
+    model, folder = make_moe_checkpoint(tmp_path / "model"), tmp_path / "moving"
+    eplb_options = ("--enable-eplb", "--eplb-rebalance-num-iterations", "200", "--eplb-rebalance-layers-per-chunk", "9")
+    asked = {PLACEMENT: "swap", "SGLANG_LOG_EXPERT_LOCATION_METADATA": "1", **ON_TWO_CORES}
+    with engine(folder, model, *TWO_RANKS, *eplb_options, **asked) as server:
+        async with aiohttp.ClientSession() as session, session.get(f"{server.url}/shell_router/capabilities") as found:
+            assert (await found.json())["expert_placement"] is True
+        first = await answers(server)
+        assert [await answers(server) for _ in range(2)] == [first, first]
+    log = (folder / "log").read_text(encoding="utf-8")
+    assert re.search(r"Experts move by swap, balance 1\.\d+ to 1\.\d+, traffic", log)
+    layouts = {when: placement_rows(rows) for when, rows in LAYOUT.findall(log)[:4]}
+    assert layouts["after"] == layouts["target"] != layouts["before"] == [list(range(EXPERTS))] * LAYERS
+    assert all(sorted(row) == list(range(EXPERTS)) for row in layouts["after"])
+
+
+def placement_rows(layout: str) -> list[list[int]]:
+    """The expert of each slot, layer by layer, as SGLang logs it."""
+    rows = [line for line in layout.splitlines() if line.startswith("layer=")]
+    return [[int(slot) for part in re.findall(r"\[([\d,]*)\]", row) for slot in part.split(",")] for row in rows]
 
 
 def sglangs_eplb(cases: Sequence[tuple[list[list[int]], int]]) -> list[Any]:
