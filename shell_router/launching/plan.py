@@ -25,6 +25,7 @@ DRAFT_OPTIONS = (
     *("--max-running-requests", "256"),  # by default speculation allows 48
 )
 PLACEMENT = "SHELL_ROUTER_EXPERT_PLACEMENT"
+EPLB_OPTIONS = ("--enable-eplb", "--eplb-rebalance-num-iterations", "3000")  # Gimbal's tau: each placement stalls it
 HEARTBEAT = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
 # decode forgets a dead prefill after two missed heartbeats; one that is back sooner is taken for the old one, and every
 # later transfer hangs. 2 s is the shortest that SGLang takes.
@@ -111,7 +112,7 @@ def _engine(
         *(("--context-length", str(model.context_length)) if model.context_length else ()),
         *(_adapter_options(model.adapters) if model.adapters else ()),
         *(DRAFT_OPTIONS if drafts else ()),
-        *(("--ep-size", str(len(gpus)), "--enable-eplb") if placement else ()),
+        *(("--ep-size", str(len(gpus)), *EPLB_OPTIONS) if placement else ()),
         *flags_of(role, settings, launch),
     )
     drafting = DRAFT_VARIABLES if drafts else {}

@@ -83,6 +83,7 @@ def test_an_engine_of_several_gpus_places_experts_where_its_pair_says_so(tmp_pat
     text = MODEL + PAIR % "expert_placement: swap, decode_gpus: [1, 2]"
     prefill, decode = planned(tmp_path, text).engines
     assert options(decode)["--ep-size"] == "2" and "--enable-eplb" in decode.argv
+    assert options(decode)["--eplb-rebalance-num-iterations"] == "3000"
     assert decode.env["SHELL_ROUTER_EXPERT_PLACEMENT"] == "swap"
     assert "--enable-eplb" not in prefill.argv and "SHELL_ROUTER_EXPERT_PLACEMENT" not in prefill.env
     for wrong, named in (("best", "swap"), ("swap", "several GPUs")):
