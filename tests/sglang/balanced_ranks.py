@@ -9,7 +9,7 @@ import json
 import sys
 from types import SimpleNamespace
 
-EXPERTS = 8
+EXPERTS = 16
 
 
 def main(rank: int, choices: str, meeting: str) -> None:

@@ -125,30 +125,35 @@ async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same
         assert (after[name] == counts).all(), f"{name} are counted by expert, wherever it is"
 
 
-def test_sglangs_balancer_moves_experts_and_their_weights_to_the_projects_placement(tmp_path: Path) -> None:
-    """Both ranks see the same tokens, as under tensor parallelism. A layer's choices follow those of the one before."""
-    experts, draw = balanced_ranks.EXPERTS, np.random.default_rng(0)
-    popular = np.linspace(3, 1, experts) / np.linspace(3, 1, experts).sum()
-    first = np.array([[draw.choice(experts, 2, replace=False, p=popular) for _ in range(200)] for _ in range(4)])
-    choices = np.stack([(first * step + step // 2) % experts for step in (1, 3, 5)], axis=1)
-    np.save(tmp_path / "choices.npy", choices)
-    chosen = np.eye(experts)[choices].sum(axis=3)  # [passes, layers, tokens, experts]
-    followed = np.einsum("plte,pltf->lef", chosen[:, :-1], chosen[:, 1:])
-    record = record_of(2 * chosen.sum(axis=(0, 2)), 2 * followed)
-    wanted = place("swap", record, PlacementSettings(2)).slots
-    for metadata, held, rank in ranks_balanced(tmp_path):
-        assert metadata == wanted.tolist() != [list(range(experts))] * 3
-        assert held == wanted[:, 4 * rank : 4 * rank + 4].tolist()
+@pytest.mark.parametrize("algorithm", ["swap", "gimbal"])
+def test_sglangs_balancer_moves_experts_and_their_weights_to_the_projects_placement(
+    algorithm: str, tmp_path: Path
+) -> None:
+    """Both ranks see the same tokens, as under tensor parallelism: each of a topic, whose experts follow each other."""
+    experts, layers, draw = balanced_ranks.EXPERTS, 3, np.random.default_rng(0)
+    of_topic = np.stack([draw.permutation(experts).reshape(4, 4) for _ in range(layers)])
+    topics = draw.choice(4, (4, 200), p=(0.4, 0.3, 0.2, 0.1))  # [passes, tokens]
+    two = np.argsort(draw.random((4, layers, 200, 4)), axis=3)[..., :2]
+    choices = [np.take_along_axis(of_topic[layer][topics], two[:, layer], axis=2) for layer in range(layers)]
+    np.save(tmp_path / "choices.npy", np.stack(choices, axis=1))
+    chosen = np.eye(experts)[np.stack(choices)].sum(axis=3)  # [layers, passes, tokens, experts]
+    followed = np.einsum("lpte,lptf->lef", chosen[:-1], chosen[1:])
+    record, gpus = record_of(2 * chosen.sum(axis=(1, 2)), 2 * followed), PlacementSettings(2)
+    wanted = place(algorithm, record, gpus)
+    assert (wanted.gpu_of != eplb(record, gpus).gpu_of).any(), "SGLang's own would be another"
+    for metadata, held, rank in ranks_balanced(tmp_path, algorithm):
+        assert metadata == wanted.slots.tolist()
+        assert held == [row[8 * rank : 8 * rank + 8] for row in metadata]
 
 
-def ranks_balanced(folder: Path) -> list[tuple[Any, Any, int]]:
+def ranks_balanced(folder: Path, algorithm: str) -> list[tuple[Any, Any, int]]:
     """The end of both ranks of balanced_ranks.py."""
     venv = built_environment()
     assert venv is not None
     (folder / "site").mkdir()
     install_plugin(folder / "site")
     command = [venv / "bin" / "python", balanced_ranks.__file__]
-    variables = {**engine_variables(folder / "site"), PLACEMENT: "swap"}
+    variables = {**engine_variables(folder / "site"), PLACEMENT: algorithm}
     arguments = (folder / "choices.npy", folder / "meeting")
     ranks = [
         subprocess.Popen(
