@@ -1,7 +1,7 @@
 """Extends unmodified SGLang, through its own plugin framework, by what Faster-MoA asks of a prefill engine.
 
 SGLang calls `register` in every one of its processes (entry point group `sglang.srt.plugins`). This package runs there:
-of the router it imports `core.drafts` and `experts.placement`, and SGLang only where a function needs it. See docs/reference/sglang.md.
+of the router it imports `core.drafts` and `experts.placement`; SGLang only where a function needs it.
 """
 
 import logging
