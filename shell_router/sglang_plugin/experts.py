@@ -133,8 +133,7 @@ class RoutingCounts:
 
 
 class ExpertCounter:
-    """The hooks of SGLang's recorders in one process, each with counts of its own; a dump writes them to `file`, if
-    there is one."""
+    """The hooks of SGLang's recorders in one process, each with counts of its own; a dump writes them to a `file`."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -201,10 +200,11 @@ class LivePlacement:
         import torch
         from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
         from sglang.srt.eplb.expert_location import ExpertLocationMetadata, get_global_expert_location_metadata
+        from sglang.srt.runtime_context import get_exec
 
-        now = get_global_expert_location_metadata()
-        if now.num_physical_experts != now.num_logical_experts or named.get("broadcast_over_world"):
-            return sglangs(manager, logical_count, **named)  # with copies, or elastic: `can_place` has said so
+        now, in_halves = get_global_expert_location_metadata(), get_exec().overlap.enable_two_batch_overlap
+        if now.num_physical_experts != now.num_logical_experts or in_halves or named.get("broadcast_over_world"):
+            return sglangs(manager, logical_count, **named)  # `can_place` has said why
         transitions = self._counter.transitions(get_global_expert_distribution_recorder())
         slots = now.physical_to_logical_map.clone().contiguous()
         is_shared = torch.distributed.is_initialized()
@@ -278,6 +278,7 @@ def feature(file: Path | None, algorithm: str | None) -> Feature:
             f"{EPLB}.expert_distribution.get_global_expert_distribution_recorder",
             f"{EPLB}.expert_location.get_global_expert_location_metadata",
             f"{EPLB}.expert_location.ExpertLocationMetadata.init_by_mapping",
+            "sglang.srt.runtime_context.get_exec",
             *(f"{ARGUMENTS}.{name}" for name in ("enable_eplb", "ep_num_redundant_experts", "elastic_ep_backend")),
         )
     return Feature(

@@ -61,6 +61,7 @@ class ExpertLocationMetadata:
     def init_by_mapping(): ...
 def get_global_expert_location_metadata(): ...
 """,
+    "runtime_context.py": "def get_exec(): ...",
     "eplb/eplb_manager.py": """
 class EPLBManager:
     def _compute_expert_location_metadata(self): ...
@@ -301,7 +302,7 @@ def test_experts_are_placed_and_counted_where_a_placement_is_asked_for(registere
     "name",
     [
         *("EPLBManager", "_compute_expert_location_metadata", "get_global_expert_distribution_recorder"),
-        *("get_global_expert_location_metadata", "init_by_mapping"),
+        *("get_global_expert_location_metadata", "init_by_mapping", "get_exec"),
         *("enable_eplb", "ep_num_redundant_experts", "elastic_ep_backend"),
     ],
 )
