@@ -1,7 +1,6 @@
 """A real mixture-of-experts model on real SGLang: recorded, placed, and started again with the file."""
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,7 +46,7 @@ for counts, gpus in json.load(sys.stdin):
 
 
 @contextmanager
-def engine(folder: Path, model: Path, *options: str, **more: str) -> Iterator[EngineServer]:
+def engine(folder: Path, model: Path, *options: str) -> Iterator[EngineServer]:
     """One SGLang server, without disaggregation, that can record experts."""
     venv = built_environment()
     assert venv is not None
@@ -57,7 +56,6 @@ def engine(folder: Path, model: Path, *options: str, **more: str) -> Iterator[En
         **engine_variables(folder / "site"),
         "SHELL_ROUTER_EXPERT_RECORD": str(folder / "record.npz"),
         "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(folder / "sglangs"),
-        **more,
     }
     shared = [option for option in COMMON_OPTIONS if "disaggregation" not in option and option != "mooncake_tcp"]
     (port,) = free_ports(1)
@@ -164,36 +162,6 @@ def ranks_balanced(folder: Path, algorithm: str) -> list[tuple[Any, Any, int]]:
     said = [rank.communicate(timeout=400) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said[0][1][-2000:]
     return [(*json.loads(out.splitlines()[-1]), rank) for rank, (out, _) in enumerate(said)]
-
-
-TWO_RANKS = ("--tp-size", "2", "--ep-size", "2")
-ON_TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}
-LAYOUT = re.compile(r"rebalance layout (\w+):((?:\n(?:physical_to|layer=).*)+)")
-
-
-async def test_experts_move_to_the_projects_placement_while_the_server_answers_and_its_answers_stay(
-    tmp_path: Path,
-) -> None:
-    """The first answers take fewer passes than come before SGLang's balancer; it then works again and again."""
-    model, folder = make_moe_checkpoint(tmp_path / "model"), tmp_path / "moving"
-    eplb_options = ("--enable-eplb", "--eplb-rebalance-num-iterations", "200", "--eplb-rebalance-layers-per-chunk", "9")
-    asked = {PLACEMENT: "swap", "SGLANG_LOG_EXPERT_LOCATION_METADATA": "1", **ON_TWO_CORES}
-    with engine(folder, model, *TWO_RANKS, *eplb_options, **asked) as server:
-        async with aiohttp.ClientSession() as session, session.get(f"{server.url}/shell_router/capabilities") as found:
-            assert (await found.json())["expert_placement"] is True
-        first = await answers(server)
-        assert [await answers(server) for _ in range(2)] == [first, first]
-    log = (folder / "log").read_text(encoding="utf-8")
-    assert re.search(r"Experts move by swap, balance 1\.\d+ to 1\.\d+, traffic", log)
-    layouts = {when: placement_rows(rows) for when, rows in LAYOUT.findall(log)[:4]}
-    assert layouts["after"] == layouts["target"] != layouts["before"] == [list(range(EXPERTS))] * LAYERS
-    assert all(sorted(row) == list(range(EXPERTS)) for row in layouts["after"])
-
-
-def placement_rows(layout: str) -> list[list[int]]:
-    """The expert of each slot, layer by layer, as SGLang logs it."""
-    rows = [line for line in layout.splitlines() if line.startswith("layer=")]
-    return [[int(slot) for part in re.findall(r"\[([\d,]*)\]", row) for slot in part.split(",")] for row in rows]
 
 
 def sglangs_eplb(cases: Sequence[tuple[list[list[int]], int]]) -> list[Any]:
