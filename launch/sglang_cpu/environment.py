@@ -38,7 +38,7 @@ def engine_variables(site: Path) -> Mapping[str, str]:
 
 
 def install_plugin(site: Path) -> None:
-    """Make this working tree's plugin, and of the rest only what it drafts with, importable from `site`.
+    """Make this working tree's plugin, and of the rest only what it drafts and places with, importable from `site`.
 
     The plugin of stand_in/ is discoverable there too; it does nothing unless one of its variables is set.
     Done for each pair instead of once in the environment, which several working trees share.
@@ -48,7 +48,7 @@ def install_plugin(site: Path) -> None:
     metadata.mkdir(parents=True, exist_ok=True)
     package = site / "shell_router"
     package.mkdir(exist_ok=True)
-    for name in ("__init__.py", "core", "sglang_plugin"):
+    for name in ("__init__.py", "core", "errors.py", "experts", "sglang_plugin"):
         (package / name).unlink(missing_ok=True)
         (package / name).symlink_to(ROOT / "shell_router" / name)
     (metadata / "METADATA").write_text(

@@ -18,6 +18,7 @@ from shell_router.api.fields import (
     Fields,
     parse_body,
     read_body,
+    read_end_user,
     read_sampling,
     read_template_kwargs,
 )
@@ -39,13 +40,11 @@ from shell_router.topology import AUTO, Graph
 INERT = frozenset(
     {
         "parallel_tool_calls",
-        "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
         "store",
-        "user",
     }
 )
 """OpenAI fields that never change an answer: billing, storage, speed."""
@@ -94,6 +93,7 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default:
         stream=stream,
         include_usage=options.flag("include_usage") if options else False,
         include_agents=body.flag("include_agents"),
+        end_user=read_end_user(body),
         **prompting,
     )
     body.check_spelling(KNOWN)
@@ -200,8 +200,9 @@ async def answer_chat(
         if lazy:
             raise body.refuse("lazy", "cannot go with tools, nor with what else the engine does itself")
         permit(request, (model,))
+        end_user = read_end_user(body)
         bodies = read_engine_chat(body, model, relay.chat)
-        return await forwarded(request, relay, "v1/chat/completions", bodies, translation)
+        return await forwarded(request, relay, "v1/chat/completions", bodies, translation, end_user)
     chats = app[CHATS]
     chat, graph, target, model = await chats.read(body, request[TENANT])
     brings = body.given(BRINGING) or target not in chats.targets

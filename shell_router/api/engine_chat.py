@@ -102,7 +102,6 @@ def _check_values(body: Fields) -> None:
     for name in ("logit_bias", "stream_options", "metadata"):
         body.object(name)
     read_template_kwargs(body)
-    body.raw("user")
 
 
 def _content(message: Fields) -> str | list[str]:

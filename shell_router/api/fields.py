@@ -4,6 +4,7 @@ import asyncio
 import difflib
 from collections.abc import Callable, Collection, Container, Mapping
 from functools import partial
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
@@ -253,6 +254,7 @@ INTEGERS: dict[str, tuple[str, int, int]] = {
     "seed": ("sampling_seed", -MAX_SEED - 1, MAX_SEED),
 }
 FLAGS = ("ignore_eos", "no_stop_trim", "skip_special_tokens")
+END_USER = ("prompt_cache_key", "user")
 CONSTRAINTS = ("regex", "ebnf", "json_schema", "response_format")
 
 
@@ -276,6 +278,13 @@ def read_sampling(body: Fields) -> dict[str, Any]:
 
 MAX_TEMPLATE_BYTES = 2**14
 """Of the variables of a chat template as JSON: it may write one for every message."""
+
+
+def read_end_user(body: Fields) -> str | None:
+    """The tenant's own user: OpenAI's `prompt_cache_key`, else `user`, which it replaces. A digest: short, no name."""
+    found = [body.text(name) for name in END_USER]
+    key = next((one for one in found if one), None)
+    return None if key is None else blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 def read_template_kwargs(body: Fields) -> Mapping[str, Any]:

@@ -125,6 +125,7 @@ def _agent_of(
     first = [("system", tuple(one for turn in system for one in ("\n\n", *turn))[1:])] if system else []
     return AgentRequest(
         tenant=chat.tenant,
+        end_user=chat.end_user,
         program=program,
         agent=request.app[SERVICES].new_id(),
         model=models[0] if len(models) == 1 else AUTO,

@@ -18,7 +18,7 @@ OTHERWISE = {"max_tokens", "max_completion_tokens", "response_format", "stop"}
 SAME = frozenset({*SAMPLING, "chat_template_kwargs", "lazy", "model", "prefill", "program", "stream"}) - OTHERWISE
 SAME |= BRINGING | PANEL_FIELDS
 """Fields that mean the same in a chat completion."""
-INERT = frozenset({"cache_control", "metadata", "service_tier", "speed"})
+INERT = frozenset({"cache_control", "service_tier", "speed"})
 """Fields that never change an answer."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -47,6 +47,8 @@ def as_chat(body: Fields) -> dict[str, Any]:
         if (form := output.object("format")) is not None:
             named = {"name": "answer", "schema": form.raw("schema")}
             chat["response_format"] = {"type": form.text("type"), "json_schema": named}
+    if (client := body.object("metadata")) is not None:
+        chat["user"] = client.text("user_id")
     if body.flag("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat

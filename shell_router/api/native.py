@@ -11,14 +11,14 @@ from aiohttp import ClientConnectionResetError
 from shell_router.api.admission import ADMISSION, DRAIN, permit
 from shell_router.api.agents import WORD
 from shell_router.api.engine_chat import choices_as_one, read_completion
-from shell_router.api.fields import parse_body, read_body
+from shell_router.api.fields import parse_body, read_body, read_end_user
 from shell_router.api.models import TARGETS
 from shell_router.api.plain import PlainStream, Reply, Request
 from shell_router.api.replies import json_reply, problem_reply, stream_error, whole_reply
 from shell_router.api.runs import refuse_key
 from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS, Services
 from shell_router.api.streaming import EventStream, Translation, data_frame, open_stream
-from shell_router.core.engine import NativeRoute, Relay, Relayed, error_message
+from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 
 
@@ -64,7 +64,8 @@ async def completions(request: Request) -> Reply:
         request.app[TARGETS].choice(body.names("model"))
         remedy = "Name a plain model on SGLang, or ask /v1/chat/completions."
         raise body.refuse("model", "does not complete prompts", remedy)
-    return await forwarded(request, relay, "v1/completions", read_completion(body, model))
+    end_user = read_end_user(body)
+    return await forwarded(request, relay, "v1/completions", read_completion(body, model), end_user=end_user)
 
 
 async def _forwarded(request: Request, route: NativeRoute) -> Reply:
@@ -75,14 +76,15 @@ async def _forwarded(request: Request, route: NativeRoute) -> Reply:
 
 
 async def forwarded(
-    request: Request, relay: Relay, route: NativeRoute, bodies: Sequence[bytes], translation: Translation | None = None
-) -> Reply:
+    request: Request, relay: Relay, route: NativeRoute, bodies: Sequence[bytes],
+    translation: Translation | None = None, end_user: str | None = None,
+) -> Reply:  # fmt: skip
     """The engine's answer to `bodies`, which are the choices of one request."""
     refuse_key(request, "what an engine answers itself")
     if _WORD in bodies[0]:
         raise InvalidRequest("The body holds a lazy answer's marker.", remedy="Send the text that it stands for.")
     limit_s = request.app[SETTINGS].request_timeout_s
-    affinity = request.headers.get("x-routing-key")
+    affinity, hints = request.headers.get("x-routing-key"), Hints(request[TENANT], end_user=end_user)
     answer = NativeAnswer(request, translation)
     admission = request.app[ADMISSION]
     admission.count(request, len(bodies) - 1)
@@ -92,7 +94,7 @@ async def forwarded(
             route,
             body,
             affinity=affinity,
-            tenant=request[TENANT],
+            hints=hints,
             admit=lambda requests: admission.count(request, requests - 1),
         )
 

@@ -75,7 +75,7 @@ CHAT: Body = {
     **ENGINES_OWN,
     **dict.fromkeys(sorted(INERT), NO_EFFECT),
     **_all(FLAG, "stream parallel_tool_calls logprobs separate_reasoning include_agents lazy"),
-    **_all(TEXT, "criteria program"),
+    **_all(TEXT, "criteria program prompt_cache_key user"),
     **_all(OBJECT, "chat_template_kwargs prediction topology fusion prefill"),
     "tools": TOOLS,
     "tool_choice": _either({"enum": ["none", "auto", "required"]}, OBJECT),
@@ -98,7 +98,7 @@ BODIES: Mapping[str, Body] = {
         **{name: schema for name, schema in SAMPLING.items() if name != "max_completion_tokens"},
         **ENGINES_OWN,
         "logprobs": _number(0, MAX_TOP_LOGPROBS),
-        "user": NO_EFFECT,
+        **_all(TEXT, "prompt_cache_key user"),
     },
     "POST /v1/responses": {
         **{name: CHAT[name] for name in CHAT if name in SAME},
@@ -119,7 +119,7 @@ BODIES: Mapping[str, Body] = {
         "system": _either(TEXT, _list(OBJECT)),
         "stop_sequences": _list(TEXT),
         "tools": TOOLS,
-        **_all(OBJECT, "tool_choice thinking output_config"),
+        **_all(OBJECT, "tool_choice thinking output_config metadata"),
         **dict.fromkeys(sorted(INERT_MESSAGE), NO_EFFECT),
     },
     "POST /v1/embeddings": {

@@ -19,7 +19,7 @@ from shell_router.api.admission import ADMISSION
 from shell_router.api.chat import INERT as CHAT_INERT
 from shell_router.api.chat import answer_chat
 from shell_router.api.conversation import function_name
-from shell_router.api.fields import SAMPLING, Fields, parse_body, read_body, shown
+from shell_router.api.fields import END_USER, SAMPLING, Fields, parse_body, read_body, shown
 from shell_router.api.frames import ChatFrames
 from shell_router.api.panels import BRINGING, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
@@ -37,12 +37,12 @@ SAME = (
     frozenset(SAMPLING) - {"max_tokens", "max_completion_tokens", "response_format"}
     | BRINGING
     | PANEL_FIELDS
-    | {"chat_template_kwargs", "metadata", "model", "parallel_tool_calls", "stream", "user"}
+    | {"chat_template_kwargs", "metadata", "model", "parallel_tool_calls", "stream", *END_USER}
     | {"lazy", "prefill", "program"}
 )
 """Fields that mean the same in a chat completion."""
 
-INERT = CHAT_INERT - {"parallel_tool_calls", "store", "user"} | {"client_metadata", "include", "stream_options"}
+INERT = CHAT_INERT - {"parallel_tool_calls", "store"} | {"client_metadata", "include", "stream_options"}
 """Fields that never change an answer, or ask for parts of it that there are none of."""
 
 STATEFUL = {

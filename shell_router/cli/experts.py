@@ -1,6 +1,5 @@
-"""`shell-router experts`: record, place, watch; and `shell-router components profile`."""
+"""`shell-router experts`: record, place; and `shell-router components profile`."""
 
-import itertools
 import os
 import sys
 import time
@@ -121,26 +120,6 @@ def place(record: Record, out: PlacementFile, settings: "PlacementSettings", alg
     print(f"{out}: start SGLang with --ep-size {settings.gpus} --init-expert-location {out}")
 
 
-@app.command(
-    epilog=examples("shell-router experts watch http://127.0.0.1:30000 --gpus 8 --out placement.json --every-s 3600")
-)
-@takes(server=Server, settings=settings_of)
-def watch(
-    server: Server,
-    out: PlacementFile,
-    settings: "PlacementSettings",
-    every_s: Annotated[float, option("Record for S seconds per round.", "--every-s", metavar="S")] = 600.0,
-    rounds: Annotated[int | None, option("Stop after N rounds. Default: never.", metavar="N", least=1)] = None,
-    margin: Annotated[float, option("Relative gain that is worth a restart of the server.")] = 0.05,
-    algorithm: Chosen = "swap",
-) -> None:
-    """Record and place in rounds.
-
-    The file is written when its placement is worth a restart of the server.
-    """
-    run(watched(server, out, settings, algorithm, every_s, rounds, margin))
-
-
 async def recorded(
     server: Server, out: Path, prompts: Path | None, seconds: float = 0.0, *, new_tokens: int = 64, concurrency: int = 8
 ) -> None:
@@ -155,45 +134,6 @@ async def recorded(
             work = await recorder.asking(texts, new_tokens=new_tokens, at_once=concurrency)
         found = _kept(out, await recorder.record(work))
     print(f"{out}: {_summary(found)}")
-
-
-async def watched(
-    server: Server, out: Path, settings: "PlacementSettings", algorithm: str, every_s: float, rounds: int | None,
-    margin: float = 0.05,
-) -> None:  # fmt: skip
-    """Record what the server serves, place, and write the file where that is worth a restart; `rounds` times."""
-    import asyncio
-
-    require_writable(out)
-    if not every_s > 0 or not margin > 0:
-        raise ConfigError("--every-s and --margin must be above 0.", remedy="Correct them.")
-    async with server.recorder() as recorder:
-        for _ in itertools.count() if rounds is None else range(rounds):
-            archive = await recorder.record(partial(asyncio.sleep, every_s))
-            try:
-                found = _kept(out.with_suffix(".npz"), archive)
-            except DataError as error:
-                say(f"not placed: {error}")
-            else:
-                say(_round(out, settings, algorithm, margin, found))
-
-
-def _round(out: Path, settings: "PlacementSettings", algorithm: str, margin: float, record: "ExpertRecord") -> str:
-    """Place once more; the line to print."""
-    from shell_router.experts import placement
-    from shell_router.experts.placement.files import placement_text, read_placement
-    from shell_router.experts.placement.records import verdict
-
-    found = placement.place(algorithm, record, settings)
-    if out.exists():
-        now = read_placement(out, record, settings.gpus)
-    else:
-        now = placement.place("contiguous", record, settings)
-    worth_it, reason = verdict(placement.measures(record, now), placement.measures(record, found), margin)
-    if not worth_it:
-        return f"not worth a restart, {reason}; {_summary(record)}"
-    write(out, placement_text(found, record))
-    return f"worth a restart with {out}, {reason}; {_summary(record)}"
 
 
 def _texts(file: Path) -> Sequence[str]:

@@ -104,11 +104,22 @@ class PairLaunch:
     flags: Annotated[str, "Further flags of both engines, as in a shell: quantization, memory, parallelism."] = ""
     prefill_flags: Annotated[str, "Further flags of the prefill engine."] = ""
     decode_flags: Annotated[str, "Further flags of the decode engine."] = ""
+    expert_placement: Annotated[
+        str | None,
+        OneOf(
+            "Moves a mixture-of-experts model's experts between an engine's GPUs while it serves.", ("swap", "gimbal")
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         for name in ("prefill_gpus", "decode_gpus"):
             gpus = getattr(self, name)
             require(len(set(gpus)) == len(gpus), f"{name} names a GPU twice")
+        require(
+            self.expert_placement is None or max(len(self.prefill_gpus), len(self.decode_gpus)) > 1,
+            "expert_placement is set, and neither engine has several GPUs",
+            "Name them in prefill_gpus or decode_gpus, or leave expert_placement out.",
+        )
         _require_flags(self)
 
 

@@ -23,7 +23,8 @@ def value(cls: type[T]) -> type[T]:
 class Hints:
     """The user, the place in a program, and the output that is expected. All of it is optional.
 
-    Requests of one `user` tend to share prefixes, and have a fair share together. `program` is one run of the
+    `user` is the tenant: its requests have a fair share together. `end_user` is the tenant's own user or conversation,
+    whose requests tend to share prefixes; it means nothing without the tenant. `program` is one run of the
     topology `topology`, `agent` the place in it. `output_tokens` are those that are expected of this request,
     `total_tokens` those of this request and of all that follow it in its program (Chimera, section 3.4), `path_tokens`
     those on the longest path from it to the program's end, which is what an answer waits for where agents run side by
@@ -37,6 +38,7 @@ class Hints:
     output_tokens: float | None = None
     total_tokens: float | None = None
     path_tokens: float | None = None
+    end_user: str | None = None
 
 
 NO_HINTS = Hints()
@@ -217,7 +219,7 @@ class Relay(Protocol):
         body: bytes,
         *,
         affinity: str | None = None,
-        tenant: str | None = None,
+        hints: Hints = NO_HINTS,
         admit: Callable[[int], None] = lambda requests: None,
     ) -> AbstractAsyncContextManager[Relayed]:
         """Forward `body`, a JSON object in the route's shape as SGLang has it. `affinity` is as in `Generation`.

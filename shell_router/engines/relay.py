@@ -3,11 +3,10 @@
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import orjson
 
-from shell_router.core.engine import Hints, NativeRoute, Relayed
+from shell_router.core.engine import NO_HINTS, Hints, NativeRoute, Relayed
 from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.http_client import Exchange
 from shell_router.engines.legs import Legs
@@ -19,9 +18,6 @@ from shell_router.engines.wire import EventSplitter, broken_wire, rejected
 from shell_router.errors import AdapterMissing, EngineError
 from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import INTERNAL_ERROR, RETRYABLE_STATUSES
-
-if TYPE_CHECKING:
-    pass
 
 _DONE = b"[DONE]"
 _NO_OUTPUT = (orjson.JSONDecodeError, KeyError, TypeError, AttributeError)
@@ -102,7 +98,7 @@ class PairRelay:
         body: bytes,
         *,
         affinity: str | None = None,
-        tenant: str | None = None,
+        hints: Hints = NO_HINTS,
         admit: Callable[[int], None] = lambda requests: None,
         adapter: str | None = None,
     ) -> AbstractAsyncContextManager[Relayed]:
@@ -111,14 +107,14 @@ class PairRelay:
         With `adapter` that one answers.
         """
         own = {} if adapter is None else {ADAPTER: adapter}
-        if self.isolates and tenant is not None:
-            own[CACHE_KEY] = tenant
+        if self.isolates and hints.user is not None:
+            own[CACHE_KEY] = hints.user
         native = read_native(body, self.rid(), self.rules, own, route)
         if native.batch is not None:
             admit(native.batch)
         tokens = max(1, len(body) // 4)  # about: it is not tokenized here
         update = route == "prefill_only"
-        wanted = PlacementRequest(tokens, hints=Hints(tenant), affinity=affinity, update=update, adapter=adapter)
+        wanted = PlacementRequest(tokens, hints=hints, affinity=affinity, update=update, adapter=adapter)
         if update and all(only.way != "pair" for only in self.prefill_only.values()):
             return self._prefilled_alone(native, wanted)
         return _ByPair(self, route, native, wanted)

@@ -24,6 +24,8 @@ DRAFT_OPTIONS = (
     *("--speculative-num-draft-tokens", "16", "--disable-overlap-schedule"),
     *("--max-running-requests", "256"),  # by default speculation allows 48
 )
+PLACEMENT = "SHELL_ROUTER_EXPERT_PLACEMENT"
+EPLB_OPTIONS = ("--enable-eplb", "--eplb-rebalance-num-iterations", "3000")  # Gimbal's tau: each placement stalls it
 HEARTBEAT = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
 # decode forgets a dead prefill after two missed heartbeats; one that is back sooner is taken for the old one, and every
 # later transfer hangs. 2 s is the shortest that SGLang takes.
@@ -83,7 +85,7 @@ def _of_model(settings: LaunchSettings, alias: str, model: ModelSettings, python
 
 
 def _require_agreement(where: str, role: Role, first: PairLaunch, launch: PairLaunch) -> None:
-    for setting in ("flags", f"{role}_flags", f"{role}_gpus"):
+    for setting in ("flags", f"{role}_flags", f"{role}_gpus", "expert_placement"):
         if getattr(first, setting) != getattr(launch, setting):
             raise ConfigError(
                 f"{where} launches a {role} engine that an earlier pair launches with other {setting}.",
@@ -99,6 +101,7 @@ def _engine(
     host, port = url.host or "", url.port or 0
     gpus: Sequence[int] = getattr(launch, f"{role}_gpus")
     drafts = settings.drafts and role == "decode" and model.drafts is not False
+    placement = launch.expert_placement if len(gpus) > 1 else None
     options = (
         *("--model-path", str(model.path), "--host", host, "--port", str(port)),
         *("--disaggregation-mode", role, "--disaggregation-transfer-backend", settings.transfer_backend),
@@ -109,9 +112,11 @@ def _engine(
         *(("--context-length", str(model.context_length)) if model.context_length else ()),
         *(_adapter_options(model.adapters) if model.adapters else ()),
         *(DRAFT_OPTIONS if drafts else ()),
+        *(("--ep-size", str(len(gpus)), *EPLB_OPTIONS) if placement else ()),
         *flags_of(role, settings, launch),
     )
     drafting = DRAFT_VARIABLES if drafts else {}
+    placing = {PLACEMENT: placement} if placement else {}
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
     heartbeat = {HEARTBEAT: str(HEARTBEAT_S)} if role == "decode" else {}
     return EngineCommand(
@@ -120,7 +125,7 @@ def _engine(
         host=host,
         ports=(port, pair.bootstrap_port) if role == "prefill" else (port,),
         argv=(str(settings.python or python), "-m", "sglang.launch_server", *options),
-        env={**visible, **heartbeat, **drafting, **settings.environment},
+        env={**visible, **heartbeat, **drafting, **placing, **settings.environment},
         ready_url=str(url / "health"),
     )
 

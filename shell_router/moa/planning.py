@@ -245,7 +245,7 @@ async def plan_run(
     forecasts: Mapping[str, Forecast] = {}
     if chooser.predicts or AUTO in topology.models:
         topology, forecasts = await _choose(chooser, models, topology, request, sampling, choices.append)
-    hints = hints_of(topology, chooser.estimates, request.tenant, request.id, forecasts)
+    hints = hints_of(topology, chooser.estimates, request, forecasts)
     plan = Plan(topology, request, models, chooser.estimates, sampling, hints, choices)
     plan.growing = plan.growing_prompts(asked)
     plan.hold_out(holdouts, chooser.clock())
@@ -325,9 +325,9 @@ def compare_drafts(
 
 
 def hints_of(
-    topology: Topology, estimates: LatencyEstimates, user: str, program: str, forecasts: Mapping[str, Forecast]
+    topology: Topology, estimates: LatencyEstimates, request: MoaRequest, forecasts: Mapping[str, Forecast]
 ) -> Mapping[str, Hints]:
-    """The hints of each agent of one run of `topology`.
+    """The hints of each agent of `request`'s run of `topology`.
 
     An agent's output tokens are as predicted, else its own mean so far, else its model's mean; None for a new model; 0
     for a vote. It gets no total if nothing is expected of one that follows it.
@@ -350,7 +350,9 @@ def hints_of(
             path = tokens + max(known)
             rest = sum([found[one].output_tokens or 0.0 for one in found if one in following])
             total = forecast.total_tokens.get(agent.model, tokens + rest)
-        found[agent.id] = Hints(user, program, topology.name, agent.id, tokens, total, path)
+        found[agent.id] = Hints(
+            request.tenant, request.id, topology.name, agent.id, tokens, total, path, request.end_user
+        )
     return found
 
 
@@ -457,7 +459,7 @@ async def plan_agent(
     name = None if request.chat else request.agent  # a random one says nothing of the agents to come
     own = forecast.own_tokens.get(model, chooser.estimates.output_tokens(model, None, name))
     total = forecast.total_tokens.get(model)
-    return model, Hints(request.tenant, request.program, None, name, own, total)
+    return model, Hints(request.tenant, request.program, None, name, own, total, end_user=request.end_user)
 
 
 def workflow_of(topology: Topology) -> str:

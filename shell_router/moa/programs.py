@@ -478,7 +478,7 @@ class Programs:
                 written.append(text)
 
         seed = sampling.get("sampling_seed", zlib.crc32(run_id.encode()))
-        asked = MoaRequest(run_id, request.tenant, chat, sampling, seed, request.timeout_s)
+        asked = MoaRequest(run_id, request.tenant, chat, sampling, seed, request.timeout_s, end_user=request.end_user)
         try:
             answer = await run(graph, replace(asked, chat_template_kwargs=request.chat_template_kwargs), follow)
         finally:

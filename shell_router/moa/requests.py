@@ -23,6 +23,7 @@ class MoaRequest:
     rules between steps may read. With `confidence` the root's is measured. `prediction` is a text that the answer is
     expected to repeat. `chat_template_kwargs`, `max_thinking_tokens`, its thinking's limit,
     and the tools of `offer` are the root's alone. With a `journal` the run goes on where an earlier one broke off.
+    `end_user` is as in `Hints`.
     """
 
     id: str
@@ -38,6 +39,7 @@ class MoaRequest:
     max_thinking_tokens: int | None = None
     offer: ToolOffer | None = None
     journal: Journal | None = None
+    end_user: str | None = None
 
     @property
     def question(self) -> str:
@@ -70,7 +72,7 @@ class AgentRequest:
     Where `model` is AUTO, it is chosen among `candidates`, or among those of the deployment where there are none.
     A `chat` completion has an unguessable agent id, by which its output can be found, and the prompt that a client
     gets who waits for the outputs and sends their texts. Unless it `is_read` by others, it may end inside its thinking.
-    With a `journal` it goes on where an earlier attempt broke off.
+    With a `journal` it goes on where an earlier attempt broke off. `end_user` is as in `Hints`.
     """
 
     tenant: str
@@ -89,6 +91,7 @@ class AgentRequest:
     max_thinking_tokens: int | None = None
     is_read: bool = True
     journal: Journal | None = field(default=None, compare=False)
+    end_user: str | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:

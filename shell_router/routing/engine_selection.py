@@ -6,6 +6,7 @@ A policy is one function and one entry in POLICIES, a scorer one function and on
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil, inf
 from typing import Annotated
 
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS, NO_HINTS, Generation, Hints, value
@@ -19,7 +20,7 @@ def require(holds: bool, otherwise: str) -> None:
 
 
 KEPT = 65_536
-"""Users and places that are remembered; those that asked longest ago are forgotten first."""
+"""Clients and places that are remembered; those that asked longest ago are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +112,26 @@ class RoutingFeatures:
 
     @property
     def user(self) -> str | None:
-        """The user who asks, where that is known."""
+        """The tenant who asks, where that is known."""
         return self.hints.user
 
     @property
+    def client(self) -> Hashable | None:
+        """Whose requests share prefixes: the tenant's own user where the request names one, else the tenant.
+
+        None where neither is known. Equal users of two tenants are two clients.
+        """
+        hints = self.hints
+        return (hints.user, hints.end_user) if hints.user or hints.end_user else None
+
+    @property
     def place(self) -> Hashable | None:
-        """User, topology and agent: finer than the user, so that a tree's agents do not collapse onto one engine.
+        """Client, topology and agent: finer than the client, so that a tree's agents do not collapse onto one engine.
 
         None where none of them is known.
         """
-        hints = self.hints
-        return (hints.user, hints.topology, hints.agent) if hints.user or hints.topology else None
+        hints, client = self.hints, self.client
+        return (client, hints.topology, hints.agent) if client or hints.topology else None
 
 
 @value
@@ -133,9 +143,9 @@ class Choice:
 
 
 class ChoiceMemory:
-    """Earlier choices: how many they were, and where users and places went last.
+    """Earlier choices: how many they were, and where clients and places went last.
 
-    Policies read it. Without `remembers`, users and places are not kept.
+    Policies read it. Without `remembers`, clients and places are not kept.
     """
 
     def __init__(self, affinity_s: float) -> None:
@@ -145,7 +155,7 @@ class ChoiceMemory:
         self._homes: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
 
     def home(self, key: Hashable | None, now_s: float) -> int | None:
-        """The engine of the last request of `key`, a user or a place, unless that is too long ago."""
+        """The engine of the last request of `key`, a client or a place, unless that is too long ago."""
         found = None if key is None else self._homes.get(key)
         return found[0] if found is not None and now_s - found[1] < self._affinity_s else None
 
@@ -154,7 +164,7 @@ class ChoiceMemory:
         self.made += 1
         if not self.remembers or features.hints is NO_HINTS:
             return
-        for key in (features.user, features.place):
+        for key in (features.client, features.place):
             if key is not None:
                 self._homes[key] = (index, now_s)
                 self._homes.move_to_end(key)
@@ -224,12 +234,16 @@ class GimbalThresholds:
     """Algorithm 1's: KV usage that counts as full, what usages may differ by, what loads in tokens may differ by."""
 
     theta_kv: Annotated[float, "KV usage at which an engine counts as full; lower it where outputs are long."] = 0.9
+    load_factor: Annotated[
+        float, "Requests that an engine may have, over the mean, before users leave it; more keeps more prefixes warm."
+    ] = 1.5
     theta_diff: float = field(default=0.1, metadata={"file": False})
     theta_load: int = field(default=3000, metadata={"file": False})
 
     def __post_init__(self) -> None:
         for name in ("theta_kv", "theta_diff"):
             require(0 < getattr(self, name) <= 1, f"{name} must be above 0 and at most 1, not {getattr(self, name):g}")
+        require(1 <= self.load_factor < inf, f"load_factor must be a number from 1 on, not {self.load_factor:g}")
         require(self.theta_load >= 0, f"theta_load must be at least 0, not {self.theta_load}")
 
 
@@ -283,6 +297,8 @@ def gimbal(scene: Scene) -> Choice:
     """Gimbal, Algorithm 1. Metric data count as available while every engine's is fresh.
 
     What the router holds back for an engine is part of that engine's running load: the paper's engines hold it back.
+    The paper's affinity has no limit as long as KV is free, so that one user fills one engine; here it is that of
+    `within_bound`, and a request that leaves its user's engine for it takes turns among the engines below.
     """
     engines, turn, theta = scene.engines, round_robin(scene), scene.settings.gimbal
     usage = [one.reported.kv_usage for one in engines if one.reported is not None]
@@ -292,11 +308,25 @@ def gimbal(scene: Scene) -> Choice:
     if max(usage) >= theta.theta_kv:
         if max(usage) - min(usage) >= theta.theta_diff:
             return Choice(engines[usage.index(min(usage))].index, "lowest_kv_usage")
-        if max(loads) - min(loads) > theta.theta_load:
-            return Choice(engines[loads.index(min(loads))].index, "lowest_load")
+        is_uneven = max(loads) - min(loads) > theta.theta_load
+        return Choice(engines[loads.index(min(loads))].index, "lowest_load") if is_uneven else turn
+    home = scene.memory.home(scene.features.client, scene.now_s)
+    if home is None or home not in [one.index for one in engines]:
         return turn
-    home = scene.memory.home(scene.features.user, scene.now_s)
-    return Choice(home, "user_affinity") if home in [one.index for one in engines] and home is not None else turn
+    within = replace(scene, engines=within_bound(engines, theta.load_factor))
+    is_within = home in [one.index for one in within.engines]
+    return Choice(home, "user_affinity") if is_within else Choice(round_robin(within).index, "home_busy")
+
+
+def within_bound(engines: Sequence[EngineState], factor: float) -> Sequence[EngineState]:
+    """Those that have, with this request, at most `factor` times the mean requests of all, rounded up.
+
+    Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018; c = 1 + epsilon). With a factor
+    of at least 1 there always is one.
+    """
+    requests = [one.running + one.waiting for one in engines]
+    bound = ceil(factor * (sum(requests) + 1) / len(engines))
+    return [one for one, has in zip(engines, requests, strict=True) if has < bound]
 
 
 def scored(scene: Scene) -> Choice:

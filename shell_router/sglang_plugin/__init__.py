@@ -1,7 +1,7 @@
 """Extends unmodified SGLang, through its own plugin framework, by what Faster-MoA asks of a prefill engine.
 
 SGLang calls `register` in every one of its processes (entry point group `sglang.srt.plugins`). This package runs there:
-of the router it imports `core.drafts` alone, and SGLang only where a function needs it. See docs/reference/sglang.md.
+of the router it imports `core.drafts` and `experts.placement`; SGLang only where a function needs it.
 """
 
 import logging
@@ -30,8 +30,12 @@ def register() -> None:
     if (age_s := waiting_queue.asked_age_s()) is not None:
         variable = waiting_queue.VARIABLE
         _register_asked(waiting_queue.feature(age_s), f"{variable} has no effect", f"or unset {variable}")
-    if (file := experts.record_file()) is not None:
-        _register_asked(experts.feature(file), "records no experts", f"or leave {experts.RECORD_FILE} unset")
+    file, algorithm = experts.record_file(), experts.asked_algorithm()
+    if file is not None or algorithm is not None:
+        variables = f"{experts.RECORD_FILE} and {experts.PLACEMENT}"
+        _register_asked(
+            experts.feature(file, algorithm), "records and places no experts", f"or leave {variables} unset"
+        )
     if drafts.asked() and not serves_http:
         plain = f"or start decode without {drafts.VARIABLE} and without speculation"
         _register_asked(drafts.feature(), "drafts nothing", plain)

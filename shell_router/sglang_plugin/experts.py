@@ -1,23 +1,33 @@
-"""Which experts tokens choose, and which follow which: counted next to SGLang's own recorder, on request.
+"""Which experts tokens choose, and which follow which: counted next to SGLang's own recorder; and where experts live.
 
 SGLang's `--expert-distribution-recorder-mode` counts activations, layer by layer. Placement also asks which expert of a
 layer follows which of the layer before (Gimbal, section V.A.6), so the same choices are counted here, and a dump of
-SGLang's record writes these counts to the file that RECORD_FILE names. Without that variable nothing is hooked.
+SGLang's record writes these counts to the file that RECORD_FILE names. With PLACEMENT, SGLang's balancer
+(`--enable-eplb`) moves experts while it serves to where the project's algorithm places them (Algorithm 3, line 8).
+Without either variable nothing is hooked.
 """
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from shell_router.sglang_plugin.compatibility import Feature
+from shell_router.sglang_plugin.compatibility import Feature, Hook
 
 logger = logging.getLogger(__name__)
 
 RECORD_FILE: Final = "SHELL_ROUTER_EXPERT_RECORD"
 """The environment variable with the file that a dump writes: one of its own for each server of a machine."""
+
+PLACEMENT: Final = "SHELL_ROUTER_EXPERT_PLACEMENT"
+"""The environment variable with the algorithm that places experts on a running server."""
+
+ALGORITHMS: Final = ("swap", "gimbal")
+
+MARGIN: Final = 0.05
+"""Experts move only where that gains this share of load and traffic together: a move stalls the server."""
 
 NEEDED_MODE: Final = "--expert-distribution-recorder-mode stat"
 
@@ -26,6 +36,34 @@ def record_file(variables: Mapping[str, str] = os.environ) -> Path | None:
     """The file that RECORD_FILE names, None where no record is asked for."""
     named = variables.get(RECORD_FILE)
     return Path(named) if named else None
+
+
+def asked_algorithm(variables: Mapping[str, str] = os.environ) -> str | None:
+    """The algorithm that PLACEMENT names; None, with an error in the log, where there is none of that name."""
+    named = variables.get(PLACEMENT) or None
+    if named is None or named in ALGORITHMS:
+        return named
+    logger.error("%s is %r, and no expert is placed. Set it to one of: %s.", PLACEMENT, named, ", ".join(ALGORITHMS))
+    return None
+
+
+def can_place(server_args: Any, algorithm: str | None) -> bool:
+    """Whether this server's experts are placed. Says what is wrong where that is asked for and it cannot be."""
+    if algorithm is None:
+        return False
+    wrong = [
+        needed
+        for needed, holds in (
+            ("--enable-eplb", server_args.enable_eplb),
+            ("--ep-num-redundant-experts 0", server_args.ep_num_redundant_experts == 0),
+            ("no --elastic-ep-backend", server_args.elastic_ep_backend is None),
+            ("no --enable-two-batch-overlap", not server_args.enable_two_batch_overlap),
+        )
+        if not holds
+    ]
+    if wrong:
+        logger.error("%s is set, but experts are placed only with %s.", PLACEMENT, " and ".join(wrong))
+    return not wrong
 
 
 def can_record(server_args: Any, file: Path | None) -> bool:
@@ -95,9 +133,9 @@ class RoutingCounts:
 
 
 class ExpertCounter:
-    """The hooks of SGLang's recorders in one process, each with counts of its own; a dump writes them to `file`."""
+    """The hooks of SGLang's recorders in one process, each with counts of its own; a dump writes them to a `file`."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path | None) -> None:
         self._file = file
         self._counts: WeakKeyDictionary[Any, RoutingCounts] = WeakKeyDictionary()
 
@@ -126,18 +164,80 @@ class ExpertCounter:
     def clear(self, _started: None, recorder: Any) -> None:
         """After a recorder's `start_record`: nothing is counted, and no older file is taken for a new one."""
         self._counts[recorder].clear()
-        self._file.unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
     def write(self, dump_record: Callable[..., Any], recorder: Any, output_mode: str = "file") -> Any:
         """Around a recorder's `dump_record`: a dump to a file writes ours too, of all ranks together, and clears it."""
         dumped = dump_record(recorder, output_mode)
-        if output_mode == "file":
+        if output_mode == "file" and self._file is not None:
             counts = self._counts[recorder]
-            if _over_ranks(counts) == 0:
+            if _over_ranks(counts.activations, counts.transitions) == 0:
                 counts.save(self._file)
                 logger.info("Wrote expert activations and transitions to %s", self._file)
             counts.clear()
         return dumped
+
+    def transitions(self, recorder: Any) -> Any:
+        """Those of all ranks since the recording began, or since a dump: what follows what is the model's own."""
+        summed = self._counts[recorder].transitions.clone()
+        _over_ranks(summed)
+        return summed
+
+
+class LivePlacement:
+    """The hook of SGLang's `EPLBManager` in one process: the placement by `algorithm` instead of SGLang's own."""
+
+    def __init__(self, algorithm: str, counter: ExpertCounter) -> None:
+        self._algorithm, self._counter = algorithm, counter
+
+    def compute(self, sglangs: Callable[..., Any], manager: Any, logical_count: Any, **named: Any) -> Any:
+        """Around `EPLBManager._compute_expert_location_metadata`: the new metadata.
+
+        `logical_count` [(steps,) layers, experts] has been summed over all ranks. The first rank places, so that all
+        agree; the others wait for it, as they wait for the experts that move.
+        """
+        import torch
+        from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
+        from sglang.srt.eplb.expert_location import ExpertLocationMetadata, get_global_expert_location_metadata
+        from sglang.srt.runtime_context import get_exec
+
+        now, in_halves = get_global_expert_location_metadata(), get_exec().overlap.enable_two_batch_overlap
+        if now.num_physical_experts != now.num_logical_experts or in_halves or named.get("broadcast_over_world"):
+            return sglangs(manager, logical_count, **named)  # `can_place` has said why
+        transitions = self._counter.transitions(get_global_expert_distribution_recorder())
+        slots = now.physical_to_logical_map.clone().contiguous()
+        is_shared = torch.distributed.is_initialized()
+        if not is_shared or torch.distributed.get_rank() == 0:
+            counted = logical_count.reshape(-1, *slots.shape).sum(dim=0).cpu().numpy()
+            found = placed(self._algorithm, counted, transitions.cpu().numpy(), slots.cpu().numpy(), now.ep_size)
+            slots.copy_(torch.from_numpy(found))
+        if is_shared:
+            torch.distributed.broadcast(slots, src=0)
+        return ExpertLocationMetadata.init_by_mapping(manager._model_config, slots)
+
+
+def placed(algorithm: str, activations: Any, transitions: Any, slots: Any, gpus: int) -> Any:
+    """The expert in each slot [layers, experts], where now those of `slots` are; the same where moving gains too
+    little, or none can be placed: an engine that serves is not to end for it."""
+    from shell_router.errors import ConfigError
+    from shell_router.experts.placement import PlacementSettings, measures, place, record_of
+    from shell_router.experts.placement.records import placement_of_slots, verdict
+
+    try:
+        record = record_of(activations, transitions)
+        layers = list(record.layers)
+        now, new = placement_of_slots(slots[layers], gpus), place(algorithm, record, PlacementSettings(gpus))
+    except (ConfigError, ValueError) as error:
+        logger.error("Experts stay where they are: %s", error)
+        return slots
+    moves, reason = verdict(measures(record, now), measures(record, new), MARGIN)
+    logger.info("Experts %s by %s, %s", "move" if moves else "stay", algorithm, reason)
+    if not moves:
+        return slots
+    found = slots.copy()
+    found[layers] = new.slots
+    return found
 
 
 def logical(slots: Any, expert_of_slot: Any) -> Any:
@@ -148,13 +248,13 @@ def logical(slots: Any, expert_of_slot: Any) -> Any:
     return torch.where(known, expert_of_slot[torch.where(known, slots, 0).long()], -1)
 
 
-def _over_ranks(counts: RoutingCounts) -> int:
-    """Sum the counts over all ranks, as SGLang sums its own in a dump, and tell this one's number."""
+def _over_ranks(*counts: Any) -> int:
+    """Sum the counts over all ranks, as SGLang sums its own in a dump, and return this one's number."""
     import torch
 
     if not torch.distributed.is_initialized():
         return 0
-    for part in (counts.activations, counts.transitions):
+    for part in counts:
         torch.distributed.all_reduce(part)
     return int(torch.distributed.get_rank())
 
@@ -162,11 +262,28 @@ def _over_ranks(counts: RoutingCounts) -> int:
 RECORDER: Final = "sglang.srt.eplb.expert_distribution._ExpertDistributionRecorderReal"
 
 
-def feature(file: Path) -> Feature:
-    """The hooks that count which experts follow which."""
+EPLB: Final = "sglang.srt.eplb"
+ARGUMENTS: Final = "sglang.srt.server_args.ServerArgs"
+
+
+def feature(file: Path | None, algorithm: str | None) -> Feature:
+    """The hooks that count which experts follow which, and with `algorithm` place them."""
     counter = ExpertCounter(file)
+    placing: Sequence[Hook] = ()
+    needed: Sequence[str] = ()
+    if algorithm is not None:
+        compute = LivePlacement(algorithm, counter).compute
+        placing = ((f"{EPLB}.eplb_manager.EPLBManager._compute_expert_location_metadata", compute, "AROUND"),)
+        needed = (
+            f"{EPLB}.expert_distribution.get_global_expert_distribution_recorder",
+            f"{EPLB}.expert_location.get_global_expert_location_metadata",
+            f"{EPLB}.expert_location.ExpertLocationMetadata.init_by_mapping",
+            "sglang.srt.runtime_context.get_exec",
+            *(f"{ARGUMENTS}.{name}" for name in ("enable_eplb", "ep_num_redundant_experts", "elastic_ep_backend")),
+        )
     return Feature(
         hooks=(
+            *placing,
             (f"{RECORDER}.__init__", counter.make_counts, "AFTER"),
             (f"{RECORDER}.start_record", counter.clear, "AFTER"),
             (f"{RECORDER}.on_select_experts", counter.count, "AROUND"),
@@ -174,8 +291,9 @@ def feature(file: Path) -> Feature:
         ),
         needs=(
             f"{RECORDER}.recording",
-            "sglang.srt.server_args.ServerArgs.expert_distribution_recorder_mode",
-            "sglang.srt.server_args.ServerArgs.enable_two_batch_overlap",
+            f"{ARGUMENTS}.expert_distribution_recorder_mode",
+            f"{ARGUMENTS}.enable_two_batch_overlap",
+            *needed,
         ),
         sets={f"{RECORDER}.__init__": ("_expert_location_metadata", "_current_layer_idx", "_disable_all")},
     )

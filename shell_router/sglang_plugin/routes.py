@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from shell_router.sglang_plugin.compatibility import Feature
 from shell_router.sglang_plugin.drafts import asked
-from shell_router.sglang_plugin.experts import can_record, record_file
+from shell_router.sglang_plugin.experts import asked_algorithm, can_place, can_record, record_file
 from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ def capabilities(server_args: Any, sglang_version: str) -> dict[str, Any]:
         "prefill_only": mode == "prefill" and not server_args.disable_radix_cache,
         "drafts": asked() and server_args.speculative_algorithm == "NGRAM",
         "expert_record": can_record(server_args, record_file()),
+        "expert_placement": can_place(server_args, asked_algorithm()),
     }
 
 

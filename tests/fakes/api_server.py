@@ -32,7 +32,7 @@ from shell_router.app.models import Fleet
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import BatchesSettings
-from shell_router.core.engine import ChatServing, NativeRoute, Placement, Relay, Relayed
+from shell_router.core.engine import NO_HINTS, ChatServing, Hints, NativeRoute, Placement, Relay, Relayed
 from shell_router.core.predictors import Embedder
 from shell_router.errors import InvalidRequest
 from shell_router.routing.holdout import Holdouts
@@ -80,6 +80,7 @@ class ScriptedRelay:
     gate: asyncio.Event | None = None
     forwarded: list[tuple[NativeRoute, bytes]] = field(default_factory=list)
     affinities: list[str | None] = field(default_factory=list)
+    end_users: list[str | None] = field(default_factory=list)
     left_early: int = 0
     placed: tuple[Placement, ...] = ()
     batch: int = 1
@@ -92,7 +93,7 @@ class ScriptedRelay:
         body: bytes,
         *,
         affinity: str | None = None,
-        tenant: str | None = None,
+        hints: Hints = NO_HINTS,
         admit: Callable[[int], None] = lambda requests: None,
     ) -> AsyncIterator[Relayed]:
         if not body.startswith(b"{"):
@@ -100,6 +101,7 @@ class ScriptedRelay:
         admit(self.batch)
         self.forwarded.append((route, body))
         self.affinities.append(affinity)
+        self.end_users.append(hints.end_user)
         self._ended = False
         try:
             yield Relayed(self.status, self.content_type, self._answer(), self.placed)

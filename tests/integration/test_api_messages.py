@@ -6,7 +6,8 @@ import orjson
 import pytest
 
 from shell_router.api import ApiSettings
-from shell_router.api.messages import MessageTranslation
+from shell_router.api.fields import Fields
+from shell_router.api.messages import MessageTranslation, as_chat
 from shell_router.api.replies import anthropic_error, problem_body
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import EngineAborted, EngineStalled, PromptTooLong, RouterStopping, ShellRouterError
@@ -48,6 +49,11 @@ async def test_a_topology_answers_whole_and_streamed_in_the_published_order_of_e
         assert {*kinds[2:-3]} == {"content_block_delta"}
         assert "".join(one["delta"]["text"] for one in events[2:-3]) == ROOT_SAYS
         assert events[-2]["usage"]["output_tokens"] == 30
+
+
+def test_the_tenants_user_is_in_the_metadata() -> None:
+    assert as_chat(Fields(asked(metadata={"user_id": "ann"})))["user"] == "ann"
+    assert as_chat(Fields(asked(metadata={})))["user"] is None
 
 
 async def test_an_answer_cut_at_its_limit_says_so_and_a_failed_stream_ends_with_an_error() -> None:

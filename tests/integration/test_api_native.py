@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shell_router.api import ApiSettings
-from shell_router.core.engine import Placement
+from shell_router.core.engine import ChatServing, Placement
 from shell_router.errors import EngineUnreachable
 from tests.fakes.api_server import ScriptedRelay, api
 
@@ -51,6 +51,19 @@ async def test_the_routing_key_is_the_requests_affinity() -> None:
         await served.post("/prefill_only", {"text": "x"}, **{"x-routing-key": "chat-7"})
         await served.post("/generate", {"text": "x"})
     assert relay.affinities == ["chat-7", None]
+
+
+async def test_a_tenants_user_goes_with_what_an_engine_answers_itself() -> None:
+    relay = ScriptedRelay(chat=ChatServing())
+    chat = {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
+    async with api(relays={"small": relay}) as served:
+        for path, body in (("chat/completions", chat), ("completions", {"model": "small", "prompt": "Hi"})):
+            for fields in ({"user": "ann"}, {"user": "ben", "prompt_cache_key": "ann"}, {"user": "ben"}, {}):
+                status, _ = await served.post(f"/v1/{path}", {**body, **fields})
+                assert status == 200
+    ann, also_ann, ben, none = relay.end_users[:4]
+    assert ann == also_ann != ben and none is None
+    assert relay.end_users[4:] == [ann, ann, ben, None]
 
 
 async def test_errors_before_and_after_the_head_reach_the_client() -> None:

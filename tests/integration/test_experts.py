@@ -1,4 +1,4 @@
-"""`shell-router experts`: recorded by an engine, placed, compared and watched."""
+"""`shell-router experts`: recorded by an engine, placed and compared."""
 
 import json
 import socket
@@ -10,15 +10,16 @@ import pytest
 
 from benchmarks.expert_placement.drawn import Routing, drawn
 from shell_router.cli import main
-from shell_router.cli.experts import Algorithm, Server, watched
+from shell_router.cli.experts import Algorithm, Server
 from shell_router.cli.experts import recorded as record_experts
 from shell_router.errors import ConfigError, DataError, EngineRejected, EngineStalled, EngineUnreachable
 from shell_router.experts.placement import ALGORITHMS, ExpertRecord, PlacementSettings
-from shell_router.experts.placement.algorithms import contiguous, eplb
-from shell_router.experts.placement.files import MAP, read_placement, read_record
+from shell_router.experts.placement.algorithms import eplb
+from shell_router.experts.placement.files import MAP
 from shell_router.experts.placement.records import measures
 from tests.fakes.command import running_command
 from tests.fakes.http_engines import ExpertEngine, served
+from tests.fakes.placements import placement_in
 
 ROUTING = Routing(layers=4, experts=16, top_k=4, topics=4, topical=2)
 
@@ -68,7 +69,7 @@ async def test_a_record_of_prompts_is_placed_so_that_sglang_can_load_it(
     assert {asked["text"] for asked in engine.asked} == {"Why is 1 odd?", "Why is 3 odd?", "Why is 5 odd?"}
     assert engine.asked[0]["sampling_params"] == {"max_new_tokens": 5, "temperature": 0}
     assert main(["experts", "place", str(out), "--gpus", "4", "--out", str(placed)]) == 0
-    found = read_placement(placed, record, 4)
+    found = placement_in(placed, record, 4)
     assert list(json.loads(placed.read_bytes())) == [MAP]
     ours, theirs = measures(record, found), measures(record, eplb(record, PlacementSettings(4)))
     assert ours.balance <= theirs.balance and ours.traffic < theirs.traffic
@@ -131,45 +132,6 @@ async def test_a_bad_line_among_the_prompts_is_reported_before_anything_is_asked
     assert engine.calls == []
 
 
-async def test_watch_writes_a_placement_once_and_then_says_that_no_restart_is_worth_it(
-    record: ExpertRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine, out = ExpertEngine(record), tmp_path / "placement.json"
-    async with served(engine) as url:
-        await watched(Server(url), out, PlacementSettings(4), "swap", 0.01, 2)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"worth a restart with {out}, balance ")
-    assert second.startswith("not worth a restart, a gain below 5%")
-    trivial = measures(record, contiguous(record, PlacementSettings(4)))
-    assert measures(record, read_placement(out, record, 4)).balance < trivial.balance
-    assert read_record(out.with_suffix(".npz")).has_transitions
-
-
-async def test_watch_places_anew_when_the_routing_has_changed(
-    record: ExpertRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine, out = ExpertEngine(record), tmp_path / "placement.json"
-    async with served(engine) as url:
-        await watched(Server(url), out, PlacementSettings(4), "swap", 0.01, 1)
-        before = out.read_text(encoding="utf-8")
-        engine.record = drawn(Routing(layers=4, experts=16, top_k=4, skew=2.0, seed=1), 400)
-        await watched(Server(url), out, PlacementSettings(4), "swap", 0.01, 1)
-    assert capsys.readouterr().out.splitlines()[1].startswith("worth a restart")
-    assert out.read_text(encoding="utf-8") != before
-
-
-async def test_watch_goes_on_after_a_round_without_requests(
-    record: ExpertRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = ExpertEngine(record)
-    idle = np.zeros_like(record.activations)
-    engine.record = ExpertRecord(idle, record.transitions, record.layers, record.model_layers)
-    async with served(engine) as url:
-        await watched(Server(url), tmp_path / "p.json", PlacementSettings(4), "swap", 0.01, 2)
-    assert capsys.readouterr().out.count("not placed: ") == 2
-    assert not (tmp_path / "p.json").exists()
-
-
 def test_place_compares_its_algorithm_with_the_others_on_the_record(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,9 +150,7 @@ def test_place_compares_its_algorithm_with_the_others_on_the_record(
         (["place", "RECORD", "--gpus", "4", "--out", "/nowhere/p.json"], "cannot be written"),
         (["place", "RECORD", "--gpus", "4", "--out", "OUT", "--slack", "-1"], "slack must be a number from 0 on"),
         (["place", "MISSING", "--gpus", "4", "--out", "OUT"], "Record one with `shell-router experts record`"),
-        (["watch", "URL", "--gpus", "4", "--out", "OUT", "--every-s", "0"], "must be above 0"),
-        (["watch", "URL", "--gpus", "4", "--out", "OUT", "--margin", "0"], "must be above 0"),
-        (["watch", "URL", "--gpus", "4", "--out", "OUT", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY is empty"),
+        (["record", "URL", "--seconds", "1", "--out", "OUT", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY is empty"),
     ],
 )
 def test_what_is_wrong_is_said_with_a_remedy(

@@ -229,10 +229,10 @@ async def test_with_isolation_each_tenants_requests_carry_a_cache_key_of_its_own
         pair = SglangPair(*at.pair.addresses, limits=LIMITS, isolates=True)
         await collect(pair, replace(generation(), hints=Hints(user="alice")))
         await pair.prefill(replace(generation(), hints=Hints(user="alice")))
-        async with pair.forward("generate", b'{"input_ids": [1]}', tenant="bob") as answer:
+        async with pair.forward("generate", b'{"input_ids": [1]}', hints=Hints("bob")) as answer:
             assert b"".join([chunk async for chunk in answer.chunks])
         with pytest.raises(InvalidRequest, match="extra_key"):
-            pair.forward("generate", b'{"input_ids": [1], "extra_key": "alice"}', tenant="bob")
+            pair.forward("generate", b'{"input_ids": [1], "extra_key": "alice"}', hints=Hints("bob"))
         keys = [orjson.loads(body).get("extra_key") for body in at.servers.prefill.bodies]
         assert keys == ["alice", "alice", "bob"]
         await pair.aclose()

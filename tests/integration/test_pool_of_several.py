@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.scripted.server import Fault, ScriptedServer, ScriptedSettings
-from shell_router.core.engine import Finish, Generation, Placement
+from shell_router.core.engine import Finish, Generation, Hints, Placement
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import SglangPair, random_rid
 from shell_router.errors import EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable, Overloaded
@@ -330,7 +330,7 @@ async def test_native_requests_of_two_tenants_take_turns_however_many_one_of_the
         ended: list[str] = []
 
         async def ask(tenant: str) -> None:
-            async with pool.forward("generate", b'{"input_ids": [1, 2, 3]}', tenant=tenant) as answer:
+            async with pool.forward("generate", b'{"input_ids": [1, 2, 3]}', hints=Hints(tenant)) as answer:
                 async for _ in answer.chunks:
                     pass
                 ended.append(tenant)

@@ -20,11 +20,14 @@ from launch.sglang_cpu.pair import COMMON_OPTIONS, free_ports, until_ready
 from shell_router.cli import main
 from shell_router.cli.experts import Server
 from shell_router.cli.experts import recorded as record_experts
-from shell_router.experts.placement import PlacementSettings
+from shell_router.experts.placement import PlacementSettings, place, record_of
 from shell_router.experts.placement.algorithms import eplb
-from shell_router.experts.placement.files import MAP, read_placement, read_record
+from shell_router.experts.placement.files import MAP, read_record
 from shell_router.experts.placement.records import loads, measures, placement_of_slots
+from shell_router.sglang_plugin.experts import PLACEMENT
+from tests.fakes.placements import placement_in
 from tests.fakes.tiny_models import EXPERTS, LAYERS, TOP_K, make_moe_checkpoint
+from tests.sglang import balanced_ranks
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 
@@ -109,7 +112,7 @@ async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same
     rows = json.loads(placed.read_bytes())[MAP]
     assert rows != [list(range(EXPERTS))] * LAYERS
     found, chosen = read_record(record), PlacementSettings(GPUS)
-    ours, theirs = (measures(found, one) for one in (read_placement(placed, found, GPUS), eplb(found, chosen)))
+    ours, theirs = (measures(found, one) for one in (placement_in(placed, found, GPUS), eplb(found, chosen)))
     assert ours.balance <= theirs.balance and ours.traffic < theirs.traffic
 
     with engine(tmp_path / "after", model, "--init-expert-location", str(placed)) as server:
@@ -118,6 +121,47 @@ async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same
     assert "init_expert_location from init_by_mapping" in (tmp_path / "after" / "log").read_text(encoding="utf-8")
     for name, counts in before.items():
         assert (after[name] == counts).all(), f"{name} are counted by expert, wherever it is"
+
+
+@pytest.mark.parametrize("algorithm", ["swap", "gimbal"])
+def test_sglangs_balancer_moves_experts_and_their_weights_to_the_projects_placement(
+    algorithm: str, tmp_path: Path
+) -> None:
+    """Both ranks see the same tokens, as under tensor parallelism: each of a topic, whose experts follow each other."""
+    experts, layers, draw = balanced_ranks.EXPERTS, 3, np.random.default_rng(0)
+    of_topic = np.stack([draw.permutation(experts).reshape(4, 4) for _ in range(layers)])
+    topics = draw.choice(4, (4, 200), p=(0.4, 0.3, 0.2, 0.1))  # [passes, tokens]
+    two = np.argsort(draw.random((4, layers, 200, 4)), axis=3)[..., :2]
+    choices = [np.take_along_axis(of_topic[layer][topics], two[:, layer], axis=2) for layer in range(layers)]
+    np.save(tmp_path / "choices.npy", np.stack(choices, axis=1))
+    chosen = np.eye(experts)[np.stack(choices)].sum(axis=3)  # [layers, passes, tokens, experts]
+    followed = np.einsum("lpte,lptf->lef", chosen[:-1], chosen[1:])
+    record, gpus = record_of(2 * chosen.sum(axis=(1, 2)), 2 * followed), PlacementSettings(2)
+    wanted = place(algorithm, record, gpus)
+    assert (wanted.gpu_of != eplb(record, gpus).gpu_of).any(), "SGLang's own would be another"
+    for metadata, held, rank in ranks_balanced(tmp_path, algorithm):
+        assert metadata == wanted.slots.tolist()
+        assert held == [row[8 * rank : 8 * rank + 8] for row in metadata]
+
+
+def ranks_balanced(folder: Path, algorithm: str) -> list[tuple[Any, Any, int]]:
+    """The end of both ranks of balanced_ranks.py."""
+    venv = built_environment()
+    assert venv is not None
+    (folder / "site").mkdir()
+    install_plugin(folder / "site")
+    command = [venv / "bin" / "python", balanced_ranks.__file__]
+    variables = {**engine_variables(folder / "site"), PLACEMENT: algorithm}
+    arguments = (folder / "choices.npy", folder / "meeting")
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), *arguments], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=400) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said[0][1][-2000:]
+    return [(*json.loads(out.splitlines()[-1]), rank) for rank, (out, _) in enumerate(said)]
 
 
 def sglangs_eplb(cases: Sequence[tuple[list[list[int]], int]]) -> list[Any]:

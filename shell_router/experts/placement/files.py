@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from shell_router.errors import DataError
-from shell_router.experts.placement.records import ExpertRecord, Placement, placement_of_slots, record_of
+from shell_router.experts.placement.records import ExpertRecord, Placement, record_of
 
 RECORDED = "Record one with `shell-router experts record`."
-PLACED = "Make one with `shell-router experts place`."
 MAP = "physical_to_logical_map"
 
 
@@ -42,23 +41,3 @@ def placement_text(placement: Placement, record: ExpertRecord) -> str:
     rows = np.tile(np.arange(record.experts), (record.model_layers, 1))
     rows[list(record.layers)] = placement.slots
     return json.dumps({MAP: rows.tolist()}) + "\n"
-
-
-def read_placement(file: Path, record: ExpertRecord, gpus: int) -> Placement:
-    """The placement in such a file, of the layers that are in `record`. Raises DataError."""
-    try:
-        rows = np.array(json.loads(file.read_bytes())[MAP])
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}.", remedy=PLACED) from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{file} holds no {MAP}.", remedy=PLACED) from error
-    wanted = (record.model_layers, record.experts)
-    if rows.shape != wanted or rows.dtype.kind != "i":
-        raise DataError(
-            f"{file} places [layers, experts] = {list(rows.shape)}, the record's model has {list(wanted)}.",
-            remedy=f"Give files of the same model, without redundant experts. {PLACED}",
-        )
-    try:
-        return placement_of_slots(rows[list(record.layers)], gpus)
-    except ValueError as error:
-        raise DataError(f"{file}: {error}.", remedy=PLACED) from error

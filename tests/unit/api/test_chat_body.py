@@ -51,6 +51,8 @@ TOOL, CLASHING = (
 @pytest.mark.parametrize(
     ("fields", "at"),
     [
+        ({"user": 3}, "user"),
+        ({"prompt_cache_key": ["a"], "user": "a"}, "prompt_cache_key"),
         ({"model": None}, "model"),
         ({"model": ""}, "model"),
         ({"model": 3}, "model"),
@@ -110,6 +112,14 @@ def test_a_prediction_is_read_in_both_of_its_forms() -> None:
 
 def test_fields_that_ask_for_nothing_special_are_accepted() -> None:
     read_chat(body(n=1, tools=[], tool_choice="auto", logprobs=False, modalities=["text"], stop=None))
+
+
+def test_the_tenants_user_is_the_cache_key_else_the_user_and_never_by_name() -> None:
+    assert read_chat(body()).end_user is read_chat(body(user="", prompt_cache_key=None)).end_user is None
+    ann, key = (read_chat(body(**{name: "ann@example.org"})).end_user for name in ("user", "prompt_cache_key"))
+    assert ann == key is not None and "ann" not in ann
+    assert read_chat(body(user="ben", prompt_cache_key="ann@example.org")).end_user == ann
+    assert read_chat(body(user="ben")).end_user != ann
 
 
 def test_unknown_fields_are_listed_and_those_without_effect_are_not() -> None:

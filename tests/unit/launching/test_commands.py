@@ -79,6 +79,18 @@ def test_decode_drafts_where_the_deployment_says_so_and_the_pairs_own_flags_win(
     assert "SHELL_ROUTER_DRAFTS" not in prefill.env
 
 
+def test_an_engine_of_several_gpus_places_experts_where_its_pair_says_so(tmp_path: Path) -> None:
+    text = MODEL + PAIR % "expert_placement: swap, decode_gpus: [1, 2]"
+    prefill, decode = planned(tmp_path, text).engines
+    assert options(decode)["--ep-size"] == "2" and "--enable-eplb" in decode.argv
+    assert options(decode)["--eplb-rebalance-num-iterations"] == "3000"
+    assert decode.env["SHELL_ROUTER_EXPERT_PLACEMENT"] == "swap"
+    assert "--enable-eplb" not in prefill.argv and "SHELL_ROUTER_EXPERT_PLACEMENT" not in prefill.env
+    for wrong, named in (("best", "swap"), ("swap", "several GPUs")):
+        with pytest.raises(ConfigError, match=named):
+            planned(tmp_path, MODEL + PAIR % f"expert_placement: {wrong}")
+
+
 def test_the_engines_of_a_model_without_drafts_are_not_started_to_draft(tmp_path: Path) -> None:
     text = (MODEL + PAIR % "").replace("path:", "drafts: off\n    path:") + "launch: {drafts: true}\n"
     assert all("--speculative-algorithm" not in engine.argv for engine in planned(tmp_path, text).engines)

@@ -3,6 +3,7 @@
 from shell_router.core.engine import Hints
 from shell_router.moa.choosing import LatencyEstimates
 from shell_router.moa.planning import hints_of
+from shell_router.moa.requests import MoaRequest
 from shell_router.topology import Agent, Topology
 
 TREE = Topology(
@@ -20,7 +21,7 @@ TREE = Topology(
 
 
 def hints(pace: LatencyEstimates) -> dict[str, Hints]:
-    return dict(hints_of(TREE, pace, "alice", "run-1", {}))
+    return dict(hints_of(TREE, pace, MoaRequest("run-1", "alice", ()), {}))
 
 
 def paced(**tokens: int) -> LatencyEstimates:
@@ -40,6 +41,11 @@ def test_totals_count_each_follower_once_and_paths_the_longest_way() -> None:
     }
     assert found["a"].path_tokens == 1110
     assert found["root"].path_tokens == 1000
+
+
+def test_every_agent_asks_for_the_tenant_and_its_user() -> None:
+    found = hints_of(TREE, LatencyEstimates(), MoaRequest("run-1", "alice", (), end_user="ann"), {})
+    assert {(one.user, one.end_user) for one in found.values()} == {("alice", "ann")}
 
 
 def test_an_agent_that_is_new_is_expected_to_write_what_its_model_does() -> None:

@@ -1,8 +1,10 @@
 """Who gets which engine, and when: the dispatcher with engines that are mere names, under a virtual clock."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from math import ceil
 
 import pytest
 from hypothesis import given
@@ -278,6 +280,50 @@ async def test_requests_that_share_a_long_prefix_meet_on_one_engine() -> None:
     second = await ask(2)
     assert second.engine == first.engine
     assert at.tracked[0].load.prefill_tokens == 1, "what is known to be there is not counted"
+
+
+ENGINES = 4
+
+
+def without_a_queue() -> Dispatcher[str]:
+    """Algorithm 1 with fresh reports of engines whose KV is half empty."""
+    named = [(f"engine {at}", f"pair-{at}", Breaker(BreakerSettings())) for at in range(ENGINES)]
+    at = Dispatcher(named, SchedulingSettings(SelectionSettings("gimbal")), lambda: 0.0)
+    for index in range(ENGINES):
+        at.report(index, EngineReport(0.5, 0, 0, 0))
+    return at
+
+
+def given_a_slot(at: Dispatcher[str], **hints: object) -> EngineSlot[str]:
+    slot = at.submit(wanted(**hints))
+    assert isinstance(slot, EngineSlot)
+    return slot
+
+
+@pytest.mark.parametrize("busiest", [0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_one_user_among_ten_never_holds_more_than_a_bounded_share_of_an_engine(busiest: float, seed: int) -> None:
+    at, draw, running = without_a_queue(), random.Random(seed), list[tuple[str, EngineSlot[str]]]()
+    for _ in range(400):
+        user = "user 0" if draw.random() < busiest else f"user {draw.randrange(10)}"
+        slot = given_a_slot(at, user="tenant", end_user=user)
+        running.append((user, slot))
+        here = [whose for whose, other in running if other.engine == slot.engine]
+        bound = ceil(1.5 * len(running) / ENGINES)
+        assert here.count(user) <= bound
+        assert slot.why == "turn" or len(here) <= bound, "but for users that come for the first time"
+        while running and draw.random() < 0.45:
+            running.pop(draw.randrange(len(running)))[1].close()
+    assert at.choices["user_affinity"] > 100, "and yet users come back to their engines"
+
+
+def test_one_tenants_requests_go_to_one_engine_as_long_as_it_has_its_share() -> None:
+    at = without_a_queue()
+    for _ in range(20):
+        given_a_slot(at, user="tenant").close()
+    assert at.choices == {"turn": 1, "user_affinity": 19}
+    engines = [given_a_slot(at, user="tenant").engine for _ in range(400)]
+    assert max(engines.count(engine) for engine in at.engines) <= 150
 
 
 STEPS = st.lists(

@@ -105,6 +105,23 @@ def test_an_affinity_to_an_engine_that_is_not_there_is_none() -> None:
     assert chosen("gimbal", reporting((0.5, 0), (0.5, 0))[:1], memory=with_home(1)) == Choice(0, "turn")
 
 
+def test_users_of_a_tenant_have_homes_of_their_own_and_those_of_two_tenants_never_share_one() -> None:
+    engines, memory = reporting((0.5, 0), (0.5, 0)), ChoiceMemory(300.0)
+    known = replace(ALICE, hints=Hints("alice", end_user="ann"))
+    memory.note(known, 1, 0.0)
+    assert chosen("gimbal", engines, known, memory) == Choice(1, "user_affinity")
+    for other in (Hints("alice", end_user="ben"), Hints("alice"), Hints("bob", end_user="ann"), Hints(None)):
+        assert chosen("gimbal", engines, replace(ALICE, hints=other), memory).why == "turn"
+
+
+@pytest.mark.parametrize(("running", "why"), [(8, "user_affinity"), (9, "home_busy")])
+def test_a_user_leaves_an_engine_that_has_its_share_of_all_requests(running: int, why: str) -> None:
+    engines = reporting((0.5, 0), (0.5, 0))
+    engines[0] = replace(engines[0], running=running - 1, waiting=1)
+    engines[1] = replace(engines[1], running=2)  # 1.5 times the mean, with the new one, rounded up, is 9
+    assert chosen("gimbal", engines, memory=with_home(0)) == Choice(int(why == "home_busy"), why)
+
+
 def test_tokens_that_the_router_holds_back_are_running_load() -> None:
     engines = reporting((0.95, 5000), (0.95, 5000))
     engines[0] = replace(engines[0], waiting_tokens=3001)
@@ -174,7 +191,17 @@ def test_bad_settings_are_refused_by_name(fields: dict[str, object], named: str)
         SelectionSettings(**fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fields", [{"theta_kv": 0.0}, {"theta_kv": 1.1}, {"theta_diff": 0.0}, {"theta_load": -1}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"theta_kv": 0.0},
+        {"theta_kv": 1.1},
+        {"theta_diff": 0.0},
+        {"theta_load": -1},
+        {"load_factor": 0.9},
+        {"load_factor": float("inf")},
+    ],
+)
 def test_bad_thresholds_are_refused_by_name(fields: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         GimbalThresholds(**fields)  # type: ignore[arg-type]

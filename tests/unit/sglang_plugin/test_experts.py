@@ -13,12 +13,18 @@ import numpy as np
 import pytest
 import torch
 
+from shell_router.experts.placement import PlacementSettings, measures, place, record_of
+from shell_router.experts.placement.records import placement_of_slots
 from shell_router.sglang_plugin.experts import (
+    ALGORITHMS,
+    PLACEMENT,
     RECORD_FILE,
     ExpertCounter,
     RoutingCounts,
+    can_place,
     can_record,
     logical,
+    placed,
     record_file,
 )
 
@@ -62,6 +68,9 @@ def on_select_experts(recorder: Recorder, topk_ids: torch.Tensor) -> None:
 class ServerArguments:
     expert_distribution_recorder_mode: str | None = "stat"
     enable_two_batch_overlap: bool = False
+    enable_eplb: bool = True
+    ep_num_redundant_experts: int = 0
+    elastic_ep_backend: str | None = None
 
 
 @pytest.fixture
@@ -188,6 +197,68 @@ def test_a_server_records_only_where_it_is_asked_to(caplog: pytest.LogCaptureFix
     assert can_record(ServerArguments(), Path("one.npz"))
     assert not can_record(ServerArguments(None), None)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        (ServerArguments(enable_eplb=False), "--enable-eplb"),
+        (ServerArguments(ep_num_redundant_experts=8), "--ep-num-redundant-experts 0"),
+        (ServerArguments(elastic_ep_backend="nixl"), "no --elastic-ep-backend"),
+        (ServerArguments(enable_two_batch_overlap=True), "no --enable-two-batch-overlap"),
+    ],
+)
+def test_a_server_whose_experts_cannot_be_placed_says_why(
+    server: ServerArguments, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        assert not can_place(server, None)
+        assert caplog.text == ""
+        assert not can_place(server, "swap")
+    assert f"{PLACEMENT} is set, but experts are placed only with {said}." in caplog.text
+    assert can_place(ServerArguments(), "swap")
+
+
+GPUS = 2
+IN_ORDER = np.tile(np.arange(EXPERTS), (LAYERS, 1))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_experts_move_to_where_the_projects_algorithm_places_them(algorithm: str) -> None:
+    activations, transitions = by_hand(chosen(1))
+    activations[:, :3] *= 10  # all of one GPU's
+    activations[1] = 0  # a layer without experts
+    found = placed(algorithm, activations, transitions, IN_ORDER, GPUS)
+    record = record_of(activations, transitions)
+    assert (found[[0, 2]] == place(algorithm, record, PlacementSettings(GPUS)).slots).all()
+    assert (found[1] == IN_ORDER[1]).all() and (np.arange(EXPERTS) == IN_ORDER).all()
+    new, now = (measures(record, placement_of_slots(slots[[0, 2]], GPUS)) for slots in (found, IN_ORDER))
+    assert new.balance < now.balance
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_experts_stay_where_nothing_was_counted_and_where_moving_gains_too_little(times: int) -> None:
+    even = np.full((LAYERS, EXPERTS), times)
+    for algorithm in ALGORITHMS:
+        assert (placed(algorithm, even, np.zeros((LAYERS - 1, EXPERTS, EXPERTS)), IN_ORDER, GPUS) == IN_ORDER).all()
+
+
+def test_a_placement_that_cannot_be_leaves_experts_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    activations, transitions = by_hand(chosen(1))
+    assert (placed("swap", activations, transitions, IN_ORDER, 4) == IN_ORDER).all()
+    assert "Experts stay where they are: 6 experts do not divide over 4 GPUs" in caplog.text
+
+
+def test_without_a_file_a_dump_writes_none_and_transitions_are_kept(tmp_path: Path) -> None:
+    counter, recorder = ExpertCounter(None), Recorder(tmp_path / "none.npz")
+    counter.make_counts(None, recorder)
+    counter.clear(None, recorder)
+    for layer, experts in enumerate(chosen(1)):
+        recorder._current_layer_idx.value = layer
+        counter.count(on_select_experts, recorder, topk_ids=experts)
+    assert counter.write(lambda _, mode: mode, recorder, "file") == "file"
+    assert (counter.transitions(recorder).numpy() == by_hand(chosen(1))[1]).all()
+    assert not [*tmp_path.iterdir()]
 
 
 OF_TWO_RANKS = """

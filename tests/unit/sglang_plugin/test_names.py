@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shell_router.sglang_plugin.experts import RECORD_FILE
+from shell_router.sglang_plugin.experts import PLACEMENT, RECORD_FILE
 
 SGLANG = {
     "managers/schedule_batch.py": """
@@ -44,6 +44,7 @@ def launch_server(): ...
 class ServerArgs:
     disaggregation_mode = disable_radix_cache = tokenizer_worker_num = speculative_algorithm = None
     expert_distribution_recorder_mode = enable_two_batch_overlap = None
+    enable_eplb = ep_num_redundant_experts = elastic_ep_backend = None
 """,
     "eplb/expert_distribution.py": """
 class _ExpertDistributionRecorderReal:
@@ -53,6 +54,17 @@ class _ExpertDistributionRecorderReal:
     def start_record(self): ...
     def on_select_experts(self): ...
     def dump_record(self): ...
+def get_global_expert_distribution_recorder(): ...
+""",
+    "eplb/expert_location.py": """
+class ExpertLocationMetadata:
+    def init_by_mapping(): ...
+def get_global_expert_location_metadata(): ...
+""",
+    "runtime_context.py": "def get_exec(): ...",
+    "eplb/eplb_manager.py": """
+class EPLBManager:
+    def _compute_expert_location_metadata(self): ...
 """,
     "sampling/sampling_batch_info.py": """
 class SamplingBatchInfo:
@@ -105,6 +117,7 @@ OF_EXPERTS = {
     f"{RECORDER}.on_select_experts": ["count", "around"],
     f"{RECORDER}.dump_record": ["write", "around"],
 }
+OF_PLACEMENT = {"eplb.eplb_manager.EPLBManager._compute_expert_location_metadata": ["compute", "around"]}
 WORKER = "speculative.ngram_worker.NGRAMWorker"
 OF_DRAFTS = {
     f"{WORKER}.__init__": ["refuse_overlap", "after"],
@@ -119,6 +132,7 @@ OF_HTTP = {"entrypoints.http_server.launch_server": ["add_routes", "before"]}
 
 NO_VARIABLES: Mapping[str, str] = {}
 RECORDING = {RECORD_FILE: "record.npz"}
+PLACING = {PLACEMENT: "swap"}
 DRAFTING = {"SHELL_ROUTER_DRAFTS": "1"}
 AGING = {"SHELL_ROUTER_SHORTEST_PREFILL_AGE_S": "5"}
 
@@ -275,8 +289,39 @@ def test_a_missing_name_of_the_recorder_is_said_and_only_experts_are_not_counted
 ) -> None:
     registered = registered_in(without=name, variables=RECORDING)
     assert registered.hooks == {**OF_EVERY_PROCESS, **OF_HTTP}
-    assert "and records no experts" in registered.log
+    assert "and records and places no experts" in registered.log
     assert name in registered.log
+
+
+def test_experts_are_placed_and_counted_where_a_placement_is_asked_for(registered_in: Register) -> None:
+    registered = registered_in(process="child", variables=PLACING)
+    assert registered == Registered({**OF_EVERY_PROCESS, **OF_EXPERTS, **OF_PLACEMENT}, "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("EPLBManager", "_compute_expert_location_metadata", "get_global_expert_distribution_recorder"),
+        *("get_global_expert_location_metadata", "init_by_mapping", "get_exec"),
+        *("enable_eplb", "ep_num_redundant_experts", "elastic_ep_backend"),
+    ],
+)
+def test_a_missing_name_of_the_balancer_is_said_and_no_experts_are_placed(registered_in: Register, name: str) -> None:
+    registered = registered_in(without=name, process="child", variables=PLACING)
+    assert registered.hooks == OF_EVERY_PROCESS
+    assert "and records and places no experts" in registered.log
+    assert name in registered.log
+
+
+def test_a_record_needs_no_balancer(registered_in: Register) -> None:
+    registered = registered_in(without="EPLBManager", process="child", variables=RECORDING)
+    assert registered == Registered({**OF_EVERY_PROCESS, **OF_EXPERTS}, "")
+
+
+def test_a_placement_of_no_known_algorithm_is_said_and_places_nothing(registered_in: Register) -> None:
+    registered = registered_in(process="child", variables={PLACEMENT: "best"})
+    assert registered.hooks == OF_EVERY_PROCESS
+    assert "SHELL_ROUTER_EXPERT_PLACEMENT is 'best'" in registered.log and "swap, gimbal" in registered.log
 
 
 def test_drafts_are_hooked_where_requests_are_decoded_and_that_is_asked_for(registered_in: Register) -> None:

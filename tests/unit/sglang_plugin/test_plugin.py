@@ -40,6 +40,9 @@ class ServerArguments:
     expert_distribution_recorder_mode: str | None = None
     enable_two_batch_overlap: bool = False
     speculative_algorithm: str | None = None
+    enable_eplb: bool = False
+    ep_num_redundant_experts: int = 0
+    elastic_ep_backend: str | None = None
 
 
 def test_a_prefill_only_request_may_enter_the_cache() -> None:

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.expert_placement.drawn import Routing, drawn
 from shell_router.errors import DataError
 from shell_router.experts.placement import PlacementSettings, place, record_of
-from shell_router.experts.placement.files import MAP, placement_text, read_placement, read_record
+from shell_router.experts.placement.files import MAP, placement_text, read_record
+from tests.fakes.placements import placement_in
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -44,7 +45,7 @@ def test_a_placement_is_read_as_it_was_written_and_has_just_the_key_that_sglang_
     file = tmp_path / "placement.json"
     file.write_text(placement_text(placement, record), encoding="utf-8")
     assert list(json.loads(file.read_text(encoding="utf-8"))) == [MAP]
-    assert (read_placement(file, record, 4).gpu_of == placement.gpu_of).all()
+    assert (placement_in(file, record, 4).gpu_of == placement.gpu_of).all()
 
 
 def test_a_record_may_have_activations_only(tmp_path: Path) -> None:
@@ -91,26 +92,3 @@ def test_a_wrong_record_is_refused_with_the_remedy(tmp_path: Path, write: Any, m
         read_record(file)
     assert "shell-router experts record" in str(refused.value)
     assert str(file) in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "No such file"),
-        ("not JSON", f"holds no {MAP}"),
-        ("[1]", f"holds no {MAP}"),
-        ('{"logical_count": [[1]]}', f"holds no {MAP}"),
-        (json.dumps({MAP: [[0, 1, 2, 3]]}), r"\[1, 4\], the record's model has \[2, 4\]"),
-        (json.dumps({MAP: [[0, 1, 2, 3, 0, 1]] * 2}), r"\[2, 6\].*without redundant experts"),
-        (json.dumps({MAP: [[0, 1, 2, 2]] * 2}), "does not name each of its 4 experts once"),
-        (json.dumps({MAP: [[0, 1, 2, 3], [0, 1]]}), f"holds no {MAP}"),
-        (json.dumps({MAP: [[0.5, 1, 2, 3]] * 2}), "the record's model has"),
-    ],
-)
-def test_a_wrong_placement_is_refused_with_the_remedy(tmp_path: Path, content: str | None, message: str) -> None:
-    file = tmp_path / "placement.json"
-    if content is not None:
-        file.write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match=message) as refused:
-        read_placement(file, record_of(np.ones((2, 4), dtype=int)), 2)
-    assert "shell-router experts place" in str(refused.value)
