@@ -162,7 +162,7 @@ class Dispatcher(Generic[E]):
     go where the policy says, and wait where the settings limit what an engine takes at a time (`holds`). `choices`
     counts them by reason, `waits` those that had to wait. `has_adapter` says whether an engine has an adapter. Engines
     that do not prefill get KV from others; those that do not decode write nothing. Never waits and does no I/O:
-    `engines.dispatching.engine_slot` awaits what `submit` returns.
+    `engines.pairing.engine_slot` awaits what `submit` returns.
     """
 
     def __init__(

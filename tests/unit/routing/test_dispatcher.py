@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.core.engine import Hints
-from shell_router.engines.dispatching import engine_slot
+from shell_router.engines.pairing import engine_slot
 from shell_router.errors import EngineUnavailable
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
