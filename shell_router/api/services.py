@@ -56,7 +56,7 @@ ReadinessCheck = Callable[[], Awaitable[bool]]
 
 
 class Runs(Protocol):
-    """Runs requests through topologies of both kinds: moa.StepExecutor."""
+    """Runs requests through topologies of both kinds: moa.Executor."""
 
     def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]: ...
 
