@@ -72,7 +72,8 @@ class Run:
     """A chat completion, or one agent of a framework's program, under way. `id` is fresh, and its trace's.
 
     A chat has a `graph`. Where an agent has one, that is run in its place, and events of its answer get the agent's
-    name. Metrics and traces call what is run `target`. The tokens of `answering` agents are the answer.
+    name. Metrics and traces call what is run `target`. The tokens of `answering` agents are the answer; at most
+    `agents` run at a time.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Run:
         self.asked = asked
         self.id = id
         self.answering = {asked.agent} if graph is None else graph.answering
+        self.agents = 1 if graph is None else graph.most_agents
         wall_s = services.wall()
         self.created = int(wall_s)
         self.trace = Trace(
@@ -109,11 +111,6 @@ class Run:
             self._recording = Recording(services.recorder, asked, graph, self.trace, services.models)
         self._also: Emit | None = None
         self.kept: KeptRun | None = None
-
-    @property
-    def agents(self) -> int:
-        """That run at a time: of a topology with steps those of the largest."""
-        return 1 if self._graph is None else max([len(part.agents) for part in self._graph.parts])
 
     async def answer(self, also: Emit | None = None) -> Answer:
         """Run; `also` gets the events. If the server ends first, raises RouterStopping."""

@@ -222,7 +222,7 @@ class ServerClient:
 
     def succeeded(self) -> None:
         """The server has answered a request well."""
-        if self.breaker.succeeded():
+        if self.breaker.failures and self.breaker.succeeded():
             logger.info("circuit breaker of the %s is closed: it serves again", self)
 
     def abort(self, rids: Sequence[str]) -> None:

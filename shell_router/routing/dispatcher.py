@@ -379,7 +379,8 @@ class Dispatcher(Generic[E]):
     def _take(self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0) -> EngineSlot[E]:
         at = self._by_index[choice.index]
         features = self.prompts.sent(features, choice.index)
-        at.breaker.tried(now_s)
+        if at.breaker.failures:
+            at.breaker.tried(now_s)
         at.load.chosen = self._memory.made
         self.choices[choice.why] += 1
         return EngineSlot(self, at, features, choice.why, waited_s)

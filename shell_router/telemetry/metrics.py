@@ -1,6 +1,12 @@
-"""Every metric the router exports (docs/reference/metrics.md), in one registry, and how events count into them."""
+"""Every metric the router exports (docs/reference/metrics.md), in one registry, and how events count into them.
 
-from collections.abc import Callable, Collection
+Also measured here: stalls of the event loop, and the tokens that tenants use.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -9,6 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from shell_router.core import events
 from shell_router.core.durations import SECONDS
 from shell_router.telemetry.trace import Trace
+
+log = logging.getLogger(__name__)
 
 PREFIX = "shell_router_"
 Series = TypeVar("Series", Counter, Histogram)
@@ -209,3 +217,76 @@ class RunMetrics:
         metrics.increment_cached_tokens.labels(model).inc(event.cached_tokens)
         metrics.increment_resident_tokens.labels(model).inc(event.resident_tokens)
         metrics.retokenized_tokens.labels(model).inc(max(0, event.resident_tokens - event.cached_tokens))
+
+
+# --- measured elsewhere than in runs
+
+STALL_CHECK_S, LONG_STALL_S = 0.05, 0.1
+
+
+class StallWatch:
+    """Measures by how much timers are late, which is how long the event loop was held up; `longest_s` of late.
+
+    `now_s` is the loop's clock. What holds it up for more than LONG_STALL_S is a defect, and is logged.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._due_s, self._window_s = now_s + STALL_CHECK_S, now_s
+        self._longest = [0.0, 0.0]
+
+    @property
+    def longest_s(self) -> float:
+        """Of this minute and the one before."""
+        return max(self._longest)
+
+    def tick(self, now_s: float) -> float:
+        """Call it when a timer of the time that the call before returned has gone off."""
+        late_s = max(0.0, now_s - self._due_s)
+        if now_s - self._window_s >= 60:
+            self._longest, self._window_s = [0.0, self._longest[0]], now_s
+        self._longest[0] = max(self._longest[0], late_s)
+        if late_s > LONG_STALL_S:
+            log.warning("the event loop was held up for %.0f ms: all requests waited", 1e3 * late_s)
+        self._due_s = now_s + STALL_CHECK_S
+        return STALL_CHECK_S
+
+
+@contextmanager
+def watched_loop(loop: asyncio.AbstractEventLoop, metrics: Metrics) -> Iterator[None]:
+    """Measure the loop's stalls into `metrics` while the context is open."""
+    watch, timers = StallWatch(loop.time()), list[asyncio.TimerHandle]()
+    metrics.longest_stall.set_function(lambda: watch.longest_s)
+
+    def tick() -> None:
+        timers[:] = [loop.call_later(watch.tick(loop.time()), tick)]
+
+    tick()
+    try:
+        yield
+    finally:
+        timers[0].cancel()
+
+
+class TokenRates:
+    """The tokens that tenants used in the last minute, about: of the minute before this one a share counts."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, tuple[float, float, float]] = {}  # by tenant: minute, its tokens, those of the one before
+
+    def add(self, tenant: str, tokens: float, now_s: float) -> None:
+        """The tenant has used tokens of prompts and outputs."""
+        minute, this, before = self._at(tenant, now_s)
+        self._used[tenant] = minute, this + tokens, before
+
+    def wait_s(self, tenant: str, limit: float, now_s: float) -> float:
+        """How long until the tenant is below `limit` if it uses nothing more; 0 where it is."""
+        minute, this, before = self._at(tenant, now_s)
+        passed = now_s / 60 - minute
+        if this >= limit:
+            return 60 * (2 - passed - limit / this)
+        return max(0.0, 60 * (1 - passed - (limit - this) / before)) if before else 0.0
+
+    def _at(self, tenant: str, now_s: float) -> tuple[float, float, float]:
+        minute = now_s // 60
+        known, this, before = self._used.get(tenant, (minute, 0.0, 0.0))
+        return (minute, 0.0, this if known == minute - 1 else 0.0) if known < minute else (known, this, before)

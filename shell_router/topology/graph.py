@@ -145,6 +145,11 @@ class Topology:
         return (self,)
 
     @cached_property
+    def most_agents(self) -> int:
+        """How many agents run at a time."""
+        return len(self.agents)
+
+    @cached_property
     def successors(self) -> Mapping[str, tuple[str, ...]]:
         """Per agent, the agents whose prompts hold its output."""
         found: dict[str, list[str]] = {agent: [] for agent in self.agents}
@@ -267,6 +272,11 @@ class Conditional:
     def parts(self) -> tuple[Topology, ...]:
         """The graphs that are run as a whole: one per step."""
         return tuple(step.topology for step in self.steps.values())
+
+    @cached_property
+    def most_agents(self) -> int:
+        """How many agents run at a time: those of the largest step."""
+        return max(len(part.agents) for part in self.parts)
 
     @cached_property
     def agents(self) -> Mapping[str, Agent]:

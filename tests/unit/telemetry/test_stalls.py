@@ -2,7 +2,7 @@
 
 import pytest
 
-from shell_router.api.app import LONG_STALL_S, STALL_CHECK_S, StallWatch
+from shell_router.telemetry.metrics import LONG_STALL_S, STALL_CHECK_S, StallWatch
 
 
 def test_the_longest_stall_is_remembered_for_a_minute_or_two(caplog: pytest.LogCaptureFixture) -> None:
