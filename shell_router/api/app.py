@@ -20,7 +20,7 @@ from shell_router.api.plain import Handler, PlainServer
 from shell_router.api.runs import KEPT_RUNS, KeptRuns
 from shell_router.api.services import LEAVING, SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
 from shell_router.errors import BatchesOff
-from shell_router.telemetry import watched_loop
+from shell_router.telemetry import StallWatch
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ async def listening(
         for one in sockets:
             limit_s = settings.body_timeout_s if tls else None  # or a client could stay without a handshake
             servers.append(await loop.create_server(plain, sock=one, ssl=tls, ssl_handshake_timeout=limit_s))
-        with watched_loop(loop, app[SERVICES].metrics):
+        with contextlib.closing(StallWatch(loop, app[SERVICES].metrics.longest_stall)):
             yield f"{'https' if tls else 'http'}://{_authority(sockets[0].getsockname())}"
             app[LEAVING].set()
             with contextlib.suppress(TimeoutError):

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -112,9 +112,9 @@ class Run:
         self._also: Emit | None = None
         self.kept: KeptRun | None = None
 
-    async def answer(self, also: Emit | None = None) -> Answer:
+    def answer(self, also: Emit | None = None) -> Coroutine[Any, Any, Answer]:
         """Run; `also` gets the events. If the server ends first, raises RouterStopping."""
-        return await (self.run(self.asked, also) if self.kept is None else self.kept.follow(also))
+        return self.run(self.asked, also) if self.kept is None else self.kept.follow(also)
 
     async def run(self, asked: MoaRequest | AgentRequest, also: Emit | None) -> Answer:
         """Run as `asked`, for one or several requests."""
@@ -137,13 +137,13 @@ class Run:
             finally:
                 self._ended(outcome, text)
 
-    async def _answered(self, asked: MoaRequest | AgentRequest) -> Answer:
+    def _answered(self, asked: MoaRequest | AgentRequest) -> Awaitable[Answer]:
         services, graph = self._services, self._graph
         if isinstance(asked, AgentRequest) and graph is None:
-            return await services.programs.run(asked, self._emit)
+            return services.programs.run(asked, self._emit)
         assert graph is not None, "a chat has one"
         if isinstance(asked, MoaRequest):
-            return await services.executor.run(graph, asked, self._emit)
+            return services.executor.run(graph, asked, self._emit)
         also = self._also
 
         def name(event: Event) -> None:
@@ -151,7 +151,7 @@ class Run:
                 also(AgentTokens(event.at_s, asked.agent, event.ids if isinstance(event, AgentTokens) else (), text))
 
         self._also = name
-        return await services.programs.run_graph(asked, graph, services.executor.run, self._emit)
+        return services.programs.run_graph(asked, graph, services.executor.run, self._emit)
 
     def _emit(self, event: Event) -> None:
         self.trace.add(event)

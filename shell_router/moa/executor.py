@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from agent_cache import AgentPromptCache, Chunk, End, LogKey, LogWriter
 from shell_router.core.engine import ServedModel
@@ -54,7 +54,7 @@ class Executor:
         self.clock = clock
         self.estimates = self.chooser.estimates
 
-    async def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Answer:
+    def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]:
         """Run `request` to the root's end, or the last step's, reporting to `emit` what happens, as it happens.
 
         Raises UnknownModel and PromptTooLong before anything runs where that can be known, AgentFailed (or the
@@ -63,7 +63,7 @@ class Executor:
         are gone.
         """
         if not isinstance(topology, Topology):
-            return await Walk(self.run, self.chooser, self.models, self.classes, topology, request, emit).answer()
+            return Walk(self.run, self.chooser, self.models, self.classes, topology, request, emit).answer()
         journal, kept = request.journal, self
         if journal is not None:
             topology = journal.pinned(topology)
@@ -72,7 +72,7 @@ class Executor:
             models = journal.models(self.models)
             kept = Executor(models, self.cache, self.embedder, clock=self.clock, chooser=chooser)
             kept.holdouts = kept.holdouts if journal.repeats else self.holdouts
-        return await kept._run(topology, request, emit)
+        return kept._run(topology, request, emit)
 
     async def _run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:
         started_s = self.clock()

@@ -5,8 +5,7 @@ Also measured here: stalls of the event loop, and the tokens that tenants use.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -225,22 +224,18 @@ STALL_CHECK_S, LONG_STALL_S = 0.05, 0.1
 
 
 class StallWatch:
-    """Measures by how much timers are late, which is how long the event loop was held up; `longest_s` of late.
-
-    `now_s` is the loop's clock. What holds it up for more than LONG_STALL_S is a defect, and is logged.
+    """Measures until `close` by how much timers are late, which is how long `loop` was held up; `gauge` shows the
+    longest of late. What holds it up for more than LONG_STALL_S is a defect, and is logged.
     """
 
-    def __init__(self, now_s: float) -> None:
-        self._due_s, self._window_s = now_s + STALL_CHECK_S, now_s
-        self._longest = [0.0, 0.0]
+    def __init__(self, loop: asyncio.AbstractEventLoop, gauge: Gauge) -> None:
+        self._loop, self._longest = loop, [0.0, 0.0]  # of this minute and the one before
+        self._due_s = self._window_s = loop.time()
+        gauge.set_function(lambda: max(self._longest))
+        self._tick()
 
-    @property
-    def longest_s(self) -> float:
-        """Of this minute and the one before."""
-        return max(self._longest)
-
-    def tick(self, now_s: float) -> float:
-        """Call it when a timer of the time that the call before returned has gone off."""
+    def _tick(self) -> None:
+        now_s = self._loop.time()
         late_s = max(0.0, now_s - self._due_s)
         if now_s - self._window_s >= 60:
             self._longest, self._window_s = [0.0, self._longest[0]], now_s
@@ -248,23 +243,11 @@ class StallWatch:
         if late_s > LONG_STALL_S:
             log.warning("the event loop was held up for %.0f ms: all requests waited", 1e3 * late_s)
         self._due_s = now_s + STALL_CHECK_S
-        return STALL_CHECK_S
+        self._timer = self._loop.call_later(STALL_CHECK_S, self._tick)
 
-
-@contextmanager
-def watched_loop(loop: asyncio.AbstractEventLoop, metrics: Metrics) -> Iterator[None]:
-    """Measure the loop's stalls into `metrics` while the context is open."""
-    watch, timers = StallWatch(loop.time()), list[asyncio.TimerHandle]()
-    metrics.longest_stall.set_function(lambda: watch.longest_s)
-
-    def tick() -> None:
-        timers[:] = [loop.call_later(watch.tick(loop.time()), tick)]
-
-    tick()
-    try:
-        yield
-    finally:
-        timers[0].cancel()
+    def close(self) -> None:
+        """Measure no more."""
+        self._timer.cancel()
 
 
 class TokenRates:
