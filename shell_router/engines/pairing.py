@@ -17,8 +17,8 @@ from shell_router.engines.server_client import ServerClient, ServerFailure, Tran
 from shell_router.errors import AdapterMissing, EngineError, EngineRejected, EngineUnavailable
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings, TrackedEngine
-from shell_router.routing.engine_selection import EngineReport, PlacementRequest
 from shell_router.routing.failures import RetrySettings
+from shell_router.routing.placement import EngineReport, PlacementRequest
 
 if TYPE_CHECKING:
     from shell_router.engines.adapter_leases import Adapters, Lease

@@ -18,8 +18,8 @@ from shell_router.engines.pairing import Pairing, engine_slot, load_again
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import body_fields, leg_bodies, read_prefilled
 from shell_router.errors import AdapterMissing, EngineError, EngineRejected, PromptTooLong
-from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import INTERNAL_ERROR
+from shell_router.routing.placement import PlacementRequest
 
 if TYPE_CHECKING:
     from shell_router.engines.adapter_leases import Lease

@@ -16,8 +16,8 @@ from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import EventSplitter, broken_wire, rejected
 from shell_router.errors import AdapterMissing, EngineError
-from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import INTERNAL_ERROR, RETRYABLE_STATUSES
+from shell_router.routing.placement import PlacementRequest
 
 if TYPE_CHECKING:
     pass

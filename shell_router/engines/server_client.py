@@ -15,8 +15,8 @@ from shell_router.engines.address import PairLimits, Server
 from shell_router.engines.http_client import MAX_BUFFERED_BYTES, Endpoint, Exchange, HttpClient, TaskOwner, endpoint
 from shell_router.engines.wire import broken_wire, rejected
 from shell_router.errors import EngineError, EngineRejected, EngineStalled, EngineUnreachable, PromptTooLong
-from shell_router.routing.engine_selection import EngineReport
 from shell_router.routing.failures import Breaker, BreakerSettings
+from shell_router.routing.placement import EngineReport
 
 logger = logging.getLogger(__name__)
 

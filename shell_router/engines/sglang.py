@@ -26,8 +26,8 @@ from shell_router.engines.wire import broken_wire, leg_bodies
 from shell_router.errors import EngineError, EngineRejected
 from shell_router.routing.adapter_cache import AdapterSettings
 from shell_router.routing.dispatcher import SchedulingSettings, TrackedEngine
-from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import DEFAULT_BREAKER, DEFAULT_RETRIES, BreakerSettings, RetrySettings
+from shell_router.routing.placement import PlacementRequest
 
 if TYPE_CHECKING:
     from shell_router.engines.adapter_leases import Adapters

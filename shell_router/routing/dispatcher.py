@@ -8,22 +8,18 @@ from typing import Annotated, Generic, TypeVar
 from shell_router.core.durations import Durations
 from shell_router.core.engine import Placement
 from shell_router.errors import EngineUnavailable, Overloaded
-from shell_router.routing.engine_selection import (
-    BLIND,
-    IGNORES_PREFIXES,
+from shell_router.routing.engine_selection import BLIND, IGNORES_PREFIXES, Scene, SelectionSettings, choose, require
+from shell_router.routing.failures import Breaker
+from shell_router.routing.placement import (
     Choice,
     ChoiceMemory,
     EngineReport,
     EngineState,
     PlacementRequest,
+    PrefixIndex,
+    PromptIndex,
     RoutingFeatures,
-    Scene,
-    SelectionSettings,
-    choose,
-    require,
 )
-from shell_router.routing.failures import Breaker
-from shell_router.routing.prompt_index import PrefixIndex, PromptIndex
 from shell_router.routing.queue import QueueEntry, QueueSettings, RequestQueue
 
 E = TypeVar("E")

@@ -28,8 +28,8 @@ from shell_router.moa.executor import Executor
 from shell_router.moa.planning import role_of
 from shell_router.moa.requests import MoaRequest
 from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
-from shell_router.routing.engine_selection import EngineReport, PlacementRequest
 from shell_router.routing.failures import Breaker
+from shell_router.routing.placement import EngineReport, PlacementRequest
 from shell_router.standins.simulated.costs import PairCosts, PrefillCosts, attended_pairs
 from shell_router.standins.simulated.pair import SimulatedPair
 from shell_router.standins.simulated.processor import Processor
