@@ -21,7 +21,7 @@ from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, agent_parts, off
 from shell_router.moa.requests import AgentRequest, AgentUsage, Answer, MoaRequest, OutputOf, Segment, place_of_question
 from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event
-from shell_router.topology import AUTO, INLINE, Agent, Topology
+from shell_router.topology import AUTO, INLINE, Agent, Prefill, Topology
 from shell_router.topology.prompting import fill_text
 
 PLAIN_REQUEST = "plain request"
@@ -29,6 +29,8 @@ PLAIN_REQUEST = "plain request"
 
 AGENT_REQUEST = "agent request"
 """The workflow of agents that an external framework sends: which graph it walks is not known."""
+
+NO_UPDATES = Prefill(incremental=False)
 
 Sampling = Mapping[str, Any]
 
@@ -120,9 +122,7 @@ class Plan:
                 timeout_s=agent.timeout_s,
                 hints=self.hints[agent.id],
                 sources={name: self._source(name, model) for name in agent.precursors},
-                prefill=prefill
-                if agent.id in self.growing or not agent.precursors
-                else replace(prefill, incremental=False),
+                prefill=prefill if agent.id in self.growing else NO_UPDATES,
                 begin_s=limit_s,
                 silence_s=limit_s,
                 drafts=bool(may_draft(agent, self.models)) and not self.held_out.get(drafts_of(topology, agent)),

@@ -16,11 +16,6 @@ VOTE = "vote"
 """What stands in the place of a model's name where an agent votes."""
 
 
-def own_name(agent: str) -> str:
-    """The agent's id as its own file has it, without the step it runs in."""
-    return agent.rpartition("/")[2]
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """How an agent's prompt is put together: S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1).
