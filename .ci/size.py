@@ -22,10 +22,10 @@ print("\\n".join(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] i
 # The limits of lines and files stand at today's size. The aims are 37,000 and 18,500 lines: lower them with every
 # change that can.
 LIMITS = {
-    "product lines": 43_105,
-    "product files": 233,
-    "lines that serve imports": 22_785,
-    "files that serve imports": 109,
+    "product lines": 43_095,
+    "product files": 232,
+    "lines that serve imports": 22_775,
+    "files that serve imports": 108,
     "lines of a function, 90th percentile": 20,
     "lines of the longest function": 60,
     "import cycles": 0,

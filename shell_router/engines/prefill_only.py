@@ -13,8 +13,7 @@ import orjson
 
 from shell_router.core.engine import Finish, Generation, PrefillCost, Prefilled
 from shell_router.engines.http_client import Exchange
-from shell_router.engines.legs import Legs
-from shell_router.engines.pairing import Pairing, engine_slot, load_again
+from shell_router.engines.pairing import Legs, Pairing, engine_slot, load_again
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import body_fields, leg_bodies, read_prefilled
 from shell_router.errors import AdapterMissing, EngineError, EngineRejected, PromptTooLong

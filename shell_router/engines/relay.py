@@ -9,9 +9,8 @@ import orjson
 
 from shell_router.core.engine import Hints, NativeRoute, Relayed
 from shell_router.engines.http_client import Exchange
-from shell_router.engines.legs import Legs
 from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NativeBody, NativeRules, as_list, read_native
-from shell_router.engines.pairing import Attempts, Pair, Pairing, engine_slot
+from shell_router.engines.pairing import Attempts, Legs, Pair, Pairing, engine_slot
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import EventSplitter, broken_wire, rejected

@@ -20,7 +20,8 @@ from shell_router.core.engine import (
     ServedModel,
     Tokens,
 )
-from shell_router.engines.pairing import Monitor, engine_slot
+from shell_router.engines.pairing import engine_slot
+from shell_router.engines.server_client import Monitor
 from shell_router.errors import ConfigError, ShellRouterError
 from shell_router.lab.simulation.settings import SimulatedModel, Simulation, Workload
 from shell_router.lab.simulation.virtual_time import run_virtual

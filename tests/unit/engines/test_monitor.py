@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shell_router.engines.pairing import Monitor
+from shell_router.engines.server_client import Monitor
 from shell_router.errors import EngineUnreachable
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
