@@ -289,10 +289,9 @@ def graph_of(tree: "Topology", workers: "Mapping[str, ChatOpenAI]", root: "ChatO
 
 def prompt_of(agent: "Agent", question: str, outputs: Mapping[str, str]) -> str:
     """What the topology asks the agent, with the outputs of its precursors in it."""
-    from shell_router.topology.graph import own_name
     from shell_router.topology.prompting import fill_text, slot_parts
 
-    slots = [slot_parts(agent.prompt.slot, own_name(name), at) for at, name in enumerate(agent.precursors, 1)]
+    slots = [slot_parts(agent.prompt.slot, name.rpartition("/")[2], at) for at, name in enumerate(agent.precursors, 1)]
     texts = [outputs[name].join(slot) for name, slot in zip(agent.precursors, slots, strict=True)]
     return "".join([fill_text(agent.prompt.prefix, question), *texts, fill_text(agent.prompt.suffix, question)])
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from shell_router.core.engine import Hints
-from shell_router.engines.dispatching import engine_slot
+from shell_router.engines.pairing import engine_slot
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
-from shell_router.routing.engine_selection import POLICIES, EngineReport, PlacementRequest, SelectionSettings
+from shell_router.routing.engine_selection import POLICIES, SelectionSettings
 from shell_router.routing.failures import Breaker
+from shell_router.routing.placement import EngineReport, PlacementRequest
 from shell_router.routing.queue import ORDERS, QueueSettings
 
 ENGINES, IN_FLIGHT, PROMPT = 64, 1000, 2000

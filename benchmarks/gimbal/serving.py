@@ -11,7 +11,8 @@ from shell_router.core.engine import Finish, Generation, Hints, Tokens
 from shell_router.lab.simulation.run import Fleet
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.dispatcher import SchedulingSettings
-from shell_router.routing.engine_selection import EngineReport, SelectionSettings
+from shell_router.routing.engine_selection import SelectionSettings
+from shell_router.routing.placement import EngineReport
 from shell_router.routing.queue import QueueSettings
 from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts, attended_pairs
 from shell_router.standins.simulated.pair import SimulatedPair

@@ -3,14 +3,14 @@
 import asyncio
 import codecs
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, DRAIN, permit
+from shell_router.api.conversation import holds_marker
 from shell_router.api.fields import (
     SAMPLING,
     Fields,
@@ -33,10 +33,6 @@ from shell_router.moa.planning import AGENT_REQUEST
 from shell_router.moa.requests import AgentRequest, OutputOf, Segment
 from shell_router.topology import AUTO, Prefill
 
-WORD = "lazyanswer"
-WORDS = (WORD, "LAZYANSWER", "Lazyanswer")
-"""Stands in every marker of a lazy answer, and in no other prompt: where it is, a marker is, whole or altered."""
-MARKER = re.compile(rf"\[\[{WORD}:([\w-]{{1,64}})\]\]", re.ASCII)
 IDENTIFIER = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
 DEFAULT_WAIT_S = 60.0
 
@@ -77,38 +73,6 @@ def identifier(body: Fields, name: str) -> str:
     if not IDENTIFIER.fullmatch(value):
         raise body.refuse(name, "may hold 1 to 128 letters, digits and any of _ . : @ -")
     return value
-
-
-def marker_of(agent: str) -> str:
-    """The text that stands for the agent's output. JSON, HTML and template languages leave all of it as it is."""
-    return f"[[{WORD}:{agent}]]"
-
-
-def split_text(text: str, path: str) -> tuple[Segment, ...]:
-    """`text` with slots where markers stood. Raises InvalidField for altered markers."""
-    if not holds_marker(text):
-        return (text,)
-    pieces = MARKER.split(text)
-    if any(map(holds_marker, pieces[::2])):
-        remedy = "Send markers whole. Where code cuts or reads text, ask without lazy, or first get the text from"
-        remedy += " GET /v1/agent/outputs/{marker}."
-        raise refused(path, "holds a lazy answer's marker that was altered", remedy)
-    return tuple(OutputOf(piece) if odd % 2 else piece for odd, piece in enumerate(pieces) if piece)
-
-
-def holds_marker(text: str) -> bool:
-    """Whether there is a marker in `text`, whole or altered."""
-    return any(word in text for word in WORDS)
-
-
-def has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether there is a lazy answer's marker in them, whole or altered."""
-    return holds_marker("\n".join([turn["content"] for turn in messages])) or any(map(marked_elsewhere, messages))
-
-
-def marked_elsewhere(turn: Mapping[str, Any]) -> bool:
-    """Whether a marker is in the message's calls of tools, or in its thinking."""
-    return len(turn) > len(("role", "content")) and holds_marker(orjson.dumps(turn).decode())
 
 
 def _prompt(body: Fields) -> tuple[Segment, ...]:

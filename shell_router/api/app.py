@@ -20,6 +20,7 @@ from shell_router.api.plain import Handler, PlainServer
 from shell_router.api.runs import KEPT_RUNS, KeptRuns
 from shell_router.api.services import LEAVING, SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
 from shell_router.errors import BatchesOff
+from shell_router.telemetry import StallWatch
 
 log = logging.getLogger(__name__)
 
@@ -123,51 +124,6 @@ def bound_sockets(host: str = "127.0.0.1", port: int = 0) -> Iterator[list[socke
         yield taken
 
 
-class StallWatch:
-    """Measures by how much timers are late, which is how long the event loop was held up; `longest_s` of late.
-
-    `now_s` is the loop's clock. What holds it up for more than LONG_STALL_S is a defect, and is logged.
-    """
-
-    def __init__(self, now_s: float) -> None:
-        self._due_s, self._window_s = now_s + STALL_CHECK_S, now_s
-        self._longest = [0.0, 0.0]
-
-    @property
-    def longest_s(self) -> float:
-        """Of this minute and the one before."""
-        return max(self._longest)
-
-    def tick(self, now_s: float) -> float:
-        """Call it when a timer of the time that the call before returned has gone off."""
-        late_s = max(0.0, now_s - self._due_s)
-        if now_s - self._window_s >= 60:
-            self._longest, self._window_s = [0.0, self._longest[0]], now_s
-        self._longest[0] = max(self._longest[0], late_s)
-        if late_s > LONG_STALL_S:
-            log.warning("the event loop was held up for %.0f ms: all requests waited", 1e3 * late_s)
-        self._due_s = now_s + STALL_CHECK_S
-        return STALL_CHECK_S
-
-
-STALL_CHECK_S, LONG_STALL_S = 0.05, 0.1
-
-
-@contextmanager
-def _watched_loop(loop: asyncio.AbstractEventLoop, services: Services) -> Iterator[None]:
-    watch, timers = StallWatch(loop.time()), list[asyncio.TimerHandle]()
-    services.metrics.longest_stall.set_function(lambda: watch.longest_s)
-
-    def tick() -> None:
-        timers[:] = [loop.call_later(watch.tick(loop.time()), tick)]
-
-    tick()
-    try:
-        yield
-    finally:
-        timers[0].cancel()
-
-
 CLOSE_LIMIT_S = 1.0
 """For what is left after the drain: requests that only look, and clients that take nothing."""
 
@@ -202,7 +158,7 @@ async def listening(
         for one in sockets:
             limit_s = settings.body_timeout_s if tls else None  # or a client could stay without a handshake
             servers.append(await loop.create_server(plain, sock=one, ssl=tls, ssl_handshake_timeout=limit_s))
-        with _watched_loop(loop, app[SERVICES]):
+        with contextlib.closing(StallWatch(loop, app[SERVICES].metrics.longest_stall)):
             yield f"{'https' if tls else 'http'}://{_authority(sockets[0].getsockname())}"
             app[LEAVING].set()
             with contextlib.suppress(TimeoutError):

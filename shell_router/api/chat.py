@@ -9,8 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, Drain, permit
-from shell_router.api.agents import has_markers
-from shell_router.api.conversation import TOOL_FIELDS, calls_schema, read_messages, read_tools, text_of
+from shell_router.api.conversation import TOOL_FIELDS, calls_schema, has_markers, read_messages, read_tools, text_of
 from shell_router.api.engine_chat import ENGINE_FIELDS, NOT_SERVED, asks_engine, read_engine_chat
 from shell_router.api.fields import (
     MAX_TOKENS,
@@ -146,7 +145,10 @@ class Chats:
     drain: Drain
 
     async def read(self, body: Fields, tenant: str) -> tuple[ChatRequest, Graph, str, str]:
-        """What is asked, of which graph, and the names of target and model. Raises InvalidRequest."""
+        """What is asked, of which graph, and the names of target and model. Raises InvalidRequest.
+
+        A graph that the request brings has another name than its target.
+        """
         services, limit_s = self.services, self.settings.request_timeout_s
         brings = body.given(BRINGING) or body.raw("model") in [*FUSIONS]
         brought = brought_by(body, services.models, self.targets) if brings else None
@@ -205,12 +207,12 @@ async def answer_chat(
         return await forwarded(request, relay, "v1/chat/completions", bodies, translation, end_user)
     chats = app[CHATS]
     chat, graph, target, model = await chats.read(body, request[TENANT])
-    brings = body.given(BRINGING) or target not in chats.targets
-    permit(request, models_of(graph) if brings else chat.models, target)
+    is_brought = graph.name != target
+    permit(request, models_of(graph) if is_brought else chat.models, target)
     if lazy or has_markers(chat.messages):
         if background is not None:
             raise body.refuse("background", "cannot go with lazy answers or their markers", "Send it without.")
-        is_model = graph.name in (*chats.services.models, AUTO) and not body.given(BRINGING)
+        is_model = graph.name in (*chats.services.models, AUTO)
         if lazy and not is_model:
             raise body.refuse("lazy", f"cannot go with {model!r}, a topology", "Name a model.")
         asked = await of_program(request, body, chat, chat.models if is_model else (), program, lazy=lazy)

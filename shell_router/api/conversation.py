@@ -1,4 +1,7 @@
-"""Chats in requests: messages, the functions that a model may call, its calls, and the results of clients."""
+"""Chats in requests: messages, the functions that a model may call, its calls, and the results of clients.
+
+In their texts may be markers, which stand for lazy answers.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +12,7 @@ import orjson
 from shell_router.api.fields import Fields, as_object, refused, shown
 from shell_router.core.sampling import check_depth
 from shell_router.moa.calls import ToolOffer
+from shell_router.moa.requests import OutputOf, Segment
 
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 CALL_ID_CHARACTERS = 128
@@ -212,3 +216,42 @@ def calls_schema(offer: ToolOffer) -> str:
     if not offer.parallel:
         schema["maxItems"] = 1
     return orjson.dumps({**schema, "$defs": kinds} if kinds else schema).decode()
+
+
+# --- markers of lazy answers
+
+WORD = "lazyanswer"
+"""Stands in every marker of a lazy answer, and in no other prompt: where it is, a marker is, whole or altered."""
+MARKER = re.compile(rf"\[\[{WORD}:([\w-]{{1,64}})\]\]", re.ASCII)
+
+
+def marker_of(agent: str) -> str:
+    """The text that stands for the agent's output. JSON, HTML and template languages leave all of it as it is."""
+    return f"[[{WORD}:{agent}]]"
+
+
+def split_text(text: str, path: str) -> tuple[Segment, ...]:
+    """`text` with slots where markers stood. Raises InvalidField for altered markers."""
+    if not holds_marker(text):
+        return (text,)
+    pieces = MARKER.split(text)
+    if any(map(holds_marker, pieces[::2])):
+        remedy = "Send markers whole. Where code cuts or reads text, ask without lazy, or first get the text from"
+        remedy += " GET /v1/agent/outputs/{marker}."
+        raise refused(path, "holds a lazy answer's marker that was altered", remedy)
+    return tuple(OutputOf(piece) if odd % 2 else piece for odd, piece in enumerate(pieces) if piece)
+
+
+def holds_marker(text: str) -> bool:
+    """Whether there is a marker in `text`, whole or altered."""
+    return WORD in text or WORD.upper() in text or WORD.capitalize() in text
+
+
+def has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there is a lazy answer's marker in them, whole or altered."""
+    return holds_marker("\n".join([turn["content"] for turn in messages])) or any(map(marked_elsewhere, messages))
+
+
+def marked_elsewhere(turn: Mapping[str, Any]) -> bool:
+    """Whether a marker is in the message's calls of tools, or in its thinking."""
+    return len(turn) > len(("role", "content")) and holds_marker(orjson.dumps(turn).decode())

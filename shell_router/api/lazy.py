@@ -12,15 +12,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, DRAIN
-from shell_router.api.agents import (
-    MARKER,
-    holds_marker,
-    identifier,
-    marked_elsewhere,
-    marker_of,
-    read_prefill,
-    split_text,
-)
+from shell_router.api.agents import identifier, read_prefill
+from shell_router.api.conversation import MARKER, holds_marker, marked_elsewhere, marker_of, split_text
 from shell_router.api.fields import Fields, query_number, refused
 from shell_router.api.plain import Request
 from shell_router.api.replies import json_reply

@@ -9,7 +9,7 @@ import orjson
 from aiohttp import ClientConnectionResetError
 
 from shell_router.api.admission import ADMISSION, DRAIN, permit
-from shell_router.api.agents import WORD
+from shell_router.api.conversation import WORD
 from shell_router.api.engine_chat import choices_as_one, read_completion
 from shell_router.api.fields import parse_body, read_body, read_end_user
 from shell_router.api.models import TARGETS

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -72,7 +72,8 @@ class Run:
     """A chat completion, or one agent of a framework's program, under way. `id` is fresh, and its trace's.
 
     A chat has a `graph`. Where an agent has one, that is run in its place, and events of its answer get the agent's
-    name. Metrics and traces call what is run `target`. The tokens of `answering` agents are the answer.
+    name. Metrics and traces call what is run `target`. The tokens of `answering` agents are the answer; at most
+    `agents` run at a time.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Run:
         self.asked = asked
         self.id = id
         self.answering = {asked.agent} if graph is None else graph.answering
+        self.agents = 1 if graph is None else graph.most_agents
         wall_s = services.wall()
         self.created = int(wall_s)
         self.trace = Trace(
@@ -110,14 +112,9 @@ class Run:
         self._also: Emit | None = None
         self.kept: KeptRun | None = None
 
-    @property
-    def agents(self) -> int:
-        """That run at a time: of a topology with steps those of the largest."""
-        return 1 if self._graph is None else max([len(part.agents) for part in self._graph.parts])
-
-    async def answer(self, also: Emit | None = None) -> Answer:
+    def answer(self, also: Emit | None = None) -> Coroutine[Any, Any, Answer]:
         """Run; `also` gets the events. If the server ends first, raises RouterStopping."""
-        return await (self.run(self.asked, also) if self.kept is None else self.kept.follow(also))
+        return self.run(self.asked, also) if self.kept is None else self.kept.follow(also)
 
     async def run(self, asked: MoaRequest | AgentRequest, also: Emit | None) -> Answer:
         """Run as `asked`, for one or several requests."""
@@ -140,13 +137,13 @@ class Run:
             finally:
                 self._ended(outcome, text)
 
-    async def _answered(self, asked: MoaRequest | AgentRequest) -> Answer:
+    def _answered(self, asked: MoaRequest | AgentRequest) -> Awaitable[Answer]:
         services, graph = self._services, self._graph
         if isinstance(asked, AgentRequest) and graph is None:
-            return await services.programs.run(asked, self._emit)
+            return services.programs.run(asked, self._emit)
         assert graph is not None, "a chat has one"
         if isinstance(asked, MoaRequest):
-            return await services.executor.run(graph, asked, self._emit)
+            return services.executor.run(graph, asked, self._emit)
         also = self._also
 
         def name(event: Event) -> None:
@@ -154,7 +151,7 @@ class Run:
                 also(AgentTokens(event.at_s, asked.agent, event.ids if isinstance(event, AgentTokens) else (), text))
 
         self._also = name
-        return await services.programs.run_graph(asked, graph, services.executor.run, self._emit)
+        return services.programs.run_graph(asked, graph, services.executor.run, self._emit)
 
     def _emit(self, event: Event) -> None:
         self.trace.add(event)

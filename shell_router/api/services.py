@@ -1,12 +1,13 @@
 """What the API works with, as protocols and values, and its settings."""
 
 import asyncio
-import functools
-import itertools
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
@@ -20,7 +21,7 @@ from shell_router.core.predictors import Embedder
 from shell_router.moa.programs import Programs
 from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.routing.holdout import Holdouts
-from shell_router.telemetry import Metrics, Trace, TraceStore
+from shell_router.telemetry import Metrics, TokenRates, Trace, TraceStore
 from shell_router.topology import Graph
 
 if TYPE_CHECKING:
@@ -43,10 +44,8 @@ class ApiSettings(Limits):
     ping_s: float = 15.0
 
 
-_drawn = (secrets.token_hex(16 * 256) for _ in itertools.repeat(None))  # one system call for many ids
-new_run_id: Callable[[], str] = functools.partial(
-    next, (ids[at : at + 32] for ids in _drawn for at in range(0, 8192, 32))
-)
+_drawn = iter(partial(secrets.token_hex, 16 * 256), "")  # one system call for many ids
+new_run_id: Callable[[], str] = partial(next, chain.from_iterable(map(re.compile(".{32}").findall, _drawn)))
 
 ENGINE_CHECK = "engine "
 """What the checks of models' engines are called, before the model's alias."""
@@ -56,7 +55,7 @@ ReadinessCheck = Callable[[], Awaitable[bool]]
 
 
 class Runs(Protocol):
-    """Runs requests through topologies of both kinds: moa.StepExecutor."""
+    """Runs requests through topologies of both kinds: moa.Executor."""
 
     def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]: ...
 
@@ -67,31 +66,6 @@ class Fleet(Protocol):
     def listed(self) -> list[dict[str, Any]]: ...
     async def add(self, alias: str, pair: Mapping[str, Any]) -> None: ...
     async def drain(self, alias: str, prefill: str, decode: str, limit_s: float) -> int: ...
-
-
-class TokenRates:
-    """The tokens that tenants used in the last minute, about: of the minute before this one a share counts."""
-
-    def __init__(self) -> None:
-        self._used: dict[str, tuple[float, float, float]] = {}  # by tenant: minute, its tokens, those of the one before
-
-    def add(self, tenant: str, tokens: float, now_s: float) -> None:
-        """The tenant has used tokens of prompts and outputs."""
-        minute, this, before = self._at(tenant, now_s)
-        self._used[tenant] = minute, this + tokens, before
-
-    def wait_s(self, tenant: str, limit: float, now_s: float) -> float:
-        """How long until the tenant is below `limit` if it uses nothing more; 0 where it is."""
-        minute, this, before = self._at(tenant, now_s)
-        passed = now_s / 60 - minute
-        if this >= limit:
-            return 60 * (2 - passed - limit / this)
-        return max(0.0, 60 * (1 - passed - (limit - this) / before)) if before else 0.0
-
-    def _at(self, tenant: str, now_s: float) -> tuple[float, float, float]:
-        minute = now_s // 60
-        known, this, before = self._used.get(tenant, (minute, 0.0, 0.0))
-        return (minute, 0.0, this if known == minute - 1 else 0.0) if known < minute else (known, this, before)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from shell_router.errors import ConfigError, EngineError
 from shell_router.moa.choosing import Auto, ModelChooser, ModelFigures
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
-from shell_router.moa.steps import StepExecutor
 from shell_router.telemetry import Metrics, TraceStore
 
 if TYPE_CHECKING:
@@ -152,7 +151,9 @@ async def running_services(
         relays: dict[str, Relay] = {**pools, **{name: relay for name, (_, relay) in adapted.items()}}
         batch_sizes = {alias: model.engine.batch_size for alias, model in models.items()}
         chooser = chooser_of(config, served, batch_sizes, predicting.predictor, clock)
-        agents = Executor(served, cache.logs, embedding.embedder, clock=clock, chooser=chooser, holdouts=config.holdout)
+        executor = Executor(
+            served, cache.logs, embedding.embedder, clock=clock, chooser=chooser, holdouts=config.holdout
+        )
         metrics = Metrics(cache_degraded=cache.degraded)
         serve = {ENGINE_CHECK + alias: pool.serves for alias, pool in pools.items()}
 
@@ -161,11 +162,11 @@ async def running_services(
             return {**engine_restarts(), **own}
 
         swapping = {model.engine.leases for model in models.values() if model.engine.leases}
-        metrics.registry.register(EngineMetrics(pools, restarts, clock, agents.holdouts.comparisons, swapping))
+        metrics.registry.register(EngineMetrics(pools, restarts, clock, executor.holdouts.comparisons, swapping))
         await stack.enter_async_context(watched(config, topologies, seen, metrics))
         yield Services(
-            executor=StepExecutor(agents),
-            programs=Programs(served, cache.logs, clock=clock, chooser=chooser, holdouts=agents.holdouts),
+            executor=executor,
+            programs=Programs(served, cache.logs, clock=clock, chooser=chooser, holdouts=executor.holdouts),
             topologies=topologies,
             models=served,
             fleet=Fleet(config.models, pools, served),
@@ -181,7 +182,7 @@ async def running_services(
             spans=_closed_by(stack, _span_export(config, metrics)),
             traces=TraceStore(config.traces.kept),
             journals=cache.journals,
-            holdouts=agents.holdouts,
+            holdouts=executor.holdouts,
             clock=clock,
         )
 

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Literal
 import orjson
 
 from shell_router.core.engine import Finish, Generation, PrefillCost, Prefilled
-from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.http_client import Exchange
-from shell_router.engines.legs import Legs
-from shell_router.engines.pairing import Pairing, load_again
+from shell_router.engines.pairing import Legs, Pairing, engine_slot, load_again
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import body_fields, leg_bodies, read_prefilled
 from shell_router.errors import AdapterMissing, EngineError, EngineRejected, PromptTooLong
-from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import INTERNAL_ERROR
+from shell_router.routing.placement import PlacementRequest
 
 if TYPE_CHECKING:
     from shell_router.engines.adapter_leases import Lease

@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 import orjson
 
 from shell_router.core.engine import NO_HINTS, Hints, NativeRoute, Relayed
-from shell_router.engines.dispatching import engine_slot
 from shell_router.engines.http_client import Exchange
-from shell_router.engines.legs import Legs
 from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NativeBody, NativeRules, as_list, read_native
-from shell_router.engines.pairing import Attempts, Pair, Pairing
+from shell_router.engines.pairing import Attempts, Legs, Pair, Pairing, engine_slot
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import EventSplitter, broken_wire, rejected
 from shell_router.errors import AdapterMissing, EngineError
-from shell_router.routing.engine_selection import PlacementRequest
 from shell_router.routing.failures import INTERNAL_ERROR, RETRYABLE_STATUSES
+from shell_router.routing.placement import PlacementRequest
 
 _DONE = b"[DONE]"
 _NO_OUTPUT = (orjson.JSONDecodeError, KeyError, TypeError, AttributeError)

@@ -1,11 +1,11 @@
-"""Requests to one engine server, with the router's limits, errors, aborts and its circuit breaker."""
+"""Requests to one engine server, with the router's limits, errors, aborts and its circuit breaker; polls of several."""
 
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import orjson
 
@@ -15,10 +15,13 @@ from shell_router.engines.address import PairLimits, Server
 from shell_router.engines.http_client import MAX_BUFFERED_BYTES, Endpoint, Exchange, HttpClient, TaskOwner, endpoint
 from shell_router.engines.wire import broken_wire, rejected
 from shell_router.errors import EngineError, EngineRejected, EngineStalled, EngineUnreachable, PromptTooLong
-from shell_router.routing.engine_selection import EngineReport
+from shell_router.routing.dispatcher import Dispatcher, TrackedEngine
 from shell_router.routing.failures import Breaker, BreakerSettings
+from shell_router.routing.placement import EngineReport
 
 logger = logging.getLogger(__name__)
+
+E = TypeVar("E")
 
 HTTP_OK, NOT_FOUND = 200, 404
 CONTRACT = 1
@@ -26,6 +29,8 @@ CONTRACT = 1
 
 ServerFailure = EngineError | PromptTooLong
 _SERVERS_FAULTS = (EngineUnreachable, EngineStalled)
+LONGEST_WAIT_S = 30.0
+"""Between two polls of a server that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +227,7 @@ class ServerClient:
 
     def succeeded(self) -> None:
         """The server has answered a request well."""
-        if self.breaker.succeeded():
+        if self.breaker.failures and self.breaker.succeeded():
             logger.info("circuit breaker of the %s is closed: it serves again", self)
 
     def abort(self, rids: Sequence[str]) -> None:
@@ -245,3 +250,47 @@ def _without_address(error: Exception) -> str:
     """What asyncio says of a connection that cannot be made names the address."""
     number = error.errno if isinstance(error, OSError) else None
     return os.strerror(number) if number else str(error).partition(": ")[0] or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Monitor(Generic[E]):
+    """Polls every engine of a dispatcher, each in a task of its own, so that a slow one delays no other's report.
+
+    `ask` gives an engine's state within a limit of its own, or raises EngineError. One that fails is asked again after
+    the double time, up to 30 s, and its last report ages meanwhile.
+    """
+
+    dispatcher: Dispatcher[E]
+    ask: Callable[[E], Awaitable[EngineReport]]
+    _tasks: dict[E, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def __aenter__(self) -> "Monitor[E]":
+        self.follow()
+        return self
+
+    def follow(self) -> None:
+        """Ask those engines that the dispatcher has now, and no others."""
+        for gone in self._tasks.keys() - set(self.dispatcher.engines):
+            self._tasks.pop(gone).cancel()
+        for at in self.dispatcher.tracked:
+            if at.engine not in self._tasks:
+                self._tasks[at.engine] = asyncio.create_task(self._follow(at))
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _follow(self, at: TrackedEngine[E]) -> None:
+        wait_s = 0.0
+        while True:
+            poll_s = self.dispatcher.poll_s
+            try:
+                self.dispatcher.report(at.index, await self.ask(at.engine))
+                wait_s = poll_s
+            except EngineError as error:
+                at.failed_polls += 1
+                if wait_s <= poll_s:
+                    logger.warning("%s does not report its state, and is chosen without it: %s", at.engine, error)
+                wait_s = min(2 * max(wait_s, poll_s), max(LONGEST_WAIT_S, poll_s))
+            await asyncio.sleep(wait_s)

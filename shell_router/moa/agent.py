@@ -33,7 +33,7 @@ from shell_router.core.events import (
 )
 from shell_router.core.marks import ReasoningMarks, ReasoningSplit
 from shell_router.core.sampling import check_sampling, require_possible
-from shell_router.core.spans import enter_span
+from shell_router.core.spans import CURRENT, enter_span
 from shell_router.early_exit.algorithm1 import Confidence
 from shell_router.early_exit.answers import forms_in
 from shell_router.errors import AgentFailed, EngineError, EngineStalled, InvalidRequest, PromptTooLong
@@ -193,7 +193,8 @@ class AgentRun:
         self.prompt_tokens = len(ids)
         sampling = await self._sampling()
         ready_s = self._clock()
-        enter_span(task.agent, ready_s)
+        if CURRENT.get() is not None:
+            enter_span(task.agent, ready_s)
         self._emit(PromptReady(ready_s, task.agent, len(ids)))
         confidence = Confidence() if task.logprobs else None
         request = Generation(

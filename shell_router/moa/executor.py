@@ -1,11 +1,11 @@
-"""Runs one request through an agent graph, or to a single model."""
+"""Runs one request through an agent graph, to a single model, or through steps, each of which is one of these."""
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from agent_cache import AgentPromptCache, Chunk, End, LogKey, LogWriter
 from shell_router.core.engine import ServedModel
@@ -20,16 +20,17 @@ from shell_router.moa.incremental import complete_prompt
 from shell_router.moa.planning import Plan, plan_run
 from shell_router.moa.prompt import LONG_TEXT, encoded
 from shell_router.moa.requests import AgentUsage, Answer, CutOff, Deadline, MoaRequest
+from shell_router.moa.steps import Classes, Walk
 from shell_router.routing.holdout import Holdouts, HoldoutSettings
 from shell_router.routing.increments import Remainder
-from shell_router.topology import VOTE, Agent, Cluster, Topology
+from shell_router.topology import VOTE, Agent, Cluster, Graph, Topology
 
 log = logging.getLogger(__name__)
 
 
 class Executor:
-    """Answers requests by walking topologies. Between requests it keeps how fast each model was, and what updates and
-    drafts save.
+    """Answers requests by walking topologies of both kinds. Between requests it keeps how fast each model was, and what
+    updates and drafts save.
 
     Without `holdouts` no program is held out to show that.
     """
@@ -49,17 +50,20 @@ class Executor:
         self.chooser = chooser or ModelChooser(models, clock=clock)
         self.cache = cache
         self.embedder = embedder
+        self.classes = Classes(embedder)
         self.clock = clock
         self.estimates = self.chooser.estimates
 
-    async def run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:
-        """Run `request` to the root's end, reporting to `emit` what happens, as it happens.
+    def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]:
+        """Run `request` to the root's end, or the last step's, reporting to `emit` what happens, as it happens.
 
         Raises UnknownModel and PromptTooLong before anything runs where that can be known, AgentFailed (or the
         error itself, where there is but one agent), PromptTooLong or DeadlineExceeded later. However it ends,
         cancellation included, every engine request of it has been aborted, every task has ended, and its cache logs
         are gone.
         """
+        if not isinstance(topology, Topology):
+            return Walk(self.run, self.chooser, self.models, self.classes, topology, request, emit).answer()
         journal, kept = request.journal, self
         if journal is not None:
             topology = journal.pinned(topology)
@@ -68,7 +72,7 @@ class Executor:
             models = journal.models(self.models)
             kept = Executor(models, self.cache, self.embedder, clock=self.clock, chooser=chooser)
             kept.holdouts = kept.holdouts if journal.repeats else self.holdouts
-        return await kept._run(topology, request, emit)
+        return kept._run(topology, request, emit)
 
     async def _run(self, topology: Topology, request: MoaRequest, emit: Emit) -> Answer:
         started_s = self.clock()

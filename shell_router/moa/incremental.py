@@ -19,7 +19,7 @@ from typing import TypeVar
 from agent_cache import AgentPromptCache, End, LogKey, LogRead, LogTimeout
 from shell_router.core.engine import UNSTREAMED_INTERVAL, Generation
 from shell_router.core.events import Degraded, Emit, PrefillIncrement
-from shell_router.core.spans import enter_span
+from shell_router.core.spans import CURRENT, enter_span
 from shell_router.errors import AgentFailed, EngineError, PrecursorTimeout, PromptTooLong
 from shell_router.moa.agent import AgentTask, Source
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, GrowingPrompt, Slot, encoded, off_loop
@@ -217,7 +217,8 @@ class _SlotFiller:
     async def _prefill(self, ids: list[int], resident: int, slot: str | None) -> None:
         """An update that the engine refuses costs only the overlap; a warning and an event say so, and none follows."""
         task, started_s = self._task, self._clock()
-        enter_span(task.agent, started_s)
+        if CURRENT.get() is not None:
+            enter_span(task.agent, started_s)
         request = Generation(f"{task.rid}.p{self._updates}", ids, affinity=task.rid, hints=task.hints)
         self._updates += 1
         work, computed = self._load.begin(started_s, len(ids) - resident, update=True), None

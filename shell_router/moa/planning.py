@@ -15,12 +15,13 @@ from shell_router.core.predictors import NO_FORECAST, Forecast, Prospect
 from shell_router.core.sampling import require_possible
 from shell_router.errors import InvalidField, InvalidRequest
 from shell_router.moa.agent import FORMS, AgentTask, Source, check_task, limited
+from shell_router.moa.calls import ToolOffer
 from shell_router.moa.choosing import LatencyEstimates, ModelChooser, require_models
 from shell_router.moa.prompt import CHARACTERS_PER_TOKEN, Part, agent_parts, off_loop
 from shell_router.moa.requests import AgentRequest, AgentUsage, Answer, MoaRequest, OutputOf, Segment, place_of_question
 from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.routing.increments import fewest_tokens, order_slots, tokens_per_event
-from shell_router.topology import AUTO, INLINE, Agent, Topology
+from shell_router.topology import AUTO, INLINE, Agent, Prefill, Topology
 from shell_router.topology.prompting import fill_text
 
 PLAIN_REQUEST = "plain request"
@@ -28,6 +29,8 @@ PLAIN_REQUEST = "plain request"
 
 AGENT_REQUEST = "agent request"
 """The workflow of agents that an external framework sends: which graph it walks is not known."""
+
+NO_UPDATES = Prefill(incremental=False)
 
 Sampling = Mapping[str, Any]
 
@@ -87,7 +90,8 @@ class Plan:
         topology, request = self.topology, self.request
         prefill, limit_s = topology.prefill, request.timeout_s
         finish_s = self.estimates.expected_finish_s(topology) if prefill.slot_order == "expected_finish" else {}
-        self._check_offer()
+        if request.offer is not None:
+            self._check_offer(request.offer)
         shared: dict[tuple[object, ...], tuple[Part, ...]] = {}  # prompts of agents that differ in their names alone
         tasks = {}
         for number, agent in enumerate(topology.agents.values()):
@@ -118,9 +122,7 @@ class Plan:
                 timeout_s=agent.timeout_s,
                 hints=self.hints[agent.id],
                 sources={name: self._source(name, model) for name in agent.precursors},
-                prefill=prefill
-                if agent.id in self.growing or not agent.precursors
-                else replace(prefill, incremental=False),
+                prefill=prefill if agent.id in self.growing else NO_UPDATES,
                 begin_s=limit_s,
                 silence_s=limit_s,
                 drafts=bool(may_draft(agent, self.models)) and not self.held_out.get(drafts_of(topology, agent)),
@@ -134,11 +136,9 @@ class Plan:
             )
         return tasks
 
-    def _check_offer(self) -> None:
+    def _check_offer(self, offer: ToolOffer) -> None:
         """Raise InvalidField where tools are offered to an agent that cannot call them."""
-        root, offer = self.topology.root, self.request.offer
-        if offer is None:
-            return
+        root = self.topology.root
         if root.votes:
             remedy = "Ask a topology whose root is a model."
             raise InvalidField(
@@ -201,16 +201,21 @@ class Plan:
 
     def hold_out(self, holdouts: Holdouts, now_s: float) -> None:
         """Decide which optimizations that could pay the run goes without, for comparison."""
-        topology, of = self.topology, _compared_as(self.topology)
-        updates = Compared("incremental_prefill", of, "" if of == INLINE else ", ".join(sorted(topology.models)))
-        drafts = [drafts_of(topology, one) for one in topology.agents.values() if may_draft(one, self.models) == "auto"]
+        topology = self.topology
+        keys = [drafts_of(topology, one) for one in topology.agents.values() if may_draft(one, self.models) == "auto"]
+        if self.growing:
+            of = _compared_as(topology)
+            updates = Compared("incremental_prefill", of, "" if of == INLINE else ", ".join(sorted(topology.models)))
+            keys.insert(0, updates)
+        if not keys:
+            return
         # by the question, too: a client with one seed for all would be a group of its own
         seed = f"{self.request.seed}/{self.request.question[-1000:]}"
         self.held_out = {
             key: holdouts.holds_out(key, random.Random(f"{key.optimization}/{seed}").random(), now_s)
-            for key in dict.fromkeys([updates, *drafts] if self.growing else drafts)
+            for key in dict.fromkeys(keys)
         }
-        if self.held_out.get(updates):
+        if self.growing and self.held_out[updates]:
             self.growing = {}
 
     def compare(self, holdouts: Holdouts, answer: Answer, seconds: float, now_s: float) -> None:

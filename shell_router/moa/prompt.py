@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from shell_router.core.engine import NO_OPTIONS, ServedModel, Tokenizer, value
 from shell_router.moa.requests import place_of_question
 from shell_router.topology import Agent
-from shell_router.topology.graph import own_name
 from shell_router.topology.prompting import fill_text, slot_parts
 
 LONG_TEXT = 4096
@@ -193,7 +192,8 @@ def agent_parts(
         text = model.tokenizer.render_chat(turns, tools or (), options)
         return (text,) if text else ()
     names = [*(writer for writer, _ in agent.given), *order]
-    slots = [Slot(name, *slot_parts(prompt.slot, own_name(name), i)) for i, name in enumerate(names, 1)]
+    # ids as their own file has them, without the step they run in
+    slots = [Slot(name, *slot_parts(prompt.slot, name.rpartition("/")[2], i)) for i, name in enumerate(names, 1)]
     given = [f"{slot.before}{output}{slot.after}" for slot, (_, output) in zip(slots, agent.given, strict=False)]
     user = Message("user", (before, *given, *slots[len(agent.given) :], behind))
     return render(model.tokenizer, [*first, *earlier, user, *later], options, tools or ())

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -11,16 +11,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shell_router.core.engine import NO_OPTIONS, UNSTREAMED_INTERVAL
+from shell_router.core.engine import NO_OPTIONS, UNSTREAMED_INTERVAL, ServedModel
 from shell_router.core.events import Degraded, Emit, Event, StepChosen
 from shell_router.core.predictors import Embedder, Prospect, TokenStates
 from shell_router.core.sampling import require_possible
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, InvalidField
 from shell_router.moa.agent import ended_in_thinking
-from shell_router.moa.executor import Executor
+from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.prompt import encoded
 from shell_router.moa.requests import Answer, Deadline, MoaRequest
-from shell_router.topology import Conditional, Graph, Step, Topology
+from shell_router.topology import Conditional, Step, Topology
 from shell_router.topology.rules import (
     END,
     START,
@@ -48,44 +48,32 @@ LONG_FOR_RULES = 16_384
 """Characters; looking through more for all patterns may take milliseconds, which the event loop must not lose."""
 
 
-class StepExecutor:
-    """Answers requests by topologies of both kinds: graphs of agents, which `agents` runs, and steps."""
+class Walk:
+    """One request on its way through the steps of `topology`, and what is known of it.
 
-    def __init__(self, agents: Executor) -> None:
-        self.agents = agents
-        self.classes = Classes(agents.embedder)
+    The choice of the first step waits for the first event of its run: a stream's head goes out with the first event,
+    and until then a request can be refused with a status. `run` runs a step.
+    """
 
-    def run(self, topology: Graph, request: MoaRequest, emit: Emit) -> Coroutine[Any, Any, Answer]:
-        """Run `request` to its answer, reporting to `emit` what happens, as it happens.
-
-        Raises what `Executor.run` raises for the step that runs; what is refused before the first step has run is
-        refused before any event. However it ends, nothing of it is left running.
-        """
-        if isinstance(topology, Topology):
-            return self.agents.run(topology, request, emit)
+    def __init__(
+        self,
+        run: Callable[[Topology, MoaRequest, Emit], Awaitable[Answer]],
+        chooser: ModelChooser,
+        models: Mapping[str, ServedModel],
+        classes: "Classes",
+        topology: Conditional,
+        request: MoaRequest,
+        emit: Emit,
+    ) -> None:
         if request.offer is not None and any(step.may_be_last and not step.is_last for step in topology.steps.values()):
             raise InvalidField(
                 f"{topology.name!r} has steps that another may follow, which call no tools.",
                 field="tools",
                 remedy="Ask a topology whose answering steps are always the last.",
             )
-        return _Walk(self, topology, request, emit).answer()
-
-
-class _Walk:
-    """One request on its way through the steps of `topology`, and what is known of it.
-
-    The choice of the first step waits for the first event of its run: a stream's head goes out with the first event,
-    and until then a request can be refused with a status.
-    """
-
-    def __init__(self, executor: StepExecutor, topology: Conditional, request: MoaRequest, emit: Emit) -> None:
-        self._topology = topology
-        self._request = request
-        self._agents = executor.agents
-        self._classes = executor.classes
-        self._clock = executor.agents.clock
-        self._emit = emit
+        self._topology, self._request, self._emit = topology, request, emit
+        self._run, self._chooser, self._models, self._classes = run, chooser, models, classes
+        self._clock = chooser.clock
         self._held: list[Event] | None = []  # None once the first step has begun
         self._facts = Facts(request.labels, request.question)
         self._answers: dict[str, Answer] = {}
@@ -169,15 +157,15 @@ class _Walk:
     async def _scored(self) -> Mapping[str, float]:
         """The chances of the models that rules ask for. Those that no predictor knows are missing."""
         name, models = self._topology.name, self._topology.scored_models
-        chooser, question = self._agents.chooser, self._request.question
+        chooser, question = self._chooser, self._request.question
         if not chooser.predicts:
             raise ConfigError(
                 f"Topology {name!r} asks how probably {' or '.join(models)} would be right,"
                 " and no predictor is configured.",
                 remedy="Set `prediction.scores` in the configuration, or remove `score_below`.",
             )
-        require_possible(len(question), max(model.context_length for model in self._agents.models.values()))
-        tokens = len(await encoded(self._agents.models[models[0]].tokenizer, question)) if question else 0
+        require_possible(len(question), max(model.context_length for model in self._models.values()))
+        tokens = len(await encoded(self._models[models[0]].tokenizer, question)) if question else 0
         reported: list[Event] = []
         asked = Prospect(name, "rules", question, 0, tokens, tokens, tuple(models), scored=True)
         (found,) = await chooser.forecasts([asked], reported.append)
@@ -199,7 +187,7 @@ class _Walk:
         if given:
             agent = replace(topology.root, given=given)
             topology = replace(topology, agents={agent.id: agent})
-        return await self._agents.run(topology, self._request_to(step), self._of_agents)
+        return await self._run(topology, self._request_to(step), self._of_agents)
 
     def _request_to(self, step: Step) -> MoaRequest:
         """The client's own sampling is for answers; a step that cannot give one takes its seed alone.

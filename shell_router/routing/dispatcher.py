@@ -8,22 +8,18 @@ from typing import Annotated, Generic, TypeVar
 from shell_router.core.durations import Durations
 from shell_router.core.engine import Placement
 from shell_router.errors import EngineUnavailable, Overloaded
-from shell_router.routing.engine_selection import (
-    BLIND,
-    IGNORES_PREFIXES,
+from shell_router.routing.engine_selection import BLIND, IGNORES_PREFIXES, Scene, SelectionSettings, choose, require
+from shell_router.routing.failures import Breaker
+from shell_router.routing.placement import (
     Choice,
     ChoiceMemory,
     EngineReport,
     EngineState,
     PlacementRequest,
+    PrefixIndex,
+    PromptIndex,
     RoutingFeatures,
-    Scene,
-    SelectionSettings,
-    choose,
-    require,
 )
-from shell_router.routing.failures import Breaker
-from shell_router.routing.prompt_index import PrefixIndex, PromptIndex
 from shell_router.routing.queue import QueueEntry, QueueSettings, RequestQueue
 
 E = TypeVar("E")
@@ -162,7 +158,7 @@ class Dispatcher(Generic[E]):
     go where the policy says, and wait where the settings limit what an engine takes at a time (`holds`). `choices`
     counts them by reason, `waits` those that had to wait. `has_adapter` says whether an engine has an adapter. Engines
     that do not prefill get KV from others; those that do not decode write nothing. Never waits and does no I/O:
-    `engines.dispatching.engine_slot` awaits what `submit` returns.
+    `engines.pairing.engine_slot` awaits what `submit` returns.
     """
 
     def __init__(
@@ -379,7 +375,8 @@ class Dispatcher(Generic[E]):
     def _take(self, choice: Choice, features: RoutingFeatures, now_s: float, waited_s: float = 0.0) -> EngineSlot[E]:
         at = self._by_index[choice.index]
         features = self.prompts.sent(features, choice.index)
-        at.breaker.tried(now_s)
+        if at.breaker.failures:
+            at.breaker.tried(now_s)
         at.load.chosen = self._memory.made
         self.choices[choice.why] += 1
         return EngineSlot(self, at, features, choice.why, waited_s)

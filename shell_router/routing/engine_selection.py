@@ -3,173 +3,20 @@
 A policy is one function and one entry in POLICIES, a scorer one function and one entry in SCORERS.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import Annotated
 
-from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS, NO_HINTS, Generation, Hints, value
+from shell_router.core.engine import value
 from shell_router.errors import ConfigError
+from shell_router.routing.placement import Choice, ChoiceMemory, EngineState, RoutingFeatures
 
 
 def require(holds: bool, otherwise: str) -> None:
     """Raise ConfigError with `otherwise`, a sentence without its full stop, unless `holds`."""
     if not holds:
         raise ConfigError(f"{otherwise}.", remedy="docs/explanation/scheduling.md explains each setting.")
-
-
-KEPT = 65_536
-"""Clients and places that are remembered; those that asked longest ago are forgotten first."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineReport:
-    """What an engine reports: the share of its KV in use, tokens running and waiting, its cache's hit rate."""
-
-    kv_usage: float
-    tokens: int
-    running: int
-    waiting: int
-    hit_rate: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class EngineState:
-    """One engine that may be chosen, `index` by its place among all of its kind, and this router's load on it, which is
-    exact: the activity monitor (Chimera, section 3.5).
-
-    Of the `running` requests `updates` are prefill-only. `prefill_tokens` of their prompts are not yet prefilled,
-    `output_tokens` are expected and not yet written (together the paper's volume I[m]), and `held_tokens` of prompts
-    and outputs are there already, as KV. `waiting` requests with `waiting_tokens` new ones of prompts are held back for
-    it. `reported` is the engine's own report, None without a fresh one. `chosen` numbers the last choice of it: the
-    lower, the longer ago. `has_adapter`: the request's adapter is loaded there, or being loaded.
-    """
-
-    index: int
-    running: int = 0
-    updates: int = 0
-    prefill_tokens: int = 0
-    output_tokens: int = 0
-    held_tokens: int = 0
-    waiting: int = 0
-    waiting_tokens: int = 0
-    chosen: int = 0
-    reported: EngineReport | None = None
-    has_adapter: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """The KV that all of it takes in the end, as far as is expected."""
-        return self.prefill_tokens + self.output_tokens + self.held_tokens
-
-
-@value
-class PlacementRequest:
-    """A request that needs an engine of each role.
-
-    `ids` are its prompt's, where they are known. An `update` is prefill-only. `affinity` and `adapter` are as in
-    `Generation`.
-    """
-
-    prompt_tokens: int
-    ids: Sequence[int] | None = None
-    max_output_tokens: int = DEFAULT_MAX_NEW_TOKENS
-    hints: Hints = NO_HINTS
-    affinity: str | None = None
-    update: bool = False
-    adapter: str | None = None
-
-    @classmethod
-    def of(cls, request: Generation, *, update: bool = False) -> "PlacementRequest":
-        """What a dispatcher needs to know of `request`."""
-        ids, limit = request.input_ids, request.sampling.get("max_new_tokens")
-        most = 0 if update else DEFAULT_MAX_NEW_TOKENS if limit is None else limit
-        return cls(len(ids), ids, most, request.hints, request.affinity, update, request.adapter)
-
-
-@value
-class RoutingFeatures:
-    """A request as policies and orders see it.
-
-    `new_tokens` of its `prompt_tokens` are not yet prefilled as far as is known, `output_tokens` are expected of it.
-    `overlaps` are leading prompt tokens that an engine, by its index, has had before; engines that had none are absent.
-    `grows` identifies the growing prompt that it is of. `adapter` is as in `Generation`. `update` marks a prefill-only
-    request; without `prefills` the
-    engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix index.
-    """
-
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    output_tokens: int = 0
-    hints: Hints = NO_HINTS
-    grows: int | None = None
-    overlaps: Mapping[int, int] = field(default_factory=dict)
-    update: bool = False
-    prefills: bool = True
-    adapter: str | None = None
-    blocks: tuple[int, ...] = ()
-
-    @property
-    def user(self) -> str | None:
-        """The tenant who asks, where that is known."""
-        return self.hints.user
-
-    @property
-    def client(self) -> Hashable | None:
-        """Whose requests share prefixes: the tenant's own user where the request names one, else the tenant.
-
-        None where neither is known. Equal users of two tenants are two clients.
-        """
-        hints = self.hints
-        return (hints.user, hints.end_user) if hints.user or hints.end_user else None
-
-    @property
-    def place(self) -> Hashable | None:
-        """Client, topology and agent: finer than the client, so that a tree's agents do not collapse onto one engine.
-
-        None where none of them is known.
-        """
-        hints, client = self.hints, self.client
-        return (client, hints.topology, hints.agent) if client or hints.topology else None
-
-
-@value
-class Choice:
-    """An engine, by its index, and why: a few words that are the same for all choices of the same kind."""
-
-    index: int
-    why: str
-
-
-class ChoiceMemory:
-    """Earlier choices: how many they were, and where clients and places went last.
-
-    Policies read it. Without `remembers`, clients and places are not kept.
-    """
-
-    def __init__(self, affinity_s: float) -> None:
-        self.made = 0
-        self.remembers = True
-        self._affinity_s = affinity_s
-        self._homes: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
-
-    def home(self, key: Hashable | None, now_s: float) -> int | None:
-        """The engine of the last request of `key`, a client or a place, unless that is too long ago."""
-        found = None if key is None else self._homes.get(key)
-        return found[0] if found is not None and now_s - found[1] < self._affinity_s else None
-
-    def note(self, features: RoutingFeatures, index: int, now_s: float) -> None:
-        """The request goes to this engine now."""
-        self.made += 1
-        if not self.remembers or features.hints is NO_HINTS:
-            return
-        for key in (features.client, features.place):
-            if key is not None:
-                self._homes[key] = (index, now_s)
-                self._homes.move_to_end(key)
-        while len(self._homes) > KEPT:
-            self._homes.popitem(last=False)
 
 
 @value

@@ -24,21 +24,22 @@ DEFAULT_BREAKER = BreakerSettings()
 class Breaker:
     """The circuit breaker of one server. One success closes it. The caller gives the time, in monotonic seconds.
 
-    No request may be sent before `blocked_until_s`. `open_s` is as in BreakerSettings.
+    No request may be sent before `blocked_until_s`. `open_s` is as in BreakerSettings, `failures` counts those in a
+    row: while there are none, nothing has to be noted.
     """
 
-    __slots__ = ("_failures", "_limit", "blocked_until_s", "open_s")
+    __slots__ = ("_limit", "blocked_until_s", "failures", "open_s")
 
     def __init__(self, settings: BreakerSettings = DEFAULT_BREAKER) -> None:
         self.open_s = settings.open_s
         self.blocked_until_s = 0.0
         self._limit = settings.failures
-        self._failures = 0
+        self.failures = 0
 
     @property
     def open(self) -> bool:
         """Whether its server has failed so often in a row."""
-        return self._failures >= self._limit
+        return self.failures >= self._limit
 
     def wait_s(self, now_s: float) -> float:
         """Seconds until a request may be sent; 0 where one may be sent now."""
@@ -46,21 +47,21 @@ class Breaker:
 
     def tried(self, now_s: float) -> None:
         """A request is being sent: while the breaker is open the only one for `open_s`."""
-        if self._failures >= self._limit:
+        if self.failures >= self._limit:
             self.blocked_until_s = now_s + self.open_s
 
     def failed(self, now_s: float) -> bool:
         """Note a failure; whether it opened the breaker."""
-        self._failures += 1
-        if self._failures != self._limit:
+        self.failures += 1
+        if self.failures != self._limit:
             return False
         self.blocked_until_s = now_s + self.open_s
         return True
 
     def succeeded(self) -> bool:
         """Note a success; whether it closed the breaker."""
-        closed = self._failures >= self._limit
-        self._failures, self.blocked_until_s = 0, 0.0
+        closed = self.failures >= self._limit
+        self.failures, self.blocked_until_s = 0, 0.0
         return closed
 
 

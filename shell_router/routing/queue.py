@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from shell_router.errors import EngineUnavailable
-from shell_router.routing.engine_selection import KEPT, Choice, RoutingFeatures, require
+from shell_router.routing.engine_selection import require
+from shell_router.routing.placement import KEPT, Choice, RoutingFeatures
 
 OUTPUT_WEIGHT = 2
 """An output token counts as two of a prompt, as in the literature on fair serving (and in most price lists)."""

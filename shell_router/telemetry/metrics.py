@@ -1,5 +1,10 @@
-"""Every metric the router exports (docs/reference/metrics.md), in one registry, and how events count into them."""
+"""Every metric the router exports (docs/reference/metrics.md), in one registry, and how events count into them.
 
+Also measured here: stalls of the event loop, and the tokens that tenants use.
+"""
+
+import asyncio
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -9,6 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from shell_router.core import events
 from shell_router.core.durations import SECONDS
 from shell_router.telemetry.trace import Trace
+
+log = logging.getLogger(__name__)
 
 PREFIX = "shell_router_"
 Series = TypeVar("Series", Counter, Histogram)
@@ -209,3 +216,60 @@ class RunMetrics:
         metrics.increment_cached_tokens.labels(model).inc(event.cached_tokens)
         metrics.increment_resident_tokens.labels(model).inc(event.resident_tokens)
         metrics.retokenized_tokens.labels(model).inc(max(0, event.resident_tokens - event.cached_tokens))
+
+
+# --- measured elsewhere than in runs
+
+STALL_CHECK_S, LONG_STALL_S = 0.05, 0.1
+
+
+class StallWatch:
+    """Measures until `close` by how much timers are late, which is how long `loop` was held up; `gauge` shows the
+    longest of late. What holds it up for more than LONG_STALL_S is a defect, and is logged.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, gauge: Gauge) -> None:
+        self._loop, self._longest = loop, [0.0, 0.0]  # of this minute and the one before
+        self._due_s = self._window_s = loop.time()
+        gauge.set_function(lambda: max(self._longest))
+        self._tick()
+
+    def _tick(self) -> None:
+        now_s = self._loop.time()
+        late_s = max(0.0, now_s - self._due_s)
+        if now_s - self._window_s >= 60:
+            self._longest, self._window_s = [0.0, self._longest[0]], now_s
+        self._longest[0] = max(self._longest[0], late_s)
+        if late_s > LONG_STALL_S:
+            log.warning("the event loop was held up for %.0f ms: all requests waited", 1e3 * late_s)
+        self._due_s = now_s + STALL_CHECK_S
+        self._timer = self._loop.call_later(STALL_CHECK_S, self._tick)
+
+    def close(self) -> None:
+        """Measure no more."""
+        self._timer.cancel()
+
+
+class TokenRates:
+    """The tokens that tenants used in the last minute, about: of the minute before this one a share counts."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, tuple[float, float, float]] = {}  # by tenant: minute, its tokens, those of the one before
+
+    def add(self, tenant: str, tokens: float, now_s: float) -> None:
+        """The tenant has used tokens of prompts and outputs."""
+        minute, this, before = self._at(tenant, now_s)
+        self._used[tenant] = minute, this + tokens, before
+
+    def wait_s(self, tenant: str, limit: float, now_s: float) -> float:
+        """How long until the tenant is below `limit` if it uses nothing more; 0 where it is."""
+        minute, this, before = self._at(tenant, now_s)
+        passed = now_s / 60 - minute
+        if this >= limit:
+            return 60 * (2 - passed - limit / this)
+        return max(0.0, 60 * (1 - passed - (limit - this) / before)) if before else 0.0
+
+    def _at(self, tenant: str, now_s: float) -> tuple[float, float, float]:
+        minute = now_s // 60
+        known, this, before = self._used.get(tenant, (minute, 0.0, 0.0))
+        return (minute, 0.0, this if known == minute - 1 else 0.0) if known < minute else (known, this, before)

@@ -16,11 +16,6 @@ VOTE = "vote"
 """What stands in the place of a model's name where an agent votes."""
 
 
-def own_name(agent: str) -> str:
-    """The agent's id as its own file has it, without the step it runs in."""
-    return agent.rpartition("/")[2]
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """How an agent's prompt is put together: S = prefix, o1, o2, ..., suffix (Faster-MoA, 2.1).
@@ -145,6 +140,11 @@ class Topology:
         return (self,)
 
     @cached_property
+    def most_agents(self) -> int:
+        """How many agents run at a time."""
+        return len(self.agents)
+
+    @cached_property
     def successors(self) -> Mapping[str, tuple[str, ...]]:
         """Per agent, the agents whose prompts hold its output."""
         found: dict[str, list[str]] = {agent: [] for agent in self.agents}
@@ -267,6 +267,11 @@ class Conditional:
     def parts(self) -> tuple[Topology, ...]:
         """The graphs that are run as a whole: one per step."""
         return tuple(step.topology for step in self.steps.values())
+
+    @cached_property
+    def most_agents(self) -> int:
+        """How many agents run at a time: those of the largest step."""
+        return max(len(part.agents) for part in self.parts)
 
     @cached_property
     def agents(self) -> Mapping[str, Agent]:

@@ -18,7 +18,6 @@ from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
 from shell_router.moa.requests import MoaRequest
-from shell_router.moa.steps import StepExecutor
 from tests.fakes.scripted_engine import Script, ScriptedEngine, at_once
 
 
@@ -167,8 +166,7 @@ class ScriptedMoa:
         self.cache = MemoryAgentPromptCache(clock=monotonic)
         self.embedder = HashEmbedder()
         chooser = ModelChooser(self.models, predictor=predictor, clock=monotonic)
-        agents = Executor(self.models, self.cache, self.embedder, clock=monotonic, chooser=chooser)
-        self.executor = StepExecutor(agents)
+        self.executor = Executor(self.models, self.cache, self.embedder, clock=monotonic, chooser=chooser)
         self.programs = Programs(self.models, self.cache, clock=monotonic)
 
     @property

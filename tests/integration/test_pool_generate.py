@@ -13,7 +13,7 @@ from shell_router.core.engine import Finish, Generation, Hints, Tokens
 from shell_router.engines.address import PairLimits
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import EngineRejected, InvalidRequest, PromptTooLong
-from shell_router.routing.engine_selection import EngineReport
+from shell_router.routing.placement import EngineReport
 from tests.fakes.scripted_pair import LIMITS, apart, collect, generation, joined, served, until
 
 

@@ -13,8 +13,8 @@ from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import SglangPair, random_rid
 from shell_router.errors import EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable, Overloaded
 from shell_router.routing.dispatcher import SchedulingSettings
-from shell_router.routing.engine_selection import EngineState
 from shell_router.routing.failures import BreakerSettings
+from shell_router.routing.placement import EngineState
 from shell_router.routing.queue import QueueSettings
 from tests.fakes.scripted_pair import BREAKER, ONCE, ScriptedPool, collect, generation, scripted_pool, until
 

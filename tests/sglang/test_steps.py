@@ -13,7 +13,6 @@ from shell_router.engines.sglang import SglangPair
 from shell_router.engines.tokenizer import HfTokenizer
 from shell_router.moa.executor import Executor
 from shell_router.moa.requests import MoaRequest
-from shell_router.moa.steps import StepExecutor
 from shell_router.topology import load_topology
 from tests.fakes.moa import Recorder
 from tests.fakes.pairs_under_test import PairUnderTest
@@ -40,7 +39,7 @@ async def test_steps_take_the_way_that_confidence_chooses(pair: SglangPair, real
     tiny = load_topology(Path("topologies/tiny.yaml"))
     graph, events = parse_steps(STEPS, source="steps.yaml", topologies={"tiny": tiny}), Recorder()
     request = MoaRequest("run", "tenant", ({"role": "user", "content": "How many stamps?"},))
-    answer = await StepExecutor(agents).run(graph, request, events.emit)
+    answer = await agents.run(graph, request, events.emit)
     assert [event.step for event in events.of(StepChosen)] == ["quick", "whole", "last", "end"]
     assert list(answer.agents) == ["quick", *(f"whole/{agent}" for agent in tiny.agents), "last"]
     assert all(spent.completion_tokens for spent in answer.agents.values())

@@ -20,7 +20,8 @@ from shell_router.core.engine import (
     ServedModel,
     Tokens,
 )
-from shell_router.engines.dispatching import Monitor, engine_slot
+from shell_router.engines.pairing import engine_slot
+from shell_router.engines.server_client import Monitor
 from shell_router.errors import ConfigError, ShellRouterError
 from shell_router.lab.simulation.settings import SimulatedModel, Simulation, Workload
 from shell_router.lab.simulation.virtual_time import run_virtual
@@ -28,8 +29,8 @@ from shell_router.moa.executor import Executor
 from shell_router.moa.planning import role_of
 from shell_router.moa.requests import MoaRequest
 from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
-from shell_router.routing.engine_selection import EngineReport, PlacementRequest
 from shell_router.routing.failures import Breaker
+from shell_router.routing.placement import EngineReport, PlacementRequest
 from shell_router.standins.simulated.costs import PairCosts, PrefillCosts, attended_pairs
 from shell_router.standins.simulated.pair import SimulatedPair
 from shell_router.standins.simulated.processor import Processor

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass
 
 from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS, Finish, Generation, Prefilled, Tokens
-from shell_router.routing.engine_selection import EngineReport
+from shell_router.routing.placement import EngineReport
 from shell_router.standins.kv_capacity import Sequence
 from shell_router.standins.prefix_cache import PrefixCache
 from shell_router.standins.simulated.costs import PairCosts, PrefillCosts, attended_pairs

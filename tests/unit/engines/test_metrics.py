@@ -6,8 +6,8 @@ from shell_router.engines.address import PairAddress
 from shell_router.engines.metrics import EngineMetrics
 from shell_router.engines.sglang import SglangPair
 from shell_router.routing.dispatcher import EngineSlot
-from shell_router.routing.engine_selection import EngineReport, PlacementRequest
 from shell_router.routing.holdout import Benefit, Compared, Comparison
+from shell_router.routing.placement import EngineReport, PlacementRequest
 
 
 async def test_what_is_known_of_engines_is_exported_and_what_is_not_is_absent() -> None:

@@ -8,7 +8,6 @@ from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS
 from shell_router.core.events import Degraded, ModelChosen, StepChosen
 from shell_router.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable, PromptTooLong
 from shell_router.moa.executor import Executor
-from shell_router.moa.steps import StepExecutor
 from shell_router.topology import Agent, Conditional, Prompt, Topology, parse_topology
 from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, ask
 from tests.fakes.scripted_engine import Gates, Script
@@ -228,8 +227,8 @@ class CountingEmbedder:
         return await self._embedder.embed(text)
 
 
-def with_embedder(moa: ScriptedMoa, embedder: CountingEmbedder | None) -> StepExecutor:
-    return StepExecutor(Executor(moa.models, moa.cache, embedder, clock=lambda: 0.0))
+def with_embedder(moa: ScriptedMoa, embedder: CountingEmbedder | None) -> Executor:
+    return Executor(moa.models, moa.cache, embedder, clock=lambda: 0.0)
 
 
 async def test_examples_are_embedded_once_and_a_text_once_per_request() -> None:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
-from shell_router.routing.engine_selection import RoutingFeatures
 from shell_router.routing.failures import Breaker
+from shell_router.routing.placement import RoutingFeatures
 
 TOKENS = st.integers(0, 500)
 

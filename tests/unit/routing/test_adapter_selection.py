@@ -2,17 +2,8 @@
 
 import pytest
 
-from shell_router.routing.engine_selection import (
-    POLICIES,
-    SCORERS,
-    ChoiceMemory,
-    EngineState,
-    RoutingFeatures,
-    Scene,
-    SelectionSettings,
-    choose,
-    with_adapter,
-)
+from shell_router.routing.engine_selection import POLICIES, SCORERS, Scene, SelectionSettings, choose, with_adapter
+from shell_router.routing.placement import ChoiceMemory, EngineState, RoutingFeatures
 
 WANTED = RoutingFeatures(adapter="algebra")
 

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.core.engine import Hints
-from shell_router.engines.dispatching import engine_slot
+from shell_router.engines.pairing import engine_slot
 from shell_router.errors import EngineUnavailable
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
-from shell_router.routing.engine_selection import EngineReport, EngineState, PlacementRequest, SelectionSettings
+from shell_router.routing.engine_selection import SelectionSettings
 from shell_router.routing.failures import Breaker, BreakerSettings
+from shell_router.routing.placement import EngineReport, EngineState, PlacementRequest
 from shell_router.routing.queue import ORDERS, QueueSettings
 
 ONE_AT_A_TIME = QueueSettings(max_running=1)

@@ -5,17 +5,8 @@ import pytest
 
 from shell_router.core.engine import Hints
 from shell_router.errors import ConfigError
-from shell_router.routing.engine_selection import (
-    POLICIES,
-    Choice,
-    ChoiceMemory,
-    EngineReport,
-    EngineState,
-    GimbalThresholds,
-    RoutingFeatures,
-    Scene,
-    SelectionSettings,
-)
+from shell_router.routing.engine_selection import POLICIES, GimbalThresholds, Scene, SelectionSettings
+from shell_router.routing.placement import Choice, ChoiceMemory, EngineReport, EngineState, RoutingFeatures
 
 SETTINGS = SelectionSettings()
 ALICE = RoutingFeatures(100, 100, 50, Hints(user="alice"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shell_router.core.engine import Hints
 from shell_router.errors import ConfigError
-from shell_router.routing.engine_selection import RoutingFeatures
+from shell_router.routing.placement import RoutingFeatures
 from shell_router.routing.queue import ORDERS, QueueEntry, QueueSettings, RequestQueue, turn
 
 NEVER_AGE = 1e9

@@ -18,8 +18,9 @@ import pytest
 
 from shell_router.core.engine import Hints
 from shell_router.routing.dispatcher import Dispatcher, EngineSlot, SchedulingSettings
-from shell_router.routing.engine_selection import EngineReport, PlacementRequest, SelectionSettings
+from shell_router.routing.engine_selection import SelectionSettings
 from shell_router.routing.failures import Breaker, BreakerSettings
+from shell_router.routing.placement import EngineReport, PlacementRequest
 from shell_router.routing.queue import QueueSettings
 from shell_router.sglang_plugin.waiting_queue import shortest_prefill_first
 

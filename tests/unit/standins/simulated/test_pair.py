@@ -7,7 +7,7 @@ import pytest
 
 from shell_router.core.engine import Finish, Generation, Tokens
 from shell_router.lab.simulation.virtual_time import run_virtual
-from shell_router.routing.engine_selection import EngineReport
+from shell_router.routing.placement import EngineReport
 from shell_router.standins.simulated.costs import DecodeCosts, PairCosts, PrefillCosts, TransferCosts
 from shell_router.standins.simulated.pair import SimulatedPair
 from shell_router.standins.simulated.processor import Processor

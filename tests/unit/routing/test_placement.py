@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.routing.prompt_index import BLOCK_TOKENS, MAX_BLOCKS, PrefixIndex, blocks_of
+from shell_router.routing.placement import BLOCK_TOKENS, MAX_BLOCKS, PrefixIndex, blocks_of
 
 SHARED = list(range(3 * BLOCK_TOKENS))
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shell_router.engines.dispatching import Monitor
+from shell_router.engines.server_client import Monitor
 from shell_router.errors import EngineUnreachable
 from shell_router.lab.simulation.virtual_time import run_virtual
 from shell_router.routing.dispatcher import Dispatcher, SchedulingSettings
-from shell_router.routing.engine_selection import EngineReport, SelectionSettings
+from shell_router.routing.engine_selection import SelectionSettings
 from shell_router.routing.failures import Breaker
+from shell_router.routing.placement import EngineReport
 
 IDLE = EngineReport(0.0, 0, 0, 0)
 
