@@ -27,7 +27,9 @@ from benchmarks.router_overhead.trees import Ask, TreeFigures, measure_trees, ro
 
 Row = dict[str, Any]
 OFF, OPEN, ASKING = "neither", "page open, OTLP on", "page open and asking, OTLP on"
-READ = ("/v1/models", "/metrics", "/v1/traces?limit=20")
+SHOWN = ("requests", "breaker_open", "failures_total", "kv_usage", "cache_hit_rate")
+METRICS = ("queue_requests", *(f"engine_{name}" for name in SHOWN))
+READ = ("/v1/models", "/metrics?" + "&".join(f"name[]=shell_router_{name}" for name in METRICS), "/v1/traces?limit=20")
 POLL_S = 2.0
 MOST_ADDED = 0.05
 
