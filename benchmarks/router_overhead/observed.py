@@ -70,9 +70,7 @@ async def _round(routers: Mapping[str, Setup], cores: Cores, amount: Amount) -> 
         assert router.watched.router is not None
         for pid in router.watched.router.children():
             os.sched_setaffinity(pid, {cores.client})
-    long = replace(
-        amount, trees_each=2 * amount.trees_each
-    )  # a garbage collection, after about 40, costs as three trees
+    long = replace(amount, trees_each=2 * amount.trees_each)  # many, for every 40th or so pays for a collection
     figures = await asyncio.gather(*(_measured(name, router, long) for name, router in routers.items()))
     return dict(zip(routers, figures, strict=True))
 

@@ -3,12 +3,12 @@
 The router only pickles a run's trace, which takes a fiftieth of the CPU that making and encoding its spans takes.
 """
 
-import importlib.util
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from importlib.metadata import Distribution
 from io import BytesIO
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -21,10 +21,8 @@ from shell_router.errors import ConfigError
 from shell_router.telemetry.recorder import Outbox
 from shell_router.telemetry.trace import AgentTrace, Trace
 
-MOST_WAITING, AT_ONCE = 2_000, 64
-"""Runs."""
-SPANS_AT_ONCE = 500
-"""Pickling more would hold up the event loop, which shares the interpreter with this thread."""
+MOST_WAITING, AT_ONCE = 2_000, 16
+"""Runs. Pickling more would hold up the event loop, which shares the interpreter with this thread."""
 
 
 class SpanExport(Outbox[Trace]):
@@ -38,7 +36,7 @@ class SpanExport(Outbox[Trace]):
     def __init__(
         self, endpoint: str, count: Callable[[str, int], None], *, linger_s: float = 1.0, limit_s: float = 5.0
     ) -> None:
-        if not _is_installed():
+        if not any(Distribution.discover(name="opentelemetry-exporter-otlp-proto-http")):
             raise ConfigError(
                 "traces.otlp is set, and OpenTelemetry's exporter is not installed.",
                 remedy="pip install 'shell-router[otel]'",
@@ -58,25 +56,12 @@ class SpanExport(Outbox[Trace]):
             self._process.wait()
 
     def _take(self, items: Sequence[Trace]) -> None:
-        part, spans = list[Trace](), 0
-        for item in items:
-            if part and spans + self._size(item) > SPANS_AT_ONCE:
-                self._export(part)
-                part, spans = [], 0
-            part.append(item)
-            spans += self._size(item)
-        self._export(part)
-
-    def _export(self, items: Sequence[Trace]) -> None:
         try:
             spans, why = self._asked(items)
         except Exception as error:  # one run must not end the export of all others
             self._lost(sum(map(self._size, items)), f"their process ended, or cannot take them: {error!r}")
             return
-        if why:
-            self._lost(spans, why)
-        else:
-            self._done(spans)
+        self._lost(spans, why) if why else self._done(spans)
 
     def _asked(self, items: Sequence[Trace]) -> tuple[int, str]:
         """The number of their spans, and why these are lost, if they are."""
@@ -104,12 +89,9 @@ def _by_position(of: type[Any]) -> Callable[[Any], tuple[type[Any], tuple[Any, .
     return lambda item: (of, values(item))
 
 
-REDUCED: Mapping[type, Callable[[Any], tuple[type[Any], tuple[Any, ...]]]] = {
-    one: _by_position(one)
-    for one in (Trace, AgentTrace, PrefillIncrement, PromptReady, AgentPlaced, Placement, AgentFinished)
-}
-"""How those classes are pickled of which a trace holds many: fields by name would take three times as long, and the
-event loop waits meanwhile."""
+MANY = (Trace, AgentTrace, PrefillIncrement, PromptReady, AgentPlaced, Placement, AgentFinished)
+REDUCED: Mapping[type, Callable[[Any], tuple[type[Any], tuple[Any, ...]]]] = {one: _by_position(one) for one in MANY}
+"""How those classes are pickled of which a trace holds many: by name, their fields would take three times as long."""
 
 
 def pickled(traces: Sequence[Trace]) -> bytes:
@@ -119,10 +101,3 @@ def pickled(traces: Sequence[Trace]) -> bytes:
     pickler.dispatch_table = REDUCED
     pickler.dump(traces)
     return into.getvalue()
-
-
-def _is_installed() -> bool:
-    try:
-        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:
-        return False

@@ -72,11 +72,10 @@ class _Spans:
         self._resource = resource
         self._origin_ns = round((trace.wall_s - trace.started_s) * 1e9)
         self._ended_s = trace.started_s if trace.ended_s is None else trace.ended_s
-        self._agents = dict(trace.agents)
 
     def all(self) -> Iterator[ReadableSpan]:
         yield self._run()
-        for agent, ran in self._agents.items():
+        for agent, ran in self._trace.agents.items():
             yield self._agent(agent, ran)
             for update in ran.increments:
                 yield self._update(agent, ran.model, update)
@@ -111,7 +110,7 @@ class _Spans:
             "shell_router.agent.state": ran.state,
             "shell_router.agent.confidence": ran.confidence,
         }
-        read = [self._run_span.child(one) for one in self._trace.precursors.get(agent, ()) if one in self._agents]
+        read = [self._run_span.child(one) for one in self._trace.precursors.get(agent, ()) if one in self._trace.agents]
         span, times = self._run_span.child(agent), (ran.started_s, ran.end.at_s if ran.end else None)
         error = ran.end.error if isinstance(ran.end, AgentErred) else ""
         return self._span(f"invoke_agent {agent}", span, self._run_span, times, facts, links=read, error=error)
