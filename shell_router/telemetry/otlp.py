@@ -1,6 +1,6 @@
 """Sends finished runs to an OTLP/HTTP receiver, as OpenTelemetry spans that a process of its own makes and encodes.
 
-The router only pickles a run's trace, which takes a fiftieth of the CPU that making and encoding its spans takes.
+The router only pickles a run's trace, which takes a tenth of the CPU that making and encoding its spans takes.
 """
 
 import pickle
