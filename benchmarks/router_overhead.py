@@ -15,13 +15,14 @@ answers at once or at a given pace, so that only the router's own work and delay
                  for sglang-router a client runs the layers, each behind a barrier: as lean as this benchmark's load
                  client with whole answers or streams, or with aiohttp, as people write it
 
-With --observed two routers of this project take turns, and only trees are measured: one as it is shipped, and one
-that sends spans to an OTLP receiver and whose live page is open, with and without asking trees itself.
+With --observed only trees are measured, at three routers of this project at the same time: one as it is shipped, and
+two that send spans to an OTLP receiver and whose live page is open, without and with asking trees itself. Each round
+starts new ones. `relative` is each round's CPU per tree over that of the router as shipped.
 
     router_us    CPU of the router's process per unit, in microseconds
     client_us    CPU of the client per unit; with shell-router the tree's work is in router_us
     per_core_s   units per second of CPU that router and client spend together
-    spans_us     with --observed, CPU of the process that makes and sends the spans
+    spans_us     with --observed, CPU of the process that makes and sends the spans, on the client's core
     router_busy  share of its core that the router used; load_busy the same of engine and client together
 
 sglang-router leaves Nagle's algorithm on for the connections it accepts, so a client that delays its acknowledgements,

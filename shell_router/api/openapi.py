@@ -167,6 +167,7 @@ QUERIES = {
     "GET /v1/responses/{response_id}": ("stream", "starting_after"),
     "GET /v1/agent/outputs/{marker}": ("wait_s",),
     "DELETE /v1/engines": ("model", "prefill", "decode", "wait_s"),
+    "GET /metrics": ("name[]",),
     "GET /v1/traces": ("model", "status", "since", "limit"),
     "GET /v1/files": ("purpose", "order", "limit", "after"),
     "GET /v1/batches": ("limit", "after"),

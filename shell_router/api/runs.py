@@ -90,7 +90,7 @@ class Run:
         self.id = id
         self.answering = {asked.agent} if graph is None else graph.answering
         self.agents = 1 if graph is None else graph.most_agents
-        wall_s = services.wall()
+        wall_s, client = services.wall(), CURRENT.get()
         self.created = int(wall_s)
         self.trace = Trace(
             id,
@@ -100,9 +100,9 @@ class Run:
             started_s=services.clock(),
             wall_s=wall_s,
             precursors={} if graph is None else graph.waits_for,
-            parent=CURRENT.get(),
+            parent=client,
         )
-        self._spans = services.spans if services.spans is not None and self.trace.span.flags & SAMPLED else None
+        self._spans = services.spans if client is None or client.flags & SAMPLED else None
         self._metrics = RunMetrics(services.metrics, self.trace, self.answering)
         self._recording: recording.Recording | None = None
         if services.recorder is not None and (graph is None or isinstance(asked, MoaRequest)):

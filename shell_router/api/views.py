@@ -188,8 +188,9 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Prometheus's text format."""
-    body = generate_latest(request.app[SERVICES].metrics.registry)
+    """Prometheus's text format; of the samples that `name[]` names, where it is given."""
+    registry, names = request.app[SERVICES].metrics.registry, request.query.getall("name[]", ())
+    body = generate_latest(registry.restricted_registry(names) if names else registry)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST, **common_headers(request)})
 
 

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import replace
 from hashlib import blake2b
 
 from shell_router.core.engine import value
@@ -54,9 +53,9 @@ def span_of_client(headers: Mapping[str, str]) -> SpanContext | None:
 
 def span_of_run(run: str, client: SpanContext | None) -> SpanContext:
     """A run's span: in the client's trace, else in one whose id is the run's."""
-    trace_id = run if _TRACE_ID.fullmatch(run) else _digest(16, run)
-    parent = client or SpanContext(trace_id, "")
-    return replace(parent, span_id=_digest(8, run), run=run)
+    if client is not None:
+        return SpanContext(client.trace_id, _digest(8, run), client.flags, client.state, run)
+    return SpanContext(run if _TRACE_ID.fullmatch(run) else _digest(16, run), _digest(8, run), run=run)
 
 
 def enter_span(*names: object) -> None:

@@ -44,7 +44,7 @@ class Metrics:
     """
 
     def __init__(self, *, cache_degraded: Callable[[], bool] = lambda: False) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = CollectorRegistry(support_collectors_without_names=True)  # as engines.metrics is
         self._routes_and_runs()
         self._agents_and_prefill()
         self._gate_and_batches()

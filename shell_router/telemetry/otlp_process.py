@@ -68,14 +68,14 @@ class _Spans:
 
     def __init__(self, trace: Trace, resource: Resource) -> None:
         self._trace = trace
+        self._run_span = trace.span
         self._resource = resource
         self._origin_ns = round((trace.wall_s - trace.started_s) * 1e9)
         self._ended_s = trace.started_s if trace.ended_s is None else trace.ended_s
-        self._agents = dict(trace.agents)
 
     def all(self) -> Iterator[ReadableSpan]:
         yield self._run()
-        for agent, ran in self._agents.items():
+        for agent, ran in self._trace.agents.items():
             yield self._agent(agent, ran)
             for update in ran.increments:
                 yield self._update(agent, ran.model, update)
@@ -99,7 +99,7 @@ class _Spans:
             *(self._event("step_chosen", one.at_s, step=one.step, why=one.why) for one in trace.steps),
             *(self._event("degraded", one.at_s, what=one.what, error=one.error) for one in trace.degraded),
         ]
-        name, span, parent = f"invoke_workflow {trace.target}", trace.span, trace.parent
+        name, span, parent = f"invoke_workflow {trace.target}", self._run_span, trace.parent
         return self._span(name, span, parent, (trace.started_s, None), facts, events=events, error=trace.error)
 
     def _agent(self, agent: str, ran: AgentTrace) -> ReadableSpan:
@@ -110,10 +110,10 @@ class _Spans:
             "shell_router.agent.state": ran.state,
             "shell_router.agent.confidence": ran.confidence,
         }
-        read = [self._trace.span.child(one) for one in self._trace.precursors.get(agent, ()) if one in self._agents]
-        span, times = self._trace.span.child(agent), (ran.started_s, ran.end.at_s if ran.end else None)
+        read = [self._run_span.child(one) for one in self._trace.precursors.get(agent, ()) if one in self._trace.agents]
+        span, times = self._run_span.child(agent), (ran.started_s, ran.end.at_s if ran.end else None)
         error = ran.end.error if isinstance(ran.end, AgentErred) else ""
-        return self._span(f"invoke_agent {agent}", span, self._trace.span, times, facts, links=read, error=error)
+        return self._span(f"invoke_agent {agent}", span, self._run_span, times, facts, links=read, error=error)
 
     def _update(self, agent: str, model: str, update: PrefillIncrement) -> ReadableSpan:
         facts: dict[str, Value | None] = {
@@ -123,8 +123,8 @@ class _Spans:
             "shell_router.prefill.cached_tokens": update.cached_tokens,
             "shell_router.prefill.resident_tokens": update.resident_tokens,
         }
-        span, times = self._trace.span.child(agent, update.started_s), (update.started_s, update.at_s)
-        return self._span(f"prefill {model}", span, self._trace.span.child(agent), times, facts, SpanKind.CLIENT)
+        span, times = self._run_span.child(agent, update.started_s), (update.started_s, update.at_s)
+        return self._span(f"prefill {model}", span, self._run_span.child(agent), times, facts, SpanKind.CLIENT)
 
     def _decode(self, agent: str, ran: AgentTrace, ready_s: float) -> ReadableSpan:
         """From when the complete prompt was sent."""
@@ -144,7 +144,7 @@ class _Spans:
             "shell_router.accepted_tokens": end.accepted_tokens if end else None,
         }
         events = [] if first_s is None else [self._event("first_token", first_s)]
-        span, parent = self._trace.span.child(agent, ready_s), self._trace.span.child(agent)
+        span, parent = self._run_span.child(agent, ready_s), self._run_span.child(agent)
         times = (ready_s, ran.end.at_s if ran.end else None)
         return self._span(f"chat {ran.model}", span, parent, times, facts, SpanKind.CLIENT, events=events)
 
@@ -153,9 +153,9 @@ class _Spans:
             f"shell_router.exit.{name}": getattr(scored, name)
             for name in ("cluster", "confidence", "agreement", "probability", "exited", "aborted")
         }
-        read = [self._trace.span.child(one) for one in scored.completed]
-        span, times = self._trace.span.child("exit", scored.cluster, scored.started_s), (scored.started_s, scored.at_s)
-        return self._span(f"early_exit {scored.cluster}", span, self._trace.span, times, facts, links=read)
+        read = [self._run_span.child(one) for one in scored.completed]
+        span, times = self._run_span.child("exit", scored.cluster, scored.started_s), (scored.started_s, scored.at_s)
+        return self._span(f"early_exit {scored.cluster}", span, self._run_span, times, facts, links=read)
 
     def _span(
         self,

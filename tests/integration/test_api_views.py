@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from shell_router.api import ApiSettings
+from shell_router.engines.metrics import EngineMetrics
 from shell_router.errors import ConfigError
 from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.topology import Agent, Topology
@@ -74,6 +75,17 @@ async def test_metrics_count_requests_by_route_and_runs_by_target() -> None:
         assert 'run_seconds_count{outcome="finished",target="duo"} 1.0' in text
         assert 'agents_finished_total{model="small",reason="stop"} 1.0' in text
         assert "shell_router_running_requests 0.0" in text
+
+
+async def test_metrics_can_be_asked_for_by_name_those_of_engines_too() -> None:
+    async with api() as served:
+        served.services.metrics.registry.register(EngineMetrics({}, restarts=lambda: {"small": 2}))
+        names = {"name[]": "shell_router_engine_restarts_total"}
+        async with served.client.get(served.url + "/metrics", params=names) as response:
+            lines = (await response.text()).splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        'shell_router_engine_restarts_total{engine="small"} 2.0'
+    ]
 
 
 async def test_unknown_routes_and_methods_answer_in_the_same_shape() -> None:

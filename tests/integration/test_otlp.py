@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import pickle
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from shell_router.core.spans import CURRENT, SpanContext
 from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import EngineError
-from shell_router.telemetry.otlp import SpanExport
+from shell_router.telemetry.otlp import SpanExport, pickled
 from shell_router.telemetry.otlp_process import SCHEMA, spans_of
 from tests.fakes.api_server import api, chat, until
 from tests.fakes.moa import ScriptedMoa
@@ -154,6 +155,15 @@ async def test_runs_that_are_lost_are_counted_by_their_spans() -> None:
     export = SpanExport("http://127.0.0.1:1/v1/traces", lambda outcome, count: None, linger_s=0)
     assert export._size(trace) == len(list(spans_of(trace, Resource.get_empty())))
     export.close()
+
+
+async def test_the_spans_process_gets_the_traces_that_the_router_has() -> None:
+    async with api() as served:
+        await served.post("/v1/chat/completions", chat())
+        traces = served.services.traces.latest("local", lambda _: True, 1)
+    (there,) = pickle.loads(pickled(traces))
+    assert there.as_json() == traces[0].as_json()
+    assert len(pickled(traces)) < 0.8 * len(pickle.dumps(traces)), "fields go by position, not by name"
 
 
 async def test_engines_get_the_span_in_their_requests_heads() -> None:
