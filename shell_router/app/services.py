@@ -154,7 +154,7 @@ async def running_services(
         executor = Executor(
             served, cache.logs, embedding.embedder, clock=clock, chooser=chooser, holdouts=config.holdout
         )
-        metrics = Metrics(cache_degraded=cache.degraded)
+        metrics = _metrics(cache.degraded)
         serve = {ENGINE_CHECK + alias: pool.serves for alias, pool in pools.items()}
 
         def restarts() -> Mapping[str, int]:
@@ -209,6 +209,16 @@ def _closed_by(stack: AsyncExitStack, made: C | None) -> C | None:
     if made is not None:
         stack.push_async_callback(asyncio.to_thread, made.close)
     return made
+
+
+def _metrics(cache_degraded: Callable[[], bool]) -> Metrics:
+    from shell_router.telemetry.recorder import LogLines  # noqa: PLC0415 - as below
+
+    metrics = Metrics(cache_degraded=cache_degraded)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogLines):
+            handler.lost = metrics.log_lines_lost.inc
+    return metrics
 
 
 def _recorder(settings: RecordSettings | AccessLogSettings, metrics: Metrics) -> "Recorder | None":

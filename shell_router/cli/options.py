@@ -1,7 +1,6 @@
 """What several commands share: kinds of values, repeated options, files to write, and the event loop they run on."""
 
 import os
-import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -121,6 +120,7 @@ def run(work: Coroutine[Any, Any, object]) -> None:
     import asyncio
     import gc
     import signal
+    import threading
 
     import uvloop
 
@@ -134,7 +134,8 @@ def run(work: Coroutine[Any, Any, object]) -> None:
 
         def stop(number: signal.Signals) -> None:
             received.append(number)
-            print("Stopping…", file=sys.stderr, flush=True)
+            notice = "Stopping…\n".encode()  # by a thread: what reads stderr may have stalled
+            threading.Thread(target=os.write, args=(2, notice), daemon=True).start()
             working.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):

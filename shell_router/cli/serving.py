@@ -78,8 +78,10 @@ def _deployment(file: Path, host: str | None, port: int | None, log_level: str, 
     import logging
 
     from shell_router.app import load_config, with_address
+    from shell_router.telemetry.recorder import LogLines
 
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=log_level.upper(), format=form, handlers=[LogLines()])
     return with_address(load_config(file, os.environ, with_keys=with_keys), host, port)
 
 

@@ -71,6 +71,8 @@ class Metrics:
         self.topology_reloads = count("topology_reloads", reloads, "outcome")
         lines = "Lines of trace files and access logs: written or lost"
         self.recorded_lines = count("recorded_lines", lines, "outcome")
+        unread = "Log lines that were lost, as stderr was not read"
+        self.log_lines_lost = Counter(PREFIX + "log_lines_lost", unread, registry=self.registry)
         self.otlp_spans = count("otlp_spans", "OpenTelemetry spans: exported or lost", "outcome")
         self.first_token_seconds = seconds("first_token_seconds", "Time to the answer's first token", "target")
         self.run_seconds = seconds("run_seconds", "Time of a run, by outcome", "target", "outcome")

@@ -149,6 +149,45 @@ class Recorder(Outbox[Lines]):
         return file
 
 
+class LogLines(logging.Handler):
+    """Log lines for `file`, written by a thread: a reader of stderr that stalls holds up no request.
+
+    Beyond 10,000 that wait, lines are lost: `lost` is called with 1 for each, and the log says how many were.
+    """
+
+    def __init__(self, file: int = 2) -> None:
+        super().__init__()
+        self.lost: Callable[[int], object] = int
+        self._file, self._missing = file, 0
+        self._lines: queue.Queue[bytes] = queue.Queue(MOST_WAITING)
+        threading.Thread(target=self._write, name="log lines", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Have its line written. Returns at once."""
+        line = self.format(record).encode("utf-8", "backslashreplace") + b"\n"
+        gap = b"%d log lines are lost: those before were not read in time\n" % self._missing if self._missing else b""
+        try:
+            self._lines.put_nowait(gap + line)
+            self._missing = 0
+        except queue.Full:
+            self._missing += 1
+            self.lost(1)
+
+    def flush(self) -> None:
+        """Wait until all is written, a second at most; called before the process ends."""
+        until_s = time.monotonic() + 1.0
+        while self._lines.unfinished_tasks and time.monotonic() < until_s:
+            time.sleep(0.005)
+
+    def _write(self) -> None:
+        while True:
+            line = self._lines.get()
+            with contextlib.suppress(OSError):  # stderr is closed
+                while line:
+                    line = line[os.write(self._file, line) :]
+            self._lines.task_done()
+
+
 def _private(path: str, flags: int) -> int:
     """Open a file that only its owner may read: it holds questions of all tenants."""
     return os.open(path, flags, 0o600)

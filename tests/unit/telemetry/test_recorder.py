@@ -1,3 +1,5 @@
+import logging
+import os
 import resource
 import signal
 import threading
@@ -7,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from shell_router.telemetry.recorder import MOST_WAITING, Recorder, RecordTo
+from shell_router.telemetry.recorder import MOST_WAITING, LogLines, Recorder, RecordTo
 
 
 def counted(to: RecordTo) -> tuple[Recorder, Counter[str]]:
@@ -80,3 +82,22 @@ def test_a_line_cut_by_a_full_disk_is_taken_back(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, ignored)
     assert whole.read_bytes() == before
     assert counts == {"written": 1, "lost": 1}
+
+
+def test_a_reader_of_the_log_that_stalls_holds_nothing_up_and_learns_what_it_missed() -> None:
+    reading, writing = os.pipe()
+    lines, lost = LogLines(writing), Counter[str]()
+    lines.lost = lambda count: lost.update(lines=count)
+    written = MOST_WAITING * 3
+    for number in range(written):
+        lines.emit(logging.makeLogRecord({"msg": f"{number} {'x' * 100}"}))
+    lines.flush()
+    assert lost["lines"], "the pipe holds 64 KiB"
+    with os.fdopen(reading, "rb") as log:
+        seen = [log.readline() for _ in range(written - lost["lines"])]
+        assert [int(line.split()[0]) for line in seen] == list(range(len(seen)))
+        lines.emit(logging.makeLogRecord({"msg": "later"}))
+        assert log.readline() == b"%d log lines are lost: those before were not read in time\n" % lost["lines"]
+        assert log.readline() == b"later\n"
+    lines.flush()
+    os.close(writing)

@@ -406,7 +406,7 @@ def test_the_routers_own_policies_choose_among_simulated_pairs() -> None:
     for policy, whys in (
         ("least_running", {"fewest_requests"}),
         ("round_robin", {"turn"}),
-        ("gimbal", {"user_affinity", "turn", "no_metrics"}),
+        ("gimbal", {"user_affinity", "home_busy", "turn", "no_metrics"}),
         ("scored", {"wait", "affinity", "tie", "prefix"}),
     ):
         found = placements(scheduled(SchedulingSettings(SelectionSettings(policy))))
