@@ -29,22 +29,65 @@ class WorkerQueue:
 
     shares: deque[Share] = field(default_factory=deque)
     running: Share | None = None
+    waiting: deque[Prompt] = field(default_factory=deque)
+    """Prompts of the running share that its engine does not have yet: another worker may take them."""
     left: int = 0
     """Prompts of the running share that have no output yet."""
 
     def add(self, share: Share) -> None:
         """Queue it; with another of the same model it becomes one, so that the model is loaded once."""
-        for index, other in enumerate(self.shares):
-            if other.model == share.model and not other.barren and not share.barren:
-                self.shares[index] = replace(other, prompts=[*other.prompts, *share.prompts])
-                return
-        self.shares.append(share)
+        other = None if share.barren else self._queued(share.model)
+        if other is None:
+            self.shares.append(share)
+        else:
+            self.shares[self.shares.index(other)] = replace(other, prompts=[*other.prompts, *share.prompts])
+
+    def holds(self, model: str) -> bool:
+        """Whether its session has the model loaded, or loads it."""
+        return self.running is not None and self.running.model == model
+
+    def with_engine(self, model: str) -> int:
+        """Prompts of the model that it has begun, without an output yet."""
+        return self.left - len(self.waiting) if self.holds(model) else 0
+
+    def movable(self, model: str) -> int:
+        """Prompts of the model that another worker may answer instead: those that this one's engine does not have."""
+        queued = self._queued(model)
+        return len(queued.prompts if queued else ()) + (len(self.waiting) if self.holds(model) else 0)
+
+    def give(self, model: str, number: int) -> list[Prompt]:
+        """Take out at most `number` of the movable prompts, first those for which it would have to load the model."""
+        given: list[Prompt] = []
+        if number and (queued := self._queued(model)):
+            kept = max(0, len(queued.prompts) - number)
+            given += queued.prompts[kept:]
+            place = self.shares.index(queued)
+            if kept:
+                self.shares[place] = replace(queued, prompts=queued.prompts[:kept])
+            else:
+                del self.shares[place]
+        while self.holds(model) and self.waiting and len(given) < number:
+            given.append(self.waiting.pop())
+            self.left -= 1
+        return given
 
     def begin(self) -> Share:
         """Take the first share of the queue."""
-        self.running = self.shares.popleft()
-        self.left = len(self.running.prompts)
-        return self.running
+        return self.run(self.shares.popleft())
+
+    def run(self, share: Share) -> Share:
+        """The share is what the worker does now."""
+        self.running, self.left = share, len(share.prompts)
+        self.waiting = deque(() if share.barren else share.prompts)
+        return share
+
+    def end(self) -> list[Prompt]:
+        """Nothing runs; the prompts that the session's engine never had."""
+        waiting, self.running, self.waiting, self.left = list(self.waiting), None, deque(), 0
+        return waiting
+
+    def _queued(self, model: str) -> Share | None:
+        return next((share for share in self.shares if share.model == model and not share.barren), None)
 
 
 class WorkerQueues:
@@ -87,13 +130,29 @@ class WorkerQueues:
         others = self._open_to(share.model, worker)
         return len(failed) < TRIES and self._hand_on(share, others)
 
-    def not_answered(self, worker: int, share: Share, left: Sequence[Prompt]) -> bool:
+    def take(self, worker: int, model: str) -> tuple[Share, int] | None:
+        """What a `worker` that is done takes of the model that it holds, and from which worker, if from any.
+
+        That is the one that is busy longest. Both are then done at the same time: it takes half of what is left of a
+        session, and more of a share that is queued, for which the other worker would have to load the model.
+        """
+        busy_s = {number: self._busy_s(queue) for number, queue in enumerate(self._queues) if number != worker}
+        for other in sorted(busy_s, key=lambda number: -busy_s[number]):
+            queue, work = self._queues[other], self._models[model]
+            prompts = replace(work, prompts=queue.movable(model) + queue.with_engine(model))
+            begins_s = {worker: -work.load_s, other: self._busy_s(queue, but=model) - queue.holds(model) * work.load_s}
+            most = shared_out(prompts, begins_s).get(worker, 0) if queue.movable(model) else 0
+            if given := queue.give(model, most):
+                return self._queues[worker].run(Share(model, given)), other
+        return None
+
+    def not_answered(self, worker: int, share: Share, left: Sequence[Prompt], *, answered: bool) -> bool:
         """The loaded model left some of the share unanswered: whether others take those, or they are to be given up.
 
         A share none of which was answered stays whole, so that few loads show whether the model answers any.
         """
         others = self._open_to(share.model, worker)
-        if len(left) < len(share.prompts):
+        if answered:
             return self._hand_on(replace(share, prompts=left, barren=0), others)
         self._barren[share.model] += 1
         never = share.model not in self._worked and self._barren[share.model] >= TRIES
@@ -106,10 +165,14 @@ class WorkerQueues:
         """The model answered something."""
         self._worked.add(model)
 
-    def _busy_s(self, queue: WorkerQueue) -> float:
-        queued_s = sum(self._models[share.model].session_s(len(share.prompts)) for share in queue.shares)
+    def _busy_s(self, queue: WorkerQueue, *, but: str | None = None) -> float:
+        """How long its worker is busy with models other than `but`."""
+        queued = (share for share in queue.shares if share.model != but)
+        queued_s = sum(self._models[share.model].session_s(len(share.prompts)) for share in queued)
         running = queue.running
-        return queued_s + (self._models[running.model].per_prompt_s * queue.left if running else 0.0)
+        return queued_s + (
+            self._models[running.model].per_prompt_s * queue.left if running and running.model != but else 0.0
+        )
 
     def _open_to(self, model: str, worker: int) -> dict[int, float]:
         """How long each worker that may load the model is busy; `worker` is among them only where no other may."""

@@ -2,15 +2,16 @@
 
 import logging
 import pickle
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from shell_router.batch.journal import Journal, Output, Role
 from shell_router.batch.planner import SEARCHERS, ModelWork, Plan, Session, Workload
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch, Prompt, Result, results_of
 from shell_router.batch.queues import WorkerQueues
-from shell_router.batch.sessions import Clock, Sessions, Workers, ungrouped
+from shell_router.batch.sessions import Clock, Move, Sessions, Workers, ungrouped
 from shell_router.errors import ConfigError
 from shell_router.launching.side_process import ProcessLimits, SideProcess, side_command, side_environment
 
@@ -29,6 +30,8 @@ class Stage:
     role: Role
     plan: Plan
     sessions: tuple[Session, ...] = ()
+    moved: Mapping[Move, int] = field(default_factory=dict)
+    """Prompts that another worker answered than the plan's."""
 
     @property
     def measured(self) -> Plan:
@@ -55,6 +58,9 @@ class Follow:
 
     def on_load(self, load: Load, seconds: float) -> None:
         """A worker has loaded a model."""
+
+    def on_move(self, why: Move, prompts: int) -> None:
+        """This number of prompts goes to another worker than the plan's."""
 
     def on_progress(self, line: str) -> None:
         """Something happened that a person may want to read."""
@@ -89,11 +95,19 @@ async def run_batch(
         planning = planner(Workload(models, count, capacity, *starts_s))
         plan = planning if isinstance(planning, Plan) else await planning
         queues = WorkerQueues(models, asked, plan, count)
+        moved: Counter[Move] = Counter()
+
+        def on_move(why: Move, number: int) -> None:
+            moved[why] += number
+            follow.on_move(why, number)
+
         sessions = Sessions(
-            queues, workers, note, follow.on_progress, follow.on_load, concurrency=pool.concurrency, clock=clock
+            *(queues, workers, note, follow.on_progress, follow.on_load, on_move),
+            concurrency=pool.concurrency,
+            clock=clock,
         )
         follow.on_stage(Stage(role, plan), sessions)
-        return Stage(role, plan, await ungrouped(sessions.run()))
+        return Stage(role, plan, await ungrouped(sessions.run()), moved)
 
     def note(output: Output) -> None:
         journal.add(output)

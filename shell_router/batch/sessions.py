@@ -7,9 +7,11 @@ without any answer is asked one by one, so that a prompt that kills engines is f
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Protocol, TypeVar, get_args
+from dataclasses import replace
+from typing import Literal, Protocol, TypeVar, get_args
 
 from shell_router.batch.journal import Output
 from shell_router.batch.planner import Session
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Clock = Callable[[], float]
+Move = Literal["taken", "replanned"]
+"""Why a prompt is answered by another worker than the plan's: an idle one took it, or the rest was planned again."""
 OnOutput = Callable[[Output], None]
 Left = tuple[list[Prompt], str]
 """Prompts that stay without an output, and the error of one of them."""
@@ -42,7 +46,8 @@ class Workers(Protocol):
 class Sessions:
     """Runs what is queued for the workers.
 
-    `on_output` and `on_progress` are called with each output and line of text, `on_load` with a load and its seconds.
+    `on_output` and `on_progress` are called with each output and line of text, `on_load` with a load and its seconds,
+    `on_move` with prompts that go to another worker.
 
     At most `concurrency` prompts of a session are with the engine at the same time. `clock` is monotonic seconds.
     """
@@ -54,6 +59,7 @@ class Sessions:
         on_output: OnOutput,
         on_progress: Callable[[str], None],
         on_load: Callable[[Load, float], None],
+        on_move: Callable[[Move, int], None],
         *,
         concurrency: int,
         clock: Clock,
@@ -63,6 +69,7 @@ class Sessions:
         self._on_output = on_output
         self._on_progress = on_progress
         self._on_load = on_load
+        self._on_move = on_move
         self._concurrency = concurrency
         self._clock = clock
         self._changed = asyncio.Condition()
@@ -93,56 +100,79 @@ class Sessions:
     async def _next(self, queue: WorkerQueue) -> Share | None:
         """What this worker does next; None once no worker has anything left that could fail."""
         async with self._changed:
-            queue.running = None
+            queue.end()
             self._changed.notify_all()
             await self._changed.wait_for(lambda: queue.shares or not self._queues.busy)
             return queue.begin() if queue.shares else None
 
     async def _session(self, worker: int, share: Share) -> int:
-        """How many of the share's prompts have an output; the others are handed on."""
+        """How many prompts of the share, and of what is taken from others with it, have an output.
+
+        What is left is handed on.
+        """
+        queue, done = self._queues[worker], 0
         async with AsyncExitStack() as stack:
             begun_s = self._clock()
             try:
                 model, load = await stack.enter_async_context(self._workers.session(worker, share.model))
             except (EngineError, ConfigError, OSError) as error:
+                never_begun = queue.end()
+                share = replace(share, prompts=share.prompts if share.barren else never_begun)
                 taken = self._queues.not_loaded(worker, share)
                 self._report(worker, share.model, share.prompts, str(error), taken)
                 return 0
             load_s = self._clock() - begun_s
             self._on_load(load, load_s)
-            self._on_progress(
-                f"worker {worker}: {share.model} answers {len(share.prompts)} prompts ({load} in {load_s:.1f} s)"
-            )
-            left, failure = await self._answer(model, self._queues[worker], share)
-        done = len(share.prompts) - len(left)
-        if done:
-            self._queues.worked(share.model)
+            self._on_progress(f"worker {worker}: {share.model} answers {queue.left} prompts ({load} in {load_s:.1f} s)")
+            following: Share | None = share
+            while following is not None:
+                share = following
+                answered, left, failure = await self._answer(model, queue, share)
+                done += answered
+                if answered:
+                    self._queues.worked(share.model)
+                following = None if left else self._taken(worker, share.model)
         if left:
-            taken = self._queues.not_answered(worker, share, left)
+            taken = self._queues.not_answered(worker, share, left, answered=bool(answered))
             self._report(worker, share.model, left, failure, taken)
         return done
 
-    async def _answer(self, model: ServedModel, queue: WorkerQueue, share: Share) -> Left:
-        """What stays without an output.
+    def _taken(self, worker: int, model: str) -> Share | None:
+        """What a worker that has nothing left takes of the model that it holds: this needs no load."""
+        if self._queues[worker].shares or (taken := self._queues.take(worker, model)) is None:
+            return None
+        share, other = taken
+        self._on_progress(f"worker {worker}: takes {len(share.prompts)} prompts of {model} from worker {other}")
+        self._on_move("taken", len(share.prompts))
+        return share
+
+    async def _answer(self, model: ServedModel, queue: WorkerQueue, share: Share) -> tuple[int, list[Prompt], str]:
+        """How many prompts have an output, those that stay without one, and the error of one of them.
 
         After a barren session, those that may have been with its engine come first, one by one, and one more. The one
         that an engine does not answer which has answered others is to blame.
         """
+        outputs = 0
 
         def on_output(output: Output) -> None:
+            nonlocal outputs
+            outputs += 1
             queue.left -= 1
             self._on_output(output)
 
         blamed = share.prompts[: self._concurrency + 1] if share.barren else ()
         rest = share.prompts[len(blamed) :]
         left, failure = await one_by_one(model, blamed, on_output)
-        if not left:
-            return await in_rounds(model, rest, self._concurrency, on_output)
-        first, *others = left
-        if len(left) == len(blamed):  # the engine may be at fault: next time another prompt comes first
-            return [*others, first, *rest], failure
-        on_output(first.failed(failure))
-        return [*others, *rest], failure
+        if left:
+            first, *others = left
+            if len(left) == len(blamed):  # the engine may be at fault: next time another prompt comes first
+                return outputs, [*others, first, *rest], failure
+            on_output(first.failed(failure))
+            return outputs, [*others, *rest], failure
+        if share.barren:
+            queue.waiting.extend(rest)
+        left, failure = await in_rounds(model, queue.waiting, self._concurrency, on_output)
+        return outputs, left, failure
 
     def _report(self, worker: int, model: str, left: Sequence[Prompt], failure: str, taken: bool) -> None:
         """Log a failure; prompts that no worker takes get an output with it."""
@@ -155,21 +185,18 @@ class Sessions:
             self._on_output(prompt.failed(failure))
 
 
-async def in_rounds(model: ServedModel, prompts: Sequence[Prompt], concurrency: int, on_output: OnOutput) -> Left:
+async def in_rounds(model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput) -> Left:
     """`concurrency` of them at the same time, and those that failed once more for as long as a round answers some.
 
-    What is left stands in the order in which it was given.
+    What is left stands in the order in which it was given. In the first round the last of `waiting` may be taken out.
     """
-    left, failure = list(prompts), ""
-    while left:
-        failed = await _round(model, left, concurrency, on_output)
-        if not failed:
-            return [], ""
-        failure = next(iter(failed.values()))
-        if len(failed) == len(left):
-            break
-        left = [prompt for prompt in left if prompt in failed]
-    return left, failure
+    order = {prompt: place for place, prompt in enumerate(waiting)}
+    while True:
+        failed, answered = await _round(model, waiting, concurrency, on_output)
+        left = sorted(failed, key=order.__getitem__)
+        if not (left and answered):
+            return left, failed[left[0]] if left else ""
+        waiting = deque(left)
 
 
 async def one_by_one(model: ServedModel, prompts: Sequence[Prompt], on_output: OnOutput) -> Left:
@@ -184,25 +211,28 @@ async def one_by_one(model: ServedModel, prompts: Sequence[Prompt], on_output: O
 
 
 async def _round(
-    model: ServedModel, prompts: Sequence[Prompt], concurrency: int, on_output: OnOutput
-) -> dict[Prompt, str]:
-    """Ask each once; those that the engine failed to answer, with its errors."""
+    model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput
+) -> tuple[dict[Prompt, str], int]:
+    """Ask each once; those that the engine failed to answer, with its errors, and the number of the others."""
     failed: dict[Prompt, str] = {}
-    slots = asyncio.Semaphore(concurrency)
+    answered_prompts = 0
 
-    async def ask(prompt: Prompt) -> None:
-        async with slots:
+    async def ask() -> None:
+        nonlocal answered_prompts
+        while waiting:
+            prompt = waiting.popleft()
             try:
                 output = await answered(model, prompt)
             except EngineError as error:
                 failed[prompt] = str(error)
-                return
-        on_output(output)
+                continue
+            answered_prompts += 1
+            on_output(output)
 
     async with asyncio.TaskGroup() as tasks:
-        for prompt in prompts:
-            tasks.create_task(ask(prompt))
-    return failed
+        for _ in range(min(concurrency, len(waiting))):
+            tasks.create_task(ask())
+    return failed, answered_prompts
 
 
 async def load_on_all(
@@ -289,9 +319,9 @@ async def _timed(
 ) -> tuple[SessionRun, list[Output]]:
     outputs: list[Output] = []
     begun_s = clock()
-    errors = [*(await _round(model, prompts, concurrency, outputs.append)).values()]
+    failed, _ = await _round(model, deque(prompts), concurrency, outputs.append)
     seconds = clock() - begun_s
-    if errors := [*errors, *(output.error for output in outputs if output.error)]:
+    if errors := [*failed.values(), *(output.error for output in outputs if output.error)]:
         raise EngineError(f"{model.alias} did not answer {len(errors)} questions: {errors[0]}")
     tokens = [output.completion_tokens for output in outputs]
     return SessionRun(len(prompts), sum(tokens) / len(tokens), max(tokens), seconds), outputs

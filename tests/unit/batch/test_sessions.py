@@ -14,8 +14,9 @@ from shell_router.batch.pool import Sampling
 from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import WorkerQueues
-from shell_router.batch.sessions import Sessions
+from shell_router.batch.sessions import Move, Sessions
 from shell_router.errors import ConfigError, EngineRejected, EngineUnreachable, PromptTooLong, ShellRouterError
+from shell_router.lab.simulation.virtual_time import run_virtual
 from tests.fakes.pools import ScriptedWorkers, echo
 from tests.fakes.scripted_engine import Hold, Script
 from tests.fakes.timers import SteppedTimers
@@ -44,10 +45,12 @@ class Run:
     sessions: Sequence[Session] = ()
     messages: list[str] = field(default_factory=list)
     kinds: list[Load] = field(default_factory=list)
+    moved: Counter[Move] = field(default_factory=Counter)
     left_s: list[float] = field(default_factory=list)
     timers: SteppedTimers = field(default_factory=SteppedTimers)
 
     def __post_init__(self) -> None:
+        self.clock = self.timers.clock
         asked = sum((Counter(dict(share)) for share in self.shares), Counter[str]())
         models = [cost(model, prompts) for model, prompts in asked.items()]
         self.prompts = {model.name: [prompt(model.name, n) for n in range(model.prompts)] for model in models}
@@ -59,8 +62,9 @@ class Run:
             self._output,
             self.messages.append,
             lambda load, _: self.kinds.append(load),
+            lambda why, number: self.moved.update({why: number}),
             concurrency=self.concurrency,
-            clock=self.timers.clock,
+            clock=lambda: self.clock(),  # noqa: PLW0108 - it may change
         )
 
     def _output(self, output: Output) -> None:
@@ -128,15 +132,16 @@ def test_whatever_fails_every_prompt_has_one_output_and_only_what_cannot_be_answ
 
 
 async def test_each_worker_loads_what_the_plan_says_in_its_order() -> None:
-    run = await Run(ScriptedWorkers(), [{"a": 3, "b": 1}, {"b": 2}]).done()
+    run = await Run(ScriptedWorkers(), [{"a": 3, "b": 1}, {"b": 2, "c": 1}]).done()
     run.require_each_once()
     assert [model for worker, model in run.workers.loads if worker == 0] == ["a", "b"]
-    assert [model for worker, model in run.workers.loads if worker == 1] == ["b"]
+    assert [model for worker, model in run.workers.loads if worker == 1] == ["b", "c"]
     assert {output.text for output in run.outputs if output.model == "b"} == {f"b heard b{n}" for n in range(3)}
     assert sorted((one.worker, one.model, one.prompts) for one in run.sessions) == [
         (0, "a", 3),
         (0, "b", 1),
         (1, "b", 2),
+        (1, "c", 1),
     ]
 
 
@@ -152,6 +157,55 @@ async def test_each_load_is_reported_with_its_kind_and_its_seconds() -> None:
         "worker 0: a answers 9 prompts (engine started in 7.0 s)",
         "worker 0: b answers 2 prompts (weights swapped in 7.0 s)",
     ]
+
+
+LOAD_S = 10.0
+
+
+async def _load(_worker: int, _model: str) -> None:
+    await asyncio.sleep(LOAD_S)
+
+
+def timed(shares: Shares, seconds: Callable[[int, str, str], float], concurrency: int = 1) -> Run:
+    """A run in virtual time, in which a load takes `LOAD_S` and each answer what `seconds` says."""
+
+    async def ran() -> Run:
+        run = Run(ScriptedWorkers(load=_load, seconds=seconds), shares, concurrency)
+        run.clock = asyncio.get_running_loop().time
+        run.sessions = await run.running.run()
+        return run
+
+    run = run_virtual(ran())
+    run.require_each_once()
+    return run
+
+
+def test_a_worker_that_is_done_takes_half_of_what_is_left_of_a_session_of_its_model_without_a_load() -> None:
+    slow = timed([{"a": 20}, {"a": 20}], lambda worker, *_: 3.0 if worker else 1.0)
+    assert slow.workers.loads == [(0, "a"), (1, "a")]
+    # at 20 s after the loads 14 prompts are left, one of them with the engine: 7 are taken, then 4 of 8, 1 of 3, 1 of 2
+    assert slow.messages[2:] == [
+        "worker 0: takes 7 prompts of a from worker 1",
+        "worker 0: takes 2 prompts of a from worker 1",
+        "worker 0: takes 1 prompts of a from worker 1",
+    ]
+    assert sorted((one.worker, one.prompts) for one in slow.sessions) == [(0, 30), (1, 10)]
+    assert max(one.end_s for one in slow.sessions) == LOAD_S + 30
+    assert slow.moved == {"taken": 10}
+
+
+def test_what_a_worker_takes_of_a_queued_share_spares_the_other_the_load() -> None:
+    run = timed([{"a": 5}, {"b": 30, "a": 4}], lambda *_: 1.0)
+    assert run.workers.loads == [(0, "a"), (1, "b")]
+    assert run.messages[-1] == "worker 0: takes 4 prompts of a from worker 1"
+    assert max(one.end_s for one in run.sessions) == LOAD_S + 30
+
+
+def test_a_worker_with_other_models_queued_takes_nothing_and_none_is_taken_from_what_an_engine_has() -> None:
+    queued = timed([{"a": 20, "b": 2}, {"a": 40}], lambda *_: 1.0)
+    assert not any("takes" in message for message in queued.messages)
+    begun = timed([{"a": 1}, {"a": 4}], lambda worker, *_: 1.0 + worker, concurrency=4)
+    assert not any("takes" in message for message in begun.messages)
 
 
 async def test_a_worker_that_cannot_load_hands_its_share_to_all_others() -> None:
