@@ -146,8 +146,14 @@ class Pool:
     models: Mapping[str, PoolModel]
     workers: tuple[PoolWorker, ...]
     proposers: Annotated[tuple[str, ...], "Models that answer questions; by default all."] = ()
-    capacity: Annotated[int | None, count("Most models that a worker loads in one run (K).")] = None
+    capacity: Annotated[int | None, count("Most models that a worker loads by one plan (K).")] = None
     concurrency: Annotated[int, count("Prompts that a worker gives its engine at a time.")] = 32
+    replan_above: Annotated[
+        float,
+        Number(
+            "A session that is off its planned time by this share has the rest replanned; 0: all stays.", at_least=0
+        ),
+    ] = 0.25
     sampling: Sampling = field(default_factory=Sampling)
     recruit: Recruiting = field(default_factory=Recruiting)
     answers: Answers = field(default_factory=Answers)

@@ -18,8 +18,8 @@ from shell_router.batch.profile import Load, ModelProfile, PoolProfile, at_their
 from shell_router.batch.prompts import Batch, Prompt, Result, as_lines, read_results
 from shell_router.batch.questions import Question, Questions, read_questions
 from shell_router.batch.recruit import answered_by_all, recruited, skill_scores, skill_similarity, text_similarity
-from shell_router.batch.run import Finished, Follow, Planner, run_batch
-from shell_router.batch.sessions import load_on_all, profiled
+from shell_router.batch.run import Finished, Follow, run_batch
+from shell_router.batch.sessions import Planner, load_on_all, profiled
 from shell_router.batch.workers import pool_workers
 from shell_router.config.read import read_file
 from shell_router.config.write import plain

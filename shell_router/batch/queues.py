@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shell_router.batch.planner import ModelWork, Plan, shared_out
+from shell_router.batch.planner import ModelWork, Plan, Shares, Workload, shared_out
 from shell_router.batch.prompts import Prompt
 
 TRIES = 3
@@ -33,6 +33,10 @@ class WorkerQueue:
     """Prompts of the running share that its engine does not have yet: another worker may take them."""
     left: int = 0
     """Prompts of the running share that have no output yet."""
+    answered: int = 0
+    since_s: float | None = None
+    """When the engine was given the first of them."""
+    loads: int = 0
 
     def add(self, share: Share) -> None:
         """Queue it; with another of the same model it becomes one, so that the model is loaded once."""
@@ -71,15 +75,24 @@ class WorkerQueue:
             self.left -= 1
         return given
 
-    def begin(self) -> Share:
-        """Take the first share of the queue."""
-        return self.run(self.shares.popleft())
+    def begin(self, model: str | None = None) -> Share | None:
+        """Take the first share of the queue, or that of the `model`, if there is one."""
+        share = self._queued(model) if model else next(iter(self.shares), None)
+        if share is None:
+            return None
+        self.shares.remove(share)
+        return self.run(share)
 
     def run(self, share: Share) -> Share:
         """The share is what the worker does now."""
-        self.running, self.left = share, len(share.prompts)
+        self.running, self.left, self.answered, self.since_s = share, len(share.prompts), 0, None
         self.waiting = deque(() if share.barren else share.prompts)
         return share
+
+    def output(self) -> None:
+        """A prompt of the running share has its output."""
+        self.answered += 1
+        self.left -= 1
 
     def end(self) -> list[Prompt]:
         """Nothing runs; the prompts that the session's engine never had."""
@@ -90,13 +103,22 @@ class WorkerQueue:
         return next((share for share in self.shares if share.model == model and not share.barren), None)
 
 
+def _run_s(work: ModelWork, prompts: int) -> float:
+    """How long a session of `prompts` takes without its load."""
+    return work.fixed_s + prompts * work.per_prompt_s
+
+
 class WorkerQueues:
     """The workers of a plan. `models` have their costs, `prompts` what each of them is asked."""
 
     def __init__(
         self, models: Sequence[ModelWork], prompts: Mapping[str, Sequence[Prompt]], plan: Plan, workers: int
     ) -> None:
-        self._models = {model.name: model for model in models}
+        self._profiled = {model.name: model for model in models}
+        self._models = dict(self._profiled)
+        """At the costs measured so far."""
+        self._ran = {model.name: [0.0, 0.0] for model in models}
+        """Seconds of all its sessions without loads, as measured and as profiled."""
         self._queues = [WorkerQueue() for _ in range(workers)]
         self._failed_on: dict[str, set[int]] = {name: set() for name in self._models}
         self._barren: Counter[str] = Counter()
@@ -122,6 +144,79 @@ class WorkerQueues:
     def left_s(self) -> float:
         """How long the rest will take, by the models' costs."""
         return max((self._busy_s(queue) for queue in self._queues), default=0.0)
+
+    def measured(self, worker: int, load_s: float | None, run_s: float, bound: float) -> bool:
+        """The worker's session has answered its share in `run_s`: whether that is off the costs by more than `bound`.
+
+        Then its model costs from now on what its sessions took so far. `load_s` is None where no load is compared.
+        """
+        queue = self._queues[worker]
+        assert queue.running is not None
+        name, prompts = queue.running.model, queue.answered
+        work, ran = self._models[name], self._ran[name]
+        ran[0] += run_s
+        ran[1] += _run_s(self._profiled[name], prompts)
+        planned_load_s = 0.0 if load_s is None else work.load_s
+        planned_s = planned_load_s + _run_s(work, prompts)
+        if abs((load_s or 0.0) + run_s - planned_s) <= bound * planned_s:
+            return False
+        self._cost(name, ran[0], ran[1], work.load_s if load_s is None else load_s)
+        return True
+
+    def late(self, now_s: float, bound: float) -> bool:
+        """Whether a session that runs is late by more than `bound`; its model costs as much more from now on."""
+        found = False
+        for queue in self._queues:
+            if queue.running is not None and queue.since_s is not None:
+                name, took_s = queue.running.model, now_s - queue.since_s
+                begun = queue.answered + queue.with_engine(name)
+                if took_s > (1 + bound) * _run_s(self._models[name], begun):
+                    self._cost(name, took_s, _run_s(self._profiled[name], begun), self._models[name].load_s)
+                    found = True
+        return found
+
+    def _cost(self, model: str, took_s: float, profiled_s: float, load_s: float) -> None:
+        """What was profiled as `profiled_s` took `took_s`: the model's costs change by that ratio."""
+        first, rate = self._profiled[model], took_s / profiled_s if profiled_s else 1.0
+        fixed_s, per_prompt_s = rate * first.fixed_s, rate * first.per_prompt_s
+        self._models[model] = replace(first, fixed_s=fixed_s, per_prompt_s=per_prompt_s, load_s=load_s)
+
+    def rest(self, capacity: int, first_s: float) -> tuple[Workload, Shares]:
+        """What can still be planned, at the costs measured so far, and where it is now.
+
+        A worker is free when its engine has answered what it has begun, and holds the model of its session. One that
+        has had none yet starts an engine, which takes `first_s`.
+        """
+        shares = [{name: queue.movable(name) for name in self._models} for queue in self._queues]
+        models = []
+        for work in self._models.values():
+            left = replace(work, prompts=sum(share[work.name] for share in shares))
+            held = sum(queue.holds(work.name) for queue in self._queues)
+            models.append(replace(left, most_workers=max(left.replicas(len(self)), held)))
+        ready_s = tuple(self._begun_s(queue) if queue.loads else first_s for queue in self._queues)
+        holds = tuple(queue.running.model if queue.running else "" for queue in self._queues)
+        return Workload(tuple(models), len(self), capacity, ready_s=ready_s, holds=holds), shares
+
+    def move(self, plan: Plan, before: Shares) -> int:
+        """Change what a plan of the rest changes, and say how many prompts go to other workers.
+
+        `before` is where they were when it was planned: what was begun or taken meanwhile stays where it is.
+        """
+        moved = 0
+        for model, failed in self._failed_on.items():
+            change = Counter({one.worker: one.prompts for one in plan.sessions if one.model == model})
+            change.subtract({worker: share[model] for worker, share in enumerate(before)})
+            into = {worker: more for worker, more in change.items() if more > 0 and worker not in failed}
+            given: list[Prompt] = []
+            for worker, more in change.items():
+                if more < 0:
+                    given += self._queues[worker].give(model, min(-more, sum(into.values()) - len(given)))
+            moved += len(given)
+            for worker, more in into.items():
+                part, given = given[:more], given[more:]
+                if part:
+                    self._queues[worker].add(Share(model, part))
+        return moved
 
     def not_loaded(self, worker: int, share: Share) -> bool:
         """The model did not load on `worker`: whether others take the share, or it is to be given up."""
@@ -173,6 +268,12 @@ class WorkerQueues:
         return queued_s + (
             self._models[running.model].per_prompt_s * queue.left if running and running.model != but else 0.0
         )
+
+    def _begun_s(self, queue: WorkerQueue) -> float:
+        """How long its worker is busy with what no other can take."""
+        barren_s = sum(self._models[one.model].session_s(len(one.prompts)) for one in queue.shares if one.barren)
+        name = queue.running.model if queue.running else ""
+        return barren_s + (self._models[name].per_prompt_s * queue.with_engine(name) if name else 0.0)
 
     def _open_to(self, model: str, worker: int) -> dict[int, float]:
         """How long each worker that may load the model is busy; `worker` is among them only where no other may."""

@@ -3,7 +3,7 @@
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shell_router.batch.journal import Journal, Output, Role
@@ -11,7 +11,7 @@ from shell_router.batch.planner import SEARCHERS, ModelWork, Plan, Session, Work
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch, Prompt, Result, results_of
 from shell_router.batch.queues import WorkerQueues
-from shell_router.batch.sessions import Clock, Move, Sessions, Workers, ungrouped
+from shell_router.batch.sessions import Clock, Move, Planner, Replanning, Sessions, Workers, planned, ungrouped
 from shell_router.errors import ConfigError
 from shell_router.launching.side_process import ProcessLimits, SideProcess, side_command, side_environment
 
@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 
 QUICK_PLAN_S = 600.0
 """What the plan that the solver starts from takes at most, of the largest workloads."""
-Planner = Callable[[Workload], Plan | Awaitable[Plan]]
-"""One that is no coroutine holds up the event loop while it plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +90,7 @@ async def run_batch(
         models = tuple(_cost(profile, role, model, len(its), count) for model, its in asked.items())
         # the proposers have started the engines
         starts_s = (profile.first_s, profile.together_s) if role == "proposer" else ()
-        planning = planner(Workload(models, count, capacity, *starts_s))
-        plan = planning if isinstance(planning, Plan) else await planning
+        plan = await planned(planner, Workload(models, count, capacity, *starts_s))
         queues = WorkerQueues(models, asked, plan, count)
         moved: Counter[Move] = Counter()
 
@@ -105,6 +102,7 @@ async def run_batch(
             *(queues, workers, note, follow.on_progress, follow.on_load, on_move),
             concurrency=pool.concurrency,
             clock=clock,
+            replanning=Replanning(planner, capacity, pool.replan_above, *starts_s[:1]) if pool.replan_above else None,
         )
         follow.on_stage(Stage(role, plan), sessions)
         return Stage(role, plan, await ungrouped(sessions.run()), moved)

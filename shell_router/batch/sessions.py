@@ -10,11 +10,11 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar, get_args
 
 from shell_router.batch.journal import Output
-from shell_router.batch.planner import Session
+from shell_router.batch.planner import Plan, Session, Workload
 from shell_router.batch.profile import Load, ModelProfile, SessionRun, profile_of
 from shell_router.batch.prompts import Prompt, answered
 from shell_router.batch.queues import Share, WorkerQueue, WorkerQueues
@@ -43,6 +43,33 @@ class Workers(Protocol):
         ...
 
 
+Planner = Callable[[Workload], Plan | Awaitable[Plan]]
+"""One that is no coroutine holds up the event loop while it plans."""
+
+
+async def planned(planner: Planner, workload: Workload) -> Plan:
+    """The planner's plan. Raises what it raises."""
+    made = planner(workload)
+    return made if isinstance(made, Plan) else await made
+
+
+@dataclass(frozen=True, slots=True)
+class Replanning:
+    """When the rest is planned again: a session takes more than `bound` longer or shorter than planned, as a share.
+
+    `capacity` is what a worker loads at most by one plan. The first load of a worker takes `first_s` longer.
+    """
+
+    planner: Planner
+    capacity: int
+    bound: float
+    first_s: float = 0.0
+
+
+WORTH = 0.05
+"""A new plan is followed if it shortens the rest by more than this share: moving prompts costs loads that may fail."""
+
+
 class Sessions:
     """Runs what is queued for the workers.
 
@@ -50,6 +77,7 @@ class Sessions:
     `on_move` with prompts that go to another worker.
 
     At most `concurrency` prompts of a session are with the engine at the same time. `clock` is monotonic seconds.
+    Without `replanning` each prompt stays with its worker unless that fails.
     """
 
     def __init__(
@@ -63,6 +91,7 @@ class Sessions:
         *,
         concurrency: int,
         clock: Clock,
+        replanning: Replanning | None = None,
     ) -> None:
         self._queues = queues
         self._workers = workers
@@ -74,6 +103,8 @@ class Sessions:
         self._clock = clock
         self._changed = asyncio.Condition()
         self._ended: list[Session] = []
+        self._replanning = replanning
+        self._is_planning = False
 
     async def run(self) -> tuple[Session, ...]:
         """Every prompt is answered, or has an output that says why not; the sessions as they were, by worker and time.
@@ -103,14 +134,14 @@ class Sessions:
             queue.end()
             self._changed.notify_all()
             await self._changed.wait_for(lambda: queue.shares or not self._queues.busy)
-            return queue.begin() if queue.shares else None
+            return queue.begin()
 
     async def _session(self, worker: int, share: Share) -> int:
         """How many prompts of the share, and of what is taken from others with it, have an output.
 
         What is left is handed on.
         """
-        queue, done = self._queues[worker], 0
+        queue, done, is_first = self._queues[worker], 0, not self._queues[worker].loads
         async with AsyncExitStack() as stack:
             begun_s = self._clock()
             try:
@@ -122,42 +153,77 @@ class Sessions:
                 self._report(worker, share.model, share.prompts, str(error), taken)
                 return 0
             load_s = self._clock() - begun_s
+            queue.loads += 1
             self._on_load(load, load_s)
             self._on_progress(f"worker {worker}: {share.model} answers {queue.left} prompts ({load} in {load_s:.1f} s)")
             following: Share | None = share
             while following is not None:
-                share = following
-                answered, left, failure = await self._answer(model, queue, share)
-                done += answered
-                if answered:
+                share, queue.since_s = following, self._clock()
+                left, failure = await self._answer(model, queue, share)
+                done += queue.answered
+                if queue.answered:
                     self._queues.worked(share.model)
-                following = None if left else self._taken(worker, share.model)
+                if left:
+                    break
+                ran_s = self._clock() - queue.since_s
+                if self._replanning is not None:
+                    starts = is_first and self._replanning.first_s > 0
+                    comparable = following is share and load != "model kept" and not starts
+                    await self._measured(self._replanning, worker, load_s if comparable else None, ran_s)
+                following = queue.begin(share.model) or self._taken(worker, share.model)
         if left:
-            taken = self._queues.not_answered(worker, share, left, answered=bool(answered))
+            taken = self._queues.not_answered(worker, share, left, answered=queue.answered > 0)
             self._report(worker, share.model, left, failure, taken)
         return done
 
+    async def _measured(self, replanning: Replanning, worker: int, load_s: float | None, run_s: float) -> None:
+        """A session took `run_s`: if that, or one that runs, is off the plan, have the rest planned again.
+
+        Others go on by the old plan meanwhile. A new one that takes too long in the making comes too late.
+        """
+        off = self._queues.measured(worker, load_s, run_s, replanning.bound)
+        late = self._queues.late(self._clock(), replanning.bound)
+        work, before = self._queues.rest(replanning.capacity, replanning.first_s)
+        if not (off or late) or not work.asked or self._is_planning:
+            return
+        self._is_planning, left_s = True, self._queues.left_s
+        try:
+            async with asyncio.timeout(replanning.bound * left_s):
+                plan = await planned(replanning.planner, work)
+        except (TimeoutError, ShellRouterError) as error:
+            log.warning("The rest is not planned again: %s", str(error) or "planning took too long")
+            return
+        finally:
+            self._is_planning = False
+        if plan.makespan_s < (1 - WORTH) * left_s and (moved := self._queues.move(plan, before)):
+            self._on_progress(
+                f"sessions took longer or shorter than planned: {moved} prompts go to other workers, and the rest takes"
+                f" about {plan.makespan_s:.0f} s instead of {left_s:.0f} s"
+            )
+            self._on_move("replanned", moved)
+            async with self._changed:
+                self._changed.notify_all()
+
     def _taken(self, worker: int, model: str) -> Share | None:
         """What a worker that has nothing left takes of the model that it holds: this needs no load."""
-        if self._queues[worker].shares or (taken := self._queues.take(worker, model)) is None:
+        if self._replanning is None or self._queues[worker].shares:
+            return None
+        if (taken := self._queues.take(worker, model)) is None:
             return None
         share, other = taken
         self._on_progress(f"worker {worker}: takes {len(share.prompts)} prompts of {model} from worker {other}")
         self._on_move("taken", len(share.prompts))
         return share
 
-    async def _answer(self, model: ServedModel, queue: WorkerQueue, share: Share) -> tuple[int, list[Prompt], str]:
-        """How many prompts have an output, those that stay without one, and the error of one of them.
+    async def _answer(self, model: ServedModel, queue: WorkerQueue, share: Share) -> Left:
+        """What stays without an output.
 
         After a barren session, those that may have been with its engine come first, one by one, and one more. The one
         that an engine does not answer which has answered others is to blame.
         """
-        outputs = 0
 
         def on_output(output: Output) -> None:
-            nonlocal outputs
-            outputs += 1
-            queue.left -= 1
+            queue.output()
             self._on_output(output)
 
         blamed = share.prompts[: self._concurrency + 1] if share.barren else ()
@@ -166,13 +232,12 @@ class Sessions:
         if left:
             first, *others = left
             if len(left) == len(blamed):  # the engine may be at fault: next time another prompt comes first
-                return outputs, [*others, first, *rest], failure
+                return [*others, first, *rest], failure
             on_output(first.failed(failure))
-            return outputs, [*others, *rest], failure
+            return [*others, *rest], failure
         if share.barren:
             queue.waiting.extend(rest)
-        left, failure = await in_rounds(model, queue.waiting, self._concurrency, on_output)
-        return outputs, left, failure
+        return await in_rounds(model, queue.waiting, self._concurrency, on_output)
 
     def _report(self, worker: int, model: str, left: Sequence[Prompt], failure: str, taken: bool) -> None:
         """Log a failure; prompts that no worker takes get an output with it."""

@@ -365,7 +365,9 @@ def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
             for number in range(2):
                 journal.add(Output(str(number), "proposer", "a", "Answer: 1."))
             workers = ScriptedWorkers(saying({}))
-            await run_batch(batch(), workers, PROFILE, journal, planner, Follow(), SteppedTimers().clock)
+            await run_batch(
+                batch(replan_above=0.0), workers, PROFILE, journal, planner, Follow(), SteppedTimers().clock
+            )
 
     asyncio.run(ran())
     assert [{one.name: one.prompts for one in work.models} for work in planned] == [{"a": 1, "b": 3, "c": 3}, {}]
