@@ -11,7 +11,17 @@ from shell_router.batch.planner import SEARCHERS, ModelWork, Plan, Session, Work
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch, Prompt, Result, results_of
 from shell_router.batch.queues import WorkerQueues
-from shell_router.batch.sessions import Clock, Move, Planner, Replanning, Sessions, Workers, planned, ungrouped
+from shell_router.batch.sessions import (
+    Clock,
+    Move,
+    Planner,
+    Replanning,
+    Sessions,
+    Spanning,
+    Workers,
+    planned,
+    ungrouped,
+)
 from shell_router.errors import ConfigError
 from shell_router.launching.side_process import ProcessLimits, SideProcess, side_command, side_environment
 
@@ -86,7 +96,8 @@ async def run_batch(
         for prompt in prompts:
             if journal.lacks(prompt.key):
                 asked.setdefault(prompt.model, []).append(prompt)
-        count = len(pool.workers)
+        spans = role == "aggregator" and pool.spanning is not None
+        count = 1 if spans else len(pool.workers)
         models = tuple(_cost(profile, role, model, len(its), count) for model, its in asked.items())
         # the proposers have started the engines
         starts_s = (profile.first_s, profile.together_s) if role == "proposer" else ()
@@ -99,8 +110,10 @@ async def run_batch(
             follow.on_move(why, number)
 
         sessions = Sessions(
-            *(queues, workers, note, follow.on_progress, follow.on_load, on_move),
-            concurrency=pool.concurrency,
+            queues,
+            Spanning(workers) if spans else workers,
+            *(note, follow.on_progress, follow.on_load, on_move),
+            concurrency=pool.concurrency * (len(pool.workers) if spans else 1),
             clock=clock,
             replanning=Replanning(planner, capacity, pool.replan_above, *starts_s[:1]) if pool.replan_above else None,
         )

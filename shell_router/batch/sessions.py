@@ -32,6 +32,10 @@ Left = tuple[list[Prompt], str]
 """Prompts that stay without an output, and the error of one of them."""
 
 
+SPANNING = -1
+"""The worker that spans the GPUs of all others."""
+
+
 class Workers(Protocol):
     """Workers that hold one model at a time."""
 
@@ -41,6 +45,18 @@ class Workers(Protocol):
         Raises EngineError, ConfigError and OSError where it cannot be loaded.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Spanning:
+    """Of some workers the one that spans all of them, as their only one."""
+
+    workers: Workers
+
+    def session(self, worker: int, model: str) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
+        """See `Workers`."""
+        assert worker == 0
+        return self.workers.session(SPANNING, model)
 
 
 Planner = Callable[[Workload], Plan | Awaitable[Plan]]
