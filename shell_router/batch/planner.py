@@ -61,7 +61,11 @@ class ModelWork:
 
     def session_s(self, prompts: int) -> float:
         """How long a session of `prompts` prompts takes, its load included."""
-        return self.load_s + self.fixed_s + prompts * self.per_prompt_s
+        return self.load_s + self.run_s(prompts)
+
+    def run_s(self, prompts: float) -> float:
+        """How long it takes without its load."""
+        return self.fixed_s + prompts * self.per_prompt_s
 
     def fitting(self, seconds: float) -> int:
         """How many of its prompts a session of at most `seconds` can answer."""
@@ -74,7 +78,7 @@ class ModelWork:
         """Most workers that may load it: `most_workers`, or clamp(1, floor(T_m / l_m), workers) (equation 8)."""
         if self.most_workers is not None:
             return min(self.most_workers, workers)
-        running_s = self.fixed_s + self.prompts * self.per_prompt_s
+        running_s = self.run_s(self.prompts)
         return workers if self.load_s * workers <= running_s else max(1, int(running_s / self.load_s))
 
 

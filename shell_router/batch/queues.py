@@ -9,6 +9,8 @@ from shell_router.batch.prompts import Prompt
 
 TRIES = 3
 """A model that does not load on this many workers, or answers nothing in this many sessions, is given up."""
+ENOUGH = 16
+"""Answers that show how fast a session is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,6 @@ class WorkerQueue:
         return next((share for share in self.shares if share.model == model and not share.barren), None)
 
 
-def _run_s(work: ModelWork, prompts: int) -> float:
-    """How long a session of `prompts` takes without its load."""
-    return work.fixed_s + prompts * work.per_prompt_s
-
-
 class WorkerQueues:
     """The workers of a plan. `models` have their costs, `prompts` what each of them is asked."""
 
@@ -155,23 +152,29 @@ class WorkerQueues:
         name, prompts = queue.running.model, queue.answered
         work, ran = self._models[name], self._ran[name]
         ran[0] += run_s
-        ran[1] += _run_s(self._profiled[name], prompts)
+        ran[1] += self._profiled[name].run_s(prompts)
         planned_load_s = 0.0 if load_s is None else work.load_s
-        planned_s = planned_load_s + _run_s(work, prompts)
+        planned_s = planned_load_s + work.run_s(prompts)
         if abs((load_s or 0.0) + run_s - planned_s) <= bound * planned_s:
             return False
         self._cost(name, ran[0], ran[1], work.load_s if load_s is None else load_s)
         return True
 
-    def late(self, now_s: float, bound: float) -> bool:
-        """Whether a session that runs is late by more than `bound`; its model costs as much more from now on."""
+    def off(self, now_s: float, bound: float) -> bool:
+        """Whether a session that runs is off the costs by more than `bound`; its model's change as in `measured`.
+
+        After `ENOUGH` answers, and as many as its engine has begun, those are half done; before, it can only be late.
+        """
         found = False
         for queue in self._queues:
             if queue.running is not None and queue.since_s is not None:
                 name, took_s = queue.running.model, now_s - queue.since_s
-                begun = queue.answered + queue.with_engine(name)
-                if took_s > (1 + bound) * _run_s(self._models[name], begun):
-                    self._cost(name, took_s, _run_s(self._profiled[name], begun), self._models[name].load_s)
+                begun = queue.with_engine(name)
+                steady = queue.answered >= max(ENOUGH, begun)
+                known = queue.answered + (begun / 2 if steady else begun)
+                planned_s = self._models[name].run_s(known)
+                if took_s > (1 + bound) * planned_s or (steady and took_s < (1 - bound) * planned_s):
+                    self._cost(name, took_s, self._profiled[name].run_s(known), self._models[name].load_s)
                     found = True
         return found
 
@@ -264,16 +267,13 @@ class WorkerQueues:
         """How long its worker is busy with models other than `but`."""
         queued = (share for share in queue.shares if share.model != but)
         queued_s = sum(self._models[share.model].session_s(len(share.prompts)) for share in queued)
-        running = queue.running
-        return queued_s + (
-            self._models[running.model].per_prompt_s * queue.left if running and running.model != but else 0.0
-        )
+        name = queue.running.model if queue.running else but
+        return queued_s + (0.0 if name is None or name == but else self._models[name].per_prompt_s * queue.left)
 
     def _begun_s(self, queue: WorkerQueue) -> float:
         """How long its worker is busy with what no other can take."""
         barren_s = sum(self._models[one.model].session_s(len(one.prompts)) for one in queue.shares if one.barren)
-        name = queue.running.model if queue.running else ""
-        return barren_s + (self._models[name].per_prompt_s * queue.with_engine(name) if name else 0.0)
+        return barren_s + sum(work.per_prompt_s * queue.with_engine(name) for name, work in self._models.items())
 
     def _open_to(self, model: str, worker: int) -> dict[int, float]:
         """How long each worker that may load the model is busy; `worker` is among them only where no other may."""

@@ -198,9 +198,9 @@ class Sessions:
         Others go on by the old plan meanwhile. A new one that takes too long in the making comes too late.
         """
         off = self._queues.measured(worker, load_s, run_s, replanning.bound)
-        late = self._queues.late(self._clock(), replanning.bound)
+        off = self._queues.off(self._clock(), replanning.bound) or off
         work, before = self._queues.rest(replanning.capacity, replanning.first_s)
-        if not (off or late) or not work.asked or self._is_planning:
+        if not off or not work.asked or self._is_planning:
             return
         self._is_planning, left_s = True, self._queues.left_s
         try:

@@ -255,6 +255,12 @@ def test_the_rest_goes_to_a_worker_that_holds_its_model_and_is_sooner_done_than_
     assert makespan_s(run) < makespan_s(timed(shares, by_model(a=0.1)))
 
 
+def test_a_running_session_that_is_sooner_done_than_planned_is_seen_when_another_ends() -> None:
+    run = timed([{"a": 80}, {"b": 100}, {"c": 20}], by_model(b=0.3), planner=wrap_around)
+    begins_s = {(one.worker, one.model): one.begin_s for one in run.sessions}
+    assert begins_s[2, "a"] == LOAD_S + 20, "b ends 10 s later"
+
+
 def test_sessions_that_take_as_long_as_planned_or_nearly_so_are_not_planned_again() -> None:
     def planner(workload: Workload) -> Plan:
         raise AssertionError(workload)
