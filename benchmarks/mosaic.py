@@ -36,7 +36,7 @@ import time
 
 from report import Row, report
 
-from benchmarks.mosaic.off_plan import off, run
+from benchmarks.mosaic.off_plan import off, run, with_tails
 from benchmarks.mosaic.paper import (
     EXPERT_SPEEDUP,
     PROMPTS,
@@ -112,7 +112,7 @@ def _stages(name: str, limit_s: float) -> list[Row]:
 
 
 def _off_plan(name: str, spread: float, rounds: int) -> Row:
-    work = paper_workload(name)
+    work = with_tails(paper_workload(name))
     made, baseline = wrap_around(work), round_robin(work)
     found: dict[str, list[float]] = {}
     for seed in range(rounds):

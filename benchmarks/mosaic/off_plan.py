@@ -4,13 +4,14 @@ import asyncio
 import heapq
 import math
 import random
+import statistics
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shell_router.batch.planner import Plan, Workload, wrap_around
+from shell_router.batch.planner import ModelWork, Plan, Workload, wrap_around
 from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import WorkerQueues
@@ -101,6 +102,15 @@ class TimedWorkers:
         yield ServedModel(model, Shared(self.seconds[model]), Words(), 10**9), "engine started"
 
 
+def with_tails(workload: Workload) -> Workload:
+    """The workload with a `fixed_s` for the end of each session, when few are in flight: as a profile would find it."""
+    one = Workload((ModelWork("one", 160, 0.0, 1.0),), 1, 1)
+    rounds = [run(one, wrap_around(one), off(one, 0.0, seed), "none")[0] for seed in range(9)]
+    tail = statistics.median(rounds) - 160
+    models = tuple(replace(model, fixed_s=tail * model.per_prompt_s) for model in workload.models)
+    return replace(workload, models=models)
+
+
 def off(workload: Workload, spread: float, seed: int) -> tuple[Workload, Mapping[str, Sequence[float]]]:
     """What the workload's models really cost: per prompt and per load by lognormal factors of their own, mean 1.
 
@@ -112,7 +122,12 @@ def off(workload: Workload, spread: float, seed: int) -> tuple[Workload, Mapping
         return math.exp(draw.gauss(-(sigma**2) / 2, sigma))
 
     models = tuple(
-        replace(one, per_prompt_s=one.per_prompt_s * factor(spread), load_s=one.load_s * factor(spread / 3))
+        replace(
+            one,
+            per_prompt_s=one.per_prompt_s * (slower := factor(spread)),
+            fixed_s=one.fixed_s * slower,
+            load_s=one.load_s * factor(spread / 3),
+        )
         for one in workload.models
     )
     seconds = {one.name: [one.per_prompt_s * factor(0.5) for _ in range(one.prompts)] for one in models}
