@@ -91,7 +91,7 @@ async def run_batch(
     """
     pool = batch.pool
 
-    async def stage(role: Role, prompts: Sequence[Prompt], capacity: int) -> Stage:
+    async def stage(role: Role, prompts: Sequence[Prompt], capacity: int, before: Sequence[Session] = ()) -> Stage:
         asked: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             if journal.lacks(prompt.key):
@@ -99,9 +99,11 @@ async def run_batch(
         spans = role == "aggregator" and pool.spanning is not None
         count = 1 if spans else len(pool.workers)
         models = tuple(_cost(profile, role, model, len(its), count) for model, its in asked.items())
-        # the proposers have started the engines
-        starts_s = (profile.first_s, profile.together_s) if role == "proposer" else ()
-        plan = await planned(planner, Workload(models, count, capacity, *starts_s))
+        # the proposers have started the engines, and pairs still hold what they ran last
+        first_s, together_s = (profile.first_s, profile.together_s) if role == "proposer" else (0.0, 0.0)
+        held = {one.worker: one.model for one in (() if spans else before) if pool.workers[one.worker].pair}
+        holds = tuple(held.get(worker, "") for worker in range(count))
+        plan = await planned(planner, Workload(models, count, capacity, first_s, together_s, holds=holds))
         queues = WorkerQueues(models, asked, plan, count)
         moved: Counter[Move] = Counter()
 
@@ -115,7 +117,7 @@ async def run_batch(
             *(note, follow.on_progress, follow.on_load, on_move),
             concurrency=pool.concurrency * (len(pool.workers) if spans else 1),
             clock=clock,
-            replanning=Replanning(planner, capacity, pool.replan_above, *starts_s[:1]) if pool.replan_above else None,
+            replanning=Replanning(planner, capacity, pool.replan_above, first_s) if pool.replan_above else None,
         )
         follow.on_stage(Stage(role, plan), sessions)
         return Stage(role, plan, await ungrouped(sessions.run()), moved)
@@ -126,7 +128,8 @@ async def run_batch(
 
     stages = [await stage("proposer", batch.proposer_prompts(), pool.capacity or len(pool.proposer_names))]
     if pool.aggregate is not None:
-        stages.append(await stage("aggregator", batch.aggregator_prompts(journal.get), 1))
+        prompts = batch.aggregator_prompts(journal.get)
+        stages.append(await stage("aggregator", prompts, 1, stages[0].sessions))
     return Finished(results_of(batch, journal.get), stages)
 
 

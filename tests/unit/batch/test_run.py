@@ -387,6 +387,21 @@ async def test_a_tensor_parallel_aggregator_runs_on_the_worker_that_spans_all(tm
     assert started.workers.most_running == 3, "with room for two prompts per worker, all three are asked at once"
 
 
+@pytest.mark.parametrize(("pairs", "alone"), [(True, True), (False, False)])
+async def test_a_pair_that_still_holds_the_aggregator_answers_alone_where_a_load_is_dear(
+    tmp_path: Path, pairs: bool, alone: bool
+) -> None:
+    pair = PairSettings("http://h:1", "http://h:2", launch=PairLaunch())
+    workers = (PoolWorker(pair=pair) if pairs else PoolWorker(embedded=EmbeddedSection()),) * 2
+    dear = replace(COST, load_s=90.0)
+    started = Started()
+    with opened(tmp_path, DEPENDS_ON) as journal:
+        await started.on(batch(tau=2.0, workers=workers), journal, PoolProfile(dict.fromkeys("abc", COST), dear))
+    last = {one.worker: one.model for one in started.stages[0].sessions}
+    (aggregator,) = started.stages[1].plan.sessions
+    assert (last[aggregator.worker] == "b" and aggregator.end_s < dear.load_s) == alone
+
+
 async def test_the_aggregator_may_take_all_workers_however_few_its_prompts(tmp_path: Path) -> None:
     replicas: list[int] = []
 
