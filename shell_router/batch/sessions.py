@@ -53,9 +53,8 @@ class Spanning:
 
     workers: Workers
 
-    def session(self, worker: int, model: str) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
+    def session(self, _worker: int, model: str) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
         """See `Workers`."""
-        assert worker == 0
         return self.workers.session(SPANNING, model)
 
 
@@ -173,6 +172,8 @@ class Sessions:
             self._on_load(load, load_s)
             self._on_progress(f"worker {worker}: {share.model} answers {queue.left} prompts ({load} in {load_s:.1f} s)")
             following: Share | None = share
+            starts = is_first and self._replanning is not None and self._replanning.first_s > 0
+            compared_s = None if starts or load == "model kept" else load_s
             while following is not None:
                 share, queue.since_s = following, self._clock()
                 left, failure = await self._answer(model, queue, share)
@@ -181,11 +182,10 @@ class Sessions:
                     self._queues.worked(share.model)
                 if left:
                     break
-                ran_s = self._clock() - queue.since_s
+                ran_s, queue.since_s = self._clock() - queue.since_s, None
                 if self._replanning is not None:
-                    starts = is_first and self._replanning.first_s > 0
-                    comparable = following is share and load != "model kept" and not starts
-                    await self._measured(self._replanning, worker, load_s if comparable else None, ran_s)
+                    await self._measured(self._replanning, worker, compared_s, ran_s)
+                    compared_s = None  # further shares need no load
                 following = queue.begin(share.model) or self._taken(worker, share.model)
         if left:
             taken = self._queues.not_answered(worker, share, left, answered=queue.answered > 0)
@@ -199,15 +199,18 @@ class Sessions:
         """
         off = self._queues.measured(worker, load_s, run_s, replanning.bound)
         off = self._queues.off(self._clock(), replanning.bound) or off
+        if not off or self._is_planning:
+            return
         work, before = self._queues.rest(replanning.capacity, replanning.first_s)
-        if not off or not work.asked or self._is_planning:
+        if not work.asked:
             return
         self._is_planning, left_s = True, self._queues.left_s
         try:
             async with asyncio.timeout(replanning.bound * left_s):
                 plan = await planned(replanning.planner, work)
         except (TimeoutError, ShellRouterError) as error:
-            log.warning("The rest is not planned again: %s", str(error) or "planning took too long")
+            level = logging.INFO if isinstance(error, TimeoutError) else logging.WARNING
+            log.log(level, "The rest is not planned again: %s", str(error) or "planning took too long")
             return
         finally:
             self._is_planning = False
@@ -222,9 +225,8 @@ class Sessions:
 
     def _taken(self, worker: int, model: str) -> Share | None:
         """What a worker that has nothing left takes of the model that it holds: this needs no load."""
-        if self._replanning is None or self._queues[worker].shares:
-            return None
-        if (taken := self._queues.take(worker, model)) is None:
+        idle = self._replanning is not None and not self._queues[worker].shares
+        if not idle or (taken := self._queues.take(worker, model)) is None:
             return None
         share, other = taken
         self._on_progress(f"worker {worker}: takes {len(share.prompts)} prompts of {model} from worker {other}")

@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -179,12 +180,12 @@ def timed(
     seconds: Callable[[int, str, str], float],
     concurrency: int = 1,
     planner: Planner | None = None,
-    **failing: Callable[[int, str], bool] | Callable[[str, str], bool],
+    **failing: Callable[[int, str], object] | Callable[[str, str], bool],
 ) -> Run:
     """A run in virtual time, in which a load takes `LOAD_S` and each answer what `seconds` says; planned 1 s."""
 
     async def ran() -> Run:
-        workers = ScriptedWorkers(load=_load, seconds=seconds, **failing)  # type: ignore[arg-type]
+        workers = ScriptedWorkers(seconds=seconds, **{"load": _load, **failing})  # type: ignore[arg-type]
         run = Run(workers, shares, concurrency, planner=planner)
         run.clock = asyncio.get_running_loop().time
         run.sessions = await run.running.run()
@@ -270,6 +271,17 @@ def test_sessions_that_take_as_long_as_planned_or_nearly_so_are_not_planned_agai
         assert set(run.moved) <= {"taken"}
 
 
+def test_a_load_is_compared_once_however_many_shares_follow_it() -> None:
+    def planner(workload: Workload) -> Plan:
+        raise AssertionError(workload)
+
+    async def load(_worker: int, _model: str) -> None:
+        await asyncio.sleep(1.6 * LOAD_S)
+
+    run = timed([{"a": 40}, {"a": 48}], by_model(), planner=planner, load=load)
+    assert run.moved == {"taken": 4}
+
+
 async def _never(_workload: Workload) -> Plan:
     await asyncio.sleep(1e6)
     raise AssertionError
@@ -283,6 +295,7 @@ async def _fails(_workload: Workload) -> Plan:
 def test_a_run_goes_on_by_its_plan_where_planning_again_fails_or_takes_too_long(
     planner: Planner, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     run = timed([{"a": 30}, {"b": 30}], by_model(b=5.0), planner=planner)
     assert not run.moved
     assert makespan_s(run) == LOAD_S + 30 * 5
