@@ -276,9 +276,10 @@ def test_a_load_is_compared_once_however_many_shares_follow_it() -> None:
         raise AssertionError(workload)
 
     async def load(_worker: int, _model: str) -> None:
-        await asyncio.sleep(1.6 * LOAD_S)
+        await asyncio.sleep(1.8 * LOAD_S)
 
-    run = timed([{"a": 40}, {"a": 60}], lambda worker, *_: 1.0 + 0.2 * worker, planner=planner, load=load)
+    shares = [{"a": 40}, {"a": 70}, {"b": 90}]
+    run = timed(shares, lambda worker, *_: 1.1 if worker == 1 else 1.0, planner=planner, load=load)
     assert run.moved["taken"] > 10
 
 
