@@ -4,17 +4,18 @@
 
 Every round profiles the pool, on questions that are not asked again, then runs the proposers by both plans, in turn,
 each in a folder of its own: engines start, answer and end as in any batch. A machine's speed drifts, so that a profile
-tells most of what is run right after it.
+tells most of what is run right after it. Both plans are kept to; the third run takes and replans prompts (`moved`).
 
     predicted_s, measured_s   the proposers' stage, medians over the rounds
     error                     measured over predicted, less 1, median over the rounds; and the rounds' range
     speedup                   round-robin's measured stage over this one's, median over the rounds
 
-At the end the aggregator answers everything, and then, with the same drafts, what the gate leaves to it.
+At the end the aggregator answers everything and, with the same drafts, what the gate leaves to it: in every round, and
+in every other one in the opposite order, as a machine's speed drifts.
 
-    skipped      share of the questions that need no aggregator
+    skipped      share of the questions that need no aggregator; of its output tokens: tokens_spared
     right        with the 95 % interval; lost: points against the aggregator that is always asked
-    stage_s      the aggregator's stage, its engine's start included
+    stage_s      the aggregator's stage, its engine's start included, median over the rounds; and the rounds' range
 
 `--live MODEL` measures workers whose engines stay up instead: the pool's proposers are three copies of the folder
 MODEL, so that weights are swapped between them. After one profile the engines of all workers are started, once for
@@ -49,7 +50,12 @@ from shell_router.config.read import read_file
 from shell_router.core.statistics import paired_difference, wilson
 
 ROOT = Path(__file__).parents[1]
-PLANNERS: dict[str, Callable[[Workload], Plan]] = {"ilp": plan, "round-robin": WITHOUT_SOLVER["round-robin"]}
+PLANNERS: dict[str, tuple[Callable[[Workload], Plan], bool]] = {
+    "ilp": (plan, False),
+    "ilp, prompts move": (plan, True),
+    "round-robin": (WITHOUT_SOLVER["round-robin"], False),
+}
+"""And whether prompts may move."""
 TAUS = (1.0, 2 / 3)
 QUIET = Follow()
 
@@ -83,15 +89,18 @@ async def _measured(options: argparse.Namespace) -> None:
             simulated=False,
             as_json=options.json,
         )
-        gated = await _gated(pool, questions, Path(folder) / "0" / "ilp")
+        gated = await _gated(pool, questions, Path(folder) / "0" / "ilp", options.rounds)
         report("Batch: the gate", gated, engine=engine, simulated=False, as_json=options.json)
 
 
 async def _round(pool: Pool, sizes: Sequence[int], questions: Questions, folder: Path) -> dict[str, Finished]:
     """A profile, then the proposers' stage by every plan; no aggregator."""
     await profile_pool(pool, questions_for(pool, ROOT / "models/data/calibration.jsonl"), sizes, QUIET)
-    alone = replace(pool, aggregate=None)
-    return {name: await run_pool(alone, questions, folder / name, planner, QUIET) for name, planner in PLANNERS.items()}
+    done = {}
+    for name, (planner, moves) in PLANNERS.items():
+        alone = replace(pool, aggregate=None, replan_above=pool.replan_above if moves else 0.0)
+        done[name] = await run_pool(alone, questions, folder / name, planner, QUIET)
+    return done
 
 
 def copies_of(model: Path, pool: Pool) -> Pool:
@@ -126,9 +135,10 @@ async def _live(pool: Pool, sizes: Sequence[int], questions: Questions, options:
         loads.on_load("engine started", (await load_on_all("a", workers, len(pool.workers), monotonic))[0])
         for number in range(options.rounds):
             done = {}
-            for name, planner in list(PLANNERS.items())[:: -1 if number % 2 else 1]:
+            for name, (planner, moves) in list(PLANNERS.items())[:: -1 if number % 2 else 1]:
+                asked = replace(batch, pool=replace(pool, replan_above=pool.replan_above if moves else 0.0))
                 with opened(pool.profile.with_name(f"{number}-{name}"), {}) as journal:
-                    done[name] = await run_batch(batch, workers, up, journal, planner, loads, monotonic)
+                    done[name] = await run_batch(asked, workers, up, journal, planner, loads, monotonic)
             rounds.append(done)
     engine = f"{'SGLang' if pool.workers[0].pair else 'embedded pairs'}, {len(pool.workers)} workers"
     title = f"Batch on engines that stay up: {len(questions.asked)} questions, three models of one shape"
@@ -166,37 +176,48 @@ def _planned_row(name: str, rounds: Sequence[dict[str, Finished]]) -> Row:
         "error": f"{statistics.median(errors):+.1%} ({min(errors):+.1%} to {max(errors):+.1%})",
         "speedup": statistics.median(speedups),
         "speedup_range": f"{min(speedups):.2f} to {max(speedups):.2f}",
+        "moved": statistics.median(sum(stage.moved.values()) for stage in stages),
         "errors": sum(bool(result.error) for done in rounds for result in done[name].results),
     }
 
 
-async def _gated(pool: Pool, questions: Questions, drafts: Path) -> list[Row]:
+async def _gated(pool: Pool, questions: Questions, drafts: Path, rounds: int) -> list[Row]:
     """A row per tau, each on the same drafts."""
-    always = await _aggregated(pool, questions, drafts, ALWAYS)
-    gated = {f"tau {tau:.2f}": await _aggregated(pool, questions, drafts, tau) for tau in TAUS}
-    return [_gate_row(name, done, always) for name, done in {"always asked": always, **gated}.items()]
+    taus = {"always asked": ALWAYS, **{f"tau {tau:.2f}": tau for tau in TAUS}}
+    done: dict[str, list[Finished]] = {name: [] for name in taus}
+    for number in range(rounds):
+        for name, tau in list(taus.items())[:: -1 if number % 2 else 1]:
+            folder = drafts.with_name(f"tau-{tau:.2f}-{number}")
+            folder.mkdir()
+            (folder / "outputs.jsonl").write_bytes((drafts / "outputs.jsonl").read_bytes())
+            done[name].append(await run_pool(pool.with_tau(tau), questions, folder, plan, QUIET))
+    return [_gate_row(name, found, done["always asked"][0]) for name, found in done.items()]
 
 
-async def _aggregated(pool: Pool, questions: Questions, drafts: Path, tau: float) -> Finished:
-    folder = drafts.with_name(f"tau-{tau:.2f}")
-    folder.mkdir()
-    (folder / "outputs.jsonl").write_bytes((drafts / "outputs.jsonl").read_bytes())
-    return await run_pool(pool.with_tau(tau), questions, folder, plan, QUIET)
-
-
-def _gate_row(name: str, done: Finished, always: Finished) -> Row:
-    (stage,) = (stage for stage in done.stages if stage.role == "aggregator")
-    rights, those = ([bool(result.right) for result in one.results] for one in (done, always))
+def _gate_row(name: str, rounds: Sequence[Finished], always: Finished) -> Row:
+    stages = [stage for done in rounds for stage in done.stages if stage.role == "aggregator"]
+    measured_s = [stage.measured.makespan_s for stage in stages]
+    rights, those = ([bool(result.right) for result in one.results] for one in (rounds[0], always))
     right = wilson(statistics.mean(rights), len(rights))
     lost = paired_difference([other - own for other, own in zip(those, rights, strict=True)])
     return {
         "gate": name,
-        "skipped": f"{statistics.mean(result.by == 'proposers' for result in done.results):.0%}",
+        "skipped": f"{statistics.mean(result.by == 'proposers' for result in rounds[0].results):.0%}",
+        "tokens_spared": f"{1 - _aggregator_tokens(rounds[0]) / _aggregator_tokens(always):.0%}",
         "right": f"{right.value:.1%} [{right.low:.1%}, {right.high:.1%}]",
         "lost": f"{100 * lost.value:+.1f} [{100 * lost.low:+.1f}, {100 * lost.high:+.1f}]",
-        "predicted_s": stage.plan.makespan_s,
-        "stage_s": stage.measured.makespan_s,
+        "predicted_s": statistics.median(stage.plan.makespan_s for stage in stages),
+        "stage_s": statistics.median(measured_s),
+        "range": f"{min(measured_s):.1f} to {max(measured_s):.1f}",
     }
+
+
+def _aggregator_tokens(done: Finished) -> int:
+    return sum(
+        result.completion_tokens - sum(proposal.tokens for proposal in result.proposals)
+        for result in done.results
+        if result.by == "aggregator"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""MOSAIC's planner on the paper's own workloads, and on larger ones.
+"""MOSAIC: plans, the stages of a whole batch, and runs that do not go as planned, at the paper's costs.
 
     python benchmarks/mosaic.py [--limit-s SECONDS] [--rounds N] [--json]
 
@@ -13,6 +13,20 @@ Larger workloads are drawn at random, in the same ranges.
     bound_s      no plan is shorter: the counting bound, or what the solver proved
     gap          how much shorter than this plan the best may be; optimal: whether less than 0.01 %
     solve_ms     median over the rounds, the solver's start included
+
+Then both stages of a batch. The aggregator's costs are the line through the two times that the paper reports (always
+asked, tau 2/3), tensor-parallel on all GPUs; on each GPU alone they are worked out by a roofline (benchmarks/mosaic).
+
+    proposers_s, aggregator_s, whole_s   seconds; speedup: times as fast as round-robin with every question aggregated
+    paper                                the same, as measured there
+
+Then the proposers' stage by the product's own sessions in virtual time, where per prompt each model costs a random
+factor more or less than its profile says (lognormal, `spread`), and answers differ in length. Medians over the rounds.
+
+    kept, taken, replanned   seconds if prompts stay, idle workers take some, or the rest is planned again, too
+    round_robin              seconds of that plan, kept
+    known                    seconds, by the formula, of a plan that knows the real costs
+    moved                    prompts that went to another worker
 """
 
 import argparse
@@ -22,71 +36,101 @@ import time
 
 from report import Row, report
 
-from shell_router.batch.planner import (
-    ModelWork,
-    Plan,
-    Session,
-    Workload,
-    counting_bound_s,
-    longest_first,
-    plan,
-    round_robin,
-    wrap_around,
+from benchmarks.mosaic.off_plan import off, run, with_tails
+from benchmarks.mosaic.paper import (
+    EXPERT_SPEEDUP,
+    PROMPTS,
+    REPORTED,
+    data_parallel,
+    on_each_gpu,
+    paper_workload,
+    tensor_parallel,
 )
+from shell_router.batch.planner import ModelWork, Plan, Workload, longest_first, plan, round_robin, wrap_around
 
 TITLE = "MOSAIC: plans, with the paper's costs"
-WORKERS, CAPACITY = 4, 2
-LOAD_S = {"Gemma": 43.0, "QwenR1": 46.0, "Qwen": 38.0, "LlamaR1": 47.0, "Exaone": 40.0, "GLM": 42.0}
-"""In the order in which round-robin meets them: workers 0 to 3 of Figure 2b, then 0 and 1."""
-PER_PROMPT_S = {
-    "Gemma": (430 - 43 - 40) / (1632 + 547),
-    "QwenR1": (2620 - 46 - 42 - 667 * (430 - 43 - 40) / (1632 + 547)) / 1428,
-    "Qwen": (165 - 38) / 956,
-    "LlamaR1": (2546 - 47) / 1070,
-    "Exaone": (430 - 43 - 40) / (1632 + 547),
-    "GLM": (430 - 43 - 40) / (1632 + 547),
-}
-PROMPTS = {
-    "MMLU-Pro": {"Gemma": 1632, "QwenR1": 1428, "Qwen": 956, "LlamaR1": 1070, "Exaone": 547, "GLM": 667},
-    "MedMCQA": {"Gemma": 4195, "QwenR1": 144, "Qwen": 5682, "LlamaR1": 620, "Exaone": 625, "GLM": 1283},
-    "GPQA": {"Gemma": 4, "QwenR1": 158, "Qwen": 0, "LlamaR1": 429, "Exaone": 3, "GLM": 0},
-}
-ROUND_ROBIN_S = {"MMLU-Pro": 4149.9 - 1514.7, "MedMCQA": 1321.0 - 516.49, "GPQA": 2696.4 - 348.0}
-"""End to end less the aggregator (section 5.3)."""
-PAPER = {"MMLU-Pro": 1.69, "MedMCQA": 1.53, "GPQA": 2.54}
 LARGER = ((16, 8, 3), (32, 16, 3), (64, 100, 2), (64, 100, 3), (100, 64, 2), (100, 64, 3))
+SPREADS = (0.0, 0.2, 0.5)
 
 
 def main() -> None:
-    """Plan everything and print the table; with `--json` the last line is one object."""
+    """Plan everything and print the tables; with `--json` each ends with one object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit-s", type=float, default=10.0, help="for one plan")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
     options = parser.parse_args()
     rows = [
-        {"workload": name, **_row(paper_workload(name), options.limit_s, options.rounds), "paper": PAPER[name]}
+        {"workload": name, **_row(paper_workload(name), options.limit_s, options.rounds), "paper": EXPERT_SPEEDUP[name]}
         for name in PROMPTS
     ]
     for models, workers, capacity in LARGER:
         row = _row(drawn(models, workers, capacity), options.limit_s, 1)
         rows.append({"workload": f"{models} models, {capacity} a worker", **row, "paper": None})
     report(TITLE, rows, engine="OR-tools CP-SAT", simulated=True, as_json=options.json)
+    rows = [row for name in PROMPTS for row in _stages(name, options.limit_s)]
+    report("MOSAIC: both stages", rows, engine="costs from the paper", simulated=True, as_json=options.json)
+    rows = [_off_plan(name, spread, options.rounds) for name in PROMPTS for spread in SPREADS]
+    report("MOSAIC: off the plan", rows, engine="virtual time", simulated=True, as_json=options.json)
 
 
-def paper_workload(name: str) -> Workload:
-    """One of the paper's benchmarks, with costs for which round-robin takes as long as it did there."""
-    low, high = 0.0, 10.0
-    for _ in range(60):  # the makespan grows with the factor
-        middle = (low + high) / 2
-        shorter = round_robin(_paper_workload(name, middle)).makespan_s < ROUND_ROBIN_S[name]
-        low, high = (middle, high) if shorter else (low, middle)
-    return _paper_workload(name, high)
+def _stages(name: str, limit_s: float) -> list[Row]:
+    """A row per way to run both stages."""
+    paper, work = REPORTED[name], paper_workload(name)
+    proposers_s = {
+        "round-robin": round_robin(work).makespan_s,
+        "data-parallel": data_parallel(work).makespan_s,
+        "ilp": plan(work, limit_s).makespan_s,
+    }
+
+    def row(schedule: str, gate: str, parallel: str, measured: float | None = None) -> Row:
+        whole = tensor_parallel(name, gate)
+        if parallel == "data":
+            aggregator_s = data_parallel(on_each_gpu(whole)).makespan_s
+        else:
+            aggregator_s = whole.session_s(whole.prompts)
+        whole_s = proposers_s[schedule] + aggregator_s
+        return {
+            "workload": name,
+            "proposers": schedule,
+            "aggregator": f"{gate}, {parallel}-parallel",
+            "proposers_s": proposers_s[schedule],
+            "aggregator_s": aggregator_s,
+            "whole_s": whole_s,
+            "speedup": paper.whole_s / whole_s,
+            "paper": measured,
+        }
+
+    return [
+        row("round-robin", "always asked", "tensor", 1.0),
+        row("data-parallel", "always asked", "data"),
+        row("ilp", "always asked", "tensor"),
+        row("ilp", "tau 1", "tensor"),
+        row("ilp", "tau 2/3", "tensor", paper.whole_s / paper.ours_s),
+        row("ilp", "tau 2/3", "data"),
+    ]
 
 
-def _paper_workload(name: str, factor: float) -> Workload:
-    models = [ModelWork(one, PROMPTS[name][one], LOAD_S[one], factor * PER_PROMPT_S[one]) for one in LOAD_S]
-    return Workload(tuple(models), WORKERS, CAPACITY)
+def _off_plan(name: str, spread: float, rounds: int) -> Row:
+    work = with_tails(paper_workload(name))
+    made, baseline = wrap_around(work), round_robin(work)
+    found: dict[str, list[float]] = {}
+    for seed in range(rounds):
+        real = off(work, spread, seed)
+        kept_s, _ = run(work, made, real, "none")
+        taken_s, _ = run(work, made, real, "taken")
+        replanned_s, moved = run(work, made, real, "all")
+        values = {
+            "round_robin": run(work, baseline, real, "none")[0],
+            "kept": kept_s,
+            "taken": taken_s,
+            "replanned": replanned_s,
+            "known": wrap_around(real[0]).makespan_s,
+            "moved": moved.total(),
+        }
+        for column, value in values.items():
+            found.setdefault(column, []).append(value)
+    return {"workload": name, "spread": spread, **{column: statistics.median(v) for column, v in found.items()}}
 
 
 def drawn(models: int, workers: int, capacity: int) -> Workload:
@@ -125,23 +169,6 @@ def _row(workload: Workload, limit_s: float, rounds: int) -> Row:
         "optimal": made.optimal,
         "solve_ms": statistics.median(times_ms),
     }
-
-
-def data_parallel(workload: Workload) -> Plan:
-    """Every model on all workers at once, one model after the other (section A.6). It knows no limits."""
-    sessions: list[Session] = []
-    begin_s = 0.0
-    for model in workload.asked:
-        each, rest = divmod(model.prompts, workload.workers)
-        counts = [each + (worker < rest) for worker in range(workload.workers)]
-        sessions += [
-            Session(worker, model.name, count, begin_s, begin_s + model.session_s(count))
-            for worker, count in enumerate(counts)
-            if count
-        ]
-        begin_s = max(session.end_s for session in sessions)
-    ordered = sorted(sessions, key=lambda session: (session.worker, session.begin_s))
-    return Plan("data-parallel", tuple(ordered), counting_bound_s(workload))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD_COMMAND = "launch/sglang_cpu/environment.sh"
 PLUGINS = "sglang.srt.plugins"
+MOST_RANKS = 8
 
 
 def built_environment() -> Path | None:
@@ -30,6 +31,9 @@ def engine_variables(site: Path) -> Mapping[str, str]:
         "HF_HUB_OFFLINE": "1",
         "MC_FORCE_TCP": "1",
         "OMP_NUM_THREADS": "1",
+        # for --tp-size: by default SGLang wants a NUMA node for each rank, and takes the NCCL that its PyTorch brings
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(MOST_RANKS)),
+        "SGLANG_NCCL_SO_PATH": "none",
         # decode forgets a dead prefill after two missed heartbeats; by default (5 s) one that is restarted sooner than
         # that is taken for the old one, and every later transfer hangs
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",

@@ -61,7 +61,11 @@ class ModelWork:
 
     def session_s(self, prompts: int) -> float:
         """How long a session of `prompts` prompts takes, its load included."""
-        return self.load_s + self.fixed_s + prompts * self.per_prompt_s
+        return self.load_s + self.run_s(prompts)
+
+    def run_s(self, prompts: float) -> float:
+        """How long it takes without its load."""
+        return self.fixed_s + prompts * self.per_prompt_s
 
     def fitting(self, seconds: float) -> int:
         """How many of its prompts a session of at most `seconds` can answer."""
@@ -74,7 +78,7 @@ class ModelWork:
         """Most workers that may load it: `most_workers`, or clamp(1, floor(T_m / l_m), workers) (equation 8)."""
         if self.most_workers is not None:
             return min(self.most_workers, workers)
-        running_s = self.fixed_s + self.prompts * self.per_prompt_s
+        running_s = self.run_s(self.prompts)
         return workers if self.load_s * workers <= running_s else max(1, int(running_s / self.load_s))
 
 
@@ -83,7 +87,8 @@ class Workload:
     """Models to run on `workers` alike, each of which loads at most `capacity` of them (K in equation 9).
 
     A worker's first load takes `first_s` longer, as an engine starts for it, and `together_s` for every other worker in
-    use, as all of these start at the same time. Raises ConfigError where no plan can exist.
+    use, as all of these start at the same time. In the middle of a run, worker n is free in `ready_s[n]`, and its next
+    session needs no load if it is of the model `holds[n]`. Raises ConfigError where no plan can exist.
     """
 
     models: tuple[ModelWork, ...]
@@ -91,8 +96,14 @@ class Workload:
     capacity: Annotated[int, "Models that a worker loads at most (K)."]
     first_s: Annotated[float, _seconds("Seconds that a worker's first load takes longer.")] = 0.0
     together_s: Annotated[float, _seconds("Seconds more of a first load for each other worker in use.")] = 0.0
+    ready_s: Annotated[tuple[float, ...], "Seconds until each worker is free; by default all are."] = ()
+    holds: Annotated[tuple[str, ...], "Model that each worker holds and need not load; by default none."] = ()
 
     def __post_init__(self) -> None:
+        for name in ("ready_s", "holds"):
+            given = len(getattr(self, name))
+            wrong = f"{name} has {given} entries for {self.workers} workers."
+            require(given in (0, self.workers), wrong, "Give one for each worker, or none.")
         names, asked = [model.name for model in self.models], len(self.asked)
         twice = next((name for name in names if names.count(name) > 1), None)
         require(twice is None, f"Two models are named {twice!r}", "Give each a name of its own.")
@@ -108,6 +119,18 @@ class Workload:
             f"{asked} models do not fit on {self.workers} workers that load {self.capacity} each",
             f"Raise the capacity to {-(-asked // self.workers)}, or the workers to {-(-asked // self.capacity)}.",
         )
+
+    def free_s(self, worker: int) -> float:
+        """When the worker is free."""
+        return self.ready_s[worker] if self.ready_s else 0.0
+
+    def spared_s(self, worker: int, model: ModelWork) -> float:
+        """How much of a session of the model the worker is spared, as it holds the model."""
+        return model.load_s if self.holds and self.holds[worker] == model.name else 0.0
+
+    def session_s(self, worker: int, model: ModelWork, prompts: int) -> float:
+        """How long such a session takes there."""
+        return model.session_s(prompts) - self.spared_s(worker, model)
 
     def begin_s(self, used: int) -> float:
         """When a worker's first session would begin, if its load were like later ones, with `used` workers in use."""
@@ -163,15 +186,21 @@ Shares = Sequence[Mapping[str, int]]
 
 
 def sessions_of(workload: Workload, shares: Shares) -> tuple[Session, ...]:
-    """One session after the other on every worker, the longest first, so that what fails late costs little."""
+    """One session after the other on every worker: the model that it holds, and then the longest, as some may fail."""
     models = {model.name: model for model in workload.models}
     begin_s = workload.begin_s(sum(map(bool, shares)))
     sessions = []
     for worker, share in enumerate(shares):
-        ends_s = [0.0]
-        for name, prompts in sorted(share.items(), key=lambda item: (-models[item[0]].session_s(item[1]), item[0])):
-            ends_s.append(models[name].session_s(prompts) + (ends_s[-1] if len(ends_s) > 1 else begin_s))
-            sessions.append(Session(worker, name, prompts, *ends_s[-2:]))
+        end_s, more_s = workload.free_s(worker), begin_s
+
+        def order(item: tuple[str, int], worker: int = worker) -> tuple[bool, float, str]:
+            model = models[item[0]]
+            return not workload.spared_s(worker, model), -model.session_s(item[1]), item[0]
+
+        for name, prompts in sorted(share.items(), key=order):
+            at_s, end_s = end_s, end_s + more_s + workload.session_s(worker, models[name], prompts)
+            more_s = 0.0
+            sessions.append(Session(worker, name, prompts, at_s, end_s))
     return tuple(sessions)
 
 
@@ -193,17 +222,23 @@ def counting_bound_s(workload: Workload) -> float:
     up, each with its s_m = load_s + fixed_s.
     """
 
+    free_s = sorted(map(workload.free_s, range(workload.workers)))
+    spared_s = {
+        model: [workload.spared_s(worker, model) for worker in range(workload.workers)] for model in workload.asked
+    }
+
     def fits(limit_s: float, used: int) -> bool:
         each_s = limit_s - workload.begin_s(used)
-        sessions, total_s = 0, 0.0
+        sessions, total_s = 0, -sum(map(sum, spared_s.values()))
         for model in workload.asked:
-            most = model.fitting(each_s)
+            most = model.fitting(each_s - free_s[0] + max(spared_s[model]))
             needed = -(-model.prompts // most) if most else used + 1
             if needed > min(used, model.replicas(workload.workers)):
                 return False
             sessions += needed
             total_s += needed * model.session_s(0) + model.prompts * model.per_prompt_s
-        return sessions <= used * workload.capacity and total_s <= used * each_s
+        available_s = sum(max(0.0, each_s - free) for free in free_s[:used])
+        return sessions <= used * workload.capacity and total_s <= available_s
 
     if not workload.asked:
         return 0.0
@@ -224,36 +259,47 @@ class _Filling:
 
     def __init__(self, workload: Workload, limit_s: float) -> None:
         self.shares: list[dict[str, int]] = [{} for _ in range(workload.workers)]
-        self.left_s = [limit_s] * workload.workers
-        self._capacity = workload.capacity
+        self.left_s = [limit_s - workload.free_s(worker) for worker in range(workload.workers)]
+        self._workload = workload
 
     def loads(self, worker: int) -> int:
         """How many models it may still load."""
-        return self._capacity - len(self.shares[worker])
+        return self._workload.capacity - len(self.shares[worker])
+
+    def left_for(self, worker: int, model: ModelWork) -> float:
+        """The time that it has for a session of the model and its load."""
+        return self.left_s[worker] + self._workload.spared_s(worker, model)
 
     def emptiest(self, model: ModelWork) -> int | None:
         """Of the workers that may load it the one with the most time left."""
-        return max(self._open_to(model), key=self.left_s.__getitem__, default=None)
+        return max(self._open_to(model), key=lambda worker: self.left_for(worker, model), default=None)
 
     def fullest(self, model: ModelWork, prompts: int) -> int | None:
         """Of those that have time for such a session of it the one with the least left."""
         needed_s = model.session_s(prompts)
-        fitting = (worker for worker in self._open_to(model) if self.left_s[worker] >= needed_s)
-        return min(fitting, key=self.left_s.__getitem__, default=None)
+        fitting = (worker for worker in self._open_to(model) if self.left_for(worker, model) >= needed_s)
+        return min(fitting, key=lambda worker: self.left_for(worker, model), default=None)
 
     def _open_to(self, model: ModelWork) -> list[int]:
         return [worker for worker, share in enumerate(self.shares) if self.loads(worker) and model.name not in share]
 
     def put(self, worker: int, model: ModelWork, prompts: int) -> None:
         """Give the worker a session."""
-        self.left_s[worker] -= model.session_s(prompts)
+        self.left_s[worker] -= self._workload.session_s(worker, model, prompts)
         self.shares[worker][model.name] = prompts
+
+    def take_out(self, worker: int, model: ModelWork) -> None:
+        """Take its session of the model away."""
+        self.left_s[worker] += self._workload.session_s(worker, model, self.shares[worker].pop(model.name))
 
     def put_whole(self, worker: int, models: list[ModelWork], most: int) -> None:
         """Give the worker at most `most` whole models that fit, each the first of those left, and take them out."""
         for _ in range(most):
-            left_s = self.left_s[worker]
-            fitting = (place for place, model in enumerate(models) if model.session_s(model.prompts) <= left_s)
+            fitting = (
+                place
+                for place, model in enumerate(models)
+                if model.session_s(model.prompts) <= self.left_for(worker, model)
+            )
             if (place := next(fitting, None)) is None:
                 return
             model = models.pop(place)
@@ -267,7 +313,7 @@ class _Filling:
         before = len(self.shares[worker])
         while cut and self.loads(worker):
             model, left, sessions = cut[0]
-            left_s = self.left_s[worker]
+            left_s = self.left_for(worker, model)
             part = left if model.session_s(left) <= left_s else min(model.fitting(left_s), left - 1)
             worth = part * model.per_prompt_s >= WORTH_OF_LOAD * model.session_s(0)
             if part < left and not (parts and part and worth and sessions > 1):
@@ -334,8 +380,8 @@ def _even(workload: Workload, limit_s: float) -> Shares | None:
     for model in _longest(workload):
         at = [worker for worker, share in enumerate(filling.shares) if model.name in share]
         for worker in at:
-            filling.left_s[worker] += model.session_s(filling.shares[worker].pop(model.name))
-        busy_s = {worker: -filling.left_s[worker] for worker in at}
+            filling.take_out(worker, model)
+        busy_s = {worker: -filling.left_for(worker, model) for worker in at}
         for worker, prompts in shared_out(model, busy_s).items():
             filling.put(worker, model, prompts)
     return filling.shares
@@ -476,7 +522,10 @@ class _Program:
     def _variables_of(self, model: ModelWork) -> tuple[list[Any], list[Any]]:
         """Per worker, whether the model is loaded there (Y), and how many prompts it gets (X), with what is known."""
         program, workers = self._program, range(self._workload.workers)
-        most = model.fitting(self._start.makespan_s * (1 + 1e-9))  # more would take longer than what is known
+        spared_s = max(self._workload.spared_s(worker, model) for worker in workers)
+        most = model.fitting(
+            self._start.makespan_s * (1 + 1e-9) + spared_s
+        )  # more would take longer than what is known
         loaded = [program.new_bool_var(f"Y {model.name} {worker}") for worker in workers]
         prompts = [program.new_int_var(0, most, f"X {model.name} {worker}") for worker in workers]
         program.add(sum(prompts) == model.prompts)  # (5)
@@ -496,10 +545,12 @@ class _Program:
         for worker, is_used in enumerate(self._used):
             self._program.add(sum(loaded[worker] for _, loaded, _ in self._variables) <= most)  # (9)
             time = sum(
-                self._ticks(model.session_s(0)) * loaded[worker] + self._ticks(model.per_prompt_s) * prompts[worker]
+                self._ticks(self._workload.session_s(worker, model, 0)) * loaded[worker]
+                + self._ticks(model.per_prompt_s) * prompts[worker]
                 for model, loaded, prompts in self._variables
             )  # (4)
-            self._program.add(time + self._ticks(self._workload.first_s) * is_used + together <= self._makespan)
+            begin = self._ticks(self._workload.first_s + self._workload.free_s(worker)) * is_used
+            self._program.add(time + begin + together <= self._makespan)
 
     def _ticks(self, seconds: float) -> int:
         return int(seconds / self._tick_s)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shell_router.batch.questions import read_answer
-from shell_router.config import EmbedderSettings, LaunchSettings, Limits, PairSettings
+from shell_router.config import EmbedderSettings, LaunchSettings, Limits, PairLaunch, PairSettings
 from shell_router.config.models import count
 from shell_router.config.read import read_file
 from shell_router.early_exit.answers import number_of, stated_answer
@@ -21,6 +21,7 @@ ALWAYS = 2.0
 
 AnswerKind = Literal["auto", "exact", "numeric", "choice"]
 Agreement = Literal["plurality", "probability"]
+Parallel = Literal["data", "tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Aggregating:
     model: Annotated[str, "One of the models."]
     tau: Annotated[float, "Agreement that needs no aggregator; 1 is all, 0.67 two of three, above 1 never."] = 1.0
     confidence: Annotated[Agreement, "Measure of agreement: `plurality` or `probability`."] = "plurality"
+    parallel: Annotated[Parallel, "`data`: an engine per worker; `tensor`: one over the GPUs of all."] = "data"
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
 
     def __post_init__(self) -> None:
@@ -146,8 +148,14 @@ class Pool:
     models: Mapping[str, PoolModel]
     workers: tuple[PoolWorker, ...]
     proposers: Annotated[tuple[str, ...], "Models that answer questions; by default all."] = ()
-    capacity: Annotated[int | None, count("Most models that a worker loads in one run (K).")] = None
+    capacity: Annotated[int | None, count("Most models that a worker loads by one plan (K).")] = None
     concurrency: Annotated[int, count("Prompts that a worker gives its engine at a time.")] = 32
+    replan_above: Annotated[
+        float,
+        Number(
+            "A session that is off its planned time by this share has the rest replanned; 0: all stays.", at_least=0
+        ),
+    ] = 0.25
     sampling: Sampling = field(default_factory=Sampling)
     recruit: Recruiting = field(default_factory=Recruiting)
     answers: Answers = field(default_factory=Answers)
@@ -178,11 +186,34 @@ class Pool:
         if self.aggregate is not None:
             model = self.aggregate.model
             require(model in self.models, f"aggregate names {model!r}, none of the models")
+            require(
+                self.aggregate.parallel == "data" or (self.ray is None and all(one.pair for one in self.workers)),
+                "aggregate.parallel is tensor, and not all workers are SGLang pairs on this machine",
+                remedy="Give the pool SGLang pairs and no Ray cluster, or write `parallel: data`.",
+            )
 
     @property
     def proposer_names(self) -> tuple[str, ...]:
         """The models that answer questions."""
         return self.proposers or tuple(self.models)
+
+    @property
+    def spanning(self) -> PoolWorker | None:
+        """The worker that an aggregator with `parallel: tensor` has: a pair over the GPUs of all workers (section 5.3).
+
+        It takes the place of the first, when all are stopped. Where no GPUs are named, each worker counts as one.
+        """
+        pairs = [worker.pair for worker in self.workers if worker.pair is not None]
+        if self.aggregate is None or self.aggregate.parallel == "data" or not pairs:
+            return None
+        launches = [pair.launch or PairLaunch() for pair in pairs]
+        prefill, decode = (
+            tuple(dict.fromkeys(gpu for launch in launches for gpu in getattr(launch, f"{role}_gpus")))
+            for role in ("prefill", "decode")
+        )
+        flags = launches[0].flags if prefill or decode else f"{launches[0].flags} --tp-size {len(pairs)}"
+        launch = replace(launches[0], prefill_gpus=prefill, decode_gpus=decode, flags=flags)
+        return PoolWorker(pair=replace(pairs[0], launch=launch))
 
     def with_tau(self, tau: float | None) -> "Pool":
         """The pool with another tau for its gate, if one is given. Raises ConfigError."""

@@ -18,8 +18,8 @@ from shell_router.batch.profile import Load, ModelProfile, PoolProfile, at_their
 from shell_router.batch.prompts import Batch, Prompt, Result, as_lines, read_results
 from shell_router.batch.questions import Question, Questions, read_questions
 from shell_router.batch.recruit import answered_by_all, recruited, skill_scores, skill_similarity, text_similarity
-from shell_router.batch.run import Finished, Follow, Planner, run_batch
-from shell_router.batch.sessions import load_on_all, profiled
+from shell_router.batch.run import Finished, Follow, run_batch
+from shell_router.batch.sessions import Planner, Spanning, load_on_all, profiled
 from shell_router.batch.workers import pool_workers
 from shell_router.config.read import read_file
 from shell_router.config.write import plain
@@ -96,8 +96,9 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
     written: dict[Key, Output] = {}
     count, logs, first = len(pool.workers), pool.profile.with_suffix(".logs"), pool.proposer_names[0]
 
-    async def timed(name: str, prompts: Sequence[Prompt]) -> tuple[ModelProfile, Load]:
-        found, outputs, load = await profiled(name, prompts, sizes, workers, count, pool.concurrency, monotonic)
+    async def timed(name: str, prompts: Sequence[Prompt], *, spans: bool = False) -> tuple[ModelProfile, Load]:
+        on, number, width = (Spanning(workers), 1, count) if spans else (workers, count, 1)
+        found, outputs, load = await profiled(name, prompts, sizes, on, number, width * pool.concurrency, monotonic)
         written.update({output.key: output for output in outputs})
         follow.on_progress(f"{name}: {load} in {found.load_s:.1f} s, {found.token_s * 1000:.2f} ms per token")
         return found, load
@@ -110,7 +111,8 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
             swap_s, _ = await load_on_all(first, workers, count, monotonic)
             found[0] = replace(found[0][0], load_s=swap_s), "weights swapped"
         if pool.aggregate is not None:
-            found.append(await timed(pool.aggregate.model, batch.aggregator_prompts(written.get)))
+            prompts, spans = batch.aggregator_prompts(written.get), pool.spanning is not None
+            found.append(await timed(pool.aggregate.model, prompts, spans=spans))
             if found[-1][1] == "model kept":
                 found[-1] = replace(found[-1][0], load_s=found[0][0].load_s), "weights swapped"
     profiles = [one for one, _ in found] if one_shape else at_their_dearest(found)

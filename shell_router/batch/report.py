@@ -1,7 +1,7 @@
 """A batch for people: its plan as a table or a picture, its progress on a terminal, and what it came to."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.bar import Bar
@@ -14,9 +14,10 @@ from shell_router.batch.journal import Output
 from shell_router.batch.planner import OPTIMAL_GAP, Plan
 from shell_router.batch.prompts import Result
 from shell_router.batch.run import Follow, Stage
-from shell_router.batch.sessions import Sessions
+from shell_router.batch.sessions import Move, Sessions
 from shell_router.core.statistics import wilson
 
+MOVES: Mapping[Move, str] = {"taken": "were taken by idle workers", "replanned": "were moved by a new plan"}
 COLORS = ("blue", "green", "yellow", "magenta", "cyan", "red")
 
 
@@ -57,6 +58,7 @@ def outcome(results: Sequence[Result], stages: Sequence[Stage]) -> list[str]:
     """What a batch came to: its stages as planned and as run, who answered, and how right that is where it is known."""
     lines = [
         f"{stage.role}: {stage.measured.makespan_s:.1f} s, planned {stage.plan.makespan_s:.1f} s."
+        + "".join(f" {number} prompts {MOVES[why]}." for why, number in stage.moved.items())
         for stage in stages
         if stage.sessions
     ]

@@ -2,15 +2,26 @@
 
 import logging
 import pickle
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from shell_router.batch.journal import Journal, Output, Role
 from shell_router.batch.planner import SEARCHERS, ModelWork, Plan, Session, Workload
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch, Prompt, Result, results_of
 from shell_router.batch.queues import WorkerQueues
-from shell_router.batch.sessions import Clock, Sessions, Workers, ungrouped
+from shell_router.batch.sessions import (
+    Clock,
+    Move,
+    Planner,
+    Replanning,
+    Sessions,
+    Spanning,
+    Workers,
+    planned,
+    ungrouped,
+)
 from shell_router.errors import ConfigError
 from shell_router.launching.side_process import ProcessLimits, SideProcess, side_command, side_environment
 
@@ -18,8 +29,6 @@ log = logging.getLogger(__name__)
 
 QUICK_PLAN_S = 600.0
 """What the plan that the solver starts from takes at most, of the largest workloads."""
-Planner = Callable[[Workload], Plan | Awaitable[Plan]]
-"""One that is no coroutine holds up the event loop while it plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,8 @@ class Stage:
     role: Role
     plan: Plan
     sessions: tuple[Session, ...] = ()
+    moved: Mapping[Move, int] = field(default_factory=dict)
+    """Prompts that another worker answered than the plan's."""
 
     @property
     def measured(self) -> Plan:
@@ -56,6 +67,9 @@ class Follow:
     def on_load(self, load: Load, seconds: float) -> None:
         """A worker has loaded a model."""
 
+    def on_move(self, why: Move, prompts: int) -> None:
+        """This number of prompts goes to another worker than the plan's."""
+
     def on_progress(self, line: str) -> None:
         """Something happened that a person may want to read."""
         log.info("%s", line)
@@ -77,23 +91,36 @@ async def run_batch(
     """
     pool = batch.pool
 
-    async def stage(role: Role, prompts: Sequence[Prompt], capacity: int) -> Stage:
+    async def stage(role: Role, prompts: Sequence[Prompt], capacity: int, before: Sequence[Session] = ()) -> Stage:
         asked: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             if journal.lacks(prompt.key):
                 asked.setdefault(prompt.model, []).append(prompt)
-        count = len(pool.workers)
+        spans = role == "aggregator" and pool.spanning is not None
+        count = 1 if spans else len(pool.workers)
         models = tuple(_cost(profile, role, model, len(its), count) for model, its in asked.items())
-        # the proposers have started the engines
-        starts_s = (profile.first_s, profile.together_s) if role == "proposer" else ()
-        planning = planner(Workload(models, count, capacity, *starts_s))
-        plan = planning if isinstance(planning, Plan) else await planning
+        # the proposers have started the engines, and pairs still hold what they ran last
+        first_s, together_s = (profile.first_s, profile.together_s) if role == "proposer" else (0.0, 0.0)
+        held = {one.worker: one.model for one in (() if spans else before) if pool.workers[one.worker].pair}
+        holds = tuple(held.get(worker, "") for worker in range(count))
+        plan = await planned(planner, Workload(models, count, capacity, first_s, together_s, holds=holds))
         queues = WorkerQueues(models, asked, plan, count)
+        moved: Counter[Move] = Counter()
+
+        def on_move(why: Move, number: int) -> None:
+            moved[why] += number
+            follow.on_move(why, number)
+
         sessions = Sessions(
-            queues, workers, note, follow.on_progress, follow.on_load, concurrency=pool.concurrency, clock=clock
+            queues,
+            Spanning(workers) if spans else workers,
+            *(note, follow.on_progress, follow.on_load, on_move),
+            concurrency=pool.concurrency * (len(pool.workers) if spans else 1),
+            clock=clock,
+            replanning=Replanning(planner, capacity, pool.replan_above, first_s) if pool.replan_above else None,
         )
         follow.on_stage(Stage(role, plan), sessions)
-        return Stage(role, plan, await ungrouped(sessions.run()))
+        return Stage(role, plan, await ungrouped(sessions.run()), moved)
 
     def note(output: Output) -> None:
         journal.add(output)
@@ -101,7 +128,8 @@ async def run_batch(
 
     stages = [await stage("proposer", batch.proposer_prompts(), pool.capacity or len(pool.proposer_names))]
     if pool.aggregate is not None:
-        stages.append(await stage("aggregator", batch.aggregator_prompts(journal.get), 1))
+        prompts = batch.aggregator_prompts(journal.get)
+        stages.append(await stage("aggregator", prompts, 1, stages[0].sessions))
     return Finished(results_of(batch, journal.get), stages)
 
 

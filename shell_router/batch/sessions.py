@@ -7,12 +7,14 @@ without any answer is asked one by one, so that a prompt that kills engines is f
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Protocol, TypeVar, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeVar, get_args
 
 from shell_router.batch.journal import Output
-from shell_router.batch.planner import Session
+from shell_router.batch.planner import Plan, Session, Workload
 from shell_router.batch.profile import Load, ModelProfile, SessionRun, profile_of
 from shell_router.batch.prompts import Prompt, answered
 from shell_router.batch.queues import Share, WorkerQueue, WorkerQueues
@@ -23,9 +25,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Clock = Callable[[], float]
+Move = Literal["taken", "replanned"]
+"""Why a prompt is answered by another worker than the plan's: an idle one took it, or the rest was planned again."""
 OnOutput = Callable[[Output], None]
 Left = tuple[list[Prompt], str]
 """Prompts that stay without an output, and the error of one of them."""
+
+
+SPANNING = -1
+"""The worker that spans the GPUs of all others."""
 
 
 class Workers(Protocol):
@@ -39,12 +47,52 @@ class Workers(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Spanning:
+    """Of some workers the one that spans all of them, as their only one."""
+
+    workers: Workers
+
+    def session(self, _worker: int, model: str) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
+        """See `Workers`."""
+        return self.workers.session(SPANNING, model)
+
+
+Planner = Callable[[Workload], Plan | Awaitable[Plan]]
+"""One that is no coroutine holds up the event loop while it plans."""
+
+
+async def planned(planner: Planner, workload: Workload) -> Plan:
+    """The planner's plan. Raises what it raises."""
+    made = planner(workload)
+    return made if isinstance(made, Plan) else await made
+
+
+@dataclass(frozen=True, slots=True)
+class Replanning:
+    """When the rest is planned again: a session takes more than `bound` longer or shorter than planned, as a share.
+
+    `capacity` is what a worker loads at most by one plan. The first load of a worker takes `first_s` longer.
+    """
+
+    planner: Planner
+    capacity: int
+    bound: float
+    first_s: float = 0.0
+
+
+WORTH = 0.05
+"""A new plan is followed if it shortens the rest by more than this share: moving prompts costs loads that may fail."""
+
+
 class Sessions:
     """Runs what is queued for the workers.
 
-    `on_output` and `on_progress` are called with each output and line of text, `on_load` with a load and its seconds.
+    `on_output` and `on_progress` are called with each output and line of text, `on_load` with a load and its seconds,
+    `on_move` with prompts that go to another worker.
 
     At most `concurrency` prompts of a session are with the engine at the same time. `clock` is monotonic seconds.
+    Without `replanning` each prompt stays with its worker unless that fails.
     """
 
     def __init__(
@@ -54,19 +102,24 @@ class Sessions:
         on_output: OnOutput,
         on_progress: Callable[[str], None],
         on_load: Callable[[Load, float], None],
+        on_move: Callable[[Move, int], None],
         *,
         concurrency: int,
         clock: Clock,
+        replanning: Replanning | None = None,
     ) -> None:
         self._queues = queues
         self._workers = workers
         self._on_output = on_output
         self._on_progress = on_progress
         self._on_load = on_load
+        self._on_move = on_move
         self._concurrency = concurrency
         self._clock = clock
         self._changed = asyncio.Condition()
         self._ended: list[Session] = []
+        self._replanning = replanning
+        self._is_planning = False
 
     async def run(self) -> tuple[Session, ...]:
         """Every prompt is answered, or has an output that says why not; the sessions as they were, by worker and time.
@@ -93,34 +146,92 @@ class Sessions:
     async def _next(self, queue: WorkerQueue) -> Share | None:
         """What this worker does next; None once no worker has anything left that could fail."""
         async with self._changed:
-            queue.running = None
+            queue.end()
             self._changed.notify_all()
             await self._changed.wait_for(lambda: queue.shares or not self._queues.busy)
-            return queue.begin() if queue.shares else None
+            return queue.begin()
 
     async def _session(self, worker: int, share: Share) -> int:
-        """How many of the share's prompts have an output; the others are handed on."""
+        """How many prompts of the share, and of what is taken from others with it, have an output.
+
+        What is left is handed on.
+        """
+        queue, done, is_first = self._queues[worker], 0, not self._queues[worker].loads
         async with AsyncExitStack() as stack:
             begun_s = self._clock()
             try:
                 model, load = await stack.enter_async_context(self._workers.session(worker, share.model))
             except (EngineError, ConfigError, OSError) as error:
+                never_begun = queue.end()
+                share = replace(share, prompts=share.prompts if share.barren else never_begun)
                 taken = self._queues.not_loaded(worker, share)
                 self._report(worker, share.model, share.prompts, str(error), taken)
                 return 0
             load_s = self._clock() - begun_s
+            queue.loads += 1
             self._on_load(load, load_s)
-            self._on_progress(
-                f"worker {worker}: {share.model} answers {len(share.prompts)} prompts ({load} in {load_s:.1f} s)"
-            )
-            left, failure = await self._answer(model, self._queues[worker], share)
-        done = len(share.prompts) - len(left)
-        if done:
-            self._queues.worked(share.model)
+            self._on_progress(f"worker {worker}: {share.model} answers {queue.left} prompts ({load} in {load_s:.1f} s)")
+            following: Share | None = share
+            starts = is_first and self._replanning is not None and self._replanning.first_s > 0
+            compared_s = None if starts or load == "model kept" else load_s
+            while following is not None:
+                share, queue.since_s = following, self._clock()
+                left, failure = await self._answer(model, queue, share)
+                done += queue.answered
+                if queue.answered:
+                    self._queues.worked(share.model)
+                if left:
+                    break
+                ran_s, queue.since_s = self._clock() - queue.since_s, None
+                if self._replanning is not None:
+                    await self._measured(self._replanning, worker, compared_s, ran_s)
+                    compared_s = None  # further shares need no load
+                following = queue.begin(share.model) or self._taken(worker, share.model)
         if left:
-            taken = self._queues.not_answered(worker, share, left)
+            taken = self._queues.not_answered(worker, share, left, answered=queue.answered > 0)
             self._report(worker, share.model, left, failure, taken)
         return done
+
+    async def _measured(self, replanning: Replanning, worker: int, load_s: float | None, run_s: float) -> None:
+        """A session took `run_s`: if that, or one that runs, is off the plan, have the rest planned again.
+
+        Others go on by the old plan meanwhile. A new one that takes too long in the making comes too late.
+        """
+        off = self._queues.measured(worker, load_s, run_s, replanning.bound)
+        off = self._queues.off(self._clock(), replanning.bound) or off
+        if not off or self._is_planning:
+            return
+        work, before = self._queues.rest(replanning.capacity, replanning.first_s)
+        if not work.asked:
+            return
+        self._is_planning, left_s = True, self._queues.left_s
+        try:
+            async with asyncio.timeout(replanning.bound * left_s):
+                plan = await planned(replanning.planner, work)
+        except (TimeoutError, ShellRouterError) as error:
+            level = logging.INFO if isinstance(error, TimeoutError) else logging.WARNING
+            log.log(level, "The rest is not planned again: %s", str(error) or "planning took too long")
+            return
+        finally:
+            self._is_planning = False
+        if plan.makespan_s < (1 - WORTH) * left_s and (moved := self._queues.move(plan, before)):
+            self._on_progress(
+                f"sessions took longer or shorter than planned: {moved} prompts go to other workers, and the rest takes"
+                f" about {plan.makespan_s:.0f} s instead of {left_s:.0f} s"
+            )
+            self._on_move("replanned", moved)
+            async with self._changed:
+                self._changed.notify_all()
+
+    def _taken(self, worker: int, model: str) -> Share | None:
+        """What a worker that has nothing left takes of the model that it holds: this needs no load."""
+        idle = self._replanning is not None and not self._queues[worker].shares
+        if not idle or (taken := self._queues.take(worker, model)) is None:
+            return None
+        share, other = taken
+        self._on_progress(f"worker {worker}: takes {len(share.prompts)} prompts of {model} from worker {other}")
+        self._on_move("taken", len(share.prompts))
+        return share
 
     async def _answer(self, model: ServedModel, queue: WorkerQueue, share: Share) -> Left:
         """What stays without an output.
@@ -130,19 +241,21 @@ class Sessions:
         """
 
         def on_output(output: Output) -> None:
-            queue.left -= 1
+            queue.output()
             self._on_output(output)
 
         blamed = share.prompts[: self._concurrency + 1] if share.barren else ()
         rest = share.prompts[len(blamed) :]
         left, failure = await one_by_one(model, blamed, on_output)
-        if not left:
-            return await in_rounds(model, rest, self._concurrency, on_output)
-        first, *others = left
-        if len(left) == len(blamed):  # the engine may be at fault: next time another prompt comes first
-            return [*others, first, *rest], failure
-        on_output(first.failed(failure))
-        return [*others, *rest], failure
+        if left:
+            first, *others = left
+            if len(left) == len(blamed):  # the engine may be at fault: next time another prompt comes first
+                return [*others, first, *rest], failure
+            on_output(first.failed(failure))
+            return [*others, *rest], failure
+        if share.barren:
+            queue.waiting.extend(rest)
+        return await in_rounds(model, queue.waiting, self._concurrency, on_output)
 
     def _report(self, worker: int, model: str, left: Sequence[Prompt], failure: str, taken: bool) -> None:
         """Log a failure; prompts that no worker takes get an output with it."""
@@ -155,21 +268,18 @@ class Sessions:
             self._on_output(prompt.failed(failure))
 
 
-async def in_rounds(model: ServedModel, prompts: Sequence[Prompt], concurrency: int, on_output: OnOutput) -> Left:
+async def in_rounds(model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput) -> Left:
     """`concurrency` of them at the same time, and those that failed once more for as long as a round answers some.
 
-    What is left stands in the order in which it was given.
+    What is left stands in the order in which it was given. In the first round the last of `waiting` may be taken out.
     """
-    left, failure = list(prompts), ""
-    while left:
-        failed = await _round(model, left, concurrency, on_output)
-        if not failed:
-            return [], ""
-        failure = next(iter(failed.values()))
-        if len(failed) == len(left):
-            break
-        left = [prompt for prompt in left if prompt in failed]
-    return left, failure
+    order = {prompt: place for place, prompt in enumerate(waiting)}
+    while True:
+        failed, answered = await _round(model, waiting, concurrency, on_output)
+        left = sorted(failed, key=order.__getitem__)
+        if not (left and answered):
+            return left, failed[left[0]] if left else ""
+        waiting = deque(left)
 
 
 async def one_by_one(model: ServedModel, prompts: Sequence[Prompt], on_output: OnOutput) -> Left:
@@ -184,25 +294,28 @@ async def one_by_one(model: ServedModel, prompts: Sequence[Prompt], on_output: O
 
 
 async def _round(
-    model: ServedModel, prompts: Sequence[Prompt], concurrency: int, on_output: OnOutput
-) -> dict[Prompt, str]:
-    """Ask each once; those that the engine failed to answer, with its errors."""
+    model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput
+) -> tuple[dict[Prompt, str], int]:
+    """Ask each once; those that the engine failed to answer, with its errors, and the number of the others."""
     failed: dict[Prompt, str] = {}
-    slots = asyncio.Semaphore(concurrency)
+    answered_prompts = 0
 
-    async def ask(prompt: Prompt) -> None:
-        async with slots:
+    async def ask() -> None:
+        nonlocal answered_prompts
+        while waiting:
+            prompt = waiting.popleft()
             try:
                 output = await answered(model, prompt)
             except EngineError as error:
                 failed[prompt] = str(error)
-                return
-        on_output(output)
+                continue
+            answered_prompts += 1
+            on_output(output)
 
     async with asyncio.TaskGroup() as tasks:
-        for prompt in prompts:
-            tasks.create_task(ask(prompt))
-    return failed
+        for _ in range(min(concurrency, len(waiting))):
+            tasks.create_task(ask())
+    return failed, answered_prompts
 
 
 async def load_on_all(
@@ -289,9 +402,9 @@ async def _timed(
 ) -> tuple[SessionRun, list[Output]]:
     outputs: list[Output] = []
     begun_s = clock()
-    errors = [*(await _round(model, prompts, concurrency, outputs.append)).values()]
+    failed, _ = await _round(model, deque(prompts), concurrency, outputs.append)
     seconds = clock() - begun_s
-    if errors := [*errors, *(output.error for output in outputs if output.error)]:
+    if errors := [*failed.values(), *(output.error for output in outputs if output.error)]:
         raise EngineError(f"{model.alias} did not answer {len(errors)} questions: {errors[0]}")
     tokens = [output.completion_tokens for output in outputs]
     return SessionRun(len(prompts), sum(tokens) / len(tokens), max(tokens), seconds), outputs

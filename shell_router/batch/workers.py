@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock, current_thread, main_thread
@@ -24,7 +24,7 @@ from shell_router.app.models import RunningModel, adapted_models, running_models
 from shell_router.app.wings import EngineKind
 from shell_router.batch.pool import Pool, PoolWorker
 from shell_router.batch.profile import Load
-from shell_router.batch.sessions import Workers
+from shell_router.batch.sessions import SPANNING, Workers
 from shell_router.config import AdaptersSection, Config, ModelSettings, PairLaunch, PairSettings
 from shell_router.core.engine import ServedModel
 from shell_router.engines.address import PairAddress
@@ -40,13 +40,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PoolWorkers:
-    """See `batch.sessions.Workers`. `pool_workers` makes it."""
+    """See `batch.sessions.Workers`. `pool_workers` makes it.
+
+    The last of them is `SPANNING` where one spans the GPUs of all others, which are stopped while it is up.
+    """
 
     workers: Sequence["LocalWorker | RayWorker"]
+    spanning: "LocalWorker | None" = None
 
-    def session(self, worker: int, model: str) -> AbstractAsyncContextManager[tuple[ServedModel, Load]]:
+    @asynccontextmanager
+    async def session(self, worker: int, model: str) -> AsyncIterator[tuple[ServedModel, Load]]:
         """See `Workers`."""
-        return self.workers[worker].session(model)
+        spans = worker == SPANNING
+        await asyncio.gather(*(other.stop() for other in (self.workers if spans else [self.spanning]) if other))
+        chosen = self.spanning if spans else self.workers[worker]
+        assert chosen is not None
+        async with chosen.session(model) as found:
+            yield found
 
     async def start(self) -> None:
         """Place all that run on a cluster at the same time. Raises the first EngineError."""
@@ -60,7 +70,8 @@ class PoolWorkers:
 
     async def aclose(self) -> None:
         """End all workers, and with them what they still run: whatever happens to one of them."""
-        ends = await asyncio.gather(*(worker.stop() for worker in self.workers), return_exceptions=True)
+        every = [*self.workers, *([self.spanning] if self.spanning else [])]
+        ends = await asyncio.gather(*(worker.stop() for worker in every), return_exceptions=True)
         for failed in filter(None, ends):
             raise failed
 
@@ -81,7 +92,8 @@ async def pool_workers(pool: Pool, folder: Path) -> AsyncIterator[Workers]:
             if any(worker.embedded for worker in pool.workers):
                 await spawner.launch()  # here, so that the first session is no dearer than the others
             workers = PoolWorkers(
-                [LocalWorker(pool, place, folder / f"worker-{number}", spawner) for number, place in places]
+                [LocalWorker(pool, place, folder / f"worker-{number}", spawner) for number, place in places],
+                LocalWorker(pool, pool.spanning, folder / "spanning", spawner) if pool.spanning else None,
             )
         await stack.enter_async_context(aclosing(workers))
         await workers.start()

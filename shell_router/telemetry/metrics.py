@@ -113,6 +113,7 @@ class Metrics:
         self.batches_ended = self._counter("batches_ended", "Batches that ended, by status", "status")
         self.batch_lines = self._counter("batch_lines", "Batch lines with a result, by outcome", "outcome")
         self.pool_loads = self._seconds("pool_load_seconds", "Time of one load by a worker of a batch pool", "kind")
+        self.pool_moved = self._counter("pool_moved_prompts", "Prompts of pools moved to another worker, by why", "why")
         self.running_batch_lines = self._gauge("running_batch_lines", "Running batch lines")
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Family[Counter]:

@@ -31,6 +31,11 @@ def started(_worker: int, _model: str) -> Load:
     return "engine started"
 
 
+def no_time(_worker: int, _model: str, _text: str) -> float:
+    """Answers come at once."""
+    return 0.0
+
+
 async def soon(_worker: int, _model: str) -> None:
     """A load that only lets others run."""
     await asyncio.sleep(0)
@@ -41,8 +46,8 @@ class ScriptedWorkers:
     """`batch.Workers` that answer what `says` gives for a model and the text it is asked, a chat's last message.
 
     `unloadable` tells on which worker a model does not load, `kills` which text the engine dies of: it answers nothing
-    from then on. `pace` is the engines', `load` is awaited while a model loads. A worker that is given a second model
-    fails the test.
+    from then on. `pace` is the engines', `load` is awaited while a model loads; under a virtual clock an answer takes
+    `seconds` by worker, model and text. A worker that is given a second model fails the test.
     """
 
     says: Callable[[str, str], Script] = echo
@@ -50,6 +55,7 @@ class ScriptedWorkers:
     kills: Callable[[str, str], bool] = never
     pace: Callable[[str, int], Awaitable[None]] = at_once
     load: Callable[[int, str], Awaitable[None]] = soon
+    seconds: Callable[[int, str, str], float] = no_time
     context_length: int = 4096
     kind: Callable[[int, str], Load] = started
     open: dict[int, str] = field(default_factory=dict)
@@ -71,7 +77,7 @@ class ScriptedWorkers:
             if self.unloadable(worker, model):
                 raise EngineUnreachable(f"{model} did not load on worker {worker}")
             tokenizer = WordTokenizer()
-            served = ServedModel(model, _Mortal(self, model, tokenizer).engine, tokenizer, self.context_length)
+            served = ServedModel(model, _Mortal(self, worker, model, tokenizer).engine, tokenizer, self.context_length)
             yield served, self.kind(worker, model)
             await asyncio.sleep(0)  # unloading takes its time, too
         finally:
@@ -81,8 +87,10 @@ class ScriptedWorkers:
 class _Mortal:
     """One session's engine."""
 
-    def __init__(self, workers: ScriptedWorkers, model: str, tokenizer: WordTokenizer) -> None:
+    def __init__(self, workers: ScriptedWorkers, worker: int, model: str, tokenizer: WordTokenizer) -> None:
         self._workers = workers
+        self._worker = worker
+        self._seconds: dict[str, float] = {}
         self._model = model
         self._tokenizer = tokenizer
         self._dead = False
@@ -91,11 +99,13 @@ class _Mortal:
     def _answer(self, request: Generation) -> Script:
         text = self._tokenizer.decode(request.input_ids).rpartition("<user>")[2].removesuffix("<assistant>")
         self._workers.asked.append((self._model, text))
+        self._seconds[request.rid] = self._workers.seconds(self._worker, self._model, text)
         self._workers.most_running = max(self._workers.most_running, len(self.engine.running))
         self._dead = self._dead or self._workers.kills(self._model, text)
         return Script("", error=self._death()) if self._dead else self._workers.says(self._model, text)
 
     async def _pace(self, rid: str, piece: int) -> None:
+        await asyncio.sleep(self._seconds.pop(rid, 0.0))
         await self._workers.pace(rid, piece)
         if self._dead:
             raise self._death()

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -12,11 +13,12 @@ import yaml
 from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.pair import free_ports
 from shell_router.batch.planner import longest_first
-from shell_router.batch.pool import Pool, load_pool
+from shell_router.batch.pool import ALWAYS, Aggregating, Pool, load_pool
 from shell_router.batch.pool_run import profile_pool, questions_for, run_pool
 from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Prompt, answered
 from shell_router.batch.run import Follow
+from shell_router.batch.sessions import SPANNING
 from shell_router.batch.workers import pool_workers
 from shell_router.config.read import read_file
 from shell_router.core.engine import ServedModel
@@ -73,6 +75,13 @@ def servers() -> set[int]:
     return {
         pid for pid in descendants(os.getpid()) if b"embedded_as_sglang" in Path(f"/proc/{pid}/cmdline").read_bytes()
     }
+
+
+def spanning_servers() -> int:
+    """Those of them that are tensor-parallel; the others are not up then."""
+    flags = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in servers()]
+    assert len(flags) == 2 or b"--tp-size" not in b"".join(flags)
+    return sum(b"--tp-size" in one for one in flags)
 
 
 async def test_an_engine_takes_the_weights_of_the_next_model_where_shapes_match_and_starts_anew_elsewhere(
@@ -144,3 +153,33 @@ async def test_the_profile_of_models_of_one_shape_has_swaps_and_starts_which_the
     (stage,) = finished.stages
     assert min(one.end_s for one in stage.plan.sessions) > costs.first_s
     assert [one.error for one in finished.results] == [""] * 8
+
+
+async def test_the_worker_that_spans_all_is_up_alone_and_the_others_start_again_after_it(
+    tmp_path: Path, checkpoints: Path
+) -> None:
+    pool = pair_pool(tmp_path, checkpoints, ("a", "b"), workers=2)
+    pool = replace(pool, aggregate=Aggregating("b", parallel="tensor"))
+    loads: list[Load] = []
+    async with pool_workers(pool, tmp_path / "logs") as workers:
+        for worker in (0, 1, SPANNING, 0):
+            async with workers.session(worker, "a") as (model, load):
+                loads.append(load)
+                assert spanning_servers() == (2 if worker == SPANNING else 0)
+                assert await said(model)
+    assert loads == ["engine started"] * 4
+    assert not servers()
+
+
+async def test_a_batch_with_a_tensor_parallel_aggregator_is_profiled_and_run(tmp_path: Path, checkpoints: Path) -> None:
+    pool = pair_pool(tmp_path, checkpoints, ("a", "b"), workers=2)
+    pool = replace(pool, aggregate=Aggregating("b", ALWAYS, sampling=pool.sampling, parallel="tensor"))
+    file = tmp_path / "questions.jsonl"
+    file.write_bytes(b"".join(orjson.dumps({"question": f"What is {n} and {n}?"}) + b"\n" for n in range(6)))
+    questions = questions_for(pool, file)
+    await profile_pool(pool, questions, (1, 2), Follow())
+    finished = await run_pool(pool, questions, tmp_path / "run", longest_first, Follow())
+    assert {result.by for result in finished.results} == {"aggregator"}
+    (aggregator,) = (stage for stage in finished.stages if stage.role == "aggregator")
+    assert {one.worker for one in aggregator.sessions} == {0}
+    assert not servers()

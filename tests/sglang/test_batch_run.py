@@ -27,7 +27,7 @@ PROMPT = Prompt("q", "proposer", "", [{"role": "user", "content": "Why is the ri
 
 
 def shipped_pool(folder: Path) -> Path:
-    """The pool that is shipped, with two of its proposers, on free ports, with made-up costs."""
+    """The pool that is shipped, with two of its proposers and a tensor-parallel aggregator, with made-up costs."""
     pool = yaml.safe_load(POOL.read_text(encoding="utf-8"))
     for model in pool["models"].values():
         model["path"] = str((POOL.parent / model["path"]).resolve())
@@ -36,6 +36,7 @@ def shipped_pool(folder: Path) -> Path:
         prefill, decode, bootstrap = free_ports(3)
         urls = {"prefill": f"http://127.0.0.1:{prefill}", "decode": f"http://127.0.0.1:{decode}"}
         worker["pair"] |= {**urls, "bootstrap_port": bootstrap}
+    pool["aggregate"]["parallel"] = "tensor"
     pool |= {"proposers": ["small", "medium"], "profile": str(write_costs(folder, *pool["models"]))}
     file = folder / "pool.yaml"
     file.write_text(yaml.safe_dump(pool), encoding="utf-8")
@@ -58,6 +59,8 @@ async def test_a_batch_is_planned_run_and_gated_and_leaves_no_engine(tmp_path: P
     assert len(engines) >= 2 * len(load_pool(pool).workers), "a prefill and a decode server for each"
     assert survivors(engines) == set()
     assert {one["by"] for one in results(out)} == {"proposers", "aggregator"}
+    logs = [log.read_bytes() for log in (out / "logs" / "spanning").rglob("*.log")]
+    assert [b"'tp_size': 2," in log for log in logs] == [True, True]
     assert all(len(one["proposals"]) == 2 and not one["error"] for one in results(out))
     assert sum(one["right"] for one in results(out)) >= 8
 

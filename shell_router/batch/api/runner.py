@@ -23,6 +23,7 @@ from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Result
 from shell_router.batch.questions import Question, Questions
 from shell_router.batch.run import Follow, plan_apart
+from shell_router.batch.sessions import Move
 from shell_router.config import Config
 from shell_router.errors import ConfigError, EngineError, InvalidField, ShellRouterError
 from shell_router.telemetry.metrics import Metrics
@@ -197,6 +198,9 @@ class _Measured(Follow):
 
     def on_load(self, load: Load, seconds: float) -> None:
         self._metrics.pool_loads.labels(load).observe(seconds)
+
+    def on_move(self, why: Move, prompts: int) -> None:
+        self._metrics.pool_moved.labels(why).inc(prompts)
 
 
 def _question(line: BatchLine) -> Question:

@@ -2,6 +2,7 @@ import asyncio
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -22,7 +23,10 @@ from shell_router.errors import ConfigError, EngineError
 
 
 def workload(seed: int, *, models: int = 6, workers: int = 4, prompts: int = 2000) -> Workload:
-    """A random one; some models have nothing to do, some cost more per session than for all their prompts."""
+    """A random one; some models have nothing to do, some cost more per session than for all their prompts.
+
+    Every third is in the middle of a run: workers are busy, and some hold a model.
+    """
     draw = random.Random(seed)
     drawn = [
         ModelWork(
@@ -39,7 +43,13 @@ def workload(seed: int, *, models: int = 6, workers: int = 4, prompts: int = 200
     asked = sum(model.prompts > 0 for model in drawn)
     capacity = draw.randint(max(1, -(-asked // on)), max(1, asked))
     first_s, together_s = draw.choice((0.0, draw.uniform(0, 90))), draw.choice((0.0, 0.0, draw.uniform(0, 9)))
-    return Workload(tuple(drawn), on, capacity, first_s, together_s)
+    work = Workload(tuple(drawn), on, capacity, first_s, together_s)
+    if seed % 3:
+        return work
+    ready_s = tuple(draw.choice((0.0, draw.uniform(0, 200))) for _ in range(on))
+    return replace(
+        work, ready_s=ready_s, holds=tuple(draw.choice(["", *(one.name for one in drawn)]) for _ in range(on))
+    )
 
 
 def broken(work: Workload, made: Plan) -> Iterator[str]:
@@ -47,7 +57,7 @@ def broken(work: Workload, made: Plan) -> Iterator[str]:
     placed: Counter[str] = Counter()
     loaded: dict[str, set[int]] = defaultdict(set)
     hosted: dict[int, list[str]] = defaultdict(list)
-    free_s: dict[int, float] = defaultdict(float)
+    free_s = dict(enumerate(work.ready_s or (0.0,) * work.workers))
     models = {model.name: model for model in work.models}
     for session in made.sessions:
         placed[session.model] += session.prompts
@@ -60,8 +70,10 @@ def broken(work: Workload, made: Plan) -> Iterator[str]:
         took_s = session.end_s - session.begin_s
         model = models[session.model]
         first_s = work.first_s + work.together_s * (len({one.worker for one in made.sessions}) - 1)
-        is_first = session.begin_s == 0 and hosted[session.worker] == [session.model]
-        if took_s != pytest.approx(model.session_s(session.prompts) + first_s * is_first):
+        is_first = hosted[session.worker] == [session.model]
+        load_s = 0.0 if work.holds and work.holds[session.worker] == session.model else model.load_s
+        run_s = model.fixed_s + session.prompts * model.per_prompt_s
+        if took_s != pytest.approx(load_s + run_s + first_s * is_first):
             yield f"{session} does not take as long as it should"
         free_s[session.worker] = session.end_s
     for model in work.models:
@@ -96,13 +108,20 @@ def brute_force_s(work: Workload) -> float:
         for model in work.asked
     ]
 
+    ready_s = work.ready_s or (0.0,) * work.workers
+
     def makespan_s(placed: tuple[tuple[int, ...], ...]) -> float:
         columns = list(zip(*placed, strict=True)) or [()]
         if any(sum(map(bool, column)) > work.capacity for column in columns):
             return float("inf")
         held = [[(model, n) for model, n in zip(work.asked, column, strict=True) if n] for column in columns]
         first_s = work.first_s + work.together_s * (sum(map(bool, held)) - 1)
-        return max((sum(model.session_s(n) for model, n in share) + first_s for share in held if share), default=0.0)
+        ends_s = [
+            free_s + first_s + sum(model.session_s(n) - (model.name == holds) * model.load_s for model, n in share)
+            for share, free_s, holds in zip(held, ready_s, work.holds or ("",) * work.workers, strict=True)
+            if share
+        ]
+        return max(ends_s, default=0.0)
 
     return min(makespan_s(placed) for placed in product(*options))
 
@@ -142,6 +161,18 @@ def test_an_expert_that_is_split_pays_its_fixed_cost_on_every_worker() -> None:
     assert len(plan(cheap).sessions) == 4
     assert plan(cheap).makespan_s == pytest.approx(26.0)
     assert plan(dear).makespan_s == pytest.approx(125.0)
+
+
+def test_a_worker_that_holds_a_model_takes_most_of_it_and_one_that_is_busy_the_least() -> None:
+    work = Workload(
+        (ModelWork("a", 100, 30.0, 1.0, most_workers=3),), 3, 1, ready_s=(0.0, 0.0, 50.0), holds=("a", "", "")
+    )
+    assert {one.worker: one.prompts for one in plan(work).sessions} == {0: 65, 1: 35}
+
+
+def test_states_of_workers_that_are_too_few_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"holds has 1 entries for 2 workers\. Give one for each worker, or none"):
+        Workload((), 2, 1, holds=("a",))
 
 
 def test_workers_that_start_slowly_together_are_fewer() -> None:

@@ -4,7 +4,9 @@ from typing import Any
 import pytest
 
 from shell_router.batch.pool import Sampling, load_pool
+from shell_router.config import Config, ModelSettings
 from shell_router.errors import ConfigError
+from shell_router.launching.plan import commands
 from tests.fakes.pools import write_pool
 
 SHIPPED = Path(__file__).parents[3] / "configs" / "pools" / "word-problems.yaml"
@@ -146,3 +148,50 @@ def test_a_wrong_cluster_is_refused_with_what_is_wrong(tmp_path: Path, changed: 
     with pytest.raises(ConfigError) as refused:
         load_pool(write_pool(tmp_path, **changed))
     assert said in str(refused.value)
+
+
+PAIR = '{{pair: {{prefill: "http://127.0.0.1:{0}1", decode: "http://127.0.0.1:{0}2", launch: {{{1}}}}}}}'
+TENSOR = """
+models: {{large: {{path: large}}}}
+workers: [{}]
+aggregate: {{model: large, parallel: {}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("launches", "options"),
+    [
+        (
+            ("prefill_gpus: [0], decode_gpus: [1]", "prefill_gpus: [2, 3], decode_gpus: [1]"),
+            {"prefill": ["--tp-size", "3"], "decode": []},
+        ),
+        (
+            ("flags: --dtype float32", ""),
+            {role: ["--dtype", "float32", "--tp-size", "2"] for role in ("prefill", "decode")},
+        ),
+    ],
+)
+def test_a_tensor_parallel_aggregator_spans_the_gpus_of_all_workers_at_the_place_of_the_first(
+    file: Path, launches: tuple[str, str], options: dict[str, list[str]]
+) -> None:
+    places = ", ".join(PAIR.format(number + 1, launch) for number, launch in enumerate(launches))
+    file.write_text(TENSOR.format(places, "tensor"))
+    pool = load_pool(file)
+    assert pool.spanning is not None and pool.spanning.pair is not None
+    model = ModelSettings(Path("large"), pairs=(pool.spanning.pair,))
+    for engine in commands(Config({"large": model}), python="python"):
+        assert engine.ready_url == f"http://127.0.0.1:1{1 if engine.role == 'prefill' else 2}/health"
+        assert [one for one in engine.argv if one in ("--tp-size", "--dtype", "float32", "2", "3")] == options[
+            engine.role
+        ]
+
+
+def test_a_data_parallel_aggregator_has_no_worker_of_its_own(file: Path) -> None:
+    file.write_text(TENSOR.format(PAIR.format(1, ""), "data"))
+    assert load_pool(file).spanning is None
+
+
+def test_a_tensor_parallel_aggregator_needs_sglang_pairs(file: Path) -> None:
+    file.write_text(TENSOR.format("embedded: {}", "tensor"))
+    with pytest.raises(ConfigError, match=r"not all workers are SGLang pairs on this machine\. Give the pool SGLang"):
+        load_pool(file)

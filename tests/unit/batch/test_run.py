@@ -18,7 +18,8 @@ from shell_router.batch.profile import ModelProfile, PoolProfile
 from shell_router.batch.prompts import Batch, Result, as_lines
 from shell_router.batch.questions import Question, Questions, Refused
 from shell_router.batch.run import Finished, Follow, Stage, run_batch
-from shell_router.batch.sessions import Sessions
+from shell_router.batch.sessions import SPANNING, Sessions
+from shell_router.config import PairLaunch, PairSettings
 from shell_router.errors import ConfigError, EngineRejected
 from shell_router.standins.embedded.settings import EmbeddedSection
 from tests.fakes.components import full_disk
@@ -365,10 +366,40 @@ def test_a_plan_is_asked_for_only_what_is_missing(tmp_path: Path) -> None:
             for number in range(2):
                 journal.add(Output(str(number), "proposer", "a", "Answer: 1."))
             workers = ScriptedWorkers(saying({}))
-            await run_batch(batch(), workers, PROFILE, journal, planner, Follow(), SteppedTimers().clock)
+            await run_batch(
+                batch(replan_above=0.0), workers, PROFILE, journal, planner, Follow(), SteppedTimers().clock
+            )
 
     asyncio.run(ran())
     assert [{one.name: one.prompts for one in work.models} for work in planned] == [{"a": 1, "b": 3, "c": 3}, {}]
+
+
+async def test_a_tensor_parallel_aggregator_runs_on_the_worker_that_spans_all(tmp_path: Path) -> None:
+    workers = tuple(
+        PoolWorker(pair=PairSettings(f"http://h:{port}", f"http://h:{port + 1}", launch=PairLaunch()))
+        for port in (1, 3)
+    )
+    aggregate = Aggregating("b", 2.0, parallel="tensor")
+    started, _ = await outcome({}, tmp_path, batch(3, workers=workers, aggregate=aggregate))
+    assert [worker for worker, _ in started.workers.loads if worker == SPANNING] == [SPANNING]
+    assert started.workers.loads[-1] == (SPANNING, "b")
+    assert [one.worker for one in started.stages[1].plan.sessions] == [0]
+    assert started.workers.most_running == 3, "with room for two prompts per worker, all three are asked at once"
+
+
+@pytest.mark.parametrize(("pairs", "alone"), [(True, True), (False, False)])
+async def test_a_pair_that_still_holds_the_aggregator_answers_alone_where_a_load_is_dear(
+    tmp_path: Path, pairs: bool, alone: bool
+) -> None:
+    pair = PairSettings("http://h:1", "http://h:2", launch=PairLaunch())
+    workers = (PoolWorker(pair=pair) if pairs else PoolWorker(embedded=EmbeddedSection()),) * 2
+    dear = replace(COST, load_s=90.0)
+    started = Started()
+    with opened(tmp_path, DEPENDS_ON) as journal:
+        await started.on(batch(tau=2.0, workers=workers), journal, PoolProfile(dict.fromkeys("abc", COST), dear))
+    last = {one.worker: one.model for one in started.stages[0].sessions}
+    (aggregator,) = started.stages[1].plan.sessions
+    assert (last[aggregator.worker] == "b" and aggregator.end_s < dear.load_s) == alone
 
 
 async def test_the_aggregator_may_take_all_workers_however_few_its_prompts(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
 import asyncio
+import logging
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,18 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shell_router.batch.journal import Output
-from shell_router.batch.planner import ModelWork, Plan, Session, Workload, sessions_of
+from shell_router.batch.planner import ModelWork, Plan, Session, Workload, sessions_of, wrap_around
 from shell_router.batch.pool import Sampling
 from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import WorkerQueues
-from shell_router.batch.sessions import Sessions
+from shell_router.batch.sessions import Move, Planner, Replanning, Sessions
 from shell_router.errors import ConfigError, EngineRejected, EngineUnreachable, PromptTooLong, ShellRouterError
+from shell_router.lab.simulation.virtual_time import run_virtual
 from tests.fakes.pools import ScriptedWorkers, echo
 from tests.fakes.scripted_engine import Hold, Script
 from tests.fakes.timers import SteppedTimers
 
 Shares = Sequence[Mapping[str, int]]
+NEVER = 1e9
+"""A share by which no session is off its plan."""
 
 
 def prompt(model: str, number: int) -> Prompt:
@@ -40,14 +45,18 @@ class Run:
     shares: Shares
     concurrency: int = 4
     refuse: Callable[[Output], None] | None = None
+    planner: Planner | None = None
+    may_move: bool = True
     outputs: list[Output] = field(default_factory=list)
     sessions: Sequence[Session] = ()
     messages: list[str] = field(default_factory=list)
     kinds: list[Load] = field(default_factory=list)
+    moved: Counter[Move] = field(default_factory=Counter)
     left_s: list[float] = field(default_factory=list)
     timers: SteppedTimers = field(default_factory=SteppedTimers)
 
     def __post_init__(self) -> None:
+        self.clock = self.timers.clock
         asked = sum((Counter(dict(share)) for share in self.shares), Counter[str]())
         models = [cost(model, prompts) for model, prompts in asked.items()]
         self.prompts = {model.name: [prompt(model.name, n) for n in range(model.prompts)] for model in models}
@@ -59,8 +68,12 @@ class Run:
             self._output,
             self.messages.append,
             lambda load, _: self.kinds.append(load),
+            lambda why, number: self.moved.update({why: number}),
             concurrency=self.concurrency,
-            clock=self.timers.clock,
+            clock=lambda: self.clock(),  # noqa: PLW0108 - it may change
+            replanning=Replanning(self.planner or wrap_around, len(models), 0.25 if self.planner else NEVER)
+            if self.may_move
+            else None,
         )
 
     def _output(self, output: Output) -> None:
@@ -128,15 +141,16 @@ def test_whatever_fails_every_prompt_has_one_output_and_only_what_cannot_be_answ
 
 
 async def test_each_worker_loads_what_the_plan_says_in_its_order() -> None:
-    run = await Run(ScriptedWorkers(), [{"a": 3, "b": 1}, {"b": 2}]).done()
+    run = await Run(ScriptedWorkers(), [{"a": 3, "b": 1}, {"b": 2, "c": 1}]).done()
     run.require_each_once()
     assert [model for worker, model in run.workers.loads if worker == 0] == ["a", "b"]
-    assert [model for worker, model in run.workers.loads if worker == 1] == ["b"]
+    assert [model for worker, model in run.workers.loads if worker == 1] == ["b", "c"]
     assert {output.text for output in run.outputs if output.model == "b"} == {f"b heard b{n}" for n in range(3)}
     assert sorted((one.worker, one.model, one.prompts) for one in run.sessions) == [
         (0, "a", 3),
         (0, "b", 1),
         (1, "b", 2),
+        (1, "c", 1),
     ]
 
 
@@ -152,6 +166,173 @@ async def test_each_load_is_reported_with_its_kind_and_its_seconds() -> None:
         "worker 0: a answers 9 prompts (engine started in 7.0 s)",
         "worker 0: b answers 2 prompts (weights swapped in 7.0 s)",
     ]
+
+
+LOAD_S = 10.0
+
+
+async def _load(_worker: int, _model: str) -> None:
+    await asyncio.sleep(LOAD_S)
+
+
+def timed(
+    shares: Shares,
+    seconds: Callable[[int, str, str], float],
+    concurrency: int = 1,
+    planner: Planner | None = None,
+    **failing: Callable[[int, str], object] | Callable[[str, str], bool],
+) -> Run:
+    """A run in virtual time, in which a load takes `LOAD_S` and each answer what `seconds` says; planned 1 s."""
+
+    async def ran() -> Run:
+        workers = ScriptedWorkers(seconds=seconds, **{"load": _load, **failing})  # type: ignore[arg-type]
+        run = Run(workers, shares, concurrency, planner=planner)
+        run.clock = asyncio.get_running_loop().time
+        run.sessions = await run.running.run()
+        return run
+
+    run = run_virtual(ran())
+    run.require_each_once()
+    return run
+
+
+def test_a_worker_that_is_done_takes_half_of_what_is_left_of_a_session_of_its_model_without_a_load() -> None:
+    slow = timed([{"a": 20}, {"a": 20}], lambda worker, *_: 3.0 if worker else 1.0)
+    assert slow.workers.loads == [(0, "a"), (1, "a")]
+    # at 20 s after the loads 14 prompts are left, one of them with the engine: 7 are taken, then 4 of 8, 1 of 3, 1 of 2
+    assert slow.messages[2:] == [
+        "worker 0: takes 7 prompts of a from worker 1",
+        "worker 0: takes 2 prompts of a from worker 1",
+        "worker 0: takes 1 prompts of a from worker 1",
+    ]
+    assert sorted((one.worker, one.prompts) for one in slow.sessions) == [(0, 30), (1, 10)]
+    assert max(one.end_s for one in slow.sessions) == LOAD_S + 30
+    assert slow.moved == {"taken": 10}
+
+
+async def test_a_run_that_keeps_to_its_plan_moves_nothing() -> None:
+    run = await Run(ScriptedWorkers(), [{"a": 3, "b": 1}, {"b": 2}], may_move=False).done()
+    assert run.workers.loads == [(0, "a"), (1, "b"), (0, "b")]
+    assert not run.moved
+
+
+def test_what_a_worker_takes_of_a_queued_share_spares_the_other_the_load() -> None:
+    run = timed([{"a": 5}, {"b": 30, "a": 4}], lambda *_: 1.0)
+    assert run.workers.loads == [(0, "a"), (1, "b")]
+    assert run.messages[-1] == "worker 0: takes 4 prompts of a from worker 1"
+    assert max(one.end_s for one in run.sessions) == LOAD_S + 30
+
+
+def test_a_worker_with_other_models_queued_takes_nothing_and_none_is_taken_from_what_an_engine_has() -> None:
+    queued = timed([{"a": 20, "b": 2}, {"a": 40}], lambda *_: 1.0)
+    assert not any("takes" in message for message in queued.messages)
+    begun = timed([{"a": 1}, {"a": 4}], lambda worker, *_: 1.0 + worker, concurrency=4)
+    assert not any("takes" in message for message in begun.messages)
+
+
+def by_model(**seconds: float) -> Callable[[int, str, str], float]:
+    return lambda _worker, model, _text: seconds.get(model, 1.0)
+
+
+def makespan_s(run: Run) -> float:
+    return max(one.end_s for one in run.sessions)
+
+
+def test_what_waits_for_a_session_that_is_late_is_planned_again_with_the_measured_costs() -> None:
+    shares = [{"a": 30}, {"b": 30}]
+    late = timed(shares, by_model(b=5.0), planner=wrap_around)
+    assert makespan_s(timed(shares, by_model(b=5.0))) == LOAD_S + 30 * 5
+    # when a is done, b has answered 6 and begun the 7th: of 23 others at about 5 s, worker 0 loads b for 11
+    assert late.workers.loads == [(0, "a"), (1, "b"), (0, "b")]
+    assert late.moved["replanned"] == 11
+    assert makespan_s(late) <= 40 + LOAD_S + 12 * 5
+    assert "sessions took longer or shorter than planned: 11 prompts go to other workers" in late.messages[2]
+
+
+def test_the_rest_goes_to_a_worker_that_holds_its_model_and_is_sooner_done_than_planned() -> None:
+    shares = [{"a": 40, "c": 5}, {"b": 25, "a": 20}]
+    run = timed(shares, by_model(a=0.1), planner=wrap_around)
+    assert run.workers.loads == [(0, "a"), (1, "b"), (0, "c")]
+    assert makespan_s(run) < makespan_s(timed(shares, by_model(a=0.1)))
+
+
+def test_a_running_session_that_is_sooner_done_than_planned_is_seen_when_another_ends() -> None:
+    run = timed([{"a": 80}, {"b": 100}, {"c": 20}], by_model(b=0.3), planner=wrap_around)
+    begins_s = {(one.worker, one.model): one.begin_s for one in run.sessions}
+    assert begins_s[2, "a"] == LOAD_S + 20, "b ends 10 s later"
+
+
+def test_sessions_that_take_as_long_as_planned_or_nearly_so_are_not_planned_again() -> None:
+    def planner(workload: Workload) -> Plan:
+        raise AssertionError(workload)
+
+    for pace in (0.8, 1.0, 1.2):
+        run = timed([{"a": 30, "b": 10}, {"c": 20, "b": 20}], by_model(a=pace, b=pace, c=pace), planner=planner)
+        assert set(run.moved) <= {"taken"}
+
+
+def test_a_load_is_compared_once_however_many_shares_follow_it() -> None:
+    def planner(workload: Workload) -> Plan:
+        raise AssertionError(workload)
+
+    async def load(_worker: int, _model: str) -> None:
+        await asyncio.sleep(1.8 * LOAD_S)
+
+    shares = [{"a": 40}, {"a": 70}, {"b": 90}]
+    run = timed(shares, lambda worker, *_: 1.1 if worker == 1 else 1.0, planner=planner, load=load)
+    assert run.moved["taken"] > 10
+
+
+async def _never(_workload: Workload) -> Plan:
+    await asyncio.sleep(1e6)
+    raise AssertionError
+
+
+async def _fails(_workload: Workload) -> Plan:
+    raise EngineUnreachable("the planner is gone")
+
+
+@pytest.mark.parametrize(("planner", "reason"), [(_never, "planning took too long"), (_fails, "the planner is gone")])
+def test_a_run_goes_on_by_its_plan_where_planning_again_fails_or_takes_too_long(
+    planner: Planner, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run = timed([{"a": 30}, {"b": 30}], by_model(b=5.0), planner=planner)
+    assert not run.moved
+    assert makespan_s(run) == LOAD_S + 30 * 5
+    assert f"The rest is not planned again: {reason}" in caplog.text
+
+
+def test_what_was_begun_while_it_was_planned_stays_where_it_is() -> None:
+    async def planner(workload: Workload) -> Plan:
+        await asyncio.sleep(8.0)  # the session that is late begins one or two more
+        return wrap_around(workload)
+
+    run = timed([{"a": 30}, {"b": 30}], by_model(b=5.0), planner=planner)
+    assert run.workers.loads == [(0, "a"), (1, "b"), (0, "b")]
+    assert makespan_s(run) <= 40 + 8 + LOAD_S + 12 * 5
+
+
+@given(troubles(), st.integers(0, 99))
+def test_whatever_takes_long_or_fails_while_prompts_move_each_has_one_output(
+    trouble: tuple[Shares, set[tuple[int, str]], set[str], set[str], int], seed: int
+) -> None:
+    shares, unloadable, killers, _, concurrency = trouble
+
+    def seconds(worker: int, model: str, text: str) -> float:
+        return 10 ** random.Random(f"{seed}{worker % 2}{model}{text if seed % 2 else ''}").uniform(-2, 2)
+
+    run = timed(
+        shares,
+        seconds,
+        concurrency,
+        wrap_around,
+        unloadable=lambda *place: place in unloadable,
+        kills=lambda _, text: text in killers,
+    )
+    everywhere = {model for model in run.prompts if all((n, model) in unloadable for n in range(len(shares)))}
+    failed = {output.model + output.question[1:] for output in run.outputs if output.error}
+    assert failed == {text for text in failed if text in killers or text[0] in everywhere}
 
 
 async def test_a_worker_that_cannot_load_hands_its_share_to_all_others() -> None:
