@@ -97,8 +97,8 @@ def write(file: Path, content: str) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line at once, for commands that take long."""
-    print(line, flush=True)
+    """Print a line at once, for commands that take long; in one piece, as a thread writes the log."""
+    print(f"{line}\n", end="", flush=True)
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, str]], *, width: int = 160) -> None:
