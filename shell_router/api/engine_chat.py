@@ -122,7 +122,7 @@ def read_completion(body: Fields, model: str) -> list[bytes]:
     body.flag("stream")
     for name in ("logit_bias", "stream_options"):
         body.object(name)
-    bodies = _each_choice(body, model, {"prompt": prompt}, NOT_COMPLETED)
+    bodies = _each_choice(body, model, {"prompt": prompt}, {*NOT_COMPLETED, "prompt_cache_key"})
     body.check_spelling({*SAMPLING, *NOT_COMPLETED})
     return bodies
 

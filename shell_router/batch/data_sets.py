@@ -34,7 +34,10 @@ def read_rows(file: Path, content: bytes) -> list[tuple[int, Row | str]]:
     """
     suffix = file.suffix.casefold()
     if suffix == ".csv":
-        lines = _lines(csv.DictReader(StringIO(content.decode("utf-8-sig", "replace"))))
+        try:
+            lines = _lines(csv.DictReader(StringIO(content.decode("utf-8-sig", "replace"))))
+        except csv.Error as error:
+            raise DataError(f"{file}: {error}.", remedy="Write the rows as JSON lines.") from None
     elif suffix == ".parquet":
         lines = _lines(_parquet_rows(file, content))
     else:
@@ -77,35 +80,38 @@ def _read(line: bytes, first_option: Callable[[], int]) -> Row | str:
 
 def _as_question(row: Row, first_option: Callable[[], int]) -> Row:
     if "instruction_id_list" in row:
-        given = {
-            "question": row["prompt"],
-            "answer": "all instructions",
-            "grader": "instructions",
-            "id": row.get("key"),
-        }
-        return row | given
+        asked = {"question": row["prompt"], "answer": "all instructions", "grader": "instructions"}
+        return row | asked | _own_id(row, "key")
     if "problem" in row:
         answer = str(row["answer"])
-        grader = "math" if number_of(answer) is None else "numeric"
-        skills = _skills(row.get("subject"))
-        asked = f"{row['problem']}\n\n{_BOXED}"
-        return row | {"question": asked, "answer": answer, "grader": grader, "id": row.get("unique_id"), **skills}
+        asked = {"question": f"{row['problem']}\n\n{_BOXED}", "answer": answer, **_skills(row.get("subject"))}
+        grader = {"grader": "math" if number_of(answer) is None else "numeric"}
+        return grader | row | asked | _own_id(row, "unique_id")
     if "cop" in row:
         options, right = [row[f"op{letter}"] for letter in "abcd"], int(row["cop"]) - first_option()
-        return row | _choice(row["question"], options, right, row.get("id"), row.get("subject_name"))
+        return row | _choice(row["question"], options, right, row.get("subject_name"))
     if "Correct Answer" in row:
         order = random.Random(row["Question"]).sample(range(len(_GPQA)), len(_GPQA))  # the same in every run
         options = [row[_GPQA[at]] for at in order]
-        return row | _choice(row["Question"], options, order.index(0), row.get("Record ID"), row.get("Subdomain"))
-    if "options" in row or "option_0" in row:
+        return row | _choice(row["Question"], options, order.index(0), row.get("Subdomain")) | _own_id(row, "Record ID")
+    if "option_0" in row or ("options" in row and "answer_index" in row):
         listed = row.get("options") or [row.get(f"option_{at}") for at in range(10)]
+        if not isinstance(listed, list):
+            raise TypeError("options must be a list: CSV has none, so write JSON lines or Parquet")
         options = [one for one in listed if one not in (None, "", "N/A")]
-        right = string.ascii_uppercase.index(str(row["answer"])) if row.get("answer") else -1
-        return row | _choice(row["question"], options, right, row.get("question_id"), row.get("category"))
+        letter = row.get("answer") or None
+        if letter is not None and letter not in tuple(string.ascii_uppercase):
+            raise ValueError(f"the answer must be a letter, not {letter!r}")
+        right = -1 if letter is None else string.ascii_uppercase.index(letter)
+        return row | _choice(row["question"], options, right, row.get("category")) | _own_id(row, "question_id")
     return row
 
 
-def _choice(question: object, options: Sequence[object], right: int, number: object, skill: object) -> Row:
+def _own_id(row: Row, name: str) -> Row:
+    return {"id": row[name]} if name in row else {}
+
+
+def _choice(question: object, options: Sequence[object], right: int, skill: object) -> Row:
     """A question with lettered options, of which the one at `right` is the answer; it is unknown below 0."""
     if not isinstance(question, str) or not question.strip():
         raise TypeError(f"the question must be text that is not empty, not {question!r}")
@@ -113,7 +119,7 @@ def _choice(question: object, options: Sequence[object], right: int, number: obj
         raise ValueError(f"the answer is option {right + 1} of {len(options)}")
     letters = string.ascii_uppercase
     listed = "\n".join(f"{letter}) {str(one).strip()}" for letter, one in zip(letters, options, strict=False))
-    asked = {"question": f"{question.strip()}\n\n{listed}\n\n{_CHOOSE}", "id": number, **_skills(skill)}
+    asked = {"question": f"{question.strip()}\n\n{listed}\n\n{_CHOOSE}", **_skills(skill)}
     return asked | {"answer": letters[right] if right >= 0 else None, "grader": "choice"}
 
 

@@ -1,8 +1,9 @@
 """A pool's YAML file: models, the workers that run them, how it answers. See docs/how-to/batch-a-file.md."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -191,6 +192,7 @@ class Pool:
                 "aggregate.parallel is tensor, and not all workers are SGLang pairs on this machine",
                 remedy="Give the pool SGLang pairs and no Ray cluster, or write `parallel: data`.",
             )
+        _ = self.spanning  # refuses GPUs that only some workers name
 
     @property
     def proposer_names(self) -> tuple[str, ...]:
@@ -207,13 +209,7 @@ class Pool:
         if self.aggregate is None or self.aggregate.parallel == "data" or not pairs:
             return None
         launches = [pair.launch or PairLaunch() for pair in pairs]
-        prefill, decode = (
-            tuple(dict.fromkeys(gpu for launch in launches for gpu in getattr(launch, f"{role}_gpus")))
-            for role in ("prefill", "decode")
-        )
-        flags = launches[0].flags if prefill or decode else f"{launches[0].flags} --tp-size {len(pairs)}"
-        launch = replace(launches[0], prefill_gpus=prefill, decode_gpus=decode, flags=flags)
-        return PoolWorker(pair=replace(pairs[0], launch=launch))
+        return PoolWorker(pair=replace(pairs[0], launch=spanning_launch(launches)))
 
     def with_tau(self, tau: float | None) -> "Pool":
         """The pool with another tau for its gate, if one is given. Raises ConfigError."""
@@ -222,6 +218,23 @@ class Pool:
         if self.aggregate is None:
             raise ConfigError("tau needs an aggregator, and the pool has none.", remedy="Add `aggregate` to it.")
         return replace(self, aggregate=replace(self.aggregate, tau=tau))
+
+
+def spanning_launch(launches: Sequence[PairLaunch]) -> PairLaunch:
+    """One launch with the GPUs of all, or with a rank for each where a role names none. Raises ConfigError."""
+    changed: dict[str, Any] = {}
+    for role in ("prefill", "decode"):
+        named = [getattr(launch, f"{role}_gpus") for launch in launches]
+        require(
+            all(named) or not any(named),
+            f"aggregate.parallel is tensor, and only some workers name {role}_gpus",
+            remedy=f"Name {role}_gpus for every worker, or for none.",
+        )
+        changed[f"{role}_gpus"] = tuple(dict.fromkeys(chain.from_iterable(named)))
+        if not any(named):
+            flags = getattr(launches[0], f"{role}_flags")
+            changed[f"{role}_flags"] = f"{flags} --tp-size {len(launches)}".strip()
+    return replace(launches[0], **changed)
 
 
 def load_pool(path: Path) -> Pool:

@@ -254,7 +254,7 @@ class WorkerQueues:
             return self._hand_on(replace(share, prompts=left, barren=0), others)
         self._barren[share.model] += 1
         never = share.model not in self._worked and self._barren[share.model] >= TRIES
-        if never or share.barren + 1 >= TRIES:
+        if never or share.barren + 1 >= TRIES or not others:
             return False
         first = min(others, key=others.__getitem__)
         return self._hand_on(Share(share.model, left, share.barren + 1), {first: others[first]})

@@ -165,7 +165,8 @@ class Sessions:
                 never_begun = queue.end()
                 share = replace(share, prompts=share.prompts if share.barren else never_begun)
                 taken = self._queues.not_loaded(worker, share)
-                self._report(worker, share.model, share.prompts, str(error), taken)
+                if share.prompts:
+                    self._report(worker, share.model, share.prompts, str(error), taken)
                 return 0
             load_s = self._clock() - begun_s
             queue.loads += 1

@@ -1,13 +1,15 @@
 """The routes that the plugin adds to SGLang's HTTP server."""
 
 import logging
+import os
 import random
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any, Final
 
 from shell_router.sglang_plugin.compatibility import Feature
 from shell_router.sglang_plugin.drafts import asked
-from shell_router.sglang_plugin.experts import asked_algorithm, can_place, can_record, record_file
+from shell_router.sglang_plugin.experts import asked_algorithm, can_place, can_record, feature, record_file
 from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
 
 logger = logging.getLogger(__name__)
@@ -54,17 +56,19 @@ def add_routes(server_args: Any, *_arguments: Any, **_named: Any) -> None:
         http_server.app.add_api_route(EXPERT_RECORD_PATH, expert_record, methods=["GET"])
 
 
-def capabilities(server_args: Any, sglang_version: str) -> dict[str, Any]:
+def capabilities(server_args: Any, sglang_version: str, variables: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """What `GET /shell_router/capabilities` answers."""
     mode = server_args.disaggregation_mode
+    file, algorithm = record_file(variables), asked_algorithm(variables)
+    fits = not feature(file, algorithm).missing() if file or algorithm else False
     return {
         "contract": CONTRACT,
         "sglang_version": sglang_version,
         "disaggregation_mode": mode,
         "prefill_only": mode == "prefill" and not server_args.disable_radix_cache,
         "drafts": asked() and server_args.speculative_algorithm == "NGRAM",
-        "expert_record": can_record(server_args, record_file()),
-        "expert_placement": can_place(server_args, asked_algorithm()),
+        "expert_record": fits and can_record(server_args, file),
+        "expert_placement": fits and can_place(server_args, algorithm),
     }
 
 

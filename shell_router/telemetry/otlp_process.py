@@ -26,6 +26,8 @@ from shell_router.telemetry.trace import AgentTrace, Trace
 
 SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
 SCOPE = InstrumentationScope("shell_router", __version__, SCHEMA)
+SPANS_AT_ONCE = 2_000
+"""Of an OTLP request: receivers bound its bytes."""
 Value = str | int | float | bool | Sequence[str]
 
 
@@ -38,7 +40,8 @@ def main() -> None:
     with suppress(EOFError, ConnectionError):
         while True:
             spans = [span for trace in pipe.recv() for span in spans_of(trace, resource)]
-            is_taken = exporter.export(spans) is SpanExportResult.SUCCESS
+            parts = (spans[at : at + SPANS_AT_ONCE] for at in range(0, len(spans), SPANS_AT_ONCE))
+            is_taken = all(exporter.export(part) is SpanExportResult.SUCCESS for part in parts)
             pipe.send((len(spans), "" if is_taken else f"{endpoint} does not take them: {reason.last}"))
 
 

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import queue
+import select
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -164,7 +165,11 @@ class LogLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Have its line written. Returns at once."""
-        line = self.format(record).encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            text = self.format(record)
+        except Exception as error:  # what logs goes on
+            text = f"A line of {record.name} could not be made: {type(error).__name__}: {error}"
+        line = text.encode("utf-8", "backslashreplace") + b"\n"
         gap = b"%d log lines are lost: those before were not read in time\n" % self._missing if self._missing else b""
         try:
             self._lines.put_nowait(gap + line)
@@ -182,9 +187,14 @@ class LogLines(logging.Handler):
     def _write(self) -> None:
         while True:
             line = self._lines.get()
-            with contextlib.suppress(OSError):  # stderr is closed
-                while line:
+            while line:
+                try:
                     line = line[os.write(self._file, line) :]
+                except BlockingIOError:
+                    select.select((), (self._file,), ())
+                except OSError:  # it is closed
+                    self.lost(1)
+                    break
             self._lines.task_done()
 
 

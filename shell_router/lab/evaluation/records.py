@@ -120,6 +120,14 @@ def _item(where: str, index: int, found: Row | str, grader: EvaluationGrader | L
             f"{where}: the grader {chosen} cannot compare the answer {answer!r}.",
             remedy="Correct the answer, or let another grader judge it.",
         )
+    checks = found.get("instruction_id_list"), found.get("kwargs")
+    if chosen == "instructions" and not (
+        all(isinstance(one, list) for one in checks) and len(set(map(len, checks))) == 1
+    ):
+        raise DataError(
+            f"{where}: the grader instructions needs instruction_id_list and as many kwargs.",
+            remedy="Name a file of IFBench, or let another grader judge it.",
+        )
     labels = found.get("metadata", {})
     if not isinstance(labels, dict) or not all(isinstance(text, str) for text in labels.values()):
         raise DataError(

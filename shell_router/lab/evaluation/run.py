@@ -80,10 +80,14 @@ async def asked(
 
 
 def record_of(setting: Setting, item: Item, seed: int, reply: Reply | ShellRouterError) -> Record:
-    """The record of `item` in `setting`; a request that failed has one too. Raises DataError."""
+    """The record of `item` in `setting`; a request that failed, or cannot be graded, has one too."""
     if isinstance(reply, ShellRouterError):
         return Record(item.index, seed, setting.name, right=False, stated=None, latency_s=0.0, error=str(reply))
-    right, stated = grade(item, reply.text)
+    try:
+        right, stated = grade(item, reply.text)
+    except Exception as error:  # a check of IFBench may lack its data; what was asked is paid for
+        failed = f"not graded: {type(error).__name__}: {error}"
+        return Record(item.index, seed, setting.name, right=False, stated=None, latency_s=reply.latency_s, error=failed)
     return Record(
         item.index,
         seed,

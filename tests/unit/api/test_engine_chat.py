@@ -3,11 +3,13 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import orjson
 import pytest
 
-from shell_router.api.engine_chat import choices_as_one, read_engine_chat
-from shell_router.api.fields import Fields
+from shell_router.api.engine_chat import choices_as_one, read_completion, read_engine_chat
+from shell_router.api.fields import Fields, parse_body
 from shell_router.core.engine import ChatServing, Relayed
+from shell_router.engines.native_body import read_native
 from shell_router.errors import EngineUnreachable, InvalidField
 
 
@@ -45,6 +47,12 @@ async def test_one_that_is_refused_is_the_answer() -> None:
         assert (relayed.status, [chunk async for chunk in relayed.chunks]) == (400, [b"?"])
         assert engine.open == 3
     assert not engine.open
+
+
+def test_what_names_a_completions_user_is_not_forwarded() -> None:
+    asked = {"model": "m", "prompt": "Hi", "prompt_cache_key": "a", "user": "b"}
+    [body] = read_completion(parse_body(orjson.dumps(asked)), "m")
+    assert b"prompt_cache_key" not in read_native(body, "fresh", route="v1/completions").with_fields({})
 
 
 def test_the_bodies_of_all_choices_are_bounded_together() -> None:

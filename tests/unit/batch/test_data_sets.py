@@ -172,6 +172,27 @@ def test_ifbench_is_graded_by_its_own_checks(tmp_path: Path) -> None:
     assert not follows(item, " ", known)
     with pytest.raises(DataError, match="count:word"):
         follows(item, "nebula", {})
+    with pytest.raises(DataError, match="as many kwargs"):
+        only(tmp_path, IFBENCH | {"kwargs": []})
+
+
+def test_a_batch_grades_neither_formulas_nor_instructions(tmp_path: Path) -> None:
+    found = read_questions(written(tmp_path, [MATH, IFBENCH, AIME | {"id": "I-1"}]), ())
+    assert [one.grade("\\boxed{70}") for one in found.asked] == [None, None, True]
+    assert [one.id for one in found.asked] == [MATH["unique_id"], "0", "I-1"]
+
+
+def test_rows_of_ones_own_keep_their_id_and_grader(tmp_path: Path) -> None:
+    own = {"problem": "1 + 1?", "answer": "2", "id": "q17", "grader": "exact"}
+    assert only(tmp_path, own).grader == "exact"
+    assert read_questions(written(tmp_path, [own]), ()).asked[0].id == "q17"
+    choices = {"question": "Which one? A) one", "answer": "A", "options": {"A": "one"}}
+    assert only(tmp_path, choices).question == choices["question"]
+
+
+def test_a_csv_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="field larger"):
+        read_items(written(tmp_path, [GPQA | {"Question": "x" * 140_000}], "csv"))
 
 
 @pytest.mark.parametrize(
@@ -180,6 +201,8 @@ def test_ifbench_is_graded_by_its_own_checks(tmp_path: Path) -> None:
         ({"problem": "1 + 1?"}, "answer is missing"),
         (MMLU_PRO | {"answer": "E"}, "option 5 of 2"),
         (MMLU_PRO | {"question": None}, "must be text"),
+        (MMLU_PRO | {"options": "['one' 'red']"}, "options must be a list"),
+        (MMLU_PRO | {"answer": "AB"}, "must be a letter, not 'AB'"),
         ({"Question": "?", "Correct Answer": "a"}, "Incorrect Answer 1 is missing"),
     ],
 )

@@ -169,6 +169,10 @@ aggregate: {{model: large, parallel: {}}}
             ("flags: --dtype float32", ""),
             {role: ["--dtype", "float32", "--tp-size", "2"] for role in ("prefill", "decode")},
         ),
+        (
+            ("prefill_gpus: [0]", "prefill_gpus: [1]"),
+            {"prefill": ["--tp-size", "2"], "decode": ["--tp-size", "2"]},
+        ),
     ],
 )
 def test_a_tensor_parallel_aggregator_spans_the_gpus_of_all_workers_at_the_place_of_the_first(
@@ -184,6 +188,13 @@ def test_a_tensor_parallel_aggregator_spans_the_gpus_of_all_workers_at_the_place
         assert [one for one in engine.argv if one in ("--tp-size", "--dtype", "float32", "2", "3")] == options[
             engine.role
         ]
+
+
+def test_gpus_that_only_some_workers_name_span_nothing(file: Path) -> None:
+    places = ", ".join((PAIR.format(1, "prefill_gpus: [0]"), PAIR.format(2, "")))
+    file.write_text(TENSOR.format(places, "tensor"))
+    with pytest.raises(ConfigError, match=r"only some workers name prefill_gpus\. Name prefill_gpus for every worker"):
+        load_pool(file)
 
 
 def test_a_data_parallel_aggregator_has_no_worker_of_its_own(file: Path) -> None:

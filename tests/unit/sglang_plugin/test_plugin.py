@@ -11,6 +11,7 @@ import pytest
 
 from shell_router import sglang_plugin
 from shell_router.sglang_plugin.compatibility import is_supported
+from shell_router.sglang_plugin.experts import PLACEMENT, RECORD_FILE
 from shell_router.sglang_plugin.patches import (
     FAKE_BOOTSTRAP_HOST,
     PREFILL_ONLY_PORT,
@@ -94,6 +95,13 @@ def test_capabilities_offer_prefill_only_where_there_is_a_cache_to_fill(
 ) -> None:
     found = capabilities(ServerArguments(mode, no_cache), "0.5.23")
     assert (found["disaggregation_mode"], found["prefill_only"], found["sglang_version"]) == (mode, offered, "0.5.23")
+
+
+def test_capabilities_offer_no_placement_where_sglang_lacks_names() -> None:
+    """Here no SGLang is installed at all."""
+    eplb = ServerArguments("null", False, expert_distribution_recorder_mode="stat", enable_eplb=True)
+    found = capabilities(eplb, "0.5.99", {PLACEMENT: "swap", RECORD_FILE: "record.npz"})
+    assert not found["expert_placement"] and not found["expert_record"]
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.16.post1", "0.5.23", "0.5.30.dev7+gabc", "0.5.100"])

@@ -84,6 +84,15 @@ def test_a_line_cut_by_a_full_disk_is_taken_back(tmp_path: Path) -> None:
     assert counts == {"written": 1, "lost": 1}
 
 
+def test_a_record_that_cannot_be_formatted_is_a_line_and_no_error_of_what_logs() -> None:
+    reading, writing = os.pipe()
+    lines = LogLines(writing)
+    lines.emit(logging.makeLogRecord({"name": "lib", "msg": "%d", "args": ("x",)}))
+    with os.fdopen(reading, encoding="utf-8") as log:
+        assert log.readline().startswith("A line of lib could not be made: TypeError")
+    os.close(writing)
+
+
 def test_a_reader_of_the_log_that_stalls_holds_nothing_up_and_learns_what_it_missed() -> None:
     reading, writing = os.pipe()
     lines, lost, read = LogLines(writing), Counter[str](), list[str]()
