@@ -120,10 +120,9 @@ def _item(where: str, index: int, found: Row | str, grader: EvaluationGrader | L
             f"{where}: the grader {chosen} cannot compare the answer {answer!r}.",
             remedy="Correct the answer, or let another grader judge it.",
         )
-    checks = found.get("instruction_id_list"), found.get("kwargs")
-    if chosen == "instructions" and not (
-        all(isinstance(one, list) for one in checks) and len(set(map(len, checks))) == 1
-    ):
+    names, given = found.get("instruction_id_list"), found.get("kwargs")
+    are_lists = isinstance(names, list) and isinstance(given, list) and len(names) == len(given)
+    if chosen == "instructions" and not are_lists:
         raise DataError(
             f"{where}: the grader instructions needs instruction_id_list and as many kwargs.",
             remedy="Name a file of IFBench, or let another grader judge it.",
