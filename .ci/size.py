@@ -24,7 +24,7 @@ print("\\n".join(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] i
 LIMITS = {
     "product lines": 43_960,
     "product files": 234,
-    "lines that serve imports": 22_860,
+    "lines that serve imports": 22_865,
     "files that serve imports": 108,
     "lines of a function, 90th percentile": 20,
     "lines of the longest function": 60,

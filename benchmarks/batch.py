@@ -29,7 +29,7 @@ import asyncio
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -44,7 +44,7 @@ from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch
 from shell_router.batch.questions import Questions
 from shell_router.batch.run import Finished, Follow, run_batch
-from shell_router.batch.sessions import load_on_all
+from shell_router.batch.sessions import Planner, load_on_all
 from shell_router.batch.workers import pool_workers
 from shell_router.config.read import read_file
 from shell_router.core.statistics import paired_difference, wilson
@@ -80,7 +80,7 @@ async def _measured(options: argparse.Namespace) -> None:
         if options.live is not None:
             await _live(copies_of(options.live, pool), sizes, questions, options)
             return
-        rounds = [await _round(pool, sizes, questions, Path(folder) / str(number)) for number in range(options.rounds)]
+        rounds = [await _round(pool, sizes, questions, Path(folder), number) for number in range(options.rounds)]
         engine = f"{'SGLang' if pool.workers[0].pair else 'embedded pairs'}, {len(pool.workers)} workers"
         report(
             f"Batch: {len(questions.asked)} questions, {len(pool.proposer_names)} proposers",
@@ -93,13 +93,20 @@ async def _measured(options: argparse.Namespace) -> None:
         report("Batch: the gate", gated, engine=engine, simulated=False, as_json=options.json)
 
 
-async def _round(pool: Pool, sizes: Sequence[int], questions: Questions, folder: Path) -> dict[str, Finished]:
+def _in_turns(number: int) -> Iterable[tuple[str, tuple[Planner, bool]]]:
+    """The plans of a round: forwards in every other one."""
+    return list(PLANNERS.items())[:: -1 if number % 2 else 1]
+
+
+async def _round(
+    pool: Pool, sizes: Sequence[int], questions: Questions, folder: Path, number: int
+) -> dict[str, Finished]:
     """A profile, then the proposers' stage by every plan; no aggregator."""
     await profile_pool(pool, questions_for(pool, ROOT / "models/data/calibration.jsonl"), sizes, QUIET)
     done = {}
-    for name, (planner, moves) in PLANNERS.items():
+    for name, (planner, moves) in _in_turns(number):
         alone = replace(pool, aggregate=None, replan_above=pool.replan_above if moves else 0.0)
-        done[name] = await run_pool(alone, questions, folder / name, planner, QUIET)
+        done[name] = await run_pool(alone, questions, folder / str(number) / name, planner, QUIET)
     return done
 
 
@@ -135,7 +142,7 @@ async def _live(pool: Pool, sizes: Sequence[int], questions: Questions, options:
         loads.on_load("engine started", (await load_on_all("a", workers, len(pool.workers), monotonic))[0])
         for number in range(options.rounds):
             done = {}
-            for name, (planner, moves) in list(PLANNERS.items())[:: -1 if number % 2 else 1]:
+            for name, (planner, moves) in _in_turns(number):
                 asked = replace(batch, pool=replace(pool, replan_above=pool.replan_above if moves else 0.0))
                 with opened(pool.profile.with_name(f"{number}-{name}"), {}) as journal:
                     done[name] = await run_batch(asked, workers, up, journal, planner, loads, monotonic)

@@ -63,7 +63,7 @@ class Shared:
         yield Finish("stop", 1, 1, 0)
 
     async def prefill(self, request: Generation) -> Prefilled:
-        raise NotImplementedError
+        raise NotImplementedError("a batch sends no prefill updates")
 
     @property
     def _sharing(self) -> int:

@@ -43,8 +43,7 @@ class Fields:
 
     def given(self, names: Container[str]) -> list[str]:
         """Those of `names` that are set, in the body's order."""
-        found = [*filter(names.__contains__, self._value)]
-        return [name for name in found if self._value[name] is not None] if found else found
+        return [name for name, value in self._value.items() if value is not None and name in names]
 
     def check_spelling(self, known: Collection[str] = ()) -> None:
         """Raises InvalidField for an unread field whose name is nearly one that was read, or one of `known`."""

@@ -523,9 +523,8 @@ class _Program:
         """Per worker, whether the model is loaded there (Y), and how many prompts it gets (X), with what is known."""
         program, workers = self._program, range(self._workload.workers)
         spared_s = max(self._workload.spared_s(worker, model) for worker in workers)
-        most = model.fitting(
-            self._start.makespan_s * (1 + 1e-9) + spared_s
-        )  # more would take longer than what is known
+        # more would take longer than what is known
+        most = model.fitting(self._start.makespan_s * (1 + 1e-9) + spared_s)
         loaded = [program.new_bool_var(f"Y {model.name} {worker}") for worker in workers]
         prompts = [program.new_int_var(0, most, f"X {model.name} {worker}") for worker in workers]
         program.add(sum(prompts) == model.prompts)  # (5)

@@ -163,7 +163,8 @@ class WorkerQueues:
     def off(self, now_s: float, bound: float) -> bool:
         """Whether a session that runs is off the costs by more than `bound`; its model's change as in `measured`.
 
-        After `ENOUGH` answers, and as many as its engine has begun, those are half done; before, it can only be late.
+        Prompts that its engine has begun count as half done once more are answered than that, and `ENOUGH` at least.
+        Before, a session can only be late.
         """
         found = False
         for queue in self._queues:

@@ -272,7 +272,8 @@ class Sessions:
 async def in_rounds(model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput) -> Left:
     """`concurrency` of them at the same time, and those that failed once more for as long as a round answers some.
 
-    What is left stands in the order in which it was given. In the first round the last of `waiting` may be taken out.
+    What is left stands in the order in which it was given. While the first round runs,
+    other workers may take prompts from the end of `waiting`.
     """
     order = {prompt: place for place, prompt in enumerate(waiting)}
     while True:

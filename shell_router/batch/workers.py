@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 class PoolWorkers:
     """See `batch.sessions.Workers`. `pool_workers` makes it.
 
-    The last of them is `SPANNING` where one spans the GPUs of all others, which are stopped while it is up.
+    Worker `SPANNING` is the one that spans the GPUs of all others, which are stopped while it is up.
     """
 
     workers: Sequence["LocalWorker | RayWorker"]

@@ -180,9 +180,8 @@ class LogLines(logging.Handler):
 
     def flush(self) -> None:
         """Wait until all is written, a second at most; called before the process ends."""
-        until_s = time.monotonic() + 1.0
-        while self._lines.unfinished_tasks and time.monotonic() < until_s:
-            time.sleep(0.005)
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, timeout=1.0)
 
     def _write(self) -> None:
         while True:
