@@ -57,7 +57,7 @@ class TopologiesOff(InvalidRequest):
 
 
 class UnknownComponent(InvalidRequest):
-    """The pool has no expert of that name."""
+    """The pool has no component of that name."""
 
 
 class PromptTooLong(InvalidRequest):
@@ -185,15 +185,15 @@ class EngineStalled(EngineError):
 
 
 class ComponentError(ShellRouterError):
-    """An expert of a pool could not serve a request."""
+    """A component of a pool could not serve a request."""
 
 
 class ComponentTooLarge(ComponentError):
-    """The expert and one sample fit into no executor's memory, however empty."""
+    """The component and one sample fit into no executor's memory, however empty."""
 
 
 class ComponentFailed(ComponentError):
-    """The expert did not load, or failed on the batch that the request was in; the cause is chained."""
+    """The component did not load, or failed on the batch that the request was in; the cause is chained."""
 
 
 class MemoryBudgetExceeded(ComponentError):

@@ -50,7 +50,7 @@ def own_sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     # a long prompt then leaves time to break something while it prefills
     options = ("--chunked-prefill-size", "512", "--tool-call-parser", "qwen25")
     folder = tmp_path_factory.mktemp("sglang")
-    with cpu_pair(model, venv, folder, options=options, progress=_uncaptured(request.config)) as pair:
+    with cpu_pair(model, venv, folder, options=options, drafts=True, progress=_uncaptured(request.config)) as pair:
         yield pair
 
 

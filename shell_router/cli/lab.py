@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 FIRST, THRESHOLDS = Several((0,)), Several((0.5, 0.6, 0.7, 0.8, 0.9, 0.95))
+POLICIES, SCOPES, TAUS = Several(("in_flight",)), Several(("cluster",)), Several((0.7,))
 LENGTHS, BATCHES = Several((32, 128, 512, 1024, 2048)), Several((1, 2, 4, 8, 16))
 
 
@@ -145,19 +146,19 @@ def calibrate(
     config: Annotated[Path, option("The deployment that serves its models.", metavar="FILE")],
     asked: dict[str, Any],
     bound: Annotated[float, option("Points of accuracy that early exit may lose.")] = 0.5,
-    policy: Annotated[Literal["in_flight", "threshold"], option("The early exit's policy.")] = "in_flight",
-    scope: Annotated[Literal["cluster", "layer"], option("Which agents it judges together.")] = "cluster",
-    tau: Annotated[float, option("Its tau, for the policy `threshold`.")] = 0.7,
+    policies: Annotated[Several, listed(str, "Policies to try: in_flight, threshold.")] = POLICIES,
+    scopes: Annotated[Several, listed(str, "Agents to judge together: cluster, layer.")] = SCOPES,
+    taus: Annotated[Several, listed(float, "Values of tau to try, for the policy `threshold`.")] = TAUS,
     thresholds: Annotated[Several, listed(float, "Thresholds to try.", "0.8,0.9,…")] = THRESHOLDS,
 ) -> None:
-    """Choose the threshold of a topology's early exit by its loss of accuracy.
+    """Choose a topology's early exit by its loss of accuracy.
 
     Takes the fastest one whose loss, and that of more cautious thresholds, stays within the bound.
     """
     from shell_router.lab.evaluation.calibration import Tried, run_calibration
     from shell_router.lab.evaluation.records import EvaluationOptions
 
-    tried = Tried(thresholds, policy, scope, tau)
+    tried = Tried(thresholds, policies, scopes, taus)
     run(run_calibration(topology, tried, bound, EvaluationOptions(config=config, **asked)))
 
 

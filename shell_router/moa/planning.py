@@ -32,6 +32,9 @@ AGENT_REQUEST = "agent request"
 
 NO_UPDATES = Prefill(incremental=False)
 
+DRAFTED_FROM = 1000
+"""A plain request asks for drafts if its messages have this many characters: shorter ones hold little to repeat."""
+
 Sampling = Mapping[str, Any]
 
 
@@ -250,6 +253,8 @@ async def plan_run(
     forecasts: Mapping[str, Forecast] = {}
     if chooser.predicts or AUTO in topology.models:
         topology, forecasts = await _choose(chooser, models, topology, request, sampling, choices.append)
+    if asked >= DRAFTED_FROM and workflow_of(topology) == PLAIN_REQUEST:
+        topology = replace(topology, agents={topology.name: replace(topology.root, drafts=True)})
     hints = hints_of(topology, chooser.estimates, request, forecasts)
     plan = Plan(topology, request, models, chooser.estimates, sampling, hints, choices)
     plan.growing = plan.growing_prompts(asked)

@@ -27,18 +27,16 @@ def register() -> None:
         return
     for feature in needed:
         feature.register()
-    if (age_s := waiting_queue.asked_age_s()) is not None:
-        variable = waiting_queue.VARIABLE
-        _register_asked(waiting_queue.feature(age_s), f"{variable} has no effect", f"or unset {variable}")
+    without = f"updates do not yield to prompts, and {waiting_queue.VARIABLE} has no effect"
+    _register_part(waiting_queue.feature(waiting_queue.asked_age_s()), without, "or go on without")
     file, algorithm = experts.record_file(), experts.asked_algorithm()
     if file is not None or algorithm is not None:
         variables = f"{experts.RECORD_FILE} and {experts.PLACEMENT}"
-        _register_asked(
-            experts.feature(file, algorithm), "records and places no experts", f"or leave {variables} unset"
-        )
+        _register_part(experts.feature(file, algorithm), "records and places no experts", f"or leave {variables} unset")
     if drafts.asked() and not serves_http:
         plain = f"or start decode without {drafts.VARIABLE} and without speculation"
-        _register_asked(drafts.feature(), "drafts nothing", plain)
+        if not _register_part(drafts.feature(), "drafts nothing", plain):
+            _end()
 
 
 def _stay_off(reason: str) -> None:
@@ -47,10 +45,17 @@ def _stay_off(reason: str) -> None:
         "version that docs/reference/sglang.md says was tried, or set SGLANG_PLUGINS to leave the plugin out.",
         reason,
     )
+    if drafts.asked() and multiprocessing.parent_process() is not None:
+        _end()
 
 
-def _register_asked(feature: Feature, without: str, otherwise: str) -> None:
-    """What the environment asks for: where this SGLang does not fit it, all else stays on."""
+def _end() -> None:
+    """End a decode server that was started to speculate, without what it needs for that: its first request would."""
+    raise SystemExit(f"{drafts.VARIABLE} is set, and this SGLang cannot draft: the reason is in the log.")
+
+
+def _register_part(feature: Feature, without: str, otherwise: str) -> bool:
+    """Whether this SGLang fits the feature, and has it now; all else stays on."""
     if missing := feature.missing():
         logger.error(
             "The shell_router plugin finds no %s in this SGLang, and %s. Install a version that "
@@ -61,6 +66,7 @@ def _register_asked(feature: Feature, without: str, otherwise: str) -> None:
         )
     else:
         feature.register()
+    return not missing
 
 
 def installed_sglang() -> str:

@@ -1,7 +1,8 @@
-"""Gimbal's Algorithm 2 in SGLang's own waiting queue: the shortest prefill first, requests that waited long before all.
+"""SGLang's own waiting queue: prefill-only updates of ours wait until no other request does.
 
-SGLang's `--schedule-policy shortest-prefill-first` never ages. This is off unless SHELL_ROUTER_SHORTEST_PREFILL_AGE_S
-is set to the seconds after which a request goes first.
+Where SHELL_ROUTER_SHORTEST_PREFILL_AGE_S is set, the others are in the order of Gimbal's Algorithm 2: the shortest
+prefill first, but those that have waited for that many seconds before all. SGLang's `--schedule-policy
+shortest-prefill-first` never ages.
 """
 
 import logging
@@ -33,13 +34,13 @@ def asked_age_s(environ: Mapping[str, str] = os.environ) -> float | None:
     return None
 
 
-def shortest_prefill_first(
-    age_s: float, clock: Callable[[], float] = time.perf_counter, ranks: Callable[[], int] | None = None
+def updates_last(
+    age_s: float | None, clock: Callable[[], float] = time.perf_counter, ranks: Callable[[], int] | None = None
 ) -> Callable[..., None]:
     """What is to run after `SchedulePolicy.calc_priority`; `clock` is that of `wait_queue_entry_time`.
 
-    It leaves alone servers that schedule by priority and those of several ranks: each rank's
-    clock is its own, and ranks that choose different requests deadlock.
+    It leaves alone servers that schedule by priority. Those of several ranks do not age: each rank's clock is its
+    own, and ranks that choose different requests deadlock.
     """
     count = ranks or world_size
     warned = False
@@ -48,24 +49,25 @@ def shortest_prefill_first(
         nonlocal warned
         if len(waiting_queue) < 2 or policy.enable_priority_scheduling:
             return
-        if count() > 1:
-            if not warned:
-                warned = True
-                logger.error("%s has no effect: it is for servers of one rank.", VARIABLE)
+        if age_s is not None and count() == 1:
+            now_s = clock()
+            waiting_queue.sort(key=lambda request: _key(request, now_s, age_s))
             return
-        now_s = clock()
-        waiting_queue.sort(key=lambda request: _key(request, now_s, age_s))
+        if age_s is not None and not warned:
+            warned = True
+            logger.error("%s has no effect: it is for servers of one rank.", VARIABLE)
+        waiting_queue.sort(key=is_ours)
 
     return reorder
 
 
 def _key(request: Any, now_s: float, age_s: float) -> tuple[int, float]:
-    """Aged requests by their arrival, then those of clients, then prefill-only updates of ours."""
-    arrived_s = request.time_stats.wait_queue_entry_time
-    if now_s - arrived_s >= age_s:
+    """Aged requests by their arrival, then others, the shortest first, then prefill-only updates."""
+    arrived_s, ours = request.time_stats.wait_queue_entry_time, is_ours(request)
+    if now_s - arrived_s >= age_s and not ours:
         return 0, arrived_s
     cached = getattr(request, "num_matched_prefix_tokens", 0)
-    return 2 if is_ours(request) else 1, len(request.origin_input_ids) - cached
+    return 2 if ours else 1, len(request.origin_input_ids) - cached
 
 
 def world_size() -> int:
@@ -75,7 +77,7 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
-def feature(age_s: float) -> Feature:
+def feature(age_s: float | None) -> Feature:
     """The hook that reorders the queue."""
     calc_priority = "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority"
-    return Feature(hooks=((calc_priority, shortest_prefill_first(age_s), "AFTER"),))
+    return Feature(hooks=((calc_priority, updates_last(age_s), "AFTER"),))

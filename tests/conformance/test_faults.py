@@ -186,6 +186,10 @@ async def test_a_prefill_that_answers_400_ends_its_decode(at: Served) -> None:
     await at.serves()
 
 
+async def test_the_requests_of_these_tests_are_drafted(at: Served) -> None:
+    assert (await finish_of(at.client, request(200))).drafted_tokens > 0
+
+
 async def test_a_caller_that_leaves_during_prefill_frees_both(at: Served) -> None:
     async with prefilling(at, request(LONG, LONG_PROMPT)) as task:
         task.cancel()

@@ -18,7 +18,7 @@ models:
   small: {{path: {ROOT}/models/small}}
   medium: {{path: {ROOT}/models/medium}}
   large: {{path: {ROOT}/models/large}}
-topologies: [{ROOT}/topologies/evaluation/full-skip-aggregation.yaml]
+topologies: [{ROOT}/topologies/evaluation/full.yaml]
 listen: {{port: 0}}
 """
 
@@ -34,7 +34,7 @@ async def test_a_tree_answers_in_the_words_of_those_who_agree_and_aggregates_the
     ):
         for number, question in enumerate(QUESTIONS):
             stream = await ai.chat.completions.create(
-                model="full-skip-aggregation",
+                model="full",
                 messages=[{"role": "user", "content": question["question"]}],
                 seed=number,
                 stream=True,

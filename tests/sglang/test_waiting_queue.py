@@ -1,4 +1,4 @@
-"""Algorithm 2 inside real SGLang's scheduler policy: hooked by its own plugin framework, in a process of its own."""
+"""The order of real SGLang's waiting queue: hooked by its own plugin framework, in a process of its own."""
 
 import json
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.sglang_cpu.environment import built_environment, engine_variables, install_plugin
+from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
 from shell_router.sglang_plugin.waiting_queue import VARIABLE
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
@@ -23,13 +24,14 @@ class NoCache:
     def supports_fast_match_prefix(self): return False
     def supports_prefix_sharing(self): return False
 
-def request(rid, tokens, waited_s):
+def request(rid, tokens, waited_s, host=None, port=None):
     stats = SimpleNamespace(wait_queue_entry_time=time.perf_counter() - waited_s)
     return SimpleNamespace(rid=rid, origin_input_ids=[1] * tokens, output_ids=[], time_stats=stats, priority=0,
-                           num_matched_prefix_tokens=0, bootstrap_host=None, bootstrap_port=None)
+                           num_matched_prefix_tokens=0, bootstrap_host=host, bootstrap_port=port)
 
 policy = schedule_policy.SchedulePolicy("fcfs", NoCache(), False, False, False)
 queue = [request("long", 900, 1.0), request("short", 30, 0.5), request("aged", 2000, 60.0)]
+queue.insert(0, request("update", 5, 90.0, HOST, PORT))
 policy.calc_priority(queue)
 print(json.dumps([one.rid for one in queue]), flush=True)
 """
@@ -37,10 +39,10 @@ print(json.dumps([one.rid for one in queue]), flush=True)
 
 @pytest.mark.parametrize(
     ("age_s", "order"),
-    [("5", ["aged", "short", "long"]), (None, ["long", "short", "aged"])],
-    ids=["asked", "not asked"],
+    [("5", ["aged", "short", "long", "update"]), (None, ["long", "short", "aged", "update"])],
+    ids=["aging", "not aging"],
 )
-def test_its_waiting_queue_is_reordered_only_where_that_is_asked_for(
+def test_updates_come_last_and_others_by_algorithm_2_where_that_is_asked_for(
     age_s: str | None, order: list[str], tmp_path: Path
 ) -> None:
     venv = built_environment()
@@ -48,7 +50,7 @@ def test_its_waiting_queue_is_reordered_only_where_that_is_asked_for(
     install_plugin(tmp_path)
     asked = {} if age_s is None else {VARIABLE: age_s}
     done = subprocess.run(
-        [str(venv / "bin" / "python"), "-c", ORDER],
+        [str(venv / "bin" / "python"), "-c", f"HOST, PORT = {FAKE_BOOTSTRAP_HOST!r}, {PREFILL_ONLY_PORT}\n{ORDER}"],
         capture_output=True,
         text=True,
         check=False,

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,28 +30,33 @@ OFF = (False, "off")
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """An early exit and the thresholds that are tried. Raises ConfigError for what an early exit cannot have."""
+    """The values whose combinations are tried. Raises ConfigError for what an early exit cannot have."""
 
     thresholds: Sequence[float]
-    policy: str = "in_flight"
-    scope: str = "cluster"
-    tau: float = 0.7
+    policies: Sequence[str] = ("in_flight",)
+    scopes: Sequence[str] = ("cluster",)
+    taus: Sequence[float] = (0.7,)
 
     def __post_init__(self) -> None:
-        if not self.thresholds or len(set(self.thresholds)) < len(self.thresholds):
-            raise ConfigError("--thresholds must name at least one value, and each once.")
+        for name in ("thresholds", "policies", "scopes", "taus"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"--{name} must name at least one value, and each once.")
         try:
-            for threshold in self.thresholds:
-                tried = EarlyExit(self.policy, self.scope, self.tau, threshold)  # type: ignore[arg-type]
-                require(tried.judges, f"policy {self.policy} judges no output", "Leave it out.")
+            for policy, scope, tau, threshold in product(self.policies, self.scopes, self.taus, self.thresholds):
+                tried = EarlyExit(policy, scope, tau, threshold)  # type: ignore[arg-type]
+                require(tried.judges, f"policy {policy} judges no output", "Leave it out.")
         except ValueError as error:
             raise ConfigError(f"This early exit cannot be tried: {error}.", remedy="Leave it out.") from error
 
     def settings(self) -> list[Settings]:
-        """Without the keys that the policy does not read."""
-        fixed: dict[str, Any] = {"policy": self.policy, "scope": self.scope}
-        fixed |= {} if self.policy == "in_flight" else {"tau": self.tau}
-        return [fixed | {"threshold": threshold} for threshold in self.thresholds]
+        """Without the keys that a policy does not read."""
+        found: list[Settings] = []
+        for policy, scope in product(self.policies, self.scopes):
+            taus: Sequence[Settings] = [{}] if policy == "in_flight" else [{"tau": tau} for tau in self.taus]
+            for tau, threshold in product(taus, self.thresholds):
+                found.append({"policy": policy, "scope": scope, **tau, "threshold": threshold})
+        return found
 
 
 Variants = Mapping[str, Settings | None]
@@ -69,14 +75,16 @@ class Choice:
 def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> Choice | None:
     """The fastest early exit that loses `bound` points at most; None where there is none.
 
-    Going down from the cautious end, the first threshold that loses more ends the search: one below it that loses less
-    by luck is not believed.
+    Going down from the cautious end, the first threshold that loses more ends the search among those that differ in it
+    alone: one below it that loses less by luck is not believed.
     """
-    within: list[Choice] = []
+    within, ended = list[Choice](), list[Settings]()
     for settings, row in sorted(rows, key=lambda one: -one[0]["threshold"]):
+        others = {key: value for key, value in settings.items() if key != "threshold"}
         loss = loss_of(row)
-        if loss.value > bound:
-            break
+        if others in ended or loss.value > bound:
+            ended.append(others)
+            continue
         within.append(Choice(settings, loss, math.inf if row.latency_ratio is None else row.latency_ratio))
     return min(within, key=lambda one: one.latency, default=None)
 

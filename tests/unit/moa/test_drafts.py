@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from shell_router.api.frames import usage
+from shell_router.api.models import straight_through
 from shell_router.core.engine import Finish, Generation, Prefilled, Tokens
 from shell_router.errors import InvalidField
 from shell_router.moa.executor import Executor
@@ -33,6 +35,13 @@ async def asked_for_drafts(file: str, moa: ScriptedMoa | None = None, **fields: 
 
 async def test_agents_that_read_others_ask_and_proposers_do_not() -> None:
     assert await asked_for_drafts(tree()) == {"proposer-1": None, "proposer-2": None, "root": {"drafts": []}}
+
+
+@pytest.mark.parametrize(("characters", "asked"), [(999, None), (1000, {"drafts": []})])
+async def test_a_plain_request_asks_where_its_messages_are_long(characters: int, asked: object) -> None:
+    moa, messages = ScriptedMoa(), [{"role": "user", "content": "a " * (characters // 2) + "b" * (characters % 2)}]
+    await moa.executor.run(straight_through("small"), replace(ask(), messages=messages), Recorder().emit)
+    assert [one.sampling.get("custom_params") for one in moa.engines["small"].generated] == [asked]
 
 
 async def test_a_prediction_goes_to_the_agent_that_answers_as_tokens_of_its_model() -> None:
@@ -82,6 +91,8 @@ async def test_what_the_engine_accepted_is_in_the_answer() -> None:
         "proposer-2": (7, 5),
         "root": (7, 5),
     }
+    details = usage(answer)["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 10, "rejected_prediction_tokens": 4}
 
 
 async def test_a_model_without_drafts_is_asked_for_none_not_even_for_a_prediction() -> None:

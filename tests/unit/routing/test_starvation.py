@@ -22,7 +22,7 @@ from shell_router.routing.engine_selection import SelectionSettings
 from shell_router.routing.failures import Breaker, BreakerSettings
 from shell_router.routing.placement import EngineReport, PlacementRequest
 from shell_router.routing.queue import QueueSettings
-from shell_router.sglang_plugin.waiting_queue import shortest_prefill_first
+from shell_router.sglang_plugin.waiting_queue import updates_last
 
 AGE_S = 5.0
 TRACES = 1000
@@ -128,7 +128,7 @@ def through_the_router(trace: Trace) -> None:
 def through_sglang(trace: Trace) -> None:
     """What the plugin makes of SGLang's waiting queue, which an engine reads from the front."""
     clock, waiting, running = Clock(), list[SimpleNamespace](), [0]
-    reorder = shortest_prefill_first(AGE_S, clock, lambda: 1)
+    reorder = updates_last(AGE_S, clock, lambda: 1)
     policy = SimpleNamespace(enable_priority_scheduling=False)
 
     def fill() -> None:

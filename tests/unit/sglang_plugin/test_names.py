@@ -104,12 +104,15 @@ OF_EVERY_PROCESS = {
     "disaggregation.utils.get_kv_class": ["index_on_host_without_cuda", "after"],
     "disaggregation.common.conn.CommonKVManager.check_status": ["status_of_room", "around"],
 }
+OF_WAITING = {"managers.schedule_policy.SchedulePolicy.calc_priority": ["reorder", "after"]}
 if not torch.accelerator.is_available():
     OF_EVERY_PROCESS |= {
         "torch.tensor": ["unpinned", "around"],
         "torch.zeros": ["unpinned", "around"],
         "torch.Tensor.pin_memory": ["as_it_is", "around"],
     }
+NEEDED = OF_EVERY_PROCESS
+OF_EVERY_PROCESS = {**NEEDED, **OF_WAITING}
 RECORDER = "eplb.expert_distribution._ExpertDistributionRecorderReal"
 OF_EXPERTS = {
     f"{RECORDER}.__init__": ["make_counts", "after"],
@@ -136,6 +139,8 @@ PLACING = {PLACEMENT: "swap"}
 DRAFTING = {"SHELL_ROUTER_DRAFTS": "1"}
 AGING = {"SHELL_ROUTER_SHORTEST_PREFILL_AGE_S": "5"}
 
+CANNOT_DRAFT = "SHELL_ROUTER_DRAFTS is set, and this SGLang cannot draft: the reason is in the log.\n"
+
 FORKS = """
 import json, multiprocessing, os, sys, traceback
 from pathlib import Path
@@ -145,7 +150,10 @@ def register(folder):
     from shell_router import sglang_plugin
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    sglang_plugin.register()
+    try:
+        sglang_plugin.register()
+    except SystemExit as ended:  # what ends a server
+        print(ended, file=sys.stderr)
     Path(folder, "hooks.json").write_text(json.dumps(getattr(HookRegistry, "hooks", {})))
 
 def run(folder, process, variables):
@@ -257,18 +265,10 @@ def test_a_missing_name_is_said_and_nothing_is_hooked(registered_in: Register, n
     assert name in finding
 
 
-def test_the_waiting_queue_is_hooked_where_the_environment_asks_for_it(registered_in: Register) -> None:
-    hooks = registered_in(process="child", variables=AGING).hooks
-    assert hooks == {
-        **OF_EVERY_PROCESS,
-        "managers.schedule_policy.SchedulePolicy.calc_priority": ["reorder", "after"],
-    }
-
-
 def test_where_the_waiting_queue_is_elsewhere_all_else_is_hooked_and_it_says_so(registered_in: Register) -> None:
     registered = registered_in(without="calc_priority", process="child", variables=AGING)
-    assert registered.hooks == OF_EVERY_PROCESS
-    assert "has no effect" in registered.log
+    assert registered.hooks == NEEDED
+    assert "updates do not yield to prompts" in registered.log
 
 
 def test_experts_are_counted_in_every_process_where_a_record_is_asked_for(registered_in: Register) -> None:
@@ -343,10 +343,18 @@ def test_the_process_that_serves_http_drafts_nothing(registered_in: Register) ->
         *("draft_token_num", "enable_overlap", "model_runner", "speculative_num_draft_tokens"),
     ],
 )
-def test_a_missing_name_of_speculation_is_said_and_only_drafts_are_not_hooked(
-    registered_in: Register, name: str
-) -> None:
+def test_a_missing_name_of_speculation_is_said_and_ends_the_server(registered_in: Register, name: str) -> None:
     registered = registered_in(without=name, process="child", variables=DRAFTING)
     assert registered.hooks == OF_EVERY_PROCESS
     assert "and drafts nothing" in registered.log
     assert name in registered.log
+    assert registered.log.endswith(CANNOT_DRAFT)
+
+
+@pytest.mark.parametrize("variables", [DRAFTING, NO_VARIABLES], ids=["to draft", "plain"])
+def test_a_server_that_is_to_draft_ends_where_the_plugin_stays_off(
+    registered_in: Register, variables: Mapping[str, str]
+) -> None:
+    off = registered_in(without="get_kv_class", process="child", variables=variables)
+    assert off.hooks == {}
+    assert off.log.endswith(CANNOT_DRAFT) == (variables is DRAFTING)

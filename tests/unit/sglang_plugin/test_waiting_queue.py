@@ -1,4 +1,4 @@
-"""Algorithm 2 in SGLang's waiting queue, without SGLang; tests/sglang has it inside the real one."""
+"""The order of SGLang's waiting queue, without SGLang; tests/sglang has it inside the real one."""
 
 import logging
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
-from shell_router.sglang_plugin.waiting_queue import VARIABLE, asked_age_s, shortest_prefill_first
+from shell_router.sglang_plugin.waiting_queue import VARIABLE, asked_age_s, updates_last
 
 
 @dataclass
@@ -37,9 +37,11 @@ class Policy:
     enable_priority_scheduling: bool = False
 
 
-def ordered(*requests: Request, now_s: float, policy: Policy | None = None, ranks: int = 1) -> list[str]:
+def ordered(
+    *requests: Request, now_s: float, policy: Policy | None = None, ranks: int = 1, age_s: float | None = 5.0
+) -> list[str]:
     queue = list(requests)
-    shortest_prefill_first(5.0, clock=lambda: now_s, ranks=lambda: ranks)(None, policy or Policy(), queue, None)
+    updates_last(age_s, clock=lambda: now_s, ranks=lambda: ranks)(None, policy or Policy(), queue, None)
     return [request.name for request in queue]
 
 
@@ -60,17 +62,24 @@ def test_what_is_cached_already_does_not_count() -> None:
     assert ordered(SHORT, mostly_cached, now_s=4.5) == ["cached", "short"]
 
 
-def test_an_update_waits_behind_real_requests_until_it_has_aged() -> None:
-    update = Request("update", 5, 1.0, bootstrap_host=FAKE_BOOTSTRAP_HOST, bootstrap_port=PREFILL_ONLY_PORT)
-    assert ordered(update, SHORT, now_s=4.5) == ["short", "update"]
-    assert ordered(SHORT, update, now_s=6.0) == ["update", "short"]
+UPDATE = Request("update", 5, 1.0, bootstrap_host=FAKE_BOOTSTRAP_HOST, bootstrap_port=PREFILL_ONLY_PORT)
+
+
+@pytest.mark.parametrize("now_s", [4.5, 60.0])
+def test_an_update_waits_behind_all_other_requests_however_long(now_s: float) -> None:
+    assert ordered(UPDATE, SHORT, now_s=now_s) == ["short", "update"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_updates_yield_without_aging_and_on_several_ranks_and_others_keep_their_order(ranks: int) -> None:
+    assert ordered(UPDATE, LONG, SHORT, now_s=60.0, age_s=None, ranks=ranks) == ["long", "short", "update"]
 
 
 def test_a_server_that_schedules_by_priority_is_left_alone() -> None:
     assert ordered(LONG, SHORT, now_s=4.5, policy=Policy(enable_priority_scheduling=True)) == ["long", "short"]
 
 
-def test_a_server_of_several_ranks_is_left_alone_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_of_several_ranks_keeps_its_order_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         assert ordered(LONG, SHORT, now_s=4.5, ranks=2) == ["long", "short"]
     assert "servers of one rank" in caplog.text

@@ -48,6 +48,14 @@ def test_one_below_a_threshold_that_loses_too_much_is_not_believed() -> None:
     assert choice.settings == {"threshold": 0.7}
 
 
+def test_the_search_of_one_policy_ends_no_others() -> None:
+    rash, calm = ({"policy": policy, "threshold": 0.7} for policy in ("threshold", "in_flight"))
+    rows = [(rash, losing(2.0, 0.1)), (calm, losing(0.0, 0.6)), (calm | {"threshold": 0.6}, losing(0.1, 0.5))]
+    choice = choose(rows, 0.5)
+    assert choice is not None
+    assert choice.settings == {"policy": "in_flight", "threshold": 0.6}
+
+
 def test_nothing_is_chosen_where_the_most_cautious_loses_too_much() -> None:
     assert chosen(0.5, (0.5, losing(0.0)), (0.9, losing(0.6))) is None
 
@@ -69,8 +77,10 @@ def test_every_threshold_is_tried_with_the_keys_that_its_policy_reads() -> None:
         {"policy": "in_flight", "scope": "cluster", "threshold": 0.5},
         {"policy": "in_flight", "scope": "cluster", "threshold": 0.9},
     ]
-    assert Tried((0.5,), "threshold", "layer", 0.6).settings() == [
-        {"policy": "threshold", "scope": "layer", "tau": 0.6, "threshold": 0.5}
+    assert Tried((0.5,), ("threshold", "in_flight"), ("layer",), (0.6, 0.7)).settings() == [
+        {"policy": "threshold", "scope": "layer", "tau": 0.6, "threshold": 0.5},
+        {"policy": "threshold", "scope": "layer", "tau": 0.7, "threshold": 0.5},
+        {"policy": "in_flight", "scope": "layer", "threshold": 0.5},
     ]
 
 
@@ -78,9 +88,11 @@ def test_every_threshold_is_tried_with_the_keys_that_its_policy_reads() -> None:
     ("said", "match"),
     [
         ({"thresholds": (0.5, 0.8, 0.5)}, "--thresholds must name at least one value, and each once"),
-        ({"policy": "in_flght"}, "policy must be one of"),
-        ({"scope": "tree"}, "scope must be"),
-        ({"tau": 0.0}, "tau must be"),
+        ({"policies": ("in_flght",)}, "policy must be one of"),
+        ({"scopes": ("tree",)}, "scope must be"),
+        ({"taus": (0.7, 0.0)}, "tau must be"),
+        ({"policies": ("quorum",)}, "judges no output"),
+        ({"scopes": ()}, "--scopes must name"),
         ({"thresholds": (1.5,)}, "threshold must be between"),
         ({"thresholds": (float("nan"),)}, "threshold must be between"),
     ],

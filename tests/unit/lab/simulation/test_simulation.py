@@ -134,7 +134,7 @@ def test_early_exit_cuts_agents_off_where_outputs_agree() -> None:
 
 
 def test_an_agreed_answer_is_forwarded_without_aggregation() -> None:
-    agreeing, differing = (run("full-skip-aggregation", right=right) for right in (1.0, 0.0))
+    agreeing, differing = (run("full", right=right) for right in (1.0, 0.0))
     skipped = [
         [sum(agent["state"] == "skipped" for agent in one.trace["agents"].values()) for one in simulated.runs]
         for simulated in (agreeing, differing)
