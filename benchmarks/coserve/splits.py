@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.coserve.runs import BYTES, DEVICES, IMAGE_EVERY_S, POLICIES, Device, Task, components, requests, run
 from benchmarks.report import Row
 from shell_router.experts.components import ExecutorSettings
-from shell_router.experts.components.executor import Executor
+from shell_router.experts.components.executor import ComponentExecutor
 from shell_router.experts.components.memory import Shelf
 from shell_router.experts.components.pool import ComponentPool
 from shell_router.experts.components.queue import ComponentQueue
@@ -29,7 +29,7 @@ from shell_router.lab.simulation.components import ComponentTrials
 EXPERTS = 400
 DECISIONS: tuple[tuple[str, type, str], ...] = (
     ("which executor", ComponentPool, "_chosen"),
-    ("where in its queue", Executor, "add"),
+    ("where in its queue", ComponentExecutor, "add"),
     ("the next batch", ComponentQueue, "take"),
     ("what leaves: what lies here", Shelf, "_residents"),
 )

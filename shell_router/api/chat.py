@@ -76,7 +76,7 @@ def read_chat(body: Fields, run_id: str, tenant: str, timeout_s: float, default:
             remedy = f"Leave {name} out"
             if name in ENGINE_FIELDS:
                 remedy += ", or ask a plain model on SGLang: GET /v1/models names each model's engine"
-            raise body.refuse(name, "is not served as asked", remedy + ".")
+            raise body.refuse(name, "has a value that is not supported", remedy + ".")
     options, metadata = body.object("stream_options"), body.object("metadata")
     stream, sampling, seed = body.flag("stream"), read_sampling(body), body.raw("seed")
     prompting = _prompting(body, sampling) if body.given(PROMPTING) else {}

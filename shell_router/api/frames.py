@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from shell_router.api.runs import Run
-from shell_router.api.streaming import DONE, Place, data_frame
+from shell_router.api.streaming import DONE, StreamPosition, data_frame
 from shell_router.core.events import (
     AgentErred,
     AgentFinished,
@@ -129,7 +129,7 @@ class ChatFrames:
     """
 
     def __init__(
-        self, run: Run, model: str, include_usage: bool, include_agents: bool, place: Place | None = None
+        self, run: Run, model: str, include_usage: bool, include_agents: bool, place: StreamPosition | None = None
     ) -> None:
         self._base = {
             "id": f"chatcmpl-{run.id}",

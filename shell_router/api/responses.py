@@ -26,7 +26,15 @@ from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored, stream_error
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, end_of, key_of, place_of, reused
 from shell_router.api.services import REQUEST_ID, SERVICES, TENANT, TRACE
-from shell_router.api.streaming import DONE, LAST_EVENT, Place, TranslatedFrames, data_frame, open_stream, respond
+from shell_router.api.streaming import (
+    DONE,
+    LAST_EVENT,
+    StreamPosition,
+    TranslatedFrames,
+    data_frame,
+    open_stream,
+    respond,
+)
 from shell_router.api.translation import Events, ItemTranslation, Kind, joined
 from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
@@ -356,7 +364,7 @@ class BackgroundResponse:
 
     def _translation(self) -> ResponseTranslation:
         made = ResponseTranslation(self.key.removeprefix(PREFIX), self.created, orjson.loads(self.head), self.warnings)
-        made.place = Place(self.request.headers.get(LAST_EVENT), self.after)
+        made.place = StreamPosition(self.request.headers.get(LAST_EVENT), self.after)
         return made
 
 

@@ -23,7 +23,7 @@ from shell_router.api.admission import Drain
 from shell_router.api.fields import Fields
 from shell_router.api.plain import Request
 from shell_router.api.services import Emit, Services
-from shell_router.api.streaming import LAST_EVENT, Place
+from shell_router.api.streaming import LAST_EVENT, StreamPosition
 from shell_router.core.events import AgentTokens, Event, answer_in
 from shell_router.core.spans import CURRENT, SAMPLED
 from shell_router.moa.journal import END, Journal
@@ -63,9 +63,9 @@ def end_of(record: bytes) -> dict[str, Any] | None:
     return fields[0] if kind == END else None
 
 
-def place_of(request: Request) -> Place | None:
+def place_of(request: Request) -> StreamPosition | None:
     """Where the stream of a kept run begins; None where the run is not kept. Raises InvalidField."""
-    return Place(request.headers.get(LAST_EVENT)) if KEY_HEADER in request.headers else None
+    return StreamPosition(request.headers.get(LAST_EVENT)) if KEY_HEADER in request.headers else None
 
 
 class Run:

@@ -22,7 +22,7 @@ DONE = b"data: [DONE]\n\n"
 NO_HEADERS: Mapping[str, str] = {}
 NO_WARNINGS: Mapping[str, list[str]] = {}
 LAST_EVENT = "last-event-id"
-PLACE = re.compile(r"([0-9]{1,12})-([0-9a-f]{8})")
+POSITION = re.compile(r"([0-9]{1,12})-([0-9a-f]{8})")
 
 
 def data_frame(body: Any) -> bytes:
@@ -80,7 +80,7 @@ async def open_stream(
     return EventStream(request, response, write_timeout_s)
 
 
-class Place:
+class StreamPosition:
     """How far a stream has come, as the id of its last event says: its characters, and a check of them.
 
     With `last`, such an id, what its client has already is left out. Raises InvalidField where that is none.
@@ -89,7 +89,7 @@ class Place:
     def __init__(self, last: str | None = None, after: int = 0) -> None:
         self.at, self.after, self._check, self._expected = 0, after, 0, ""
         if last is not None:
-            if (found := PLACE.fullmatch(last)) is None:
+            if (found := POSITION.fullmatch(last)) is None:
                 raise InvalidField(
                     "The header Last-Event-ID is no id of an event of this router's.",
                     field="Last-Event-ID",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import orjson
 
 from shell_router.api.panels import PANEL
-from shell_router.api.streaming import Place
+from shell_router.api.streaming import StreamPosition
 from shell_router.core.engine import error_message
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import EngineAborted
@@ -36,7 +36,7 @@ class ItemTranslation(ABC):
         self.model = asked.get("model") or (INLINE if asked.get("topology") else PANEL)
         self.reason = "stop"
         self.usage: Mapping[str, Any] = {}
-        self.place: Place | None = None
+        self.place: StreamPosition | None = None
         self.items: list[dict[str, Any]] = []
         self._texts: list[str] = []
         self._chunks = EventSplitter()

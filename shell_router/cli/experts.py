@@ -131,7 +131,7 @@ async def recorded(
     async with server.recorder() as recorder:
         work: Callable[[], Awaitable[None]] = partial(asyncio.sleep, seconds)
         if texts:
-            work = await recorder.asking(texts, new_tokens=new_tokens, at_once=concurrency)
+            work = await recorder.asking(texts, new_tokens=new_tokens, concurrency=concurrency)
         found = _kept(out, await recorder.record(work))
     print(f"{out}: {_summary(found)}")
 

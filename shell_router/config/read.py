@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from shell_router.errors import ConfigError
 from shell_router.topology.document import Document, clients_document, read_document, read_text
-from shell_router.topology.document import Path as Place
+from shell_router.topology.document import Path as DocumentPath
 from shell_router.topology.forms import (
     Block,
     Deferred,
@@ -48,7 +48,7 @@ KIND_KEYS = object()
 
 def read_file(
     path: Path, kind: type[T], *, see: str = SEE_PAGE, kinds: Kinds = NO_KINDS
-) -> tuple[T, Callable[[Place], str]]:
+) -> tuple[T, Callable[[DocumentPath], str]]:
     """The file's content as a `kind`, a dataclass, and what gives `file:line` of a place in it.
 
     Relative paths in the file count from its folder. `see` names the page that explains the file. Raises ConfigError.
@@ -171,7 +171,7 @@ class _Builder:
     see: str
     kinds: Kinds
 
-    def build(self, hint: Any, value: Any, at: Place) -> Any:
+    def build(self, hint: Any, value: Any, at: DocumentPath) -> Any:
         """The value at `at` as the annotation has it."""
         kind = _plain(hint)
         if _is_union(kind):
@@ -186,7 +186,7 @@ class _Builder:
             return {name: self.build(inner[1], item, (*at, name)) for name, item in value.items()}
         return self.folder / Path(value).expanduser() if kind is Path else _SCALARS.get(kind, lambda one: one)(value)
 
-    def _section(self, kind: type, given: Mapping[str, Any], at: Place) -> Any:
+    def _section(self, kind: type, given: Mapping[str, Any], at: DocumentPath) -> Any:
         hints = _hints(kind)
         values = {name: self.build(hints[name], item, (*at, name)) for name, item in given.items() if name in hints}
         if engine := {name: item for name, item in given.items() if name not in hints and item is not None}:

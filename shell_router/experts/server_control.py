@@ -55,12 +55,14 @@ class ExpertRecorder:
         await self._done("POST", "/dump_expert_distribution_record")
         return await self._done("GET", "/shell_router/expert_record")
 
-    async def asking(self, prompts: Sequence[str], *, new_tokens: int, at_once: int) -> Callable[[], Awaitable[None]]:
-        """The work of having all `prompts` answered greedily, `at_once` at a time; a prefill server only prefills them.
+    async def asking(
+        self, prompts: Sequence[str], *, new_tokens: int, concurrency: int
+    ) -> Callable[[], Awaitable[None]]:
+        """The work of having `prompts` answered greedily, `concurrency` at a time; a prefill server only prefills them.
 
         It raises also PromptTooLong. ConfigError at once for a decode server, which cannot be asked by itself.
         """
-        mode, slots = await self.mode(), asyncio.Semaphore(at_once)
+        mode, slots = await self.mode(), asyncio.Semaphore(concurrency)
         if mode == "decode":
             raise ConfigError(
                 f"{self.url} is a decode server and cannot be asked by itself.",

@@ -21,7 +21,7 @@ from shell_router.errors import ConfigError
 from shell_router.telemetry.recorder import Outbox
 from shell_router.telemetry.trace import AgentTrace, Trace
 
-MOST_WAITING, AT_ONCE = 2_000, 16
+MOST_WAITING, MAX_BATCH_SIZE = 2_000, 16
 """Runs. Pickling more would hold up the event loop, which shares the interpreter with this thread."""
 
 
@@ -45,7 +45,9 @@ class SpanExport(Outbox[Trace]):
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection
         self._is_closed = False
-        super().__init__("spans", "exported", count, most_waiting=MOST_WAITING, at_once=AT_ONCE, linger_s=linger_s)
+        super().__init__(
+            "spans", "exported", count, most_waiting=MOST_WAITING, max_batch_size=MAX_BATCH_SIZE, linger_s=linger_s
+        )
 
     def close(self, limit_s: float = 10.0) -> None:
         """See `Outbox.close`."""

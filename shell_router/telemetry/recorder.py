@@ -35,7 +35,7 @@ class RecordTo:
 
 
 class Outbox(ABC, Generic[Item]):
-    """Items that a thread of its own takes where they belong, `at_once` of them together, so that no request waits.
+    """Items that a thread of its own takes where they belong, `max_batch_size` together, so that no request waits.
 
     What cannot be taken is lost, and no request with it: `count` is called with how many of `what` were `done` or
     "lost", and the log says why when losing begins, and that it is over. With `linger_s` it waits for more items to
@@ -49,11 +49,11 @@ class Outbox(ABC, Generic[Item]):
         count: Callable[[str, int], None],
         *,
         most_waiting: int,
-        at_once: int = 1,
+        max_batch_size: int = 1,
         linger_s: float = 0.0,
     ) -> None:
         self._what, self._done_word, self._count = what, done, count
-        self._at_once, self._linger_s = at_once, linger_s
+        self._max_batch_size, self._linger_s = max_batch_size, linger_s
         self._waiting: queue.Queue[Item | None] = queue.Queue(most_waiting)
         self._ending = threading.Event()
         self._losing = False
@@ -81,10 +81,10 @@ class Outbox(ABC, Generic[Item]):
         ended = False
         while not ended:
             items = [self._waiting.get()]
-            if self._waiting.qsize() < self._at_once:
+            if self._waiting.qsize() < self._max_batch_size:
                 self._ending.wait(self._linger_s)
             with contextlib.suppress(queue.Empty):
-                while len(items) < self._at_once:
+                while len(items) < self._max_batch_size:
                     items.append(self._waiting.get_nowait())
             ended = None in items
             if found := [item for item in items if item is not None]:

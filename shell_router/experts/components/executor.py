@@ -88,7 +88,7 @@ class HostTier:
             yield found
 
 
-class Executor:
+class ComponentExecutor:
     """Serves the stages that are added to it, and calls `settled` with each and its output, or a ComponentError."""
 
     def __init__(

@@ -14,7 +14,7 @@ from shell_router.errors import (
     InvalidRequest,
     UnknownComponent,
 )
-from shell_router.experts.components.executor import Event, Executor, HostTier, Watch
+from shell_router.experts.components.executor import ComponentExecutor, Event, HostTier, Watch
 from shell_router.experts.components.memory import Memory, Shelf
 from shell_router.experts.components.policies import Policies, host_placement, initial_placement
 from shell_router.experts.components.values import Component, Components, ExecutorSettings, Request, Stage, Tier
@@ -72,10 +72,11 @@ class ComponentPool:
         self._host = HostTier(shelf)
         hooks: dict[str, Any] = {"is_loaded": self._is_loaded, "settled": self._settled, "watch": watch}
         self.executors = [
-            Executor(settings, policies, self._catalog, components, self._host, **hooks) for settings in executors
+            ComponentExecutor(settings, policies, self._catalog, components, self._host, **hooks)
+            for settings in executors
         ]
         self._asked: dict[str, tuple[Stage, asyncio.Future[Any]]] = {}
-        self._able_for: dict[str, Sequence[Executor]] = {}
+        self._able_for: dict[str, Sequence[ComponentExecutor]] = {}
         self._number = 0
         self._running: asyncio.Task[None] | None = None
 
@@ -118,7 +119,7 @@ class ComponentPool:
         catalog = self._catalog.values()
         placed = initial_placement(catalog, [executor.settings for executor in self.executors])
 
-        async def fill(executor: Executor) -> None:
+        async def fill(executor: ComponentExecutor) -> None:
             for component in placed[executor.settings.name]:
                 try:
                     await executor.bring(component, announce=False)
@@ -185,13 +186,13 @@ class ComponentPool:
             del self._asked[request.id]
             executor.withdraw(request.id)
 
-    def _chosen(self, name: str, now_s: float) -> Executor:
+    def _chosen(self, name: str, now_s: float) -> ComponentExecutor:
         able = self._able(name)
         chosen = able[self._assign([one.view(self._catalog[name], now_s) for one in able], self._number)]
         self._number += 1
         return chosen
 
-    def _able(self, name: str) -> Sequence[Executor]:
+    def _able(self, name: str) -> Sequence[ComponentExecutor]:
         """The executors that it fits on."""
         if able := self._able_for.get(name):
             return able

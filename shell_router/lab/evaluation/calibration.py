@@ -64,7 +64,7 @@ Variants = Mapping[str, Settings | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CalibratedExit:
     """An early exit, what it loses against none in points of accuracy, and its median latency relative to none."""
 
     settings: Settings
@@ -72,20 +72,20 @@ class Choice:
     latency: float
 
 
-def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> Choice | None:
+def choose(rows: Sequence[tuple[Settings, Row]], bound: float) -> CalibratedExit | None:
     """The fastest early exit that loses `bound` points at most; None where there is none.
 
     Going down from the cautious end, the first threshold that loses more ends the search among those that differ in it
     alone: one below it that loses less by luck is not believed.
     """
-    within, ended = list[Choice](), list[Settings]()
+    within, ended = list[CalibratedExit](), list[Settings]()
     for settings, row in sorted(rows, key=lambda one: -one[0]["threshold"]):
         others = {key: value for key, value in settings.items() if key != "threshold"}
         loss = loss_of(row)
         if others in ended or loss.value > bound:
             ended.append(others)
             continue
-        within.append(Choice(settings, loss, math.inf if row.latency_ratio is None else row.latency_ratio))
+        within.append(CalibratedExit(settings, loss, math.inf if row.latency_ratio is None else row.latency_ratio))
     return min(within, key=lambda one: one.latency, default=None)
 
 
@@ -116,7 +116,7 @@ def with_exit(document: Mapping[str, Any], name: str, settings: Settings | None)
     return changed
 
 
-async def run_calibration(topology: Path, tried: Tried, bound: float, options: EvaluationOptions) -> Choice:
+async def run_calibration(topology: Path, tried: Tried, bound: float, options: EvaluationOptions) -> CalibratedExit:
     """Evaluate the topology file with each early exit of `tried` and without; print the tables and the choice.
 
     `bound` is in points of accuracy. Raises what `calibrated` and `write_variants` raise, the latter before anything
@@ -127,7 +127,7 @@ async def run_calibration(topology: Path, tried: Tried, bound: float, options: E
         return await calibrated(variants, bound, replace(options, topologies=(Path(folder),)))
 
 
-async def calibrated(variants: Variants, bound: float, options: EvaluationOptions) -> Choice:
+async def calibrated(variants: Variants, bound: float, options: EvaluationOptions) -> CalibratedExit:
     """Evaluate topologies that `options` serve, print the tables and the choice.
 
     Raises ShellRouterError where every early exit loses more than `bound`, and what `run_evaluation` raises.
@@ -155,7 +155,7 @@ def write_variants(topology: Path, tried: Tried, folder: Path) -> Variants:
     return variants
 
 
-def outcome_lines(choice: Choice, bound: float, questions: int) -> list[str]:
+def outcome_lines(choice: CalibratedExit, bound: float, questions: int) -> list[str]:
     """The outcome in words, with the line for the topology file."""
     loss = choice.loss
     keys = ", ".join(f"{key}: {value}" for key, value in choice.settings.items())

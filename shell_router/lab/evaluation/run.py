@@ -51,17 +51,17 @@ Asked = tuple[tuple[Item, int], ...]
 
 
 def rounds_of(
-    items: Sequence[Item], seeds: Sequence[int], settings: Sequence[Setting], *, at_once: int = 1
+    items: Sequence[Item], seeds: Sequence[int], settings: Sequence[Setting], *, concurrency: int = 1
 ) -> Iterator[tuple[Asked, Sequence[Setting]]]:
-    """Rounds of `at_once` questions, in one setting after the other, every question once before the next seed begins.
+    """Rounds of `concurrency` questions, in one setting after the other; every question once before the next seed.
 
     Each round begins with another setting: what comes first finds other caches and another machine than what comes
     last. Two settings are never asked at the same time, so that neither slows the other.
     """
-    begins = product(seeds, range(0, len(items), at_once))
+    begins = product(seeds, range(0, len(items), concurrency))
     for number, (seed, begin) in enumerate(begins):
         by = number % len(settings)
-        yield tuple((item, seed) for item in items[begin : begin + at_once]), (*settings[by:], *settings[:by])
+        yield tuple((item, seed) for item in items[begin : begin + concurrency]), (*settings[by:], *settings[:by])
 
 
 def request_seed(seed: int, question: int) -> int:
@@ -204,7 +204,7 @@ async def _ask_all(
             answered.append((setting, item, seed, await asked(client, setting, item, seed, options)))
             progress.advance(task)
 
-        for questions, order in rounds_of(items, options.seeds, settings, at_once=options.concurrency):
+        for questions, order in rounds_of(items, options.seeds, settings, concurrency=options.concurrency):
             written = len(records)
             for setting in order:
                 answered: list[tuple[Setting, Item, int, Reply | ShellRouterError]] = []

@@ -8,7 +8,7 @@ from shell_router.core.statistics import Interval
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import ConfigError
 from shell_router.lab.evaluation.calibration import (
-    Choice,
+    CalibratedExit,
     Tried,
     choose,
     loss_of,
@@ -31,7 +31,7 @@ def losing(points: float, latency: float = 1.0, reach: float = 1.0) -> Row:
     return replace(ROWS[1], difference=interval, latency_ratio=latency)
 
 
-def chosen(bound: float, *rows: tuple[float, Row]) -> Choice | None:
+def chosen(bound: float, *rows: tuple[float, Row]) -> CalibratedExit | None:
     return choose([({"threshold": threshold}, row) for threshold, row in rows], bound)
 
 
@@ -143,10 +143,10 @@ def test_the_files_written_are_topologies_that_differ_in_their_early_exit_alone(
 
 def test_the_outcome_is_a_line_for_the_file_with_what_it_costs_and_saves() -> None:
     settings = {"policy": "in_flight", "threshold": 0.6}
-    sure = " ".join(outcome_lines(Choice(settings, Interval(0.1, -0.3, 0.4), 0.7), 0.5, 1000))
+    sure = " ".join(outcome_lines(CalibratedExit(settings, Interval(0.1, -0.3, 0.4), 0.7), 0.5, 1000))
     assert "early_exit: {policy: in_flight, threshold: 0.6}" in sure
     assert "takes 0.70 of the latency and loses 0.10 points (95 %: -0.30 to 0.40) on 1000 questions" in sure
     assert "whole interval is within the bound" in sure
-    unsure = " ".join(outcome_lines(Choice(settings, Interval(0.1, -0.3, 1.4), 1.02), 0.5, 200))
+    unsure = " ".join(outcome_lines(CalibratedExit(settings, Interval(0.1, -0.3, 1.4), 1.02), 0.5, 200))
     assert "cannot rule out a loss of 1.40 points" in unsure
     assert "saves no time" in unsure

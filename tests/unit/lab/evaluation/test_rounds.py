@@ -18,7 +18,7 @@ def test_every_question_goes_through_all_settings_before_the_next_and_another_be
 
 
 def test_questions_that_are_asked_at_once_go_through_the_settings_together() -> None:
-    rounds = list(rounds_of(ITEMS, [0, 1], SETTINGS, at_once=2))
+    rounds = list(rounds_of(ITEMS, [0, 1], SETTINGS, concurrency=2))
     assert [indices(asked) for asked, _ in rounds] == [[(0, 0), (1, 0)], [(2, 0)], [(0, 1), (1, 1)], [(2, 1)]]
     assert ["".join(one.name for one in settings) for _, settings in rounds] == ["ab", "ba"] * 2
 
