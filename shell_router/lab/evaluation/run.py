@@ -55,13 +55,15 @@ def rounds_of(
 ) -> Iterator[tuple[Asked, Sequence[Setting]]]:
     """Rounds of `concurrency` questions, in one setting after the other; every question once before the next seed.
 
-    Each round begins with another setting: what comes first finds other caches and another machine than what comes
-    last. Two settings are never asked at the same time, so that neither slows the other.
+    Each round begins with another setting, and every other time around the order is reversed: what comes later finds
+    in its caches what the one before it left there. Two settings are never asked at the same time, so that neither
+    slows the other.
     """
     begins = product(seeds, range(0, len(items), concurrency))
     for number, (seed, begin) in enumerate(begins):
-        by = number % len(settings)
-        yield tuple((item, seed) for item in items[begin : begin + concurrency]), (*settings[by:], *settings[:by])
+        again, by = divmod(number, len(settings))
+        order = (*settings[by:], *settings[:by])
+        yield tuple((item, seed) for item in items[begin : begin + concurrency]), order[:: -1 if again % 2 else 1]
 
 
 def request_seed(seed: int, question: int) -> int:

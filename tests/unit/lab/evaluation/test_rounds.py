@@ -14,13 +14,19 @@ def indices(asked: Asked) -> list[tuple[int, int]]:
 def test_every_question_goes_through_all_settings_before_the_next_and_another_begins_each_time() -> None:
     rounds = list(rounds_of(ITEMS, [0, 1], SETTINGS))
     assert [indices(asked) for asked, _ in rounds] == [[(0, 0)], [(1, 0)], [(2, 0)], [(0, 1)], [(1, 1)], [(2, 1)]]
-    assert ["".join(one.name for one in settings) for _, settings in rounds] == ["ab", "ba"] * 3
+    assert ["".join(one.name for one in settings) for _, settings in rounds] == ["ab", "ba", "ba", "ab", "ab", "ba"]
+
+
+def test_each_setting_comes_right_after_each_other_one_equally_often() -> None:
+    settings = [Setting(name, "model") for name in "abc"]
+    orders = ["".join(one.name for one in order) for _, order in rounds_of(ITEMS, [0, 1], settings)]
+    assert orders == ["abc", "bca", "cab", "cba", "acb", "bac"]
 
 
 def test_questions_that_are_asked_at_once_go_through_the_settings_together() -> None:
     rounds = list(rounds_of(ITEMS, [0, 1], SETTINGS, concurrency=2))
     assert [indices(asked) for asked, _ in rounds] == [[(0, 0), (1, 0)], [(2, 0)], [(0, 1), (1, 1)], [(2, 1)]]
-    assert ["".join(one.name for one in settings) for _, settings in rounds] == ["ab", "ba"] * 2
+    assert ["".join(one.name for one in settings) for _, settings in rounds] == ["ab", "ba", "ba", "ab"]
 
 
 def test_a_requests_seed_depends_on_seed_and_question() -> None:
