@@ -24,6 +24,7 @@ from tests.fakes.scripted_pair import LIMITS, ONCE, until
 
 NAMES = "abcdefgh"
 CATALOG = {name: Component(name, "", 1, 0.1) for name in NAMES}
+LIMIT_S = 20.0
 OWN_RID = re.compile(r"\b([a-h])\.\d+$")
 
 
@@ -70,7 +71,6 @@ class Machine:
 
     models: Mapping[str, Model]
     places: int
-    limit_s: float
     gpus: tuple[ScriptedGpu, ScriptedGpu]
     ports: Mapping[ScriptedServer, int] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class Machine:
                 pairs[name] = pair = SleepingPair(address, limits=limits, retries=ONCE)
                 stack.push_async_callback(pair.aclose)
             for name, pair in pairs.items():
-                pair.alias, pair.limit_s, pair.group = name, self.limit_s, tuple(pairs.values())
+                pair.alias, pair.limit_s, pair.group = name, LIMIT_S, tuple(pairs.values())
             places, tasks = Places(pairs.__getitem__), TaskOwner()
             settings, order = AdapterSettings({}, self.places), Eviction(CATALOG)
             leases = AdapterLeases("memory", places, settings, tasks, lambda: 0.0, kind="model", order=order)
@@ -115,9 +115,7 @@ class Machine:
 
 
 @asynccontextmanager
-async def machine(
-    names: str = NAMES[:3], places: int = 1, *, cpu_backup: bool = True, limit_s: float = 20.0
-) -> AsyncIterator[Machine]:
+async def machine(names: str = NAMES[:3], places: int = 1, *, cpu_backup: bool = True) -> AsyncIterator[Machine]:
     gpus = ScriptedGpu(places), ScriptedGpu(places)
     async with AsyncExitStack() as stack, asyncio.timeout(30):
 
@@ -134,7 +132,7 @@ async def machine(
             rooms = BootstrapRooms()
             models[name] = Model(await started("prefill", rooms), await started("decode", rooms))
         ports = {server: server.port for model in models.values() for server in model.servers}
-        yield Machine(models, places, limit_s, gpus, ports)
+        yield Machine(models, places, gpus, ports)
 
 
 @pytest.mark.parametrize("cpu_backup", [True, False])
@@ -227,26 +225,30 @@ async def test_a_server_that_is_still_busy_is_put_to_sleep_when_it_is_idle_and_n
 
 
 async def test_a_server_that_stays_busy_stays_awake_and_what_needs_its_memory_fails() -> None:
-    async with machine("ab", limit_s=0.2) as at, at.router() as router:
+    async with machine("ab") as at, at.router() as router:
         assert await router.asked("a") == 4
+        router.pairs["a"].limit_s = 0.5
         at.models["a"].prefill.memory.busy = 10**9
         with pytest.raises(ModelFailed, match=r"'a' do not sleep: The prefill engine did not drop its KV"):
             await router.asked("b")
         at.models["a"].prefill.memory.busy = 0
+        router.pairs["a"].limit_s = LIMIT_S
         assert await router.asked("b", 1) == 4
         assert at.died == []
 
 
 async def test_a_server_that_does_not_wake_in_time_is_left_alone_and_nothing_wakes_until_it_was_restarted() -> None:
-    async with machine("ab", limit_s=0.2) as at, at.router() as router:
-        stuck = at.models["a"].decode
-        stuck.memory.gate.clear()
-        with pytest.raises(ModelFailed, match="'a' could not be loaded: The decode engine sent nothing"):
+    async with machine("ab") as at, at.router() as router:
+        at.models["a"].decode.memory.gate.clear()
+        router.pairs["a"].limit_s = 0.2
+        with pytest.raises(ModelFailed, match=r"'a' could not be loaded: The \w+ engine sent nothing"):
             await router.asked("a")
+        router.pairs["a"].limit_s = LIMIT_S
         for name in "ab":
             with pytest.raises(ModelFailed, match=r"was left in between sleep and waking.* Restart it\."):
                 await router.asked(name, 1)
-        await at.restart(stuck)
+        for server in at.models["a"].servers:
+            await at.restart(server)
         assert [await router.asked(name, 2) for name in "ba"] == [4, 4]
         assert at.died == [] and at.awake == "a"
 
