@@ -115,7 +115,9 @@ class Rendered:
         return load_config(folder / "router.yaml", given)
 
 
-@pytest.fixture(scope="module", params=[{}, TWO_MODELS, SEVERAL_TENANTS], ids=["as-shipped", "two-models", "several-tenants"])
+@pytest.fixture(
+    scope="module", params=[{}, TWO_MODELS, SEVERAL_TENANTS], ids=["as-shipped", "two-models", "several-tenants"]
+)
 def chart(request: pytest.FixtureRequest) -> Rendered:
     return Rendered(request.param)
 

@@ -64,7 +64,33 @@ INHERITED = Topology(
         "valueOf": Agent("valueOf", "large", ("__proto__", "constructor")),
     },
 )
+FORTY = Topology(
+    name="forty",
+    agents={
+        **{f"agent-{number}": Agent(f"agent-{number}", "small") for number in range(40)},
+        "root": Agent("root", "large", tuple(f"agent-{number}" for number in range(40))),
+    },
+)
 HOSTILE = "<script>window.hacked=1</script></script><img src=x onerror='window.hacked=1'> <b>bold</b> $& ]]> end"
+
+
+class Rounds:
+    """A pace at which every request writes a piece in each round."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._more = asyncio.Condition()
+
+    async def begin(self, number: int) -> None:
+        """Let all write up to this many pieces."""
+        async with self._more:
+            self._begun = number
+            self._more.notify_all()
+
+    async def pace(self, _rid: str, piece: int) -> None:
+        """Wait for the piece's round. Prefill increments (piece -1) pass."""
+        async with self._more:
+            await self._more.wait_for(lambda: piece < self._begun)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -110,7 +136,7 @@ async def served(moa: ScriptedMoa | None = None, **fields: object) -> AsyncItera
         refuse_batches(app)
         add_page(app)
 
-    async with api(moa, extend=extend, topologies=(DUO, EXITING, INHERITED), **fields) as running:  # type: ignore[arg-type]
+    async with api(moa, extend=extend, topologies=(DUO, EXITING, FORTY, INHERITED), **fields) as running:  # type: ignore[arg-type]
         yield running
 
 
@@ -387,18 +413,20 @@ async def test_the_page_is_accessible(browser: Browser, scheme: str) -> None:
         assert not (await Axe().run(page)).response["violations"]
 
 
-async def test_what_streams_moves_nothing(browser: Browser) -> None:
-    gates = Gates("left", "right", "root")
-    moa = ScriptedMoa(dict.fromkeys(("left", "right", "root"), "many words " * 200), pace=gates.pace)
+async def test_what_40_agents_stream_moves_nothing(browser: Browser) -> None:
+    rounds, words = Rounds(), "incomprehensibilities characteristically notwithstanding misunderstandings"
+    moa = ScriptedMoa(dict.fromkeys(FORTY.agents, " ".join([words] * 5)), pace=rounds.pace)
+    boxes = """[...document.querySelectorAll('.agent, .row, .facts, .log, #below')]
+        .map(e => [e.offsetTop, e.offsetLeft, e.offsetWidth, e.offsetHeight].join())"""
     async with served(moa) as running, opened(browser, running.url) as page:
-        await ask(page, "duo")
-        await gates.until_waiting(2)
+        await ask(page, "forty")
+        await expect(page.locator(".agent")).to_have_count(41)
         await expect(page.locator(".run .head .pill")).to_have_text("running")
-        places = "[...document.querySelectorAll('.agent, .row, .facts, .log, #below')].map(e => e.offsetTop)"
-        before = await page.evaluate(places)
-        for name in ("left", "right", "root"):
-            gates.open(name)
-        await expect(card(page, "root")).to_contain_text("many words")
-        assert await page.evaluate(places) == before
+        before = await page.evaluate(boxes)
+        for number in range(1, 6):
+            await rounds.begin(number)
+            tokens = re.compile(rf"· {number * len(words.split())}$")
+            await expect(page.locator(".layer >> nth=0").locator(".state", has_text=tokens)).to_have_count(40)
+            assert await page.evaluate(boxes) == before
         await ended(page)
-        assert await page.evaluate(places) == before
+        assert await page.evaluate(boxes) == before
