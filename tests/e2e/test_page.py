@@ -20,6 +20,7 @@ from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import BatchesSettings, Config, EmbedderSettings, Limits, Listen, ModelSettings, PairSettings
 from shell_router.early_exit.settings import EarlyExit
+from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.topology import Agent, Cluster, Prompt, Topology
 from tests.fakes.api_server import DUO, Api, BatchApi, api, client, line
 from tests.fakes.command import ROOT, running_command
@@ -207,6 +208,27 @@ async def test_an_early_exit_is_seen_with_its_scores(browser: Browser) -> None:
         await expect(card(page, "root")).to_contain_text(re.compile(r"exit Q 0\.\d\d"))
         await expect(page.locator(".log")).to_contain_text("cuts off c")
         await expect(page.locator(".row .cutoff")).to_have_count(1)
+
+
+async def test_what_hold_outs_show_of_a_topology_stands_among_its_runs_figures(browser: Browser) -> None:
+    holdouts = Holdouts()
+    saving = {
+        Compared("incremental_prefill", "duo", "large, medium, small"): 0.5,
+        Compared("drafts", "duo", "large", "root"): 0.25,
+        Compared("drafts", "duo", "small", "proposer"): 0.0,
+        Compared("drafts", "another", "medium", "proposer"): 0.5,
+    }
+    for key, saved in saving.items():
+        for held_out in (False, True) * 4:
+            holdouts.observe(key, held_out=held_out, seconds=1.0 if held_out else 1.0 - saved, now_s=0)
+    async with served(holdouts=holdouts) as running, opened(browser, running.url) as page:
+        await ask(page, "duo")
+        await ended(page)
+        without = page.locator(".facts div", has_text="without incremental prefill")
+        twice = await page.evaluate("seconds(2 * stage.views[0].run.duration_s)")
+        await expect(without).to_have_text(f"By the hold-outabout {twice}without incremental prefill")
+        drafts = page.locator(".facts div", has_text="less time per token")
+        await expect(drafts).to_have_text("Drafts, by the hold-outlarge root 25 %less time per token than without")
 
 
 async def test_a_run_that_is_stopped_leaves_nothing_running(browser: Browser) -> None:
