@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,7 +26,7 @@ from shell_router.topology import Agent, Cluster, Prompt, Topology
 from tests.fakes.api_server import DUO, Api, BatchApi, api, client, line
 from tests.fakes.command import ROOT, running_command
 from tests.fakes.moa import ScriptedMoa
-from tests.fakes.scripted_engine import Gates
+from tests.fakes.scripted_engine import Gates, Script
 
 pytest.importorskip("axe_playwright_python", reason="pip install -e '.[ci]'")  # the fast suite runs without
 pytest.importorskip("playwright")
@@ -56,6 +57,11 @@ EXITING = Topology(
         "root": Agent("root", "large", ("a", "b", "c"), Prompt(slot=" [{output}]")),
     },
     clusters=(Cluster("cluster-1", ("a", "b", "c"), EarlyExit("in_flight", threshold=0.6)),),
+)
+SKIPPING = replace(
+    EXITING,
+    name="skipping",
+    clusters=(Cluster("cluster-1", ("a", "b", "c"), EarlyExit("in_flight", threshold=0.6, skip_aggregation=True)),),
 )
 INHERITED = Topology(
     name="inherited",
@@ -137,7 +143,7 @@ async def served(moa: ScriptedMoa | None = None, **fields: object) -> AsyncItera
         refuse_batches(app)
         add_page(app)
 
-    async with api(moa, extend=extend, topologies=(DUO, EXITING, FORTY, INHERITED), **fields) as running:  # type: ignore[arg-type]
+    async with api(moa, extend=extend, topologies=(DUO, EXITING, FORTY, INHERITED, SKIPPING), **fields) as running:  # type: ignore[arg-type]
         yield running
 
 
@@ -198,9 +204,15 @@ async def test_each_agents_text_and_state_is_seen_while_it_writes(browser: Brows
         await expect(page.locator("#detail")).to_be_hidden()
 
 
-async def test_an_early_exit_is_seen_with_its_scores(browser: Browser) -> None:
-    moa = ScriptedMoa({"a": "2 plus 2 is 4 Answer: 4", "b": "2 plus 2 is 4 Answer: 4"}, pace=Gates("c").pace)
-    async with served(moa) as running, opened(browser, running.url) as page:
+async def test_early_exits_skipped_aggregations_and_accepted_drafts_are_seen_with_their_figures(
+    browser: Browser,
+) -> None:
+    said = "2 plus 2 is 4 Answer: 4"
+    scripts = {"a": Script(said, drafted_tokens=8, accepted_tokens=6), "b": said}
+    async with (
+        served(ScriptedMoa(scripts, pace=Gates("c").pace)) as running,
+        opened(browser, running.url) as page,
+    ):
         await ask(page, "exiting")
         await ended(page)
         await expect(card(page, "c")).to_have_attribute("data-state", "early_exit")
@@ -208,6 +220,20 @@ async def test_an_early_exit_is_seen_with_its_scores(browser: Browser) -> None:
         await expect(card(page, "root")).to_contain_text(re.compile(r"exit Q 0\.\d\d"))
         await expect(page.locator(".log")).to_contain_text("cuts off c")
         await expect(page.locator(".row .cutoff")).to_have_count(1)
+        await expect(card(page, "a")).to_contain_text("6/8 drafted")
+        await expect(page.locator(".facts div", has_text="Drafts accepted")).to_contain_text("75 %6 of 8 tokens")
+
+        await ask(page, "skipping")
+        await ended(page)
+        await expect(card(page, "root")).to_have_attribute("data-state", "skipped")
+        await expect(card(page, "root")).to_contain_text(re.compile(r"exit Q 0\.\d\d · skipped"))
+        await expect(card(page, "root")).to_contain_text(said)
+        await expect(page.locator(".log")).to_contain_text(
+            re.compile("root is skipped: it forwards the output of [ab]")
+        )
+        await expect(page.locator(".row .skip")).to_have_count(1)
+        await expect(page.locator(".answer")).to_have_text(said)
+        await expect(page.locator(".facts div", has_text="Agents")).to_contain_text("1 skipped")
 
 
 async def test_what_hold_outs_show_of_a_topology_stands_among_its_runs_figures(browser: Browser) -> None:
