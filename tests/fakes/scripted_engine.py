@@ -17,7 +17,8 @@ PLACED = Placement("engine-0", "scripted", "only_engine")
 class Script:
     """One answer: its text in pieces of `piece_words`, one log-probability for every token, and how it ends.
 
-    `drafted_tokens` and `accepted_tokens` are what its end reports. With `error` the answer breaks off with it after `error_after` pieces.
+    `drafted_tokens` and `accepted_tokens` are what its end reports. With `error` the answer breaks off with it after
+    `error_after` pieces.
     """
 
     text: str
