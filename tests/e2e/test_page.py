@@ -240,6 +240,7 @@ async def test_what_hold_outs_show_of_a_topology_stands_among_its_runs_figures(b
     holdouts = Holdouts()
     saving = {
         Compared("incremental_prefill", "duo", "large, medium, small"): 0.5,
+        Compared("incremental_prefill", "exiting", "large, small"): 0.5,
         Compared("drafts", "duo", "large", "root"): 0.25,
         Compared("drafts", "duo", "small", "proposer"): 0.0,
         Compared("drafts", "another", "medium", "proposer"): 0.5,
@@ -255,6 +256,10 @@ async def test_what_hold_outs_show_of_a_topology_stands_among_its_runs_figures(b
         await expect(without).to_have_text(f"By the hold-outabout {twice}without incremental prefill")
         drafts = page.locator(".facts div", has_text="less time per token")
         await expect(drafts).to_have_text("Drafts, by the hold-outlarge root 25 %less time per token than without")
+        await ask(page, "exiting")  # too short for updates, so it took as long as without
+        await ended(page)
+        await expect(without).to_have_text("By the hold-out–without incremental prefill")
+        await expect(drafts).to_have_count(0)
 
 
 async def test_a_run_that_is_stopped_leaves_nothing_running(browser: Browser) -> None:
