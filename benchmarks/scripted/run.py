@@ -46,7 +46,8 @@ class ScriptedSettings:
     writes in pieces of that size, `crlf` ends lines as some proxies do. `log_bodies` keeps the bodies of that
     many last requests. With `stamped` every output says in `meta_info.sent_s` when it was written, in seconds of
     the machine's monotonic clock. With `max_loaded_adapters` above 0 it takes LoRA adapters, each of which takes
-    `adapter_load_s` to load.
+    `adapter_load_s` to load. With `memory_saver` it gives its memory back and takes it again; with `cpu_backup` its
+    weights are kept meanwhile.
     """
 
     role: Literal["prefill", "decode"] = "decode"
@@ -64,6 +65,9 @@ class ScriptedSettings:
     stamped: bool = False
     max_loaded_adapters: int = 0
     adapter_load_s: float = 0.0
+    device: Literal["cuda", "cpu"] = "cuda"
+    memory_saver: bool = False
+    cpu_backup: bool = False
     fault: Fault | None = None
 
     def __post_init__(self) -> None:
@@ -365,3 +369,129 @@ class ScriptedAdapters:
             for name, adapter in self.loaded.items()
         ]
         exchange.answer_json({"object": "list", "data": [base, *adapters]})
+
+
+class ScriptedGpu:
+    """Memory for `places` servers that are awake; `taken` by these now, and by `most` at a time."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.taken = self.most = 0
+
+    def take(self) -> bool:
+        """False where there is too little."""
+        self.taken += 1
+        self.most = max(self.most, self.taken)
+        return self.taken <= self.places
+
+
+class ScriptedMemory:
+    """A server's memory, given back and taken again as by SGLang 0.5.23, which ends at every mistake.
+
+    It ends where it is to sleep while it is busy (an assertion) or asleep (torch_memory_saver), to wake while it is
+    awake (a KeyError), and to compute or to read weights while it sleeps. `died` says of what it did. It wakes, and
+    reads weights, while `gate` is open. `refuses` has the words with which it refuses to `sleep` or `read`; `busy`
+    times it still has something to do. `changes` names what it did, `without_weights` counts requests that it computed
+    with none.
+    """
+
+    def __init__(
+        self, settings: Callable[[], ScriptedSettings], busy: Callable[[], bool], end: Callable[[], None]
+    ) -> None:
+        self._settings, self._runs, self._end = settings, busy, end
+        self.gpu = ScriptedGpu(10**9)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.refuses: dict[str, str] = {}
+        self.busy = 0
+        self.changes: list[str] = []
+        self.without_weights = 0
+        self.died = ""
+        self.begin()
+
+    def begin(self) -> None:
+        """Have what a server has after its start."""
+        self._life = object()
+        self.version, self.asleep, self.has_weights, self.died = "default", False, True, ""
+
+    def die(self, why: str) -> None:
+        """End the server: its memory is free."""
+        if not self.died:
+            self.died = why
+            self.gpu.taken -= not self.asleep
+            self._end()
+
+    def _busy(self) -> bool:
+        self.busy, busy = max(0, self.busy - 1), self.busy > 0
+        return busy or self._runs()
+
+    def computes(self) -> bool:
+        """False where a request ends the server."""
+        if self.asleep:
+            self.die("CUDA error: an illegal memory access was encountered")
+        self.without_weights += not self.has_weights
+        return not self.died
+
+    def release(self, exchange: Exchange) -> None:
+        """`POST /release_memory_occupation`."""
+        if "sleep" in self.refuses:
+            exchange.answer_json({"error": {"message": self.refuses["sleep"]}}, 400)
+        elif self._busy():
+            self.die("AssertionError: release_memory_occupation should be called only when server is idle.")
+        elif self.asleep:
+            self.die("Cannot pause allocation that is not active.")
+        else:
+            self.changes.append("sleep")
+            self.gpu.taken -= 1
+            self.asleep, self.has_weights = True, self._settings().cpu_backup
+            exchange.answer(200, b"null")
+
+    def resume(self, exchange: Exchange) -> None:
+        """`POST /resume_memory_occupation`."""
+        if not self.asleep:
+            self.die("KeyError: 'kv_cache'")
+        else:
+            self._later(exchange, self._resumed)
+
+    def _resumed(self, exchange: Exchange) -> None:
+        self.asleep = False
+        self.changes.append("wake")
+        if not self.gpu.take():
+            self.die("CUDA error: out of memory")
+        else:
+            exchange.answer(200, b"null")
+
+    def read_weights(self, exchange: Exchange) -> None:
+        """`POST /update_weights_from_disk`."""
+        if self.asleep:
+            self.die("CUDA error: an illegal memory access was encountered")
+        elif "read" in self.refuses:
+            exchange.answer_json({"success": False, "message": self.refuses["read"]}, 400)
+        else:
+            self._later(exchange, self._read)
+
+    def _read(self, exchange: Exchange) -> None:
+        self.has_weights = True
+        self.changes.append("read")
+        exchange.answer_json({"success": True, "message": "Succeeded to update model weights."})
+
+    def _later(self, exchange: Exchange, act: Callable[[Exchange], None]) -> None:
+        async def wait(life: object) -> None:
+            await self.gate.wait()
+            if life is self._life and not self.died:
+                act(exchange)
+
+        self._waiting = asyncio.get_running_loop().create_task(wait(self._life))
+
+    def flush(self, exchange: Exchange) -> None:
+        """`POST /flush_cache`."""
+        busy = self._busy()
+        exchange.answer(400 if busy else 200, b"Flush cache failed.\n" if busy else b"Cache flushed.\n")
+
+    def set_version(self, exchange: Exchange) -> None:
+        """`POST /update_weight_version`."""
+        asked = orjson.loads(exchange.body)
+        if asked.get("abort_all_requests", True):
+            raise BadRequest("This would abort all requests.")
+        self.version = str(asked["new_version"])
+        exchange.answer_json({"success": True, "new_version": self.version})

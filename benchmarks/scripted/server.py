@@ -6,6 +6,7 @@ python -m benchmarks.scripted.server --prefill-port 8101 --decode-port 8102
 import argparse
 import asyncio
 import contextlib
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -23,6 +24,7 @@ from benchmarks.scripted.run import (
     Fault,
     LoadedAdapter,
     ScriptedAdapters,
+    ScriptedMemory,
     ScriptedRun,
     ScriptedSettings,
     read_script,
@@ -84,6 +86,7 @@ class ScriptedServer:
         self._cache = PrefixCache(settings.cache_tokens * ID_BYTES)
         self.adapters = ScriptedAdapters(lambda: self.settings, self._cache.forget)
         self._adapters: dict[ScriptedRun, LoadedAdapter] = {}
+        self.memory = ScriptedMemory(lambda: self.settings, lambda: bool(self._runs), self._end)
         self._connections: set[HttpProtocol] = set()
         self._server: asyncio.Server | None = None
         self._routes: dict[bytes, Callable[[Exchange], None]] = {
@@ -91,7 +94,7 @@ class ScriptedServer:
             b"/prefill_only": self._prefill_only,
             b"/abort_request": self._abort,
             b"/script": self._script,
-            b"/health": lambda exchange: exchange.answer(200, b""),
+            b"/health": self._health,
             b"/server_info": self._server_info,
             b"/model_info": self._model_info,
             b"/v1/loads": self._loads,
@@ -99,6 +102,11 @@ class ScriptedServer:
             b"/load_lora_adapter": self.adapters.load,
             b"/unload_lora_adapter": self.adapters.unload,
             b"/v1/models": self.adapters.listed,
+            b"/flush_cache": self.memory.flush,
+            b"/release_memory_occupation": self.memory.release,
+            b"/resume_memory_occupation": self.memory.resume,
+            b"/update_weights_from_disk": self.memory.read_weights,
+            b"/update_weight_version": self.memory.set_version,
         }
 
     async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
@@ -113,10 +121,14 @@ class ScriptedServer:
     async def stop(self) -> None:
         """Stop listening and break every connection."""
         assert self._server is not None
+        self._end()
+        await self._server.wait_closed()
+
+    def _end(self) -> None:
+        assert self._server is not None
         self._server.close()
         for connection in tuple(self._connections):
             connection.drop()
-        await self._server.wait_closed()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -169,12 +181,21 @@ class ScriptedServer:
             "version": "scripted",
             "disaggregation_mode": self.settings.role,
             "enable_lora": self.settings.max_loaded_adapters > 0,
+            "device": self.settings.device,
+            "enable_memory_saver": self.settings.memory_saver,
+            "enable_weights_cpu_backup": self.settings.cpu_backup,
         }
         exchange.answer_json({**info, "context_length": self.settings.context_length, "internal_states": [{}]})
 
     def _model_info(self, exchange: Exchange) -> None:
         info = {"model_path": "scripted", "tokenizer_path": "scripted", "is_generation": True}
-        exchange.answer_json({**info, "disaggregation_mode": self.settings.role})
+        exchange.answer_json({**info, "disaggregation_mode": self.settings.role, "weight_version": self.memory.version})
+
+    def _health(self, exchange: Exchange) -> None:
+        """As SGLang's, whose server generates where it is idle, unless a variable says otherwise."""
+        generates = os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION") != "false"
+        if self._runs or not generates or self.memory.computes():
+            exchange.answer(200, b"")
 
     def _loads(self, exchange: Exchange) -> None:
         used = sum(run.prompt_tokens + run.sent for run in self._runs.values())
@@ -236,6 +257,8 @@ class ScriptedServer:
 
     def _accept(self, exchange: Exchange) -> ScriptedRun | None:
         """The run of a good request that no fault takes at its start."""
+        if not self.memory.computes():
+            return None
         self.requests += 1
         if self.settings.log_bodies:
             self.bodies.append(exchange.body)

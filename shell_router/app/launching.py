@@ -5,10 +5,12 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
 from pathlib import Path
 from shutil import which
 
+from shell_router.app.models import address_of, pool_of
 from shell_router.app.serving import serve
 from shell_router.config import Config
 from shell_router.errors import ConfigError
@@ -44,7 +46,18 @@ def launched_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engine
     settings = launched.config.launch
     policy = RestartPolicy(limit=settings.restart_limit, delay_s=settings.restart_delay_s)
     patience = Patience(start_s=launched.config.limits.engine_start_s)
-    return running_engines(launched, policy=policy, patience=patience)
+    return running_engines(launched, policy=policy, patience=patience, sleep=partial(put_to_sleep, launched.config))
+
+
+async def put_to_sleep(config: Config, engines: Sequence[EngineCommand]) -> None:
+    """See `launching.supervisor.Sleep`."""
+    from shell_router.engines.weight_swapping import fall_asleep, on_each, require_sleep  # noqa: PLC0415 - few sleep
+
+    (alias,) = {str(engine.sleeper) for engine in engines}
+    async with aclosing(await pool_of(alias, [*map(address_of, config.models[alias].pairs)], config)) as pool:
+        started = [one for one in pool.servers if str(one.server.url / "health") in {at.ready_url for at in engines}]
+        await on_each(map(require_sleep, started))
+        await on_each(fall_asleep(server, config.limits.engine_start_s) for server in started)
 
 
 def _require_startable(engines: Sequence[EngineCommand]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from shell_router.config.read import read_sent
 from shell_router.core.engine import ServedModel
 from shell_router.core.marks import CALL_MARKS, REASONING_PARSERS
 from shell_router.engines.address import PairAddress, PairLimits
-from shell_router.engines.native_body import NativeRules
+from shell_router.engines.native_body import ANY_MODEL, NativeRules
 from shell_router.engines.server_client import ServerClient
 from shell_router.engines.sglang import AdaptedModel, SglangPair
 from shell_router.errors import EngineError, EngineStalled, require
@@ -206,13 +206,17 @@ async def running_pairs(
     on_progress: Progress,
     *,
     may_lack: bool = False,
+    client: Callable[..., SglangPair] = SglangPair,
 ) -> AsyncIterator[Mapping[str, SglangPair]]:
-    """Per alias the client of its prefill and decode servers, once all of them serve. Raises EngineError.
+    """Per alias the `client` of its prefill and decode servers, once all of them serve. Raises EngineError.
 
     With `may_lack`, once those of one model serve and the limit is over; the others are waited for meanwhile.
     """
     async with AsyncExitStack() as stack:
-        pools = {alias: await _pool(alias, found, files[alias], config) for alias, found in addresses.items()}
+        fields, pools = frozenset(config.limits.native_fields), dict[str, SglangPair]()
+        for alias, found in addresses.items():
+            rules = NativeRules(files[alias].vocabulary, files[alias].context_length, fields)
+            pools[alias] = await pool_of(alias, found, config, rules, client)
         for pool in pools.values():
             stack.push_async_callback(pool.aclose)
         await stack.enter_async_context(_probed(pools, config.limits.engine_start_s, on_progress, may_lack=may_lack))
@@ -221,14 +225,21 @@ async def running_pairs(
         yield pools
 
 
-async def _pool(alias: str, addresses: Sequence[PairAddress], files: ModelFiles, config: Config) -> SglangPair:
+async def pool_of(
+    alias: str,
+    addresses: Sequence[PairAddress],
+    config: Config,
+    rules: NativeRules = ANY_MODEL,
+    client: Callable[..., SglangPair] = SglangPair,
+) -> SglangPair:
+    """The client of a model's servers, which is to be closed. Nothing is sent to them yet. Raises ConfigError."""
     limits, model, key = config.limits, config.models[alias], f"models.{alias}.engine_key"
-    return SglangPair(
+    return client(
         *addresses,
         limits=PairLimits(stall_s=limits.engine_stall_s),
         retries=RetrySettings(attempts=limits.engine_attempts),
         breaker=BreakerSettings(failures=limits.breaker_failures, open_s=limits.breaker_open_s),
-        rules=NativeRules(files.vocabulary, files.context_length, frozenset(limits.native_fields)),
+        rules=rules,
         isolates=limits.isolate_tenants,
         scheduling=config.scheduling,
         adapters=await asyncio.to_thread(adapters_of, alias, model),
@@ -286,6 +297,6 @@ async def _probe(alias: str, pool: SglangPair, on_progress: Progress, late: asyn
                 on_progress(f"model {alias}: waiting for its engines ({reason})")
             said = reason
             await asyncio.sleep(RETRY_S)
-    on_progress(f"model {alias} is ready; prefill-only by {' and '.join(sorted(set(ways)))}")
+    on_progress(f"model {alias} is ready; prefill-only by {' and '.join(sorted(set(ways))) or 'what its load finds'}")
     if "pair" in ways:
         log.warning("model %s: no prefill-only request warms the cache; one-token requests take its place", alias)

@@ -196,6 +196,11 @@ class PairSettings:
     ] = None
     launch: PairLaunch | None = None
 
+    @property
+    def urls(self) -> tuple[str, str]:
+        """Of both servers, prefill's first."""
+        return self.prefill, self.decode
+
 
 @dataclass(frozen=True, slots=True)
 class SwappingSettings:
@@ -207,7 +212,7 @@ class SwappingSettings:
     models: Annotated[tuple[str, ...], "The models that take turns; all of the deployment's by default."] = ()
     pairs: Annotated[
         tuple[PairSettings, ...],
-        "SGLang pairs whose weights are replaced; without them models are embedded pairs, started and stopped.",
+        "SGLang pairs whose weights are replaced; without them models have their own, which sleep, or embedded pairs.",
     ] = ()
     usage: Annotated[
         Mapping[str, float],
@@ -230,7 +235,7 @@ class SwappingSettings:
         require(
             (self.max_loaded_models is None) == bool(self.pairs),
             "swapping has both max_loaded_models and pairs, or neither",
-            "Give max_loaded_models for embedded models, and pairs for SGLang.",
+            "Give max_loaded_models for models with engines of their own, and pairs for those that share some.",
         )
         require(
             not any(pair.launch for pair in self.pairs), "`launch` starts no pairs of swapping", "Start them before."
@@ -295,9 +300,8 @@ class ModelSettings:
         )
         for name in ("engine_key", "engine_tls", "adapters"):
             require(bool(self.pairs) or getattr(self, name) is None, f"{name} is for pairs, and there are none")
-        urls = [url for pair in self.pairs for url in (pair.prefill, pair.decode)]
         require(
-            self.engine_tls is None or all(url.startswith("https://") for url in urls),
+            self.engine_tls is None or all(url.startswith("https://") for pair in self.pairs for url in pair.urls),
             "engine_tls is set, and not all of the pairs have https:// URLs",
             remedy="Give them https:// URLs, or leave engine_tls out.",
         )

@@ -1,9 +1,11 @@
 """What a deployment's YAML file says, section by section."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from ipaddress import ip_address
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
@@ -374,6 +376,11 @@ class Config:
         """The models that take turns in memory."""
         return () if self.swapping is None else self.swapping.models or tuple(self.models)
 
+    @property
+    def sleeping(self) -> tuple[str, ...]:
+        """Those of them that have SGLang pairs of their own, which sleep in turns."""
+        return tuple(alias for alias in self.swapped if self.models[alias].pairs)
+
     def _require_swapped_models(self) -> None:
         if (swapping := self.swapping) is None:
             return
@@ -383,20 +390,40 @@ class Config:
         for alias in self.swapped:
             model = self.models[alias]
             require(
-                not model.pairs and (not model.engine or ("embedded" in model.engine and not swapping.pairs)),
+                not (swapping.pairs and (model.pairs or model.engine)) and not model.engine.keys() - {"embedded"},
                 f"models.{alias} takes turns with others, and names engines of its own",
-                remedy="Name SGLang pairs in swapping.pairs, or the models that take turns in swapping.models.",
+                remedy="Leave them or swapping.pairs out, or name the models that take turns in swapping.models.",
             )
-        others = [pair for model in self.models.values() for pair in model.pairs]
-        taken = [url for pair in (*swapping.pairs, *others) for url in (pair.prefill, pair.decode)]
-        for url in taken[: 2 * len(swapping.pairs)]:
-            require(taken.count(url) == 1, f"{url} is named twice, and its weights are replaced", "Name it once.")
+        require(
+            len(self.sleeping) in (0, len(self.swapped)),
+            "some of the models that take turns have pairs of their own, and others have none",
+            "Give pairs to all of them, or name those that take turns in swapping.models.",
+        )
+        taken = Counter(url for pair in swapping.pairs for url in pair.urls)
+        for model in self.models.values():
+            taken.update({url for pair in model.pairs for url in pair.urls})
+        own = (pair for alias in self.sleeping for pair in self.models[alias].pairs)
+        for url in (url for pair in (*swapping.pairs, *own) for url in pair.urls):
+            require(taken[url] == 1, f"{url} is named twice, and serves models that take turns", "Name it once.")
+        for alias in self.sleeping:
+            self._require_sleeper(f"models.{alias}", self.models[alias])
+
+    def _require_sleeper(self, where: str, model: ModelSettings) -> None:
+        remedy = "Leave them out, or name the models that take turns in swapping.models."
+        require(model.adapters is None, f"{where} takes turns with others, and has adapters", remedy)
+        for launch in (pair.launch for pair in model.pairs if pair.launch):
+            for flags in (flags_of(role, self.launch, launch) for role in ("prefill", "decode")):
+                require(
+                    "--device=cpu" not in flags and ("--device", "cpu") not in pairwise(flags),
+                    f"{where} sleeps while others are awake, and is started on a CPU, where SGLang cannot",
+                    "Sleeping gives GPU memory back: start it on GPUs, or swap weights of one shape by swapping.pairs.",
+                )
 
     def _require_own_servers(self) -> None:
         """Adapters of one server are loaded for one model: two would unload each other's."""
         taken: dict[str, str] = {}
         for alias, model in self.models.items():
-            for url in {url for pair in model.pairs for url in (pair.prefill, pair.decode) if model.adapters}:
+            for url in {url for pair in model.pairs for url in pair.urls if model.adapters}:
                 other = taken.setdefault(url, alias)
                 require(
                     other == alias,

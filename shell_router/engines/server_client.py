@@ -136,9 +136,9 @@ class ServerClient:
 
     # --- what it says about itself
 
-    async def info(self) -> dict[str, Any]:
-        """The object at `/server_info`; raises EngineError."""
-        return self._object(await self.get("server_info", limit_s=self.limits.connect_s))
+    async def info(self, route: str = "server_info") -> dict[str, Any]:
+        """The object at `route`; raises EngineError."""
+        return self._object(await self.get(route, limit_s=self.limits.connect_s))
 
     async def knows_contract(self) -> bool:
         """Whether what the SGLang plugin adds, if it is there, means what this router takes it to mean.

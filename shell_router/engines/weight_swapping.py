@@ -1,16 +1,18 @@
-"""Checkpoints that take turns on a running server: what they hold, which fit, and SGLang's swap of weights."""
+"""Models that take turns: what checkpoints hold, which fit a running server, SGLang's swap of weights, its sleep."""
 
 import asyncio
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
 from shell_router.engines.server_client import ServerClient
+from shell_router.engines.wire import broken_wire
 from shell_router.errors import ConfigError, EngineRejected, EngineStalled
+from shell_router.routing.failures import INTERNAL_ERROR
 
 NO_TENSOR = "__metadata__"
 UNREADABLE = (OSError, ValueError, ArithmeticError, MemoryError, struct.error)
@@ -95,21 +97,30 @@ async def swap_weights(servers: Iterable[ServerClient], folder: Path, limit_s: f
     A server waits for requests that run. Some of a pair's end a moment after they were answered, and a server does not
     drop its KV before: it is asked again then. Raises EngineError; then nothing is known of what any of them holds.
     """
-    swaps = (_swap(server, folder, limit_s) for server in servers)
-    if failed := [one for one in await asyncio.gather(*swaps, return_exceptions=True) if one]:
+    await on_each(_swap(server, folder, limit_s) for server in servers)
+
+
+async def on_each(work: Iterable[Awaitable[None]]) -> None:
+    """Do it all, at the same time and to its end; raises what failed first."""
+    if failed := [one for one in await asyncio.gather(*work, return_exceptions=True) if one]:
         raise failed[0]
 
 
-async def _swap(server: ServerClient, folder: Path, limit_s: float) -> None:
+async def _swap(server: ServerClient, folder: Path | str, limit_s: float) -> None:
     body = orjson.dumps({"model_path": str(folder), "flush_cache": True})
     try:
         await server.post("update_weights_from_disk", body, limit_s=limit_s)
-        return
     except EngineRejected as error:
         if NOT_FLUSHED not in str(error):
             raise
+        await _flush(server, limit_s)
+
+
+async def _flush(server: ServerClient, limit_s: float) -> None:
+    """Have it drop its KV, which a server does once it has nothing to do."""
+    flush_s = min(FLUSH_LIMIT_S, limit_s)
     try:
-        async with asyncio.timeout(FLUSH_LIMIT_S):
+        async with asyncio.timeout(flush_s):
             while True:
                 try:
                     await server.post("flush_cache", b"{}", limit_s=limit_s)
@@ -118,6 +129,84 @@ async def _swap(server: ServerClient, folder: Path, limit_s: float) -> None:
                     await asyncio.sleep(FLUSH_EVERY_S)
     except TimeoutError:
         raise EngineStalled(
-            f"The {server.name} did not drop its KV within {FLUSH_LIMIT_S:g} s.",
-            remedy="Send no other requests to an engine whose weights are swapped.",
+            f"The {server.name} did not drop its KV within {flush_s:g} s.",
+            remedy="Send no other requests to an engine whose models take turns.",
         ) from None
+
+
+AWAKE, ASLEEP, EMPTY, UNSETTLED = "", " (asleep)", " (without weights)", " (unsettled)"
+"""What follows a server's own weight version while it sleeps, has no weights, or changes: SGLang says nothing of it.
+
+SGLang 0.5.23 ends where it is asked to sleep while it is busy or asleep, or to wake while it is awake. The version is
+kept by the server, so that the mark outlives a router, and ends with the memory that it stands for.
+"""
+
+
+async def fall_asleep(server: ServerClient, limit_s: float) -> None:
+    """Have it give its GPU memory back, once it has nothing to do, unless it sleeps.
+
+    Raises EngineStalled where it stays busy, EngineRejected where it refuses or is unsettled, and EngineError.
+    """
+    version, mark = await _marked(server)
+    if mark != ASLEEP:
+        await _flush(server, limit_s)
+        await _change(server, "release_memory_occupation", version, (mark, ASLEEP), limit_s)
+
+
+async def wake(server: ServerClient, limit_s: float) -> None:
+    """Have it take GPU memory again, and read its weights again if it did not keep them, unless it is awake.
+
+    Raises EngineRejected where it refuses or is unsettled, and EngineError.
+    """
+    version, mark = await _marked(server)
+    if mark == ASLEEP:
+        mark = AWAKE if (await server.info()).get("enable_weights_cpu_backup") else EMPTY
+        await _change(server, "resume_memory_occupation", version, (ASLEEP, mark), limit_s)
+    if mark == EMPTY:
+        await _swap(server, str((await server.info("model_info"))["model_path"]), limit_s)
+        await _mark(server, version, limit_s)
+
+
+async def require_sleep(server: ServerClient) -> None:
+    """Raises EngineRejected for a server that cannot sleep, and EngineError."""
+    info, wanted = await server.info(), ""
+    if info.get("device") == "cpu":
+        wanted = "Sleeping gives GPU memory back: start it on a GPU, or swap weights of one shape by swapping.pairs."
+    elif not info.get("enable_memory_saver"):
+        wanted = "Start it with --enable-memory-saver."
+    if wanted:
+        raise EngineRejected(f"The {server.name} cannot sleep.", status=501, remedy=wanted)
+
+
+async def _change(server: ServerClient, route: str, version: str, marks: tuple[str, str], limit_s: float) -> None:
+    """From one mark to another, to the end also where the caller is cancelled, within what the server's tasks have."""
+
+    async def change() -> None:
+        await _mark(server, version + UNSETTLED, limit_s)
+        try:
+            await server.post(route, b"{}", limit_s=limit_s)
+        except EngineRejected:
+            await _mark(server, version + marks[0], limit_s)
+            raise
+        await _mark(server, version + marks[1], limit_s)
+
+    changing = server.tasks.start(change())
+    changing.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where none waits for it
+    await asyncio.shield(changing)
+
+
+async def _mark(server: ServerClient, version: str, limit_s: float) -> None:
+    body = orjson.dumps({"new_version": version, "abort_all_requests": False})
+    await server.post("update_weight_version", body, limit_s=limit_s)
+
+
+async def _marked(server: ServerClient) -> tuple[str, str]:
+    """Its weight version, and what it is marked as. Raises EngineRejected where it is unsettled, and EngineError."""
+    found = (await server.info("model_info")).get("weight_version")
+    if not isinstance(found, str):
+        raise broken_wire(server.name, "model_info without a weight_version")
+    mark = next((one for one in (ASLEEP, EMPTY, UNSETTLED) if found.endswith(one)), AWAKE)
+    if mark == UNSETTLED:
+        words = f"The {server.name} was left in between sleep and waking; its memory may be taken."
+        raise EngineRejected(words, status=INTERNAL_ERROR, remedy="Restart it.")
+    return found.removesuffix(mark), mark

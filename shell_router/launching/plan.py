@@ -3,7 +3,7 @@
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +30,8 @@ HEARTBEAT = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
 # decode forgets a dead prefill after two missed heartbeats; one that is back sooner is taken for the old one, and every
 # later transfer hangs. 2 s is the shortest that SGLang takes.
 HEARTBEAT_S = 2
+# of an idle server /health generates, and one that sleeps has no memory for that and ends
+SLEEPER_VARIABLES: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class EngineCommand:
     """What to run for one engine, and the URL that answers 200 when it serves.
 
     `env` is added to the inherited variables; `host` is the machine's name in the deployment's URLs, `ports` are
-    taken there.
+    taken there. `sleeper` is the model, if it takes turns in memory by sleeping.
     """
 
     name: str
@@ -47,6 +49,7 @@ class EngineCommand:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     ready_url: str
+    sleeper: str | None = None
 
     @property
     def shell(self) -> str:
@@ -64,7 +67,10 @@ def commands(config: Config, *, python: str) -> list[EngineCommand]:
     for alias, model in config.models.items():
         if model not in distinct.values():
             distinct[alias] = model
-    engines = [one for alias, model in distinct.items() for one in _of_model(config.launch, alias, model, python)]
+    engines: list[EngineCommand] = []
+    for alias, model in distinct.items():
+        own = _of_model(config.launch, alias, model, python)
+        engines += (_sleeper(one, alias) for one in own) if alias in config.sleeping else own
     _require_distinct_ports(engines)
     return engines
 
@@ -82,6 +88,12 @@ def _of_model(settings: LaunchSettings, alias: str, model: ModelSettings, python
             launched[role, url] = launch
             name = alias if len(model.pairs) == 1 else f"{alias}-{number + 1}"
             yield _engine(f"{name}/{role}", role, model, pair, launch, settings, python)
+
+
+def _sleeper(engine: EngineCommand, alias: str) -> EngineCommand:
+    """The engine of a model that takes turns by sleeping."""
+    argv, env = (*engine.argv, "--enable-memory-saver"), {**SLEEPER_VARIABLES, **engine.env}
+    return replace(engine, argv=argv, env=env, sleeper=alias)
 
 
 def _require_agreement(where: str, role: Role, first: PairLaunch, launch: PairLaunch) -> None:

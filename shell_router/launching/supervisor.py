@@ -150,18 +150,28 @@ def policy_of(role: Role, policy: RestartPolicy, patience: Patience) -> RestartP
     return replace(policy, least_delay_s=patience.prefill_away_s) if role == "prefill" else policy
 
 
+Sleep = Callable[[Sequence[EngineCommand]], Awaitable[None]]
+"""Puts engines of one model to sleep, which serve. Raises EngineError."""
+
+
 @asynccontextmanager
 async def running_engines(
-    launched: LaunchPlan, *, policy: RestartPolicy, patience: Patience, tell: Callable[[str], None] = log.info
+    launched: LaunchPlan,
+    *,
+    policy: RestartPolicy,
+    patience: Patience,
+    tell: Callable[[str], None] = log.info,
+    sleep: Sleep | None = None,
 ) -> AsyncIterator["Engines"]:
     """Engines that serve, those elsewhere included; on leaving, and on any error, those of the plan are stopped.
 
-    `tell` gets a line per step. Raises EngineUnreachable where one ends before it serves, or does not serve in time.
+    `tell` gets a line per step; `sleep` is needed for models that take turns by sleeping. Raises EngineUnreachable
+    where one ends before it serves, or does not serve in time, and what `sleep` raises.
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience.health_s)) as http:
         engines = Engines(launched, policy, patience, tell, http)
         try:
-            await engines.start()
+            await engines.start(sleep)
             keeping = asyncio.gather(*map(engines.keep, engines.processes))
             try:
                 yield engines
@@ -196,12 +206,20 @@ class Engines:
         """How often each engine was started again."""
         return {name: len(times_s) for name, times_s in self._restarted_s.items()}
 
-    async def start(self) -> None:
-        """Start all, and return when all serve. Raises EngineUnreachable."""
+    async def start(self, sleep: Sleep | None) -> None:
+        """Start all, and return when all serve; models that sleep one after the other. Raises EngineError."""
+        turns: dict[str | None, list[EngineProcess]] = {None: []}
         for process in self.processes:
-            await process.start()
-            self._tell(f"{process.command.name}: started; its output is in {process.log}")
-        await self._until_ready([*(process.command for process in self.processes), *self._elsewhere])
+            turns.setdefault(process.command.sleeper, []).append(process)
+        for sleeper, processes in turns.items():
+            for process in processes:
+                await process.start()
+                self._tell(f"{process.command.name}: started; its output is in {process.log}")
+            if sleeper and sleep:
+                started = [process.command for process in processes]
+                await self._until_ready(started)
+                await sleep(started)
+        await self._until_ready([*(process.command for process in turns[None]), *self._elsewhere])
 
     async def stop(self) -> None:
         """Stop all, all at once."""

@@ -42,6 +42,32 @@ TWO_MODELS = {
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {"enabled": False},
 }
+SECRET_FILES = [{"name": "files", "secret": {"secretName": "files"}}, {"name": "batches", "emptyDir": {}}]
+SEVERAL_TENANTS = {
+    "router": {
+        "replicas": 1,
+        "config": {
+            "listen": {"ui": True, "tls": {"certificate": "/files/router.pem", "key": "/files/router.key"}},
+            "api_keys": {"bob": {"env": "BOB_KEY", "models": ["small"], "expires": "2027-12-31"}},
+            "api_keys_file": "/files/keys.yaml",
+            "cache": {"prefix": "moa", "ttl_s": 1000000000},
+            "models": {
+                "small": {"reasoning_parser": "qwen3", "tool_call_parser": "qwen", "engine_key": {"env": "ENGINE_KEY"}}
+            },
+            "batches": {"folder": "/batches"},
+        },
+        "env": [
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": "tenants", "key": name}}}
+            for name in ("BOB_KEY", "ENGINE_KEY")
+        ],
+        "volumes": SECRET_FILES,
+        "volumeMounts": [
+            {"name": "files", "mountPath": "/files", "readOnly": True},
+            {"name": "batches", "mountPath": "/batches"},
+        ],
+    },
+    "serviceMonitor": {"enabled": True, "tlsConfig": {"serverName": "moa.example.org"}},
+}
 
 
 @cache
@@ -89,7 +115,9 @@ class Rendered:
         return load_config(folder / "router.yaml", given)
 
 
-@pytest.fixture(scope="module", params=[{}, TWO_MODELS], ids=["as-shipped", "two-models"])
+@pytest.fixture(
+    scope="module", params=[{}, TWO_MODELS, SEVERAL_TENANTS], ids=["as-shipped", "two-models", "several-tenants"]
+)
 def chart(request: pytest.FixtureRequest) -> Rendered:
     return Rendered(request.param)
 
@@ -187,6 +215,34 @@ def test_keys_come_from_the_secret_and_only_the_operators_is_one(chart: Rendered
     assert secrets and all(one == {"name": "shell-router", "key": "redis-password"} for one in secrets)
 
 
+def test_settings_keys_and_files_of_several_tenants_reach_the_router(tmp_path: Path) -> None:
+    chart = Rendered(SEVERAL_TENANTS)
+    config, router = chart.config(tmp_path), chart.of_kind("Deployment")["moa"]
+    assert config.api_keys["bob"] == ApiKey(key="BOB_KEY", models=("small",), expires="2027-12-31")
+    assert config.api_keys.keys() == {"team", "operator", "bob"}
+    assert (config.cache.backend, config.cache.prefix, config.cache.ttl_s) == ("redis", "moa", 1e9)
+    small = config.models["small"]
+    assert (small.reasoning_parser, small.tool_call_parser) == ("qwen3", "qwen") and len(small.pairs) == 1
+    assert small.engine_key == FromEnvironment("ENGINE_KEY")
+    assert config.listen.ui and config.listen.tls is not None and config.batches.folder is not None
+    mounted = {mount["mountPath"] for mount in container(router)["volumeMounts"]}
+    files = (config.listen.tls.certificate, config.listen.tls.key, config.api_keys_file)
+    assert {str(file.parent) for file in files if file} | {str(config.batches.folder)} <= mounted
+    assert router["spec"]["template"]["spec"]["securityContext"]["fsGroup"] > 0, "the volumes are the user's to write"
+    assert router["spec"]["strategy"] == {"type": "Recreate"}, "one router at a time has the folder of batches"
+
+
+def test_kubernetes_and_prometheus_ask_over_https_where_the_router_has_a_certificate() -> None:
+    for values, scheme in ((TWO_MODELS, "http"), (SEVERAL_TENANTS, "https")):
+        chart = Rendered(values)
+        router = container(chart.of_kind("Deployment")["moa"])
+        probes = [router[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+        assert {probe["httpGet"]["scheme"] for probe in probes} == {scheme.upper()}
+        (endpoint,) = chart.of_kind("ServiceMonitor")["moa"]["spec"]["endpoints"]
+        assert endpoint.get("scheme", "http") == scheme
+    assert endpoint["tlsConfig"] == {"serverName": "moa.example.org"}
+
+
 def test_what_needs_no_gpu_runs_without_root_and_changes_nothing_of_its_image(chart: Rendered) -> None:
     for one in chart.of_kind("Deployment").values():
         if container(one)["name"] == "sglang":
@@ -239,7 +295,10 @@ def test_prometheus_finds_the_routers_with_the_operators_key() -> None:
         ({"replicas": 3}, "replicas"),
         ({"models": {"small": {"path": "/models/x", "pairs": 0}}}, "/models/small/pairs"),
         ({"models": {"Small_1": {"path": "/models/x", "pairs": 1}}}, "Small_1"),
-        ({"router": {"config": {"listen": {"port": 9}}}}, "/router/config"),
+        ({"router": {"config": {"listen": {"port": 9}}}}, "/router/config/listen/port"),
+        ({"router": {"config": {"cache": {"url": "redis://r"}}}}, "/router/config/cache/url"),
+        ({"router": {"config": {"models": {"small": {"pairs": []}}}}}, "/router/config/models/small/pairs"),
+        ({"router": {"config": {"batches": {"folder": "/batches"}}}}, "set router.replicas to 1"),
     ],
 )
 def test_values_that_the_chart_does_not_take_are_refused_by_name(values: dict[str, Any], field: str) -> None:

@@ -1,6 +1,8 @@
 """The demo as a stranger runs it."""
 
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,14 +13,30 @@ pytestmark = pytest.mark.slow
 SETTINGS = ("all-to-all", "tree", "tree-incremental", "full", "full-drafts")
 
 
-async def test_the_demo_adds_one_mechanism_at_a_time_draws_both_ends_and_leaves_no_process() -> None:
-    async with running_command("demo", "--rounds", "2") as command:
-        page = await command.line_with("Watch it while the demo runs", limit_s=180)
-        assert re.search(r"http://127\.0\.0\.1:\d+/ui$", page.strip())
-        await command.line_with("Asking 2 questions in 5 settings", limit_s=180)
+def unstyled(printed: str) -> str:
+    """Without a terminal's colors."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", printed)
+
+
+async def test_the_demo_opens_the_page_adds_one_mechanism_at_a_time_draws_both_ends_and_leaves_no_process(
+    tmp_path: Path,
+) -> None:
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/opened\n', encoding="utf-8")
+    browser.chmod(0o755)
+    terminal = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "0", "COLUMNS": "200", "DISPLAY": ":0"}
+    async with running_command(
+        "demo", "--rounds", "2", env={**os.environ, **terminal, "BROWSER": str(browser)}
+    ) as command:
+        page = unstyled(await command.line_with("Watch it while the demo runs", limit_s=180))
+        assert (url := re.search(r"http://127\.0\.0\.1:\d+/ui$", page.strip()))
+        asking = unstyled(await command.line_with("Asking ", limit_s=180))
+        assert "2 questions in 5 settings" in asking
         started = command.started()
         code, output = await command.ended(limit_s=180)
         assert (code, survivors(started)) == (0, set()), output
+    output = unstyled(output)
+    assert (tmp_path / "opened").read_text(encoding="utf-8").split() == [url[0]]
     lines = output.splitlines()
     assert "embedded pair, cpu" in output
     rows = [next(line.split("│") for line in lines if line.startswith(f"│ {name} ")) for name in SETTINGS]

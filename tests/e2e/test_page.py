@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,11 +21,12 @@ from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import BatchesSettings, Config, EmbedderSettings, Limits, Listen, ModelSettings, PairSettings
 from shell_router.early_exit.settings import EarlyExit
+from shell_router.routing.holdout import Compared, Holdouts
 from shell_router.topology import Agent, Cluster, Prompt, Topology
 from tests.fakes.api_server import DUO, Api, BatchApi, api, client, line
 from tests.fakes.command import ROOT, running_command
 from tests.fakes.moa import ScriptedMoa
-from tests.fakes.scripted_engine import Gates
+from tests.fakes.scripted_engine import Gates, Script
 
 pytest.importorskip("axe_playwright_python", reason="pip install -e '.[ci]'")  # the fast suite runs without
 pytest.importorskip("playwright")
@@ -56,6 +58,11 @@ EXITING = Topology(
     },
     clusters=(Cluster("cluster-1", ("a", "b", "c"), EarlyExit("in_flight", threshold=0.6)),),
 )
+SKIPPING = replace(
+    EXITING,
+    name="skipping",
+    clusters=(Cluster("cluster-1", ("a", "b", "c"), EarlyExit("in_flight", threshold=0.6, skip_aggregation=True)),),
+)
 INHERITED = Topology(
     name="inherited",
     agents={
@@ -64,7 +71,33 @@ INHERITED = Topology(
         "valueOf": Agent("valueOf", "large", ("__proto__", "constructor")),
     },
 )
+FORTY = Topology(
+    name="forty",
+    agents={
+        **{f"agent-{number}": Agent(f"agent-{number}", "small") for number in range(40)},
+        "root": Agent("root", "large", tuple(f"agent-{number}" for number in range(40))),
+    },
+)
 HOSTILE = "<script>window.hacked=1</script></script><img src=x onerror='window.hacked=1'> <b>bold</b> $& ]]> end"
+
+
+class Rounds:
+    """A pace at which every request writes a piece in each round."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._more = asyncio.Condition()
+
+    async def begin(self, number: int) -> None:
+        """Let all write up to this many pieces."""
+        async with self._more:
+            self._begun = number
+            self._more.notify_all()
+
+    async def pace(self, _rid: str, piece: int) -> None:
+        """Wait for the piece's round. Prefill increments (piece -1) pass."""
+        async with self._more:
+            await self._more.wait_for(lambda: piece < self._begun)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -110,7 +143,7 @@ async def served(moa: ScriptedMoa | None = None, **fields: object) -> AsyncItera
         refuse_batches(app)
         add_page(app)
 
-    async with api(moa, extend=extend, topologies=(DUO, EXITING, INHERITED), **fields) as running:  # type: ignore[arg-type]
+    async with api(moa, extend=extend, topologies=(DUO, EXITING, FORTY, INHERITED, SKIPPING), **fields) as running:  # type: ignore[arg-type]
         yield running
 
 
@@ -171,9 +204,15 @@ async def test_each_agents_text_and_state_is_seen_while_it_writes(browser: Brows
         await expect(page.locator("#detail")).to_be_hidden()
 
 
-async def test_an_early_exit_is_seen_with_its_scores(browser: Browser) -> None:
-    moa = ScriptedMoa({"a": "2 plus 2 is 4 Answer: 4", "b": "2 plus 2 is 4 Answer: 4"}, pace=Gates("c").pace)
-    async with served(moa) as running, opened(browser, running.url) as page:
+async def test_early_exits_skipped_aggregations_and_accepted_drafts_are_seen_with_their_figures(
+    browser: Browser,
+) -> None:
+    said = "2 plus 2 is 4 Answer: 4"
+    scripts = {"a": Script(said, drafted_tokens=8, accepted_tokens=6), "b": said}
+    async with (
+        served(ScriptedMoa(scripts, pace=Gates("c").pace)) as running,
+        opened(browser, running.url) as page,
+    ):
         await ask(page, "exiting")
         await ended(page)
         await expect(card(page, "c")).to_have_attribute("data-state", "early_exit")
@@ -181,6 +220,46 @@ async def test_an_early_exit_is_seen_with_its_scores(browser: Browser) -> None:
         await expect(card(page, "root")).to_contain_text(re.compile(r"exit Q 0\.\d\d"))
         await expect(page.locator(".log")).to_contain_text("cuts off c")
         await expect(page.locator(".row .cutoff")).to_have_count(1)
+        await expect(card(page, "a")).to_contain_text("6/8 drafted")
+        await expect(page.locator(".facts div", has_text="Drafts accepted")).to_contain_text("75 %6 of 8 tokens")
+
+        await ask(page, "skipping")
+        await ended(page)
+        await expect(card(page, "root")).to_have_attribute("data-state", "skipped")
+        await expect(card(page, "root")).to_contain_text(re.compile(r"exit Q 0\.\d\d · skipped"))
+        await expect(card(page, "root")).to_contain_text(said)
+        await expect(page.locator(".log")).to_contain_text(
+            re.compile("root is skipped: it forwards the output of [ab]")
+        )
+        await expect(page.locator(".row .skip")).to_have_count(1)
+        await expect(page.locator(".answer")).to_have_text(said)
+        await expect(page.locator(".facts div", has_text="Agents")).to_contain_text("1 skipped")
+
+
+async def test_what_hold_outs_show_of_a_topology_stands_among_its_runs_figures(browser: Browser) -> None:
+    holdouts = Holdouts()
+    saving = {
+        Compared("incremental_prefill", "duo", "large, medium, small"): 0.5,
+        Compared("incremental_prefill", "exiting", "large, small"): 0.5,
+        Compared("drafts", "duo", "large", "root"): 0.25,
+        Compared("drafts", "duo", "small", "proposer"): 0.0,
+        Compared("drafts", "another", "medium", "proposer"): 0.5,
+    }
+    for key, saved in saving.items():
+        for held_out in (False, True) * 4:
+            holdouts.observe(key, held_out=held_out, seconds=1.0 if held_out else 1.0 - saved, now_s=0)
+    async with served(holdouts=holdouts) as running, opened(browser, running.url) as page:
+        await ask(page, "duo")
+        await ended(page)
+        without = page.locator(".facts div", has_text="without incremental prefill")
+        twice = await page.evaluate("seconds(2 * stage.views[0].run.duration_s)")
+        await expect(without).to_have_text(f"By the hold-outabout {twice}without incremental prefill")
+        drafts = page.locator(".facts div", has_text="less time per token")
+        await expect(drafts).to_have_text("Drafts, by the hold-outlarge root 25 %less time per token than without")
+        await ask(page, "exiting")  # too short for updates, so it took as long as without
+        await ended(page)
+        await expect(without).to_have_text("By the hold-out–without incremental prefill")
+        await expect(drafts).to_have_count(0)
 
 
 async def test_a_run_that_is_stopped_leaves_nothing_running(browser: Browser) -> None:
@@ -387,18 +466,20 @@ async def test_the_page_is_accessible(browser: Browser, scheme: str) -> None:
         assert not (await Axe().run(page)).response["violations"]
 
 
-async def test_what_streams_moves_nothing(browser: Browser) -> None:
-    gates = Gates("left", "right", "root")
-    moa = ScriptedMoa(dict.fromkeys(("left", "right", "root"), "many words " * 200), pace=gates.pace)
+async def test_what_40_agents_stream_moves_nothing(browser: Browser) -> None:
+    rounds, words = Rounds(), "incomprehensibilities characteristically notwithstanding misunderstandings"
+    moa = ScriptedMoa(dict.fromkeys(FORTY.agents, " ".join([words] * 5)), pace=rounds.pace)
+    boxes = """[...document.querySelectorAll('.agent, .row, .facts, .log, #below')]
+        .map(e => [e.offsetTop, e.offsetLeft, e.offsetWidth, e.offsetHeight].join())"""
     async with served(moa) as running, opened(browser, running.url) as page:
-        await ask(page, "duo")
-        await gates.until_waiting(2)
+        await ask(page, "forty")
+        await expect(page.locator(".agent")).to_have_count(41)
         await expect(page.locator(".run .head .pill")).to_have_text("running")
-        places = "[...document.querySelectorAll('.agent, .row, .facts, .log, #below')].map(e => e.offsetTop)"
-        before = await page.evaluate(places)
-        for name in ("left", "right", "root"):
-            gates.open(name)
-        await expect(card(page, "root")).to_contain_text("many words")
-        assert await page.evaluate(places) == before
+        before = await page.evaluate(boxes)
+        for number in range(1, 6):
+            await rounds.begin(number)
+            tokens = re.compile(rf"· {number * len(words.split())}$")
+            await expect(page.locator(".layer >> nth=0").locator(".state", has_text=tokens)).to_have_count(40)
+            assert await page.evaluate(boxes) == before
         await ended(page)
-        assert await page.evaluate(places) == before
+        assert await page.evaluate(boxes) == before

@@ -17,7 +17,8 @@ PLACED = Placement("engine-0", "scripted", "only_engine")
 class Script:
     """One answer: its text in pieces of `piece_words`, one log-probability for every token, and how it ends.
 
-    With `error` the answer breaks off with it after `error_after` pieces.
+    `drafted_tokens` and `accepted_tokens` are what its end reports. With `error` the answer breaks off with it after
+    `error_after` pieces.
     """
 
     text: str
@@ -26,6 +27,8 @@ class Script:
     reason: FinishReason = "stop"
     error: EngineError | None = None
     error_after: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 async def at_once(_rid: str, _piece: int) -> None:
@@ -76,7 +79,8 @@ class ScriptedEngine:
             ended = True
             if script.error:
                 raise script.error
-            yield Finish(script.reason, len(request.input_ids), decoded, cached)
+            drafts = {"drafted_tokens": script.drafted_tokens, "accepted_tokens": script.accepted_tokens}
+            yield Finish(script.reason, len(request.input_ids), decoded, cached, **drafts)
         finally:
             self._leave(request.rid, ended)
 

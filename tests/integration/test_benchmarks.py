@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ SHORT = {
     "gimbal": ("--requests", "30", "--seeds", "1", "--decisions", "50"),
     "mosaic": ("--rounds", "1", "--limit-s", "0.5"),
     "overlap": ("--rounds", "1", "--new-tokens", "8", "--question-tokens", "20"),
+    "page_load": ("--agents", "4", "--seconds", "1"),
     "router_overhead": ("--quick",),
     "stalls": (),
     "swapping": ("--rounds", "1", "--requests", "16", "--clients", "4", "--tokens", "4"),
@@ -93,6 +95,10 @@ def test_outputs_have_different_lengths_only_where_one_pair_serves_all_sizes() -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
 async def test_a_benchmark_ends_with_its_rows_as_json(name: str) -> None:
+    if name == "page_load":
+        pytest.importorskip("playwright")
+        if shutil.which("chromium") is None:
+            pytest.skip("needs Chromium: apt-get install --no-install-recommends chromium")
     rows_of(await printed_by(name, *SHORT[name]))
 
 

@@ -6,6 +6,7 @@ import pickle
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -14,14 +15,17 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.resources import Resource
 
 from shell_router.core.spans import CURRENT, SpanContext
+from shell_router.early_exit.settings import EarlyExit
 from shell_router.engines.address import PairAddress
 from shell_router.engines.sglang import SglangPair
 from shell_router.errors import EngineError
 from shell_router.telemetry.otlp import SpanExport, pickled
 from shell_router.telemetry.otlp_process import SCHEMA, spans_of
+from shell_router.topology import Agent, Cluster, Prompt, Topology
 from tests.fakes.api_server import api, chat, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.otlp_receiver import receiver
+from tests.fakes.scripted_engine import Gates
 from tests.fakes.scripted_pair import LIMITS, NEVER_OPEN, ONCE, collect, generation
 
 CLIENT = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": "vendor=1"}
@@ -43,7 +47,7 @@ class Asked:
         await asyncio.sleep(0)
 
 
-def attributes(span: Span) -> dict[str, object]:
+def attributes(span: Span) -> dict[str, Any]:
     return {one.key: getattr(one.value, str(one.value.WhichOneof("value"))) for one in span.attributes}
 
 
@@ -82,6 +86,31 @@ async def test_a_runs_spans_arrive_in_its_clients_trace_with_parents_and_links()
     assert run.start_time_unix_nano <= min(span.start_time_unix_nano for span in every)
     assert counts == {"exported": len(every)}
     assert at.schemas == {SCHEMA}
+
+
+async def test_an_early_exit_is_a_span_of_its_run_that_links_the_agents_that_agreed() -> None:
+    leaves = {name: Agent(name, "small") for name in "abc"}
+    root = Agent("root", "large", tuple("abc"), Prompt(slot=" [{output}]"))
+    cluster = Cluster("leaves", tuple("abc"), EarlyExit("in_flight", threshold=0.6))
+    exiting = Topology(name="exiting", agents={**leaves, "root": root}, clusters=(cluster,))
+    moa = ScriptedMoa(dict.fromkeys("ab", "2 plus 2 is 4 Answer: 4"), pace=Gates("c").pace)
+    async with receiver() as at:
+        export = SpanExport(at.url, lambda outcome, count: None, linger_s=0)
+        async with api(moa, topologies=(exiting,), spans=export) as served:
+            status, _ = await served.post("/v1/chat/completions", chat(model="exiting"))
+        await asyncio.to_thread(export.close)
+        found = at.spans
+    assert status == 200
+    (run,), scored = found["invoke_workflow exiting"], found["early_exit leaves"]
+    exit_ = scored[-1]
+    facts = attributes(exit_)
+    assert {span.parent_span_id for span in scored} == {run.span_id}
+    agreed = {found[f"invoke_agent {name}"][0].span_id for name in "ab"}
+    assert {link.span_id for link in exit_.links} == agreed
+    assert facts["shell_router.exit.exited"] is True
+    assert [one.string_value for one in facts["shell_router.exit.aborted"].values] == ["c"]
+    assert 0.6 <= facts["shell_router.exit.probability"] <= 1
+    assert run.start_time_unix_nano <= exit_.start_time_unix_nano <= exit_.end_time_unix_nano <= run.end_time_unix_nano
 
 
 async def test_without_a_clients_span_the_trace_has_the_runs_id() -> None:

@@ -1,8 +1,9 @@
-"""Eight models behind the router take turns on one pair of real SGLang, next to each alone."""
+"""Models that take turns on real SGLang: eight on one pair, next to each alone; and what a CPU cannot do."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import openai
@@ -12,7 +13,11 @@ from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.environment import built_environment
 from launch.sglang_cpu.pair import CpuPair, cpu_pair
 from shell_router.app import running_server
+from shell_router.app.models import address_of
 from shell_router.config import Config, EmbedderSettings, Listen, ModelSettings, PairSettings, SwappingSettings
+from shell_router.engines.sglang import SglangPair
+from shell_router.engines.weight_swapping import fall_asleep, wake
+from shell_router.errors import EngineRejected
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
 
@@ -82,3 +87,31 @@ async def test_each_model_answers_as_it_does_alone_and_a_damaged_one_leaves_the_
     with cpu_pair(tmp_path / NAMES[5], venv, tmp_path / "another") as pair:
         async with clients(tmp_path, pair, NAMES[5:6], swaps=False) as client:
             assert (await answers(client, NAMES[5:6])).items() <= first.items()
+        await sleeps_by_its_mark_and_is_refused_on_a_cpu(tmp_path / NAMES[5], pair)
+
+
+async def sleeps_by_its_mark_and_is_refused_on_a_cpu(model: Path, pair: CpuPair) -> None:
+    """SGLang keeps what the router notes in its weight version, and serves on; asked to sleep, it would end here."""
+    settings = PairSettings(pair.prefill.url, pair.decode.url, pair.bootstrap_port, pair.bootstrap_host)
+    config = Config(
+        {"alone": ModelSettings(model, pairs=(settings,))},
+        swapping=SwappingSettings(max_loaded_models=1),
+        embedder=EmbedderSettings("none"),
+        listen=Listen(port=0),
+    )
+    with pytest.raises(EngineRejected, match="cannot sleep") as refused:
+        async with running_server(config):
+            raise AssertionError("it serves")
+    assert "start it on a GPU" in str(refused.value.remedy)
+    async with aclosing(SglangPair(address_of(settings))) as client:
+        for version in ("default (asleep)", "default (unsettled)", "default"):
+            for server in client.servers:
+                body = json.dumps({"new_version": version, "abort_all_requests": False}).encode()
+                await server.post("update_weight_version", body, limit_s=30)
+                assert (await server.info("model_info"))["weight_version"] == version
+                if version.endswith("(asleep)"):
+                    await fall_asleep(server, 30)
+                elif version.endswith("(unsettled)"):
+                    with pytest.raises(EngineRejected, match="between sleep and waking"):
+                        await wake(server, 30)
+        await client.probe()  # it was awake all the time, and serves

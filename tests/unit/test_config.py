@@ -268,14 +268,43 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(tmp_path: Path, text: str,
         ("models: {a: {path: m}}\nswapping: {max_loaded_models: 1, models: [b]}\n", 1, "swapping names 'b'"),
         ("models: {a: {path: m}}\nswapping: {max_loaded_models: 1, usage: {b: 1}}\n", 1, "swapping names 'b'"),
         (
-            f"models: {{a: {{path: m, {PAIR}}}}}\nswapping: {{max_loaded_models: 1}}\n",
+            f"models: {{a: {{path: m, {PAIR}}}}}\nswapping: {{{PAIR}}}\n",
             1,
             "models.a takes turns with others, and names engines of its own",
         ),
         (
+            f"models: {{a: {{path: m, {PAIR}}}, b: {{path: m}}}}\nswapping: {{max_loaded_models: 1}}\n",
+            1,
+            "some of the models that take turns have pairs of their own, and others have none",
+        ),
+        (
+            f"models: {{a: {{path: m, {PAIR}}}, b: {{path: m, {PAIR}}}}}\n"
+            "swapping: {max_loaded_models: 1, models: [a]}\n",
+            1,
+            "http://a is named twice, and serves models that take turns",
+        ),
+        (
+            f"models: {{a: {{path: m, {PAIR}, adapters: {{folder: a, max_loaded_adapters: 1}}}}}}\n"
+            "swapping: {max_loaded_models: 1}\n",
+            1,
+            "models.a takes turns with others, and has adapters",
+        ),
+        (
+            f"models: {{a: {{path: m, {LAUNCHED}}}}}\nswapping: {{max_loaded_models: 1}}\n"
+            "launch: {decode_flags: --device cpu}\n",
+            1,
+            "models.a sleeps while others are awake, and is started on a CPU, where SGLang cannot",
+        ),
+        (
+            f"models: {{a: {{path: m, {LAUNCHED}}}}}\nswapping: {{max_loaded_models: 1}}\n"
+            "launch: {flags: --device=cpu}\n",
+            1,
+            "Sleeping gives GPU memory back",
+        ),
+        (
             f"models: {{a: {{path: m}}, b: {{path: m, {PAIR}}}}}\nswapping: {{models: [a], {PAIR}}}\n",
             1,
-            "is named twice, and its weights are replaced",
+            "is named twice, and serves models that take turns",
         ),
         ("models: [\n", 2, "Not valid YAML"),
         ("", 1, "empty"),

@@ -23,13 +23,24 @@ from shell_router.config import AutoSettings, Config, ModelSettings
 from shell_router.core.engine import Engine, Finish, Generation, Prefilled, Tokens
 from shell_router.engines.adapter_leases import AdapterLeases
 from shell_router.engines.http_client import TaskOwner
+from shell_router.engines.prefill_only import PrefillWay
 from shell_router.engines.server_client import ServerClient
-from shell_router.engines.weight_swapping import differing_tensors, swap_weights
+from shell_router.engines.sglang import SglangPair
+from shell_router.engines.weight_swapping import (
+    differing_tensors,
+    fall_asleep,
+    on_each,
+    require_sleep,
+    swap_weights,
+    wake,
+)
 from shell_router.errors import (
     AdapterMissing,
     ConfigError,
     EngineError,
+    EngineStalled,
     EngineUnavailable,
+    EngineUnreachable,
     ModelFailed,
 )
 from shell_router.experts.components.memory import Resident, queue_aware
@@ -57,9 +68,10 @@ class Places:
             try:
                 engine = await stack.enter_async_context(self._opening(alias))
             except (EngineError, ConfigError, OSError) as error:
-                words = error.args[0] if isinstance(error, EngineError | ConfigError) else error
+                words, remedy = (error, "") if isinstance(error, OSError) else (error.args[0], error.remedy)
                 raise ModelFailed(
-                    f"The model {alias!r} could not be loaded: {words}", remedy="Check its folder and the logs."
+                    f"The model {alias!r} could not be loaded: {words}",
+                    remedy=remedy or "Check its folder and the logs.",
                 ) from error
             self._loaded[alias] = engine, stack.pop_all()
 
@@ -84,7 +96,7 @@ def _lost(alias: str) -> AdapterMissing:
 
 
 @asynccontextmanager
-async def started_models(files: Mapping[str, ModelFiles], config: Config) -> AsyncIterator[Places]:
+async def started_models(files: Mapping[str, ModelFiles], config: Config, _: Progress) -> AsyncIterator[Places]:
     """Embedded pairs, each started for its model, while the context is open. Raises ConfigError without torch."""
     async with Spawner() as spawner:
         kind = Embedded(spawner)
@@ -217,6 +229,68 @@ async def swapped_pairs(
         yield Places(SwappedPairs({alias: one.folder.resolve() for alias, one in files.items()}, pairs).opened)
 
 
+class SleepingPair(SglangPair):
+    """The servers of the model `alias` alone, awake while this is open as a context. They have `limit_s` to change.
+
+    Of its `group`, which shares memory, all that are not open sleep before it wakes; a server that ended has no memory.
+    A router that ends leaves open what is open: the servers stay awake.
+    """
+
+    alias, limit_s = "", 0.0
+    group: "tuple[SleepingPair, ...]" = ()
+    _is_open = _is_probed = False
+
+    async def ready(self) -> None:
+        """See `SglangPair.ready`. `/health` would have a server generate that may be asleep, which ends it."""
+        await asyncio.gather(*(server.info("model_info") for server in self.servers))
+
+    async def probe(self) -> tuple[PrefillWay, ...]:
+        """Check the servers' roles, and that they can sleep; what needs an awake one waits for the first load."""
+        await on_each(require_sleep(server) for server in self.servers)
+        await asyncio.gather(*(server.knows_contract() for server in self.servers))
+        return ()
+
+    async def __aenter__(self) -> SglangPair:
+        await on_each(one.sleep() for one in self.group if one is not self and not one._is_open)
+        await on_each(wake(server, self.limit_s) for server in self.servers)
+        if not self._is_probed:
+            await super().probe()
+            self._is_probed = True
+        self._is_open = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._is_open = False
+        await self.sleep()
+
+    async def sleep(self) -> None:
+        """Raises EngineStalled where a server may still have GPU memory."""
+        try:
+            await on_each(map(self._asleep, self.servers))
+        except EngineError as error:
+            words = f"the engines of {self.alias!r} do not sleep: {error.args[0]}"
+            raise EngineStalled(words, remedy=error.remedy) from error
+
+    async def _asleep(self, server: ServerClient) -> None:
+        try:
+            await fall_asleep(server, self.limit_s)
+        except EngineUnreachable as error:
+            log.info("the %s has ended, and needs not sleep: %s", server, error)
+
+
+@asynccontextmanager
+async def sleeping_pairs(
+    files: Mapping[str, ModelFiles], config: Config, on_progress: Progress
+) -> AsyncIterator[Places]:
+    """The models' own pairs, while the context is open. Raises ConfigError and EngineError."""
+    addresses = {alias: [*map(address_of, config.models[alias].pairs)] for alias in files}
+    async with running_pairs(addresses, files, config, on_progress, client=SleepingPair) as found:
+        pairs = {alias: one for alias, one in found.items() if isinstance(one, SleepingPair)}
+        for alias, pair in pairs.items():
+            pair.alias, pair.limit_s, pair.group = alias, config.limits.engine_start_s, tuple(pairs.values())
+        yield Places(pairs.__getitem__)
+
+
 class SwappedModel:
     """A model that takes turns with the others of the catalog. Implements `Engine`."""
 
@@ -271,8 +345,8 @@ class Swapping:
         settings, tasks, clock = config.swapping.settings, TaskOwner(), asyncio.get_running_loop().time
         graphs = await asyncio.to_thread(load_topologies, config)
         catalog = await asyncio.to_thread(components, files, graphs.values(), config.swapping.usage)
-        running = swapped_pairs(files, config, on_progress) if config.swapping.pairs else started_models(files, config)
-        async with running as places:
+        kind = sleeping_pairs if config.sleeping else swapped_pairs if config.swapping.pairs else started_models
+        async with kind(files, config, on_progress) as places:
             order = Eviction(catalog)
             leases = AdapterLeases("engines' memory", places, settings, tasks, clock, kind="model", order=order)
             try:
@@ -284,7 +358,7 @@ class Swapping:
 
 
 def _started(model: SwappedModel, config: Config) -> StartedEngine:
-    if config.swapping is not None and config.swapping.pairs:
+    if config.sleeping or (config.swapping is not None and config.swapping.pairs):
         return StartedEngine(model, "SGLang pairs, loaded in turns", SGLANG_BATCH_SIZE, leases=model.leases)
     section = config.models[model.alias].engine.get("embedded") or EmbeddedSection()
     name, batch_size = f"embedded pair, {section.device}, loaded in turns", section.max_running_requests

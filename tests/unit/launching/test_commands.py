@@ -229,3 +229,15 @@ def test_each_of_two_machines_starts_its_own_engines_and_waits_for_the_others() 
 def test_two_machines_are_asked_which_they_are(machine: str | None) -> None:
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1, 10\.0\.0\.2.*--machine 10\.0\.0\.1"):
         shipped("sglang-two-machines.yaml", machine)
+
+
+def test_engines_of_models_that_sleep_can_and_are_not_made_to_generate_by_a_health_check(tmp_path: Path) -> None:
+    def both(swapping: str) -> list[EngineCommand]:
+        return list(planned(tmp_path, MODEL + PAIR % "" + swapping).engines)
+
+    for engine in both("swapping: {max_loaded_models: 1}\n"):
+        assert engine.sleeper == "m" and "--enable-memory-saver" in engine.argv
+        assert engine.env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
+    for engine in both(""):
+        assert engine.sleeper is None and "--enable-memory-saver" not in engine.argv
+        assert "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION" not in engine.env

@@ -1,0 +1,67 @@
+"""Models of different shapes behind `shell-router launch`: their servers start in turns, and sleep in turns."""
+
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+
+from launch.sglang_cpu.pair import free_ports
+from shell_router.app import load_config, running_server
+from shell_router.app.launching import launched_engines, plan_launch
+from tests.fakes import fake_engine, scripted_as_sglang
+
+ROOT = Path(__file__).parents[2]
+DEPLOYMENT = """
+models:
+  small:
+    path: {models}/small
+    pairs: [{{prefill: "http://127.0.0.1:{}", decode: "http://127.0.0.1:{}", bootstrap_port: {}, launch: {{}}}}]
+  medium:
+    path: {models}/medium
+    pairs: [{{prefill: "http://127.0.0.1:{}", decode: "http://127.0.0.1:{}", bootstrap_port: {}, launch: {{}}}}]
+swapping: {{max_loaded_models: 1, usage: {{small: 0.5}}}}
+launch: {{python: {python}, folder: {folder}, environment: {{PYTHONPATH: {root}}}, flags: --enable-weights-cpu-backup}}
+embedder: {{model: none}}
+listen: {{port: 0}}
+"""
+
+
+async def test_launched_models_start_one_after_the_other_asleep_and_are_woken_for_their_requests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="shell_router.launching")
+    python = fake_engine.interpreter(tmp_path, Path(scripted_as_sglang.__file__))
+    file = tmp_path / "launch.yaml"
+    at = {"models": ROOT / "models", "python": python, "folder": tmp_path / "logs", "root": ROOT}
+    file.write_text(DEPLOYMENT.format(*free_ports(6), **at), encoding="utf-8")
+    config = load_config(file, {})
+    urls = [url for model in config.models.values() for pair in model.pairs for url in pair.urls]
+
+    async with aiohttp.ClientSession() as http:
+
+        async def awake() -> list[bool]:
+            """Of each server whether it is awake."""
+            infos = [await (await http.get(f"{url}/model_info")).json() for url in urls]
+            assert {info["weight_version"].removeprefix("default") for info in infos} <= {"", " (asleep)"}
+            return [info["weight_version"] == "default" for info in infos]
+
+        async with launched_engines(plan_launch(config, "launch", None, {})) as engines:
+            steps = [message.partition(";")[0].partition(" after")[0] for message in caplog.messages]
+            assert steps[:2] == ["small/prefill: started", "small/decode: started"]
+            assert sorted(steps[2:4]) == ["small/decode: ready", "small/prefill: ready"]
+            assert steps[4:6] == ["medium/prefill: started", "medium/decode: started"]
+            assert await awake() == [False] * 4
+            async with (
+                running_server(config) as url,
+                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+            ):
+                assert await awake() == [True, True, False, False]
+                for name in ("medium", "small", "medium"):
+                    asked = [{"role": "user", "content": "What is it?"}]
+                    found = await client.chat.completions.create(model=name, messages=asked, max_tokens=5)
+                    assert found.usage and found.usage.completion_tokens == 5
+                    ready = await (await http.get(f"{url}/ready")).json()
+                    assert "degraded" not in ready or not ready["degraded"], "who sleeps is not down"
+                assert await awake() == [False, False, True, True]
+            assert set(engines.restarts().values()) == {0}
