@@ -219,6 +219,18 @@ async def test_an_encrypted_key_is_refused_and_the_terminal_asked_for_nothing(tm
         TlsClient(None, own.certificate, locked).context("engine_tls")
 
 
+async def test_a_client_that_begins_no_tls_is_given_up(tmp_path: Path, served: Api) -> None:
+    own = authority(tmp_path).signed("router")
+    context = served_tls(ListenTls(own.certificate, own.key))
+    with bound_sockets() as sockets:
+        app = create_app(served.services, ApiSettings(body_timeout_s=0.05))
+        async with listening(app, sockets, tls=context) as url:
+            reader, writer = await asyncio.open_connection(*url.removeprefix("https://").split(":"))
+            async with asyncio.timeout(30):
+                assert await reader.read() == b""
+            writer.close()
+
+
 async def test_https_is_served_and_a_renewed_certificate_counts_without_a_restart(tmp_path: Path, served: Api) -> None:
     signing = authority(tmp_path)
     one = signing.signed("router")
