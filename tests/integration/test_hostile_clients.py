@@ -5,10 +5,12 @@ import contextlib
 import io
 import json
 import re
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +19,9 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.scripted.server import Fault
+from benchmarks.stalls import large_bodies
 from shell_router.api import ApiSettings
+from shell_router.api.fields import LONG_BODY_BYTES, MAX_BODY_NUMBERS, MAX_BODY_VALUES
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import BatchesSettings
@@ -25,7 +29,7 @@ from shell_router.engines.native_body import NativeRules
 from shell_router.engines.sglang import SglangPair
 from shell_router.routing.failures import BreakerSettings
 from tests.fakes.api_server import Api, api, chat, jsonl, line
-from tests.fakes.hostile_inputs import FAMILIES, HEADS, MALFORMED, MESSAGES
+from tests.fakes.hostile_inputs import BASES, COMPLETIONS, FAMILIES, HEADS, MALFORMED, MESSAGES
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_pair import LIMITS, SOON, Served, served
 
@@ -35,7 +39,7 @@ VOCABULARY, CONTEXT = 1000, 4096
 ALICE, BOB = {"Authorization": "Bearer sk-a"}, {"Authorization": "Bearer sk-b"}
 SETTINGS = ApiSettings(
     keys={"alice": "sk-a", "bob": "sk-b"},
-    max_body_bytes=2**21,
+    max_body_bytes=2**23,
     max_agents_per_tenant=8,
     max_connections=40,
     retry_after_s=3,
@@ -81,7 +85,7 @@ BODIES: dict[str, tuple[str, object]] = {
     "a megabyte for a role": (CHAT, {"model": "small", "messages": [{"role": "x" * 10**6, "content": "Hi"}]}),
     "a megabyte for a model": (CHAT, chat(model="x" * 10**6)),
     "a megabyte for a label": (CHAT, chat(metadata={"x" * 10**6: 1})),
-    "a body over the limit": (CHAT, chat("x" * 2**21)),
+    "a body over the limit": (CHAT, chat("x" * 2**23)),
     "several samples": (AGENT, agent({"n": 2})),
     "deep parameters": (AGENT, agent({"custom": nested(300)})),
     "stop ids of an agent": (AGENT, agent({"stop_token_ids": [FAR], "min_new_tokens": 2})),
@@ -238,6 +242,44 @@ async def test_malformed_markers_schemas_and_tool_messages_are_bad_requests_that
         field = answer["error"].get("param") or one.path == MESSAGES  # Anthropic's errors have no place for it
         assert (status, bool(field)) == (400, True), (one.body, answer)
     assert [len(engine.generated) for engine in engines] == asked and not attacked.api.moa.running
+
+
+@pytest.mark.parametrize("path", [*BASES, COMPLETIONS])
+@pytest.mark.parametrize("crowd", [b"[]," * MAX_BODY_VALUES, b"1," * (MAX_BODY_NUMBERS + 1)], ids=["values", "numbers"])
+async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
+    attacked: Attacked, path: str, crowd: bytes
+) -> None:
+    body = b'{"no": "JSON", "as it ends early": [%s' % crowd.ljust(LONG_BODY_BYTES)
+    status, _, answer = await attacked.send("POST", path, {}, body)
+    assert status == 400 and "The body holds more than" in answer["error"]["message"]
+
+
+class Turns:
+    """A trace function that counts the lines of Python which each turn of the event loop runs."""
+
+    most = now = 0
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> "Turns":
+        self.now = 0 if event == "call" and frame.f_code.co_name == "_run_once" else self.now + 1
+        self.most = max(self.most, self.now)
+        return self
+
+
+LARGE = {**large_bodies(), "crowds of values": FAMILIES["crowds of values"][::3]}
+
+
+@pytest.mark.parametrize("what", LARGE)
+async def test_no_turn_of_the_event_loop_does_much_for_a_large_body(attacked: Attacked, what: str) -> None:
+    """That many lines take a few milliseconds. A stopwatch would measure what else the machine does."""
+    turns = Turns()
+    for one in LARGE[what]:
+        sys.settrace(turns)
+        try:
+            status, _, _ = await attacked.send(one.method, one.path, one.headers, one.body)
+        finally:
+            sys.settrace(None)
+        assert 400 <= status < 500
+    assert 100 < turns.most < 80_000, turns.most
 
 
 async def test_there_are_as_many_hostile_inputs_as_the_docs_say() -> None:
