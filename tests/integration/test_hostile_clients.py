@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,7 +30,7 @@ from shell_router.engines.native_body import NativeRules
 from shell_router.engines.sglang import SglangPair
 from shell_router.routing.failures import BreakerSettings
 from tests.fakes.api_server import Api, api, chat, jsonl, line
-from tests.fakes.hostile_inputs import BASES, COMPLETIONS, FAMILIES, HEADS, MALFORMED, MESSAGES
+from tests.fakes.hostile_inputs import BASES, COMPLETIONS, FAMILIES, HEADS, MALFORMED, MESSAGES, inline_topology
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_pair import LIMITS, SOON, Served, served
 
@@ -160,10 +161,11 @@ class Attacked:
     pair: Served
 
     async def send(
-        self, method: str, path: str, headers: dict[str, str], body: bytes | None = None
+        self, method: str, path: str, headers: dict[str, str], body: bytes | None = None, *, chunked: bool = False
     ) -> tuple[int, dict[str, str], Any]:
         url, sent = self.api.url + path, None if body is None else io.BytesIO(body)
-        async with self.api.client.request(method, url, data=sent, headers={**ALICE, **headers}) as answer:
+        fields = {"data": sent, "headers": {**ALICE, **headers}, "chunked": chunked or None}
+        async with self.api.client.request(method, url, **fields) as answer:
             raw = await answer.read()
             assert answer.status < 500, raw
             assert len(raw) < 20_000, "an error repeats what was sent"
@@ -214,9 +216,10 @@ async def test_a_hostile_body_is_refused_and_no_other_tenant_notices(attacked: A
 @pytest.mark.parametrize("what", RAW)
 async def test_hostile_bytes_are_refused_and_no_other_tenant_notices(attacked: Attacked, what: str) -> None:
     method, path, body, headers = RAW[what]
-    status, _, _ = await attacked.send(method, path, headers, body)
-    assert 400 <= status < 500
-    await attacked.still_serves()
+    for chunked in (False, True) if body else (False,):
+        status, _, _ = await attacked.send(method, path, headers, body, chunked=chunked)
+        assert 400 <= status < 500
+        await attacked.still_serves()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -231,7 +234,7 @@ async def test_every_input_of_a_family_is_refused_and_nothing_is_left_running(at
 
 
 @pytest.mark.parametrize("family", MALFORMED)
-async def test_malformed_markers_schemas_and_tool_messages_are_bad_requests_that_name_their_field(
+async def test_malformed_markers_schemas_tool_messages_and_parameters_are_bad_requests_that_name_their_field(
     attacked: Attacked, family: str
 ) -> None:
     engines = attacked.api.moa.engines.values()
@@ -282,8 +285,18 @@ async def test_no_turn_of_the_event_loop_does_much_for_a_large_body(attacked: At
     assert 100 < turns.most < 80_000, turns.most
 
 
+@pytest.mark.parametrize("where", ["first", "last", "all", "step"])
+async def test_topologies_like_the_hostile_ones_are_served_with_right_parameters(
+    attacked: Attacked, where: str
+) -> None:
+    one = inline_topology(where, {"stop_token_ids": [VOCABULARY - 1], "temperature": 0.5})
+    status, _, answer = await attacked.send(one.method, one.path, one.headers, one.body)
+    assert status == 200, answer
+
+
 async def test_there_are_as_many_hostile_inputs_as_the_docs_say() -> None:
-    number = len(BODIES) + len(RAW) + 2 * len(HEADERS) + len(HEADS) + sum(map(len, (FAMILIES | MALFORMED).values()))
+    raw = sum(2 if body else 1 for _, _, body, _ in RAW.values())  # in chunks, too
+    number = len(BODIES) + raw + 2 * len(HEADERS) + len(HEADS) + sum(map(len, (FAMILIES | MALFORMED).values()))
     page = Path(__file__).parents[2] / "docs/how-to/serve-several-tenants.md"
     assert f"sends {number:,} hostile requests" in page.read_text(encoding="utf-8")
 
@@ -312,6 +325,28 @@ async def test_odd_bytes_in_headers_are_the_clients_fault(attacked: Attacked, wh
     writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\n%s\r\n%s" % (headers, framing))
     async with asyncio.timeout(30):
         assert (await reader.readline()).split()[1] == str(expected).encode()
+    writer.close()
+    await attacked.still_serves()
+
+
+@pytest.mark.parametrize("what", ["fields", "a field"])
+async def test_a_form_in_chunks_without_an_end_is_refused_by_its_first_bytes(attacked: Attacked, what: str) -> None:
+    """Without a Content-Length, no limit of a body sees how much is on its way."""
+    at = urlsplit(attacked.api.url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-a\r\nContent-Type: %s\r\n"
+    writer.write(head % (FILES.encode(), form()[1]["Content-Type"].encode()) + b"Transfer-Encoding: chunked\r\n\r\n")
+    many = (b"--B\r\n%s\r\n" % part(b"f%d" % number, b"x" * 1000) for number in range(60_000))
+    one = chain((b"--B\r\n%s" % part(b"f", b"x"),), repeat(b"x" * 2**16, 1000))
+    answered, sent = asyncio.create_task(reader.readline()), 0
+    for piece in many if what == "fields" else one:
+        writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        await writer.drain()
+        await asyncio.sleep(0)
+        sent += len(piece)
+        if answered.done():
+            break
+    assert (await answered).split()[1] == b"400" and sent < 2**24, sent
     writer.close()
     await attacked.still_serves()
 
