@@ -20,17 +20,7 @@ from aiohttp import ClientConnectionResetError, web
 
 from shell_router.api.plain import Connections, Handler, PlainRequest, Reply, Request
 from shell_router.api.replies import INTERNAL, problem_of, problem_reply
-from shell_router.api.services import (
-    AGENTS,
-    ASKED,
-    KEY,
-    REQUEST_ID,
-    TENANT,
-    TOKENS,
-    TRACE,
-    ApiSettings,
-    Services,
-)
+from shell_router.api.services import AGENTS, ASKED, KEY, REQUEST_ID, TENANT, TOKENS, TRACE, ApiSettings, Services
 from shell_router.config import ApiKey
 from shell_router.core.spans import CURRENT, span_of_client
 from shell_router.errors import (

@@ -19,7 +19,7 @@ from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import ApiKey, BatchesSettings, ListenTls
 from shell_router.config.models import TlsClient
-from shell_router.core.engine import Relay
+from shell_router.core.engine import ChatServing, Relay
 from shell_router.errors import ConfigError, Unauthorized
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat
 from tests.fakes.certificates import authority
@@ -34,6 +34,7 @@ SETTINGS = ApiSettings(
         "bob": "sk-b",
         "carol": ApiKey(key="sk-c", tokens_per_minute=10),
         "dora": ApiKey(key="sk-d", routes=("/v1/models",)),
+        "edna": ApiKey(key="sk-e", native_fields=("return_hidden_states", "image_url")),
         "ops": ApiKey(key="sk-o", operator=True),
     },
     max_agents_per_tenant=4,
@@ -49,7 +50,7 @@ def bearing(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer sk-{name[0]}"}
 
 
-ALICE, BOB, CAROL, DORA, OPS = map(bearing, ("alice", "bob", "carol", "dora", "ops"))
+ALICE, BOB, CAROL, DORA, EDNA, OPS = map(bearing, ("alice", "bob", "carol", "dora", "edna", "ops"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -164,6 +165,16 @@ async def test_over_its_tokens_a_minute_a_tenant_may_still_read(path: str) -> No
         async with fresh.client.delete(f"{fresh.url}{AGENT}/none", headers=CAROL) as answer:
             assert answer.status == 404
         assert (await fresh.post(path, body, **BOB))[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/generate", "/prefill_only", CHAT, "/v1/completions"])
+async def test_engines_take_the_further_fields_that_a_request_s_key_names(path: str) -> None:
+    relay = ScriptedRelay((NATIVE,), chat=ChatServing())
+    body = {CHAT: chat(model="small", logprobs=True), "/v1/completions": {"model": "small", "prompt": "x"}}
+    async with api(settings=SETTINGS, relays={"small": relay}) as fresh:
+        for headers in (EDNA, BOB):
+            assert (await fresh.post(path, body.get(path, {"text": "x"}), **headers))[0] == 200
+    assert relay.fields == [("return_hidden_states", "image_url"), ()]
 
 
 async def test_tokens_of_native_streams_count(served: Api) -> None:
