@@ -59,6 +59,7 @@ class Metrics:
         self.request_seconds = seconds("http_request_seconds", "Time from arrival to the answer's end", "route")
         self.running_requests = self._gauge("running_requests", "Running POST and PUT requests, and lazy agents")
         self.longest_stall = self._gauge("event_loop_longest_stall_seconds", "Longest stall of the last minute or two")
+        self.tasks = self._gauge("asyncio_tasks", "asyncio tasks: as many as requests and connections need")
         why = "Choices for `auto` and lists"
         self.model_choices = count("model_choices", why, "model", "policy", "why")
         took, registry = "Time of one choice, predictions included", self.registry
