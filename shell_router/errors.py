@@ -124,6 +124,10 @@ class RemoteRefused(Unauthorized):
     """No API keys are set, so that only callers on this machine are served, and this one is not."""
 
 
+class UnsupportedMediaType(RemoteRefused):
+    """No API keys are set, and a page of another site could send a body of this Content-Type."""
+
+
 class Forbidden(ShellRouterError):
     """The API key is good, and not for this."""
 

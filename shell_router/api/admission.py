@@ -20,17 +20,7 @@ from aiohttp import ClientConnectionResetError, web
 
 from shell_router.api.plain import Connections, Handler, PlainRequest, Reply, Request
 from shell_router.api.replies import INTERNAL, problem_of, problem_reply
-from shell_router.api.services import (
-    AGENTS,
-    ASKED,
-    KEY,
-    REQUEST_ID,
-    TENANT,
-    TOKENS,
-    TRACE,
-    ApiSettings,
-    Services,
-)
+from shell_router.api.services import AGENTS, ASKED, KEY, REQUEST_ID, TENANT, TOKENS, TRACE, ApiSettings, Services
 from shell_router.config import ApiKey
 from shell_router.core.spans import CURRENT, span_of_client
 from shell_router.errors import (
@@ -41,6 +31,7 @@ from shell_router.errors import (
     RemoteRefused,
     RouterStopping,
     Unauthorized,
+    UnsupportedMediaType,
 )
 from shell_router.moa.requests import Deadline
 
@@ -123,10 +114,11 @@ def permit(request: Request, models: Collection[str], asked: str = "") -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def require_local(host: str, origin: str | None) -> None:
+def require_local(host: str, origin: str | None, kind: str = "") -> None:
     """Raise RemoteRefused for what a browser of this machine sends for a page from elsewhere.
 
-    Such a page may have its own name resolved to this machine, and may post what needs no permission.
+    Such a page may have its own name resolved to this machine, and may post bodies of the types that need no
+    permission: UnsupportedMediaType where `kind`, the Content-Type, is one of them.
     """
     named = urlsplit(f"//{host}").hostname if _HOST.fullmatch(host) else ""
     page = urlsplit(origin).hostname or "" if origin is not None and _ORIGIN.fullmatch(origin) else origin
@@ -136,7 +128,15 @@ def require_local(host: str, origin: str | None) -> None:
                 f"No API keys are set, so only this machine is served, and the header {what} names another.",
                 remedy="Ask 127.0.0.1 or localhost, or add api_keys to the configuration.",
             )
+    if (kind := kind.partition(";")[0].strip().lower()) in _FORMS:
+        raise UnsupportedMediaType(
+            f"The body has the Content-Type {kind}, as pages of other sites can send it.",
+            remedy="Send it with -H 'Content-Type: application/json', or add api_keys to the configuration.",
+        )
 
+
+_FORMS = frozenset({"application/x-www-form-urlencoded", "multipart/form-data", "text/plain"})
+"""Fetch's "CORS-safelisted" types. https://fetch.spec.whatwg.org/#cors-safelisted-request-header"""
 
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:[0-9]+)?", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://" + _HOST.pattern, re.ASCII)
@@ -366,7 +366,9 @@ class Admission:
         peer = address[0] if isinstance(address, tuple) else None
         if not self.keys:
             if peer is not None:
-                require_local(request.headers.get("host", ""), request.headers.get("origin"))
+                posts_json = request.method == "POST" and request.path != "/v1/files"
+                kind = request.headers.get("content-type", "") if posts_json else ""
+                require_local(request.headers.get("host", ""), request.headers.get("origin"), kind)
             return self.keys.caller("", peer, self._services.wall)
         key = request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"  # Anthropic's
         return self.keys.caller(key, peer, self._services.wall)

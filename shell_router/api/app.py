@@ -158,6 +158,7 @@ async def listening(
         for one in sockets:
             limit_s = settings.body_timeout_s if tls else None  # or a client could stay without a handshake
             servers.append(await loop.create_server(plain, sock=one, ssl=tls, ssl_handshake_timeout=limit_s))
+        app[SERVICES].metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         with contextlib.closing(StallWatch(loop, app[SERVICES].metrics.longest_stall)):
             yield f"{'https' if tls else 'http'}://{_authority(sockets[0].getsockname())}"
             app[LEAVING].set()

@@ -16,7 +16,7 @@ from shell_router.api.models import TARGETS
 from shell_router.api.plain import PlainStream, Reply, Request
 from shell_router.api.replies import json_reply, problem_reply, stream_error, whole_reply
 from shell_router.api.runs import refuse_key
-from shell_router.api.services import PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS, Services
+from shell_router.api.services import KEY, PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS, Services
 from shell_router.api.streaming import EventStream, Translation, data_frame, open_stream
 from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
@@ -95,6 +95,7 @@ async def forwarded(
             body,
             affinity=affinity,
             hints=hints,
+            fields=request[KEY].native_fields,
             admit=lambda requests: admission.count(request, requests - 1),
         )
 

@@ -55,6 +55,7 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     errors.Unauthorized: Problem(401, "authentication_error", "invalid_api_key"),
     errors.Forbidden: Problem(403, "permission_error", "forbidden"),
     errors.RemoteRefused: Problem(403, "permission_error", "loopback_only"),
+    errors.UnsupportedMediaType: Problem(415, "invalid_request_error", "unsupported_media_type"),
     errors.Overloaded: Problem(429, "rate_limit_error", "too_many_requests"),
     errors.EngineError: Problem(502, "server_error", "engine_error"),
     errors.AdapterFailed: Problem(502, "server_error", "adapter_failed"),

@@ -76,15 +76,7 @@ class Run:
     `agents` run at a time.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        drain: Drain,
-        id: str,
-        asked: Any,
-        graph: Graph | None,
-        target: str,
-    ) -> None:
+    def __init__(self, services: Services, drain: Drain, id: str, asked: Any, graph: Graph | None, target: str) -> None:
         self._services, self._drain, self._graph = services, drain, graph
         self.asked = asked
         self.id = id

@@ -17,16 +17,7 @@ from shell_router.api.fields import Fields, as_object, parse_body, query_number,
 from shell_router.api.models import TARGETS
 from shell_router.api.plain import Request
 from shell_router.api.replies import common_headers, json_reply, note_ignored
-from shell_router.api.services import (
-    ENGINE_CHECK,
-    KEY,
-    LEAVING,
-    SERVICES,
-    SETTINGS,
-    STARTED_AT,
-    TENANT,
-    ReadinessCheck,
-)
+from shell_router.api.services import ENGINE_CHECK, KEY, LEAVING, SERVICES, SETTINGS, STARTED_AT, TENANT, ReadinessCheck
 from shell_router.errors import InvalidField, InvalidRequest, TopologyError
 from shell_router.telemetry import Trace
 from shell_router.telemetry.trace import OUTCOMES

@@ -5,15 +5,15 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from agent_cache import AgentPromptCache, Journals, MemoryAgentPromptCache
+from agent_cache import AgentPromptCache, CacheStats, Journals, MemoryAgentPromptCache
 from shell_router.api import ENGINE_CHECK, Services
 from shell_router.app.models import Fleet, SglangPairs, adapted_models, running_models
 from shell_router.app.topologies import live_topologies, watched
@@ -40,14 +40,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunningCache:
-    """The logs, whether they can be shared now, and whether they are being served from memory instead.
-
-    `journals` are None where nothing outlives the router.
-    """
+    """The logs, whether they can be shared now, and what failed. `journals`: None where nothing outlives the router."""
 
     logs: AgentPromptCache
     healthy: Callable[[], Awaitable[bool]]
-    degraded: Callable[[], bool]
+    stats: CacheStats = field(default_factory=CacheStats)
     journals: Journals | None = None
 
 
@@ -58,7 +55,7 @@ async def running_cache(
     """The cache while the context is open. Raises ConfigError without redis-py, or the password, that it needs."""
     if settings.backend == "memory":
         async with MemoryAgentPromptCache(clock=clock, ttl_s=settings.ttl_s) as logs:
-            yield RunningCache(logs, healthy=_always, degraded=lambda: False)
+            yield RunningCache(logs, healthy=_always)
         return
     try:
         from agent_cache.redis import RedisAgentPromptCache  # noqa: PLC0415 - an extra
@@ -80,7 +77,7 @@ async def running_cache(
         lease_s=settings.lease_s,
         options=options,
     ) as shared:
-        yield RunningCache(shared, shared.healthy, lambda: shared.stats.degraded, shared.journals)
+        yield RunningCache(shared, shared.healthy, shared.stats, shared.journals)
 
 
 async def _always() -> bool:
@@ -154,7 +151,7 @@ async def running_services(
         executor = Executor(
             served, cache.logs, embedding.embedder, clock=clock, chooser=chooser, holdouts=config.holdout
         )
-        metrics = _metrics(cache.degraded)
+        metrics = _metrics(cache.stats)
         serve = {ENGINE_CHECK + alias: pool.serves for alias, pool in pools.items()}
 
         def restarts() -> Mapping[str, int]:
@@ -187,21 +184,13 @@ async def running_services(
         )
 
 
-@asynccontextmanager
-async def _running_predictor(settings: PredictionSettings) -> AsyncIterator[RunningPredictor]:
+def _running_predictor(settings: PredictionSettings) -> AbstractAsyncContextManager[RunningPredictor]:
     """The trained predictors, where the deployment names any."""
-    if settings.scores is None and settings.lengths is None:
-        yield RunningPredictor()
-        return
-    async with wing("prediction")(settings) as running:
-        yield running
+    named = settings.scores or settings.lengths
+    return wing("prediction")(settings) if named else nullcontext(RunningPredictor())
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-C = TypeVar("C", bound=_Closable)
+C = TypeVar("C", "Recorder", "SpanExport")
 
 
 def _closed_by(stack: AsyncExitStack, made: C | None) -> C | None:
@@ -211,10 +200,10 @@ def _closed_by(stack: AsyncExitStack, made: C | None) -> C | None:
     return made
 
 
-def _metrics(cache_degraded: Callable[[], bool]) -> Metrics:
+def _metrics(cache: CacheStats) -> Metrics:
     from shell_router.telemetry.recorder import LogLines  # noqa: PLC0415 - as below
 
-    metrics = Metrics(cache_degraded=cache_degraded)
+    metrics = Metrics(cache)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogLines):
             handler.lost = metrics.log_lines_lost.inc

@@ -79,6 +79,7 @@ class ApiKey:
         int | None,
         count("Tokens of prompts and outputs that its tenant may use a minute; then it is answered 429."),
     ] = None
+    native_fields: Annotated[tuple[str, ...], "Fields that it may send to engines besides `limits.native_fields`."] = ()
     operator: Annotated[bool, "Whether it may read `/metrics`, and change topologies and engine pairs."] = False
 
     def __post_init__(self) -> None:
@@ -275,12 +276,7 @@ class AutoSettings(ModelChoiceSettings):
     profile: Annotated[Path | None, "File of `shell-router profile`: measured costs."] = None
     max_batch: Annotated[
         Mapping[str, int],
-        MappingOf(
-            "Sequences that a model decodes together.",
-            Text("Model."),
-            count("Sequences."),
-            at_least=0,
-        ),
+        MappingOf("Sequences that a model decodes together.", Text("Model."), count("Sequences."), at_least=0),
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

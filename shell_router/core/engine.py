@@ -1,6 +1,6 @@
 """The contract between the router and its engines: requests, answers, and where each request went."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
@@ -220,13 +220,15 @@ class Relay(Protocol):
         *,
         affinity: str | None = None,
         hints: Hints = NO_HINTS,
+        fields: Collection[str] = (),
         admit: Callable[[int], None] = lambda requests: None,
     ) -> AbstractAsyncContextManager[Relayed]:
         """Forward `body`, a JSON object in the route's shape as SGLang has it. `affinity` is as in `Generation`.
 
-        `admit` is called with the number of a batch's requests, and may raise. Raises InvalidRequest for a body that is
-        no object or has fields or values that are not forwarded, PromptTooLong and EngineError. Leaving the context
-        before the answer ended aborts the request on both engines.
+        It may have `fields` besides those that every client may send. `admit` is called with the number of a batch's
+        requests, and may raise. Raises InvalidRequest for a body that is no object or has fields or values that are not
+        forwarded, PromptTooLong and EngineError. Leaving the context before the answer ended aborts the request on both
+        engines.
         """
         ...
 

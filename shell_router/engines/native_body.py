@@ -129,7 +129,7 @@ def _check_field(name: str, given: object, forwarded: Set[str], rules: NativeRul
         raise InvalidField(
             f"The field {name[:40]!r} is not forwarded to engines.",
             field=name,
-            remedy="Leave it out; an operator may list it in limits.native_fields.",
+            remedy="Leave it out; an operator may list it in native_fields, of limits or of the API key.",
         )
     if name in _TOKENS_OR_TEXT:
         _check_prompt(name, given, rules)
@@ -190,7 +190,7 @@ def _refuse_media(messages: object) -> None:
                 if isinstance(url, str) and not url.startswith("data:"):
                     raise InvalidRequest(
                         f"The {name[:40]} of a message is not a data: URL, and engines fetch no others.",
-                        remedy=f"Send the content itself; an operator may list {MEDIA} in limits.native_fields.",
+                        remedy=f"Send the content itself; an operator may list {MEDIA} in native_fields.",
                     )
 
 

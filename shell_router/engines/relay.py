@@ -1,6 +1,6 @@
 """Native requests passed through: the client's bytes there, the engine's bytes back."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -82,13 +82,14 @@ class InputLogprobs:
 @dataclass(frozen=True, slots=True, eq=False)
 class PairRelay:
     """Forwards bodies to a model's servers. `rid` gives fresh request ids. If it `isolates`, each tenant has a prefix
-    cache of its own there."""
+    cache of its own there. No client may set the fields that are `chosen` here."""
 
     pairing: Pairing
     prefill_only: Mapping[ServerClient, PrefillOnly]
     rid: Callable[[], str]
     rules: NativeRules
     isolates: bool
+    chosen: frozenset[str]
 
     def forward(
         self,
@@ -97,6 +98,7 @@ class PairRelay:
         *,
         affinity: str | None = None,
         hints: Hints = NO_HINTS,
+        fields: Collection[str] = (),
         admit: Callable[[int], None] = lambda requests: None,
         adapter: str | None = None,
     ) -> AbstractAsyncContextManager[Relayed]:
@@ -107,7 +109,9 @@ class PairRelay:
         own = {} if adapter is None else {ADAPTER: adapter}
         if self.isolates and hints.user is not None:
             own[CACHE_KEY] = hints.user
-        native = read_native(body, self.rid(), self.rules, own, route)
+        more = frozenset(fields) - self.chosen
+        rules = replace(self.rules, fields=self.rules.fields | more) if more else self.rules
+        native = read_native(body, self.rid(), rules, own, route)
         if native.batch is not None:
             admit(native.batch)
         tokens = max(1, len(body) // 4)  # about: it is not tokenized here

@@ -98,9 +98,9 @@ class SglangPair:
         self._prefill_only = {server: self._prefill_only_of(server) for server in self._pairing.prefills.engines}
         self._monitors: list[Monitor[ServerClient]] = []
         self._isolates = isolates
-        chosen = ({ADAPTER} if adapters.folders else set()) | ({CACHE_KEY} if isolates else set())
+        chosen = frozenset([ADAPTER] * bool(adapters.folders) + [CACHE_KEY] * isolates)
         rules = replace(rules, fields=rules.fields - chosen)
-        self.forward = PairRelay(self._pairing, self._prefill_only, rid, rules, isolates=isolates).forward
+        self.forward = PairRelay(self._pairing, self._prefill_only, rid, rules, isolates, chosen).forward
         """See `Relay.forward`, and `PairRelay.forward`."""
 
     @property

@@ -79,7 +79,7 @@ def render(
     slots = [part for message in written for part in message.parts if isinstance(part, Slot)]
     texts = ["".join(part if isinstance(part, str) else " " for part in message.parts) for message in written]
     others = [one for one in (*messages, *tools, options) if one and not isinstance(one, Message)]
-    mark = _unused_mark([*texts, *(json.dumps(one, ensure_ascii=False, default=str) for one in others)])
+    mark = unused_mark([*texts, *(json.dumps(one, ensure_ascii=False, default=str) for one in others)])
     numbers = iter(range(len(slots)))
     chat = [
         message
@@ -97,7 +97,7 @@ def render(
     return tuple(part for part in found if part != "")
 
 
-def _unused_mark(texts: Sequence[str]) -> str:
+def unused_mark(texts: Sequence[str]) -> str:
     """A string of private-use characters, to which no template gives a meaning, that no text holds."""
     used = {number for text in texts for number in _MARK.findall(text)}
     return next(f"\ue000{number}\ue001" for number in count() if str(number) not in used)

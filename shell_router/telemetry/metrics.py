@@ -5,12 +5,15 @@ Also measured here: stalls of the event loop, and the tokens that tenants use.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from agent_cache import CacheStats
 from shell_router.core import events
 from shell_router.core.durations import SECONDS
 from shell_router.telemetry.trace import Trace
@@ -38,18 +41,17 @@ class Family(Generic[Series]):
 
 
 class Metrics:
-    """The metric families; those of engines are `engines.metrics`. `cache_degraded` is read at every scrape.
+    """The metric families; those of engines are `engines.metrics`. `cache` is read at every scrape.
 
     A new one is an attribute here, and, if events count into it, a case in RunMetrics.observe.
     """
 
-    def __init__(self, *, cache_degraded: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, cache: CacheStats | None = None) -> None:
         self.registry = CollectorRegistry(support_collectors_without_names=True)  # as engines.metrics is
         self._routes_and_runs()
         self._agents_and_prefill()
         self._gate_and_batches()
-        degraded = self._gauge("cache_degraded", "1 while Redis is away and prompts are cached in memory")
-        degraded.set_function(lambda: float(cache_degraded()))
+        self.registry.register(_CacheMetrics(cache or CacheStats()))
 
     def _routes_and_runs(self) -> None:
         count, seconds = self._counter, self._seconds
@@ -57,14 +59,11 @@ class Metrics:
         self.request_seconds = seconds("http_request_seconds", "Time from arrival to the answer's end", "route")
         self.running_requests = self._gauge("running_requests", "Running POST and PUT requests, and lazy agents")
         self.longest_stall = self._gauge("event_loop_longest_stall_seconds", "Longest stall of the last minute or two")
+        self.tasks = self._gauge("asyncio_tasks", "asyncio tasks: as many as requests and connections need")
         why = "Choices for `auto` and lists"
         self.model_choices = count("model_choices", why, "model", "policy", "why")
-        self.model_choice_seconds = Histogram(
-            PREFIX + "model_choice_seconds",
-            "Time of one choice, predictions included",
-            buckets=SECONDS,
-            registry=self.registry,
-        )
+        took, registry = "Time of one choice, predictions included", self.registry
+        self.model_choice_seconds = Histogram(PREFIX + "model_choice_seconds", took, buckets=SECONDS, registry=registry)
         rules = "Rule `rule` of step `after` chose `step`, or `end`"
         self.steps_chosen = count("steps_chosen", rules, "target", "after", "rule", "step")
         reloads = "Reads of changed topology files: loaded, or invalid where some kept their version before"
@@ -72,7 +71,7 @@ class Metrics:
         lines = "Lines of trace files and access logs: written or lost"
         self.recorded_lines = count("recorded_lines", lines, "outcome")
         unread = "Log lines that were lost, as stderr was not read"
-        self.log_lines_lost = Counter(PREFIX + "log_lines_lost", unread, registry=self.registry)
+        self.log_lines_lost = Counter(PREFIX + "log_lines_lost", unread, registry=registry)
         self.otlp_spans = count("otlp_spans", "OpenTelemetry spans: exported or lost", "outcome")
         self.first_token_seconds = seconds("first_token_seconds", "Time to the answer's first token", "target")
         self.run_seconds = seconds("run_seconds", "Time of a run, by outcome", "target", "outcome")
@@ -132,6 +131,20 @@ class Metrics:
         """Count one HTTP request; `route` is the route's pattern, never a client's path."""
         self.requests.labels(route, str(status)).inc()
         self.request_seconds.labels(route).observe(took_s)
+
+
+@dataclass(frozen=True, eq=False)
+class _CacheMetrics(Collector):
+    stats: CacheStats
+
+    def collect(self) -> Iterator[Metric]:
+        away = "1 while Redis is away and prompts are cached in memory"
+        yield GaugeMetricFamily(PREFIX + "cache_degraded", away, float(self.stats.degraded))
+        about = "Failed reads and lost writes of Redis, entries skipped as senseless, logs withdrawn from sharing"
+        faults = CounterMetricFamily(PREFIX + "cache_faults", about, labels=("what",))
+        for what in ("failed_reads", "lost_writes", "skipped", "withdrawn"):
+            faults.add_metric((what,), getattr(self.stats, what))
+        yield faults
 
 
 @dataclass(slots=True, eq=False)

@@ -281,14 +281,16 @@ class Held:
     files: int
     threads: int
     megabytes: int
+    tasks: int
 
     @classmethod
-    def by(cls, pid: int) -> "Held":
+    def by(cls, pid: int, metrics: str) -> "Held":
+        """What the system and the router's own metrics say."""
         folder = Path("/proc") / str(pid)
         status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-        return cls(
-            len(list((folder / "fd").iterdir())), int(status["Threads"]), int(status["VmRSS"].split()[0]) // 1024
-        )
+        megabytes = int(status["VmRSS"].split()[0]) // 1024
+        tasks = float(metrics.partition("\nshell_router_asyncio_tasks ")[2].split()[0])
+        return cls(len(list((folder / "fd").iterdir())), int(status["Threads"]), megabytes, int(tasks))
 
 
 async def soaked(served: Deployment, router: Router, draws: random.Random, seconds: float) -> Counter[str]:
@@ -341,6 +343,7 @@ async def test_a_router_that_is_asked_much_and_badly_for_long_holds_no_more_afte
         change()
     after = await at_rest(served, router)
     assert after.files <= before.files + 8 and after.threads <= before.threads + 2, (before, after)
+    assert after.tasks <= before.tasks + 8, (before, after)
     assert after.megabytes <= before.megabytes + 32, (before, after)
 
 
@@ -349,5 +352,6 @@ async def at_rest(served: Deployment, router: Router) -> Held:
     async with asyncio.timeout(LIMIT_S):
         while True:
             async with served.client.get(f"{router.url}/metrics") as response:
-                if "\nshell_router_running_requests 0.0\n" in await response.text():
-                    return Held.by(router.command.pid)
+                metrics = await response.text()
+                if "\nshell_router_running_requests 0.0\n" in metrics:
+                    return Held.by(router.command.pid, metrics)

@@ -81,6 +81,7 @@ class ScriptedRelay:
     forwarded: list[tuple[NativeRoute, bytes]] = field(default_factory=list)
     affinities: list[str | None] = field(default_factory=list)
     end_users: list[str | None] = field(default_factory=list)
+    fields: list[tuple[str, ...]] = field(default_factory=list)
     left_early: int = 0
     placed: tuple[Placement, ...] = ()
     batch: int = 1
@@ -94,6 +95,7 @@ class ScriptedRelay:
         *,
         affinity: str | None = None,
         hints: Hints = NO_HINTS,
+        fields: Collection[str] = (),
         admit: Callable[[int], None] = lambda requests: None,
     ) -> AsyncIterator[Relayed]:
         if not body.startswith(b"{"):
@@ -102,6 +104,7 @@ class ScriptedRelay:
         self.forwarded.append((route, body))
         self.affinities.append(affinity)
         self.end_users.append(hints.end_user)
+        self.fields.append(tuple(fields))
         self._ended = False
         try:
             yield Relayed(self.status, self.content_type, self._answer(), self.placed)

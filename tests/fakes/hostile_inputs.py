@@ -161,6 +161,23 @@ def agents() -> Iterator[Hostile]:
     yield post(AGENT, {**BASES[AGENT], "prompt": [{"output_of": "a"}]})  # itself
 
 
+def inline_topology(where: str, sampling: dict[str, Any]) -> Hostile:
+    """A chat with a topology of its own, which has `sampling` at its first agent, its last, all of them or a step."""
+    at: dict[str, dict[str, Any]] = {name: {} for name in ("first", "last", "all")}
+    at[where] = {"sampling": sampling}
+    agents = {"first": at["first"], "last": {**at["last"], "precursors": ["first"]}}
+    topology = {"agents": agents} if where != "step" else {"start": "first", "steps": {"first": at[where]}}
+    defaults = {"model": "small", **at["all"]}
+    return post(CHAT, {"messages": USER, "topology": {"name": "x", "defaults": defaults, **topology}})
+
+
+def inline_topologies() -> Iterator[Hostile]:
+    """Each with one wrong parameter."""
+    wrong = [{name: value} for name, values in NATIVE_SAMPLING.items() for value in values]
+    for sampling in (*wrong, {"stop_token_ids": [2**31 - 1], "min_new_tokens": 2}, {"custom_params": {"__sglang": 1}}):
+        yield from (inline_topology(where, sampling) for where in ("first", "last", "all", "step"))
+
+
 def natives(path: str) -> Iterator[Hostile]:
     """SGLang's own requests."""
     base = {name: value for name, value in BASES[path].items() if name not in ("text", "input_ids")}
@@ -325,6 +342,7 @@ MALFORMED: dict[str, tuple[Hostile, ...]] = {
     "markers": tuple(markers()),
     "schemas": tuple(schemas()),
     "tool messages": tuple(tool_messages()),
+    "parameters of inline topologies": tuple(inline_topologies()),
 }
 """Each is a 400 that names its field."""
 

@@ -19,7 +19,7 @@ from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import ApiKey, BatchesSettings, ListenTls
 from shell_router.config.models import TlsClient
-from shell_router.core.engine import Relay
+from shell_router.core.engine import ChatServing, Relay
 from shell_router.errors import ConfigError, Unauthorized
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat
 from tests.fakes.certificates import authority
@@ -34,6 +34,7 @@ SETTINGS = ApiSettings(
         "bob": "sk-b",
         "carol": ApiKey(key="sk-c", tokens_per_minute=10),
         "dora": ApiKey(key="sk-d", routes=("/v1/models",)),
+        "edna": ApiKey(key="sk-e", native_fields=("return_hidden_states", "image_url")),
         "ops": ApiKey(key="sk-o", operator=True),
     },
     max_agents_per_tenant=4,
@@ -49,7 +50,7 @@ def bearing(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer sk-{name[0]}"}
 
 
-ALICE, BOB, CAROL, DORA, OPS = map(bearing, ("alice", "bob", "carol", "dora", "ops"))
+ALICE, BOB, CAROL, DORA, EDNA, OPS = map(bearing, ("alice", "bob", "carol", "dora", "edna", "ops"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -166,6 +167,16 @@ async def test_over_its_tokens_a_minute_a_tenant_may_still_read(path: str) -> No
         assert (await fresh.post(path, body, **BOB))[0] == 200
 
 
+@pytest.mark.parametrize("path", ["/generate", "/prefill_only", CHAT, "/v1/completions"])
+async def test_engines_take_the_further_fields_that_a_request_s_key_names(path: str) -> None:
+    relay = ScriptedRelay((NATIVE,), chat=ChatServing())
+    body = {CHAT: chat(model="small", logprobs=True), "/v1/completions": {"model": "small", "prompt": "x"}}
+    async with api(settings=SETTINGS, relays={"small": relay}) as fresh:
+        for headers in (EDNA, BOB):
+            assert (await fresh.post(path, body.get(path, {"text": "x"}), **headers))[0] == 200
+    assert relay.fields == [("return_hidden_states", "image_url"), ()]
+
+
 async def test_tokens_of_native_streams_count(served: Api) -> None:
     frames = tuple(
         b"data: " + json.dumps({"meta_info": {"prompt_tokens": 30, "completion_tokens": n}}).encode() + b"\n\n"
@@ -217,6 +228,18 @@ async def test_an_encrypted_key_is_refused_and_the_terminal_asked_for_nothing(tm
         served_tls(ListenTls(own.certificate, locked))
     with pytest.raises(ConfigError, match=r"engine_tls: .*locked\.key is encrypted"):
         TlsClient(None, own.certificate, locked).context("engine_tls")
+
+
+async def test_a_client_that_begins_no_tls_is_given_up(tmp_path: Path, served: Api) -> None:
+    own = authority(tmp_path).signed("router")
+    context = served_tls(ListenTls(own.certificate, own.key))
+    with bound_sockets() as sockets:
+        app = create_app(served.services, ApiSettings(body_timeout_s=0.05))
+        async with listening(app, sockets, tls=context) as url:
+            reader, writer = await asyncio.open_connection(*url.removeprefix("https://").split(":"))
+            async with asyncio.timeout(30):
+                assert await reader.read() == b""
+            writer.close()
 
 
 async def test_https_is_served_and_a_renewed_certificate_counts_without_a_restart(tmp_path: Path, served: Api) -> None:

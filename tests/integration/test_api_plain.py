@@ -120,6 +120,27 @@ async def test_a_body_that_does_not_come_is_refused_at_its_limit() -> None:
         assert status == 400 and "did not arrive" in orjson.loads(body)["error"]["message"]
 
 
+@pytest.mark.parametrize("asked", [HEAD + b"\r\n" + BODY, CHUNKED], ids=["plain", "aiohttp"])
+async def test_a_connection_that_is_idle_after_its_answer_is_closed_at_its_limit(asked: bytes) -> None:
+    settings = ApiSettings(idle_timeout_s=0.05, body_timeout_s=3600)
+    async with api(settings=settings, relays=relays()) as served, client_of(served) as client:
+        await client.send(asked)
+        assert (await client.answer())[0] == 200
+        assert await client.ended() == b""
+
+
+@pytest.mark.parametrize("asked", [HEAD + b"\r\n" + BODY, CHUNKED], ids=["plain", "aiohttp"])
+async def test_a_connection_whose_request_runs_is_not_idle(asked: bytes) -> None:
+    gate, settings = asyncio.Event(), ApiSettings(idle_timeout_s=0.05, body_timeout_s=0.05)
+    served_by = relays(chunks=(b"data: 1\n\n", b"data: 2\n\n"), content_type="text/event-stream", gate=gate)
+    async with api(settings=settings, relays=served_by) as served, client_of(served) as client:
+        async with client_of(served) as idle:
+            await client.send(asked)
+            await idle.ended()  # all that are idle for too long are closed together
+        gate.set()
+        assert (await client.answer())[2] == b"data: 1\n\ndata: 2\n\n"
+
+
 async def test_a_stop_closes_idle_connections() -> None:
     async with api(relays=relays()) as served, client_of(served) as client, client_of(served) as silent:
         await client.send(HEAD + b"\r\n" + BODY)

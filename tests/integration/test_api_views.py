@@ -77,6 +77,22 @@ async def test_metrics_count_requests_by_route_and_runs_by_target() -> None:
         assert "shell_router_running_requests 0.0" in text
 
 
+async def test_metrics_have_the_number_of_the_loop_s_tasks() -> None:
+    async with api() as served:
+
+        async def tasks() -> float:
+            async with served.client.get(served.url + "/metrics") as response:
+                return float((await response.text()).partition("\nshell_router_asyncio_tasks ")[2].split()[0])
+
+        before = await tasks()
+        async with asyncio.TaskGroup() as group:
+            more = [group.create_task(asyncio.Event().wait()) for _ in range(5)]
+            assert await tasks() == before + 5
+            for one in more:
+                one.cancel()
+        assert await tasks() == before
+
+
 async def test_metrics_can_be_asked_for_by_name_those_of_engines_too() -> None:
     async with api() as served:
         served.services.metrics.registry.register(EngineMetrics({}, restarts=lambda: {"small": 2}))

@@ -5,10 +5,13 @@ import contextlib
 import io
 import json
 import re
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +20,9 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.scripted.server import Fault
+from benchmarks.stalls import large_bodies
 from shell_router.api import ApiSettings
+from shell_router.api.fields import LONG_BODY_BYTES, MAX_BODY_NUMBERS, MAX_BODY_VALUES
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
 from shell_router.config import BatchesSettings
@@ -25,7 +30,7 @@ from shell_router.engines.native_body import NativeRules
 from shell_router.engines.sglang import SglangPair
 from shell_router.routing.failures import BreakerSettings
 from tests.fakes.api_server import Api, api, chat, jsonl, line
-from tests.fakes.hostile_inputs import FAMILIES, HEADS, MALFORMED, MESSAGES
+from tests.fakes.hostile_inputs import BASES, COMPLETIONS, FAMILIES, HEADS, MALFORMED, MESSAGES, inline_topology
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_pair import LIMITS, SOON, Served, served
 
@@ -35,7 +40,7 @@ VOCABULARY, CONTEXT = 1000, 4096
 ALICE, BOB = {"Authorization": "Bearer sk-a"}, {"Authorization": "Bearer sk-b"}
 SETTINGS = ApiSettings(
     keys={"alice": "sk-a", "bob": "sk-b"},
-    max_body_bytes=2**21,
+    max_body_bytes=2**23,
     max_agents_per_tenant=8,
     max_connections=40,
     retry_after_s=3,
@@ -81,7 +86,7 @@ BODIES: dict[str, tuple[str, object]] = {
     "a megabyte for a role": (CHAT, {"model": "small", "messages": [{"role": "x" * 10**6, "content": "Hi"}]}),
     "a megabyte for a model": (CHAT, chat(model="x" * 10**6)),
     "a megabyte for a label": (CHAT, chat(metadata={"x" * 10**6: 1})),
-    "a body over the limit": (CHAT, chat("x" * 2**21)),
+    "a body over the limit": (CHAT, chat("x" * 2**23)),
     "several samples": (AGENT, agent({"n": 2})),
     "deep parameters": (AGENT, agent({"custom": nested(300)})),
     "stop ids of an agent": (AGENT, agent({"stop_token_ids": [FAR], "min_new_tokens": 2})),
@@ -156,10 +161,11 @@ class Attacked:
     pair: Served
 
     async def send(
-        self, method: str, path: str, headers: dict[str, str], body: bytes | None = None
+        self, method: str, path: str, headers: dict[str, str], body: bytes | None = None, *, chunked: bool = False
     ) -> tuple[int, dict[str, str], Any]:
         url, sent = self.api.url + path, None if body is None else io.BytesIO(body)
-        async with self.api.client.request(method, url, data=sent, headers={**ALICE, **headers}) as answer:
+        fields = {"data": sent, "headers": {**ALICE, **headers}, "chunked": chunked or None}
+        async with self.api.client.request(method, url, **fields) as answer:
             raw = await answer.read()
             assert answer.status < 500, raw
             assert len(raw) < 20_000, "an error repeats what was sent"
@@ -210,9 +216,10 @@ async def test_a_hostile_body_is_refused_and_no_other_tenant_notices(attacked: A
 @pytest.mark.parametrize("what", RAW)
 async def test_hostile_bytes_are_refused_and_no_other_tenant_notices(attacked: Attacked, what: str) -> None:
     method, path, body, headers = RAW[what]
-    status, _, _ = await attacked.send(method, path, headers, body)
-    assert 400 <= status < 500
-    await attacked.still_serves()
+    for chunked in (False, True) if body else (False,):
+        status, _, _ = await attacked.send(method, path, headers, body, chunked=chunked)
+        assert 400 <= status < 500
+        await attacked.still_serves()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -227,7 +234,7 @@ async def test_every_input_of_a_family_is_refused_and_nothing_is_left_running(at
 
 
 @pytest.mark.parametrize("family", MALFORMED)
-async def test_malformed_markers_schemas_and_tool_messages_are_bad_requests_that_name_their_field(
+async def test_malformed_markers_schemas_tool_messages_and_parameters_are_bad_requests_that_name_their_field(
     attacked: Attacked, family: str
 ) -> None:
     engines = attacked.api.moa.engines.values()
@@ -240,8 +247,56 @@ async def test_malformed_markers_schemas_and_tool_messages_are_bad_requests_that
     assert [len(engine.generated) for engine in engines] == asked and not attacked.api.moa.running
 
 
+@pytest.mark.parametrize("path", [*BASES, COMPLETIONS])
+@pytest.mark.parametrize("crowd", [b"[]," * MAX_BODY_VALUES, b"1," * (MAX_BODY_NUMBERS + 1)], ids=["values", "numbers"])
+async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
+    attacked: Attacked, path: str, crowd: bytes
+) -> None:
+    body = b'{"no": "JSON", "as it ends early": [%s' % crowd.ljust(LONG_BODY_BYTES)
+    status, _, answer = await attacked.send("POST", path, {}, body)
+    assert status == 400 and "The body holds more than" in answer["error"]["message"]
+
+
+class Turns:
+    """A trace function that counts the lines of Python which each turn of the event loop runs."""
+
+    most = now = 0
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> "Turns":
+        self.now = 0 if event == "call" and frame.f_code.co_name == "_run_once" else self.now + 1
+        self.most = max(self.most, self.now)
+        return self
+
+
+LARGE = {**large_bodies(), "crowds of values": FAMILIES["crowds of values"][::3]}
+
+
+@pytest.mark.parametrize("what", LARGE)
+async def test_no_turn_of_the_event_loop_does_much_for_a_large_body(attacked: Attacked, what: str) -> None:
+    """That many lines take a few milliseconds. A stopwatch would measure what else the machine does."""
+    turns = Turns()
+    for one in LARGE[what]:
+        sys.settrace(turns)
+        try:
+            status, _, _ = await attacked.send(one.method, one.path, one.headers, one.body)
+        finally:
+            sys.settrace(None)
+        assert 400 <= status < 500
+    assert 100 < turns.most < 80_000, turns.most
+
+
+@pytest.mark.parametrize("where", ["first", "last", "all", "step"])
+async def test_topologies_like_the_hostile_ones_are_served_with_right_parameters(
+    attacked: Attacked, where: str
+) -> None:
+    one = inline_topology(where, {"stop_token_ids": [VOCABULARY - 1], "temperature": 0.5})
+    status, _, answer = await attacked.send(one.method, one.path, one.headers, one.body)
+    assert status == 200, answer
+
+
 async def test_there_are_as_many_hostile_inputs_as_the_docs_say() -> None:
-    number = len(BODIES) + len(RAW) + 2 * len(HEADERS) + len(HEADS) + sum(map(len, (FAMILIES | MALFORMED).values()))
+    raw = sum(2 if body else 1 for _, _, body, _ in RAW.values())  # in chunks, too
+    number = len(BODIES) + raw + 2 * len(HEADERS) + len(HEADS) + sum(map(len, (FAMILIES | MALFORMED).values()))
     page = Path(__file__).parents[2] / "docs/how-to/serve-several-tenants.md"
     assert f"sends {number:,} hostile requests" in page.read_text(encoding="utf-8")
 
@@ -270,6 +325,28 @@ async def test_odd_bytes_in_headers_are_the_clients_fault(attacked: Attacked, wh
     writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\n%s\r\n%s" % (headers, framing))
     async with asyncio.timeout(30):
         assert (await reader.readline()).split()[1] == str(expected).encode()
+    writer.close()
+    await attacked.still_serves()
+
+
+@pytest.mark.parametrize("what", ["fields", "a field"])
+async def test_a_form_in_chunks_without_an_end_is_refused_by_its_first_bytes(attacked: Attacked, what: str) -> None:
+    """Without a Content-Length, no limit of a body sees how much is on its way."""
+    at = urlsplit(attacked.api.url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-a\r\nContent-Type: %s\r\n"
+    writer.write(head % (FILES.encode(), form()[1]["Content-Type"].encode()) + b"Transfer-Encoding: chunked\r\n\r\n")
+    many = (b"--B\r\n%s\r\n" % part(b"f%d" % number, b"x" * 1000) for number in range(60_000))
+    one = chain((b"--B\r\n%s" % part(b"f", b"x"),), repeat(b"x" * 2**16, 1000))
+    answered, sent = asyncio.create_task(reader.readline()), 0
+    for piece in many if what == "fields" else one:
+        writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        await writer.drain()
+        await asyncio.sleep(0)
+        sent += len(piece)
+        if answered.done():
+            break
+    assert (await answered).split()[1] == b"400" and sent < 2**24, sent
     writer.close()
     await attacked.still_serves()
 
@@ -379,14 +456,32 @@ async def test_errors_name_no_engines_address(attacked: Attacked) -> None:
     attacked.pair.break_leg("decode", None)
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 @pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}])
 async def test_without_keys_no_page_of_another_site_is_served(headers: dict[str, str]) -> None:
-    form_type = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl -d sends
     async with api() as local:
         body = json.dumps(chat()).encode()
-        async with local.client.post(local.url + CHAT, data=body, headers={**form_type, **headers}) as answer:
+        async with local.client.post(local.url + CHAT, data=body, headers={**JSON, **headers}) as answer:
             assert answer.status == 403
         for host in ("localhost", "127.0.0.1:8000", "[::1]:8000"):
-            own = {"Host": host, "Origin": f"http://{host}", **form_type}
+            own = {"Host": host, "Origin": f"http://{host}", **JSON}
             async with local.client.post(local.url + CHAT, data=body, headers=own) as answer:
                 assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "Multipart/Form-Data"]
+)
+async def test_without_keys_no_body_is_read_that_a_page_may_post_anywhere(attacked: Attacked, kind: str) -> None:
+    body, posted = json.dumps(chat()).encode(), {"Content-Type": kind}
+    async with api() as local:
+        for sent in (body, io.BytesIO(body)):
+            async with local.client.post(local.url + CHAT, data=sent, headers=posted) as answer:
+                problem = (await answer.json())["error"]
+                assert (answer.status, problem["code"]) == (415, "unsupported_media_type")
+                assert "-H 'Content-Type: application/json'" in problem["message"]
+        async with local.client.post(local.url + FILES, data=form(PURPOSE)[0], headers=form()[1]) as answer:
+            assert (await answer.json())["error"]["code"] == "batches_off", "files come as forms"
+    assert (await attacked.send("POST", CHAT, posted, body))[0] == 200, "no page of another site knows the key"

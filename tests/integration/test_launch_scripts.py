@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "sglang-two-machines.yaml"
 
 
-def output(*command: str | Path, path: str = "") -> list[str]:
+def output(*command: str | Path, path: str = "", **environ: str) -> list[str]:
     done = subprocess.run(
         list(map(str, command)),
         capture_output=True,
@@ -21,7 +21,7 @@ def output(*command: str | Path, path: str = "") -> list[str]:
         timeout=60,
         check=True,
         cwd=ROOT,
-        env={"PATH": f"{path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        env={"PATH": f"{path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), **environ},
     )
     return done.stdout.splitlines()
 
@@ -60,6 +60,18 @@ def test_several_pairs_share_one_gpu_on_ports_of_their_own(commands_of_python: P
     for line in lines:
         assert line.startswith("1 -m sglang.launch_server --model-path only-model ")
         assert line.endswith("--max-total-tokens 32768 --cuda-graph-max-bs 16 --quiet")
+
+
+@pytest.mark.parametrize(
+    ("password", "read"), [("", ""), ("geheim", 'requirepass "geheim"'), ('a "b\\', 'requirepass "a \\"b\\\\"')]
+)
+def test_redis_gets_a_password_that_its_command_line_does_not_show(tmp_path: Path, password: str, read: str) -> None:
+    redis = tmp_path / "redis-server"
+    redis.write_text('#!/bin/sh\necho "$*"\ncat\n', encoding="utf-8")
+    redis.chmod(0o755)
+    arguments, given = output("launch/redis.sh", "7000", path=str(tmp_path), REDIS_PASSWORD=password)
+    assert arguments.startswith("- --bind 127.0.0.1 --port 7000 ") and not (password and password in arguments)
+    assert given == read
 
 
 @pytest.mark.parametrize("script", ["gpu/pairs.sh", "sglang-pair.sh", "router.sh", "redis.sh"])

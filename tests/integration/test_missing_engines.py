@@ -110,8 +110,9 @@ async def test_a_wrong_file_of_keys_or_certificate_shows_before_anything_is_star
 
 
 async def test_a_router_none_of_whose_models_has_engines_does_not_start() -> None:
-    config = deployment(small=("http://127.0.0.1:1", "http://127.0.0.1:2"))
+    nothing = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    config = deployment(small=nothing, large=nothing)
     config = replace(config, limits=replace(config.limits, engine_start_s=0.1))
-    with pytest.raises(EngineStalled, match=r"not ready within 0\.1 s"):
+    with pytest.raises(EngineStalled, match=r"engines of small, large were not ready within 0\.1 s"):
         async with running_server(config):
             pass

@@ -224,6 +224,16 @@ async def test_a_prefill_by_a_real_pair_merges_log_probabilities_though_its_clie
         assert [token for _, token, _ in found["meta_info"]["input_token_logprobs"]] == [1, 2, 3]
 
 
+async def test_a_request_may_send_the_further_fields_that_its_key_names_and_others_may_not() -> None:
+    async with served(ScriptedSettings(log_bodies=8)) as at:
+        body = b'{"input_ids": [1], "return_hidden_states": true}'
+        async with at.pair.forward("generate", body, fields=["return_hidden_states"]) as answer:
+            assert b"".join([chunk async for chunk in answer.chunks])
+        assert orjson.loads(at.servers.decode.bodies[-1])["return_hidden_states"] is True
+        with pytest.raises(InvalidRequest, match="native_fields"):
+            at.pair.forward("generate", body)
+
+
 async def test_with_isolation_each_tenants_requests_carry_a_cache_key_of_its_own() -> None:
     async with served(ScriptedSettings(log_bodies=8)) as at:
         pair = SglangPair(*at.pair.addresses, limits=LIMITS, isolates=True)
@@ -233,6 +243,8 @@ async def test_with_isolation_each_tenants_requests_carry_a_cache_key_of_its_own
             assert b"".join([chunk async for chunk in answer.chunks])
         with pytest.raises(InvalidRequest, match="extra_key"):
             pair.forward("generate", b'{"input_ids": [1], "extra_key": "alice"}', hints=Hints("bob"))
+        with pytest.raises(InvalidRequest, match="extra_key"):
+            pair.forward("generate", b'{"input_ids": [1], "extra_key": "alice"}', fields=["extra_key"])
         keys = [orjson.loads(body).get("extra_key") for body in at.servers.prefill.bodies]
         assert keys == ["alice", "alice", "bob"]
         await pair.aclose()

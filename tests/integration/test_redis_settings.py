@@ -56,9 +56,12 @@ async def test_password_tls_and_prefix_of_the_file_reach_redis(server: RedisServ
             server.ask("CONFIG", "SET", "requirepass", "geheim")
             assert await cache.healthy()
             await cache.logs.create(LogKey("tenant", "program", "agent"))
-            assert not cache.degraded()
+            assert not cache.stats.degraded
             with redis.Redis.from_url(server.url, password="geheim", protocol=2) as client:
                 assert {name.partition(b":")[0] for name in client.scan_iter()} == {b"mine"}
+                client.set("mine:{tenant:bad}:log:agent", "no log")
+                await cache.logs.create(LogKey("tenant", "bad", "agent"))
+            assert cache.stats.withdrawn == 1, "metrics count it"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """The values of a body are counted without parsing it."""
 
 import json
-from typing import Any
+import threading
+from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.api.fields import values_in
+from shell_router.api import ApiSettings
+from shell_router.api.fields import LONG_BODY_BYTES, read_body, values_in
+from shell_router.api.services import SETTINGS
 
 texts = st.text(st.sampled_from('"\\[]{},:u\nx'), max_size=6)
 values = st.recursive(
@@ -30,3 +33,31 @@ def counted(value: Any) -> tuple[int, int]:
 @given(values, st.booleans())
 def test_every_string_array_object_and_comma_is_counted_and_none_within_a_text(value: Any, escaped: bool) -> None:
     assert values_in(json.dumps(value, ensure_ascii=escaped).encode()) == counted(value)
+
+
+class Body(bytes):
+    """Knows the threads that went through it."""
+
+    threads: set[threading.Thread]
+
+    def replace(self, *changes: Any) -> bytes:
+        self.threads.add(threading.current_thread())
+        return super().replace(*changes)
+
+
+class Sent:
+    """As much of a request as reading its body takes."""
+
+    def __init__(self, body: Body) -> None:
+        self.body = body
+        self.app = {SETTINGS: ApiSettings()}
+
+    async def read(self) -> Body:
+        return self.body
+
+
+async def test_a_long_body_is_counted_off_the_event_loop() -> None:
+    body = Body(b"x" * (LONG_BODY_BYTES + 1))
+    body.threads = set()
+    assert await read_body(cast(Any, Sent(body))) == body
+    assert body.threads and threading.main_thread() not in body.threads

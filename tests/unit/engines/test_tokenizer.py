@@ -4,13 +4,15 @@ import asyncio
 import json
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from shell_router.engines.tokenizer import HfTokenizer, id_fingerprint
+from shell_router.engines.stable_prefix import StablePrefix
+from shell_router.engines.tokenizer import KEPT_BYTES, HfTokenizer, id_fingerprint
 from shell_router.errors import ConfigError, InvalidRequest
 from tests.fakes.tokenizers_of_every_kind import KINDS, trained, write_folder
 
@@ -179,6 +181,33 @@ def test_fingerprints_follow_what_decides_ids_and_nothing_else() -> None:
     ]
     assert id_fingerprint(found) == id_fingerprint(same) == id_fingerprint(spelled)
     assert len({id_fingerprint(found), *map(id_fingerprint, others)}) == 6
+
+
+class Counting:
+    """Gives an id per character, and counts the texts."""
+
+    asked = 0
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[SimpleNamespace]:
+        self.asked += len(texts)
+        return [SimpleNamespace(ids=[1] * len(text)) for text in texts]
+
+
+def test_of_the_texts_and_ids_that_are_kept_the_newest_stay_within_a_number_of_bytes() -> None:
+    counting = Counting()
+    tokenizer = HfTokenizer(counting, "", StablePrefix({}), None, "")  # type: ignore[arg-type]
+
+    def is_kept(text: str) -> bool:
+        before = counting.asked
+        return len(tokenizer.encode(text)) == len(text) and counting.asked == before
+
+    characters = KEPT_BYTES // 8 // 5  # with four bytes for the id of each, an eighth of what may be kept
+    texts = [str(number).zfill(characters) for number in range(12)]
+    assert not any(map(is_kept, texts))
+    assert [is_kept(text) for text in reversed(texts)] == [True] * 7 + [False] * 5
+    assert is_kept(texts[5]), "it was asked again, and so older ones left"
+    too_long = "x" * (KEPT_BYTES // 16)
+    assert not is_kept(too_long) and not is_kept(too_long) and is_kept(texts[0]), "one may not push out all others"
 
 
 async def test_the_event_loop_runs_on_while_a_long_text_is_tokenized(tmp_path: Path) -> None:

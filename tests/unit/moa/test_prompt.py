@@ -1,6 +1,8 @@
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from shell_router.core.sampling import MOST_CHARACTERS_PER_TOKEN
 from shell_router.errors import PromptTooLong
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
-from shell_router.moa.prompt import LONG_TEXT, GrowingPrompt, Message, Slot, render
+from shell_router.moa.prompt import LONG_TEXT, GrowingPrompt, Message, Slot, render, unused_mark
 from shell_router.moa.requests import AgentRequest, MoaRequest, OutputOf
 from shell_router.topology import Agent, Topology
 from tests.fakes.moa import ScriptedMoa, WordTokenizer
@@ -94,8 +96,37 @@ def test_neither_the_templates_options_nor_pieces_put_together_make_a_hole() -> 
         assert parts == (f"{begin}<user>{''.join(pieces)}", slot, "<assistant>")
 
 
+class Searched(str):
+    """A text that counts its searches."""
+
+    searches = 0
+
+    def __contains__(self, wanted: object) -> bool:
+        self.searches += 1
+        return super().__contains__(str(wanted))
+
+    def find(self, *wanted: Any) -> int:
+        self.searches += 1
+        return super().find(*wanted)
+
+    index = count = find
+
+
+class Texts(list[str]):
+    """Counts how often they are gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.times += 1
+        return super().__iter__()
+
+
 def test_a_mark_is_found_in_one_look_however_many_texts_hold_one() -> None:
-    sly, slot = "".join(f"\ue000{number}\ue001" for number in range(50_000)), Slot("a")
+    sly, slot = Searched("".join(f"\ue000{number}\ue001" for number in range(50_000))), Slot("a")
+    texts = Texts([sly])
+    assert unused_mark(texts) == "\ue00050000\ue001"
+    assert (texts.times, sly.searches) == (1, 0), "one search for each mark takes seconds"
     assert render(WordTokenizer(), [Message("user", (sly, slot))]) == (f"<user>{sly}", slot, "<assistant>")
 
 

@@ -4,6 +4,7 @@ from typing import get_args
 
 import pytest
 
+from agent_cache import CacheStats
 from shell_router.api.frames import KINDS
 from shell_router.core.engine import Placement
 from shell_router.core.events import (
@@ -59,7 +60,7 @@ def counted(metrics: Metrics, target: str, answering: str, *events: Event) -> Ru
 
 
 def observed() -> Metrics:
-    metrics = Metrics(cache_degraded=lambda: True)
+    metrics = Metrics(CacheStats(degraded=True, withdrawn=2, skipped=3))
     counted(metrics, "duo", "root", *EVENTS).ended(2.0, "failed")
     return metrics
 
@@ -134,6 +135,8 @@ def test_runs_gates_and_the_caches_state_are_there() -> None:
     assert value(metrics, "gate_decisions_total", target="duo", exited="true") == 1
     assert value(metrics, "gate_probability_sum", target="duo") == 0.8
     assert value(metrics, "cache_degraded") == 1
+    assert value(metrics, "cache_faults_total", what="withdrawn") == 2
+    assert value(metrics, "cache_faults_total", what="skipped") == 3
 
 
 def test_the_time_per_token_leaves_out_those_that_came_first() -> None:
