@@ -272,6 +272,7 @@ def trace(
         console.print(found["error"], markup=False)
     if perfetto:
         write(perfetto, jsonlib.dumps(as_perfetto(found)) + "\n")
+        say(f"Open {perfetto} at https://ui.perfetto.dev or in chrome://tracing.")
 
 
 @app.command(epilog=examples("shell-router profile configs/embedded.yaml --out configs/engines/mine.yaml"))

@@ -115,7 +115,7 @@ PAINT: Mapping[str, tuple[str, str]] = {
 LEGEND = (
     "· nothing to send yet   ▒ prefill while precursors still write",
     "▓ queue and prefill on the engine, once all input is there",
-    "█ decode   ✂ cut off early   » skips aggregation   ⇉ share of the output that drafts gave",
+    "█ decode   ✂ cut off early   » skipped   ⇉ share that drafts gave",
 )
 
 
@@ -157,7 +157,7 @@ def axis(duration_s: float, width: int) -> str:
     """Five marks from 0 to `duration_s`."""
     marks = [" "] * (width + 8)
     for quarter in range(5):
-        label = f"{duration_s * quarter / 4:.1f}s"
+        label = f"{duration_s * quarter / 4:.{1 if duration_s >= 1 else 2}f}s"
         at = quarter * (width - 1) // 4
         marks[at : at + len(label)] = label
     return "".join(marks).rstrip()

@@ -86,6 +86,7 @@ async def test_the_command_lists_draws_and_writes_for_perfetto(
     assert "duo: finished" in printed.out
     assert "keeps no such request" in printed.out
     assert "No trace 'unknown' is held" in printed.err
+    assert f"Open {file} at https://ui.perfetto.dev" in printed.out
     check_perfetto(json.loads(file.read_text(encoding="utf-8")), tracks={"run", "left", "right", "root"}, arrows=2)
 
 

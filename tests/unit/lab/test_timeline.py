@@ -33,6 +33,10 @@ def test_the_axis_ends_with_the_duration() -> None:
     assert axis(2.0, 40).endswith("2.0s")
 
 
+def test_marks_of_a_short_run_differ() -> None:
+    assert axis(0.33, 40).split() == ["0.00s", "0.08s", "0.17s", "0.25s", "0.33s"]
+
+
 def test_the_timeline_marks_agents_that_were_cut_off() -> None:
     lines = [line.plain for line in draw_timeline(_trace(a="finished", b="early_exit"), columns=80)]
     assert "✂" not in lines[0]
@@ -52,3 +56,8 @@ def test_the_timeline_says_how_much_of_an_output_drafts_gave() -> None:
 
 def test_the_legend_explains_every_mark_of_a_bar() -> None:
     assert all(character in "".join(LEGEND) for character, _ in PAINT.values())
+
+
+def test_a_terminal_of_80_columns_shows_the_whole_legend() -> None:
+    lines = [line.plain for line in draw_timeline(_trace(**{"aggregator-1": "finished"}), columns=80)]
+    assert all(len(line) <= 80 for line in lines)
