@@ -253,7 +253,7 @@ async def plan_run(
     forecasts: Mapping[str, Forecast] = {}
     if chooser.predicts or AUTO in topology.models:
         topology, forecasts = await _choose(chooser, models, topology, request, sampling, choices.append)
-    if asked >= DRAFTED_FROM and workflow_of(topology) == PLAIN_REQUEST:
+    if asked >= DRAFTED_FROM and (topology.name == AUTO or topology.name in models):
         topology = replace(topology, agents={topology.name: replace(topology.root, drafts=True)})
     hints = hints_of(topology, chooser.estimates, request, forecasts)
     plan = Plan(topology, request, models, chooser.estimates, sampling, hints, choices)

@@ -50,7 +50,7 @@ def _stay_off(reason: str) -> None:
 
 
 def _end() -> None:
-    """End a decode server that was started to speculate, without what it needs for that: its first request would."""
+    """End a server that is to draft and lacks what it needs for that: its first request would."""
     raise SystemExit(f"{drafts.VARIABLE} is set, and this SGLang cannot draft: the reason is in the log.")
 
 

@@ -1,4 +1,4 @@
-"""SGLang's own waiting queue: prefill-only updates of ours wait until no other request does.
+"""SGLang's own waiting queue: prefill-only updates of ours yield to all other requests, a bounded number of times.
 
 Where SHELL_ROUTER_SHORTEST_PREFILL_AGE_S is set, the others are in the order of Gimbal's Algorithm 2: the shortest
 prefill first, but those that have waited for that many seconds before all. SGLang's `--schedule-policy
@@ -16,6 +16,9 @@ from shell_router.sglang_plugin.patches import is_ours
 
 logger = logging.getLogger(__name__)
 
+TURNS: Final = 64
+"""How often a request of ours yields. Counted, not timed: all ranks of a server must choose alike."""
+
 VARIABLE: Final = "SHELL_ROUTER_SHORTEST_PREFILL_AGE_S"
 
 
@@ -30,7 +33,7 @@ def asked_age_s(environ: Mapping[str, str] = os.environ) -> float | None:
         age_s = 0.0
     if age_s > 0:
         return age_s
-    logger.error("%s is %r, and no request is reordered. Set it to seconds above 0, such as 5.", VARIABLE, given)
+    logger.error("%s is %r, and is ignored: no request ages. Set it to seconds above 0, such as 5.", VARIABLE, given)
     return None
 
 
@@ -56,18 +59,26 @@ def updates_last(
         if age_s is not None and not warned:
             warned = True
             logger.error("%s has no effect: it is for servers of one rank.", VARIABLE)
-        waiting_queue.sort(key=is_ours)
+        waiting_queue.sort(key=_yields)
 
     return reorder
 
 
 def _key(request: Any, now_s: float, age_s: float) -> tuple[int, float]:
-    """Aged requests by their arrival, then others, the shortest first, then prefill-only updates."""
-    arrived_s, ours = request.time_stats.wait_queue_entry_time, is_ours(request)
-    if now_s - arrived_s >= age_s and not ours:
+    """Aged requests by their arrival, then others, the shortest first, then updates that yield."""
+    arrived_s, last = request.time_stats.wait_queue_entry_time, _yields(request)
+    if now_s - arrived_s >= age_s and not last:
         return 0, arrived_s
     cached = getattr(request, "num_matched_prefix_tokens", 0)
-    return 2 if ours else 1, len(request.origin_input_ids) - cached
+    return 2 if last else 1, len(request.origin_input_ids) - cached
+
+
+def _yields(request: Any) -> bool:
+    """Whether it lets all others go first this time; called once a sort."""
+    if not is_ours(request):
+        return False
+    request.shell_router_turns = getattr(request, "shell_router_turns", 0) + 1
+    return bool(request.shell_router_turns <= TURNS)
 
 
 def world_size() -> int:

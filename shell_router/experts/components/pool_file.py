@@ -70,7 +70,7 @@ class ComponentProfile:
         Mapping[str, float],
         MappingOf(
             "Measured: share of each executor's memory for components (0.75 if absent).",
-            Text("ComponentExecutor."),
+            Text("Executor."),
             Number("Share.", above=0, at_most=1),
             at_least=0,
         ),

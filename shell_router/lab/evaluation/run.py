@@ -55,14 +55,15 @@ def rounds_of(
 ) -> Iterator[tuple[Asked, Sequence[Setting]]]:
     """Rounds of `concurrency` questions, in one setting after the other; every question once before the next seed.
 
-    Each round begins with another setting, and every other time around the order is reversed: what comes later finds
-    in its caches what the one before it left there. Two settings are never asked at the same time, so that neither
-    slows the other.
+    Rounds are the rows of a Williams square, and in every other cycle reversed: each setting comes equally often right
+    after each other one, which leaves its prompts in the caches. Two settings are never asked at the same time, so that
+    neither slows the other.
     """
     begins = product(seeds, range(0, len(items), concurrency))
     for number, (seed, begin) in enumerate(begins):
         again, by = divmod(number, len(settings))
-        order = (*settings[by:], *settings[:by])
+        steps = ((at + 1) // 2 * (-1) ** at for at in range(len(settings)))  # 0, -1, 1, -2, 2, …
+        order = [settings[(by + step) % len(settings)] for step in steps]
         yield tuple((item, seed) for item in items[begin : begin + concurrency]), order[:: -1 if again % 2 else 1]
 
 

@@ -16,6 +16,7 @@ from shell_router.routing.holdout import Comparison, HoldoutSettings
 from shell_router.topology import parse_topology
 from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask
 
+LONG = [{"role": "user", "content": "a " * 1000}]
 TREE = "tree: {shape: [2, 1], models: [small, medium]%s}"
 
 
@@ -42,6 +43,12 @@ async def test_a_plain_request_asks_where_its_messages_are_long(characters: int,
     moa, messages = ScriptedMoa(), [{"role": "user", "content": "a " * (characters // 2) + "b" * (characters % 2)}]
     await moa.executor.run(straight_through("small"), replace(ask(), messages=messages), Recorder().emit)
     assert [one.sampling.get("custom_params") for one in moa.engines["small"].generated] == [asked]
+
+
+async def test_a_topology_of_one_agent_drafts_as_it_says() -> None:
+    for drafts in ("", ", drafts: off"):
+        found = await asked_for_drafts(f"name: one\nagents: {{one: {{model: small{drafts}}}}}", messages=LONG)
+        assert found == {"one": None}
 
 
 async def test_a_prediction_goes_to_the_agent_that_answers_as_tokens_of_its_model() -> None:

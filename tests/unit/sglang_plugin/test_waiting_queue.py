@@ -1,12 +1,12 @@
 """The order of SGLang's waiting queue, without SGLang; tests/sglang has it inside the real one."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from shell_router.sglang_plugin.patches import FAKE_BOOTSTRAP_HOST, PREFILL_ONLY_PORT
-from shell_router.sglang_plugin.waiting_queue import VARIABLE, asked_age_s, updates_last
+from shell_router.sglang_plugin.waiting_queue import TURNS, VARIABLE, asked_age_s, updates_last
 
 
 @dataclass
@@ -66,13 +66,24 @@ UPDATE = Request("update", 5, 1.0, bootstrap_host=FAKE_BOOTSTRAP_HOST, bootstrap
 
 
 @pytest.mark.parametrize("now_s", [4.5, 60.0])
-def test_an_update_waits_behind_all_other_requests_however_long(now_s: float) -> None:
-    assert ordered(UPDATE, SHORT, now_s=now_s) == ["short", "update"]
+def test_an_update_waits_behind_all_other_requests(now_s: float) -> None:
+    assert ordered(replace(UPDATE), SHORT, now_s=now_s) == ["short", "update"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_updates_yield_without_aging_and_on_several_ranks_and_others_keep_their_order(ranks: int) -> None:
-    assert ordered(UPDATE, LONG, SHORT, now_s=60.0, age_s=None, ranks=ranks) == ["long", "short", "update"]
+    assert ordered(replace(UPDATE), LONG, SHORT, now_s=60.0, age_s=None, ranks=ranks) == ["long", "short", "update"]
+
+
+@pytest.mark.parametrize(("age_s", "ranks"), [(5.0, 1), (None, 1), (None, 2)])
+def test_an_update_yields_no_more_than_so_often(age_s: float | None, ranks: int) -> None:
+    update, reorder = replace(UPDATE), updates_last(age_s, clock=lambda: 60.0, ranks=lambda: ranks)
+    first = []
+    for number in range(TURNS + 1):
+        queue = [update, Request(f"new {number}", 30, 59.0)]
+        reorder(None, Policy(), queue)
+        first.append(queue[0] is update)
+    assert first == [False] * TURNS + [True]
 
 
 def test_a_server_that_schedules_by_priority_is_left_alone() -> None:
