@@ -10,7 +10,7 @@ pair. Each row is a run, measured for some seconds in its middle by Chromium's o
     busy          share of the time that the main thread spent in tasks, of which some may have waited for a core
     cpu           the same in CPU time
     layout        share that styles and layout took, of `busy`
-    longest_ms    the longest time between two frames
+    long_tasks    tasks above 50 ms
 
 All parts share the machine's cores.
 """
@@ -49,15 +49,9 @@ agents:
 {leaves}
   root: {{precursors: [{names}], sampling: {{max_new_tokens: 1}}}}
 """
-FRAMES = """() => {
-  let last = performance.now();
-  window.longest = 0;
-  const frame = (now) => {
-    window.longest = Math.max(window.longest, now - last);
-    last = now;
-    requestAnimationFrame(frame);
-  };
-  requestAnimationFrame(frame);
+WATCH = """() => {
+  window.longTasks = 0;
+  new PerformanceObserver((list) => { window.longTasks += list.getEntries().length; }).observe({ type: "longtask" });
 }"""
 
 
@@ -132,7 +126,7 @@ async def _measured(browser: "Browser", url: str, agents: int, seconds: float) -
     await page.select_option("#model", "page")
     await page.click("#go")
     await page.locator(".agent[data-state=decoding]").nth(agents - 1).wait_for()
-    await page.evaluate(FRAMES)
+    await page.evaluate(WATCH)
     await asyncio.sleep(WARM_S)
     sessions = {}
     for clock in ("timeTicks", "threadTicks"):  # wall-clock and CPU time
@@ -150,19 +144,24 @@ async def _measured(browser: "Browser", url: str, agents: int, seconds: float) -
         "busy": spent["TaskDuration"] / spent["Timestamp"],
         "cpu": spent["cpu"] / spent["Timestamp"],
         "layout": (spent["LayoutDuration"] + spent["RecalcStyleDuration"]) / spent["Timestamp"],
-        "longest_ms": after["longest"],
+        "long_tasks": int(spent["long_tasks"]),
     }
 
 
 async def _counted(page: "Page", sessions: "Mapping[str, CDPSession]") -> dict[str, float]:
-    """Chromium's counters, in seconds, the page's tokens so far, and the longest frame since the last call."""
+    """Chromium's counters, in seconds, and the page's tokens and long tasks so far."""
     found = {}
     for clock, session in sessions.items():
         metrics = (await session.send("Performance.getMetrics"))["metrics"]
         found[clock] = {one["name"]: one["value"] for one in metrics}
     tokens = await page.evaluate("sum(Object.values(stage.views[0].run.agents).map((one) => one.tokens))")
-    longest = await page.evaluate("(() => { const found = window.longest; window.longest = 0; return found; })()")
-    return {**found["timeTicks"], "cpu": found["threadTicks"]["TaskDuration"], "tokens": tokens, "longest": longest}
+    long_tasks = await page.evaluate("window.longTasks")
+    return {
+        **found["timeTicks"],
+        "cpu": found["threadTicks"]["TaskDuration"],
+        "tokens": tokens,
+        "long_tasks": long_tasks,
+    }
 
 
 if __name__ == "__main__":
