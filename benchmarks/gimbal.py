@@ -10,6 +10,10 @@
                  in by their prompts and preempt some, with prefill and decode in parallel; then vLLM's
                  scheduler step by step (all other tables but the next); and the same in step, as expert parallelism has
                  it
+    experts      the experts on both GPUs, half of them on each (experts.py): what their placement changes, by roofline
+                 and where all of experts' time grows with the fullest GPU's load; `over even` is that GPU's load over
+                 the mean, `traffic` the share of transitions to the other GPU, `experts' share` is of a decode step of
+                 both engines with 50 sequences each of 1000 tokens
     prefixes     users who talk: prompts found in prefix caches
     decisions    what a decision costs, by this machine's clock, which is not simulated
     fairness     ten users, one of whom asks five times as often: tokens each was served, by Jain's index
@@ -24,14 +28,26 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 from report import Row, report
 
 from benchmarks.gimbal.decisions import decision_rows
+from benchmarks.gimbal.experts import ExpertParallel, Slowed, placements
 from benchmarks.gimbal.requests import PROMPTS, Request, conversations, from_burstgpt, requests
-from benchmarks.gimbal.serving import VLLM_RESERVES, Kind, Served, Setting, costs, scheduling, served, settings
+from benchmarks.gimbal.serving import (
+    ENGINES,
+    VLLM_RESERVES,
+    Kind,
+    Served,
+    Setting,
+    costs,
+    scheduling,
+    served,
+    settings,
+)
 from shell_router.routing.queue import ORDERS
 from shell_router.standins.simulated.costs import PairCosts
 
@@ -40,8 +56,11 @@ PAPER_TTFT = {"Random": -17.6, "Central": -18.7, "Descending": -16.4, "Two-end":
 PAPER_TPOT = {"Random": -13.5, "Central": -17.6, "Descending": -7.9, "Two-end": -12.6, "Average": -15.1}
 SATURATED_S = 4.9
 """The paper's 99th percentile of TTFT at its highest rate (section V-A.2)."""
-ENGINES = "two A100s by roofline, each with all of Qwen3-30B-A3B"
-SLOWEST, FASTEST, HALVINGS = 1.0, 16.0, 8
+WHOLE = "two A100s by roofline, each with all of Qwen3-30B-A3B"
+HALVES = "two A100s by roofline, each with half of the experts of Qwen3-30B-A3B"
+SLOWEST, HALVINGS = 1.0, 8
+FASTEST_SHARED = 40.0
+"""Requests a second: GPUs that hold half of the experts have KV for four times as many."""
 LATENCIES = ("TTFT", "p99 TTFT", "TPOT", "p99 TPOT")
 WARM_S, USERS, HEAVY = 120.0, 10, 5
 
@@ -56,11 +75,15 @@ class Bench:
     pool: Sequence[tuple[int, int]]
     reserved_tokens: int | None = VLLM_RESERVES
     kind: Kind = "stepped"
+    experts: ExpertParallel | None = None
+    fastest: float = 16.0
     found: dict[str, float] = field(default_factory=dict)
 
     @property
     def costs(self) -> PairCosts:
         """Of an engine that keeps no prefixes."""
+        if self.experts is not None:
+            return self.experts.costs
         return costs(cached=False, reserved_tokens=self.reserved_tokens)
 
     @property
@@ -81,6 +104,7 @@ class Bench:
                 setting.scheduling,
                 kind=self.kind,
                 known=setting.known,
+                experts=self.experts.step_s if self.experts else None,
             )
             for seed in range(self.seeds)
         ]
@@ -89,7 +113,7 @@ class Bench:
     def saturating(self, distribution: str) -> float:
         """Requests a second at which round robin's 99th percentile is the paper's."""
         if distribution not in self.found:
-            low, high = SLOWEST, FASTEST
+            low, high = SLOWEST, self.fastest
             for _ in range(HALVINGS):
                 middle = (low + high) / 2
                 slow = self.figures(Setting(scheduling("round_robin")), distribution, middle)[1] > SATURATED_S
@@ -125,7 +149,7 @@ def main() -> None:
     for name in options.table:
         title, rows = TABLES[name]
         simulated = name != "decisions"
-        engine = ENGINES if simulated else "no engines"
+        engine = (HALVES if name == "experts" else WHOLE) if simulated else "no engines"
         report(title, rows(bench), engine=engine, simulated=simulated, as_json=options.json)
 
 
@@ -213,12 +237,72 @@ def room(bench: Bench) -> list[Row]:
                     "requests/s": f"{min(rates.values()):.2g} to {max(rates.values()):.2g}",
                     "setting": setting,
                     **_columns(found.mean(axis=0), change.mean(axis=0)),
-                    "TTFT changes": f"{change[:, 0].min():+.1%} to {change[:, 0].max():+.1%}",
-                    "TPOT changes": f"{change[:, 2].min():+.1%} to {change[:, 2].max():+.1%}",
+                    "TTFT changes": _range(change[:, 0]),
+                    "TPOT changes": _range(change[:, 2]),
                     "preemptions": float(found[:, 5].mean()),
                 }
             )
     return rows
+
+
+PLACED_ALONE = tuple(("round robin", name) for name in ("contiguous", "gimbal", "swap", "stacked"))
+PLACED = (*PLACED_ALONE, ("DPLB+SJFS", "contiguous"), ("DPLB+SJFS", "gimbal"), ("ours", "swap"))
+"""At the paper's own rates no request waits, so that placement alone is left to compare."""
+
+
+def experts(bench: Bench) -> list[Row]:
+    """At the paper's highest rate and at those that saturate contiguous experts by roofline, by what a load costs."""
+    record, placed = placements()
+    engines = replace(bench, kind="in step", fastest=FASTEST_SHARED, found={})
+    first = replace(engines, experts=ExpertParallel(record, placed["contiguous"]))
+    saturating = {name: first.saturating(name) for name in PROMPTS}
+    rows = []
+    for rates, compared in ((dict.fromkeys(PROMPTS, PAPER_RATES[-1]), PLACED_ALONE), (saturating, PLACED)):
+        for slowed in get_args(Slowed):
+            shared = {name: ExpertParallel(record, placement, slowed) for name, placement in placed.items()}
+            rows += _placed(engines, shared, rates, compared)
+    return rows
+
+
+def _placed(
+    engines: Bench,
+    shared: Mapping[str, ExpertParallel],
+    rates: Mapping[str, float],
+    compared: Sequence[tuple[str, str]],
+) -> list[Row]:
+    """By setting and placement: means over the distributions, and of the changes on each."""
+    rows: list[Row] = []
+    first = np.zeros(0)
+    for setting, name in compared:
+        bench, one = replace(engines, experts=shared[name]), shared[name]
+        how = settings(bench.room)[setting]
+        found = np.array([bench.figures(how, distribution, per_s) for distribution, per_s in rates.items()])
+        first = first if len(first) else found
+        change = _change(found, first)
+        rows.append(
+            {
+                "requests/s": f"{min(rates.values()):.2g} to {max(rates.values()):.2g}",
+                "experts' time": one.slowed,
+                "setting": setting,
+                "experts": name,
+                "over even": f"{one.measures.balance - 1:.1%}",
+                "traffic": f"{one.measures.traffic:.1%}",
+                "experts' share": f"{_experts_share(one):.0%}",
+                **_columns(found.mean(axis=0), change.mean(axis=0)),
+                "TPOT changes": _range(change[:, 2]),
+            }
+        )
+    return rows
+
+
+def _experts_share(shared: ExpertParallel, sequences: int = 50, length: int = 1000) -> float:
+    """Of a decode step of both engines."""
+    added_s = shared.step_s(ENGINES * sequences)
+    return added_s / (added_s + shared.costs.decode.steps_s(1, sequences, sequences * length))
+
+
+def _range(changes: np.ndarray) -> str:
+    return f"{changes.min():+.1%} to {changes.max():+.1%}"
 
 
 def prefixes(bench: Bench) -> list[Row]:
@@ -302,6 +386,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Bench], list[Row]]]] = {
     "scaled": ("Gimbal's setup at rates that load these engines as much", scaled),
     "lengths": ("Five distributions of lengths at the highest rate", lengths),
     "room": ("What becomes of TPOT where engines run out of KV", room),
+    "experts": ("What placement of experts changes on two GPUs", experts),
     "prefixes": ("Users who talk: prompts found in prefix caches", prefixes),
     "decisions": ("What a decision costs", decisions),
     "fairness": ("Ten users, one of whom asks five times as often", fairness),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shell_router.errors import require
@@ -136,6 +136,55 @@ def make_random_model(weights: RandomWeights, folder: Path) -> Path:
     return make_checkpoint(
         folder, hidden=hidden, layers=weights.layers, heads=heads, kv_heads=heads // 2, seed=weights.seed
     )
+
+
+MOE_LAYERS, EXPERTS, TOP_K = 4, 16, 4
+
+
+def make_moe_checkpoint(
+    folder: Path, *, hidden: int = 64, inner: int = 32, popular_first: bool = False, seed: int = 0
+) -> Path:
+    """A mixture of experts: MOE_LAYERS layers, each of EXPERTS experts `inner` wide of which a token chooses TOP_K.
+
+    Some are chosen far more often; with `popular_first` those have the lowest numbers.
+    """
+    make_checkpoint(folder, hidden=hidden, layers=MOE_LAYERS, seed=seed, context_length=4096)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": inner,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights = {name: value for name, value in load_file(folder / "model.safetensors").items() if ".mlp." not in name}
+    draw = np.random.default_rng(seed)
+    for layer in range(MOE_LAYERS):
+        loudness = draw.lognormal(0, 0.5, (EXPERTS, 1)).astype(np.float32)
+        if popular_first:
+            loudness = -np.sort(-loudness, axis=0)
+        weights |= _experts(f"model.layers.{layer}.mlp", hidden, inner, loudness, draw)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _experts(
+    prefix: str, hidden: int, inner: int, loudness: np.ndarray[Any, np.dtype[np.float32]], draw: np.random.Generator
+) -> Weights:
+    def drawn(rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return (columns**-0.5 * draw.standard_normal((rows, columns))).astype(np.float32)
+
+    weights = {f"{prefix}.gate.weight": loudness * drawn(EXPERTS, hidden)}
+    for expert in range(EXPERTS):
+        of = f"{prefix}.experts.{expert}"
+        weights[f"{of}.gate_proj.weight"] = drawn(inner, hidden)
+        weights[f"{of}.up_proj.weight"] = drawn(inner, hidden)
+        weights[f"{of}.down_proj.weight"] = drawn(hidden, inner)
+    return weights
 
 
 def _train_tokenizer(vocab_size: int, variant: int) -> Tokenizer:

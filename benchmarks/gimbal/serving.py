@@ -98,6 +98,11 @@ class SteppedEngine:
             budget = self._schedule(self._running[-1], tokens, budget)
         return self._seconds() if self._step else 0.0
 
+    @property
+    def step_tokens(self) -> int:
+        """That the step computes."""
+        return sum(tokens for _, tokens in self._step)
+
     def end(self) -> None:
         """The step is done: each sequence with KV of all its tokens gets one more."""
         for one, tokens in self._step:
@@ -133,14 +138,26 @@ class SteppedEngine:
         if not chunks:
             return decode.steps_s(1, len(self._step), context)
         attended = sum(attended_pairs(tokens, one.computed) for one, tokens in chunks)
-        return prefill.pass_s(sum(tokens for _, tokens in self._step), attended) + context * decode.context_s
+        return prefill.pass_s(self.step_tokens, attended) + context * decode.context_s
 
 
 class Together:
-    """Makes steps of its engines: each for itself, or with `in_step` all at once."""
+    """Makes steps of its engines: each for itself, or with `in_step` all at once.
 
-    def __init__(self, costs: PairCosts, write: Callable[[Generation], Written], count: int, *, in_step: bool) -> None:
+    `experts` are the seconds that a step takes on top, by the tokens of all engines that make it at once.
+    """
+
+    def __init__(
+        self,
+        costs: PairCosts,
+        write: Callable[[Generation], Written],
+        count: int,
+        *,
+        in_step: bool,
+        experts: Callable[[int], float] | None = None,
+    ) -> None:
         self.engines = [SteppedEngine(costs, write, self._wake) for _ in range(count)]
+        self._experts = experts
         self._groups = [self.engines] if in_step else [[engine] for engine in self.engines]
         self._work = [asyncio.Event() for _ in self._groups]
 
@@ -150,19 +167,20 @@ class Together:
 
     async def run(self) -> None:
         """Until it is cancelled."""
-        await asyncio.gather(*map(_steps, self._groups, self._work))
+        await asyncio.gather(*map(self._steps, self._groups, self._work))
 
-
-async def _steps(engines: Sequence[SteppedEngine], work: asyncio.Event) -> None:
-    while True:
-        seconds = max(engine.begin() for engine in engines)
-        if not seconds:
-            work.clear()
-            await work.wait()
-            continue
-        await asyncio.sleep(seconds)
-        for engine in engines:
-            engine.end()
+    async def _steps(self, engines: Sequence[SteppedEngine], work: asyncio.Event) -> None:
+        while True:
+            seconds = max(engine.begin() for engine in engines)
+            if not seconds:
+                work.clear()
+                await work.wait()
+                continue
+            if self._experts is not None:
+                seconds += self._experts(sum(engine.step_tokens for engine in engines))
+            await asyncio.sleep(seconds)
+            for engine in engines:
+                engine.end()
 
 
 # NVIDIA A100 SXM 80 GB data sheet: BF16 without sparsity, HBM2e
@@ -172,6 +190,7 @@ FLOPS, BANDWIDTH, MEMORY = 312e12, 2.039e12, 80e9
 PARAMETERS, ACTIVE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30.5e9, 3.3e9, 48, 32, 4, 128
 EXPERTS, CHOSEN, IN_EXPERTS = 128, 8, 29.0e9
 BYTES = 2
+KV_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * BYTES
 # Assumed, as in configs/engines/h200.yaml: what kernels reach of the data sheet, and the memory an engine may fill;
 # 2048 tokens of a pass are vLLM's default on an A100
 COMPUTE_SHARE, MEMORY_SHARE, USABLE, CHUNK, PASS_S, REQUEST_S = 0.5, 0.7, 0.9, 2048, 0.0005, 0.004
@@ -187,8 +206,7 @@ def costs(*, cached: bool, reserved_tokens: int | None = VLLM_RESERVES) -> PairC
     1 - (1 - 8/128)^n of them, here a straight line through 8 and 64 sequences.
     """
     bandwidth, flops = BANDWIDTH * MEMORY_SHARE, FLOPS * COMPUTE_SHARE
-    kv_bytes = 2 * LAYERS * KV_HEADS * HEAD_DIM * BYTES
-    room = int((MEMORY * USABLE - PARAMETERS * BYTES) / kv_bytes)
+    room = int((MEMORY * USABLE - PARAMETERS * BYTES) / KV_BYTES)
     token_s = 2 * ACTIVE / flops
     few_s, many_s = (step_s(n, bandwidth) for n in (FEW, MANY))
     per_sequence_s = (many_s - few_s) / (MANY - FEW)
@@ -202,7 +220,7 @@ def costs(*, cached: bool, reserved_tokens: int | None = VLLM_RESERVES) -> PairC
     decode = DecodeCosts(
         PASS_S + few_s - FEW * per_sequence_s,
         token_s + per_sequence_s,
-        kv_bytes / bandwidth,
+        KV_BYTES / bandwidth,
         room,
         reserved_tokens=reserved_tokens,
     )
@@ -239,7 +257,7 @@ def scheduling(
 def settings(room: int) -> Mapping[str, Setting]:
     """By name. Gimbal's engines hold requests back themselves, here the router does for them: `bind` is their arrival.
 
-    EDR, the paper's third part, places experts and is not the router's.
+    EDR, the paper's third part, places experts and is not the router's: see experts.py.
     """
     sjf = "shortest_prefill"
     return {
@@ -285,13 +303,22 @@ def served(
     *,
     kind: Kind = "shared",
     known: bool = False,
+    experts: Callable[[int], float] | None = None,
 ) -> Served:
-    """Serve them all on two engines. With `known` the length of every output is known beforehand."""
-    return run_virtual(_served(requests, costs, scheduling, kind, known))
+    """Serve them all on two engines. With `known` the length of every output is known beforehand.
+
+    `experts` are those of `Together`, of engines that are not shared.
+    """
+    return run_virtual(_served(requests, costs, scheduling, kind, known, experts))
 
 
 async def _served(
-    requests: Sequence[Request], costs: PairCosts, scheduling: SchedulingSettings, kind: Kind, known: bool
+    requests: Sequence[Request],
+    costs: PairCosts,
+    scheduling: SchedulingSettings,
+    kind: Kind,
+    known: bool,
+    experts: Callable[[int], float] | None,
 ) -> Served:
     loop, done = asyncio.get_running_loop(), Served()
     outputs = {f"r{number}": one.output for number, one in enumerate(requests)}
@@ -300,7 +327,8 @@ async def _served(
         ids = _FILLER[: outputs[request.rid]]
         return Written(("",) * len(ids), ids, 0.0)
 
-    stepped = None if kind == "shared" else Together(costs, write, ENGINES, in_step=kind == "in step")
+    in_step = kind == "in step"
+    stepped = None if kind == "shared" else Together(costs, write, ENGINES, in_step=in_step, experts=experts)
     pairs = stepped.engines if stepped else [_engine(costs, write) for _ in range(ENGINES)]
     fleet = Fleet("qwen3-30b-a3b", pairs, scheduling)
 

@@ -1,10 +1,11 @@
 """A real mixture-of-experts model on real SGLang: recorded, placed, and started again with the file."""
 
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from benchmarks.expert_placement.drawn import Routing, drawn
+from benchmarks.expert_placement.served import OWN_MODELS, balanced, served, verdicts
+from benchmarks.random_checkpoint import EXPERTS, MOE_LAYERS, TOP_K, make_moe_checkpoint
 from launch.sglang_cpu.engine import EngineServer
 from launch.sglang_cpu.environment import built_environment, engine_variables, install_plugin
-from launch.sglang_cpu.pair import COMMON_OPTIONS, free_ports, until_ready
 from shell_router.cli import main
 from shell_router.cli.experts import Server
 from shell_router.cli.experts import recorded as record_experts
@@ -26,7 +28,6 @@ from shell_router.experts.placement.files import MAP, read_record
 from shell_router.experts.placement.records import loads, measures, placement_of_slots
 from shell_router.sglang_plugin.experts import PLACEMENT
 from tests.fakes.placements import placement_in
-from tests.fakes.tiny_models import EXPERTS, LAYERS, TOP_K, make_moe_checkpoint
 from tests.sglang import balanced_ranks
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("environment")]
@@ -45,31 +46,13 @@ for counts, gpus in json.load(sys.stdin):
 """
 
 
-@contextmanager
-def engine(folder: Path, model: Path, *options: str) -> Iterator[EngineServer]:
+def engine(folder: Path, model: Path, *options: str) -> AbstractContextManager[EngineServer]:
     """One SGLang server, without disaggregation, that can record experts."""
-    venv = built_environment()
-    assert venv is not None
-    (folder / "site").mkdir(parents=True)
-    install_plugin(folder / "site")
     variables = {
-        **engine_variables(folder / "site"),
         "SHELL_ROUTER_EXPERT_RECORD": str(folder / "record.npz"),
         "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": str(folder / "sglangs"),
     }
-    shared = [option for option in COMMON_OPTIONS if "disaggregation" not in option and option != "mooncake_tcp"]
-    (port,) = free_ports(1)
-    command = (str(venv / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model))
-    record = ("--expert-distribution-recorder-mode", "stat")
-    server = EngineServer(
-        "single", (*command, "--port", str(port), *shared, *record, *options), port, folder / "log", variables
-    )
-    server.start()
-    try:
-        until_ready(server)
-        yield server
-    finally:
-        server.stop()
+    return served(folder, model, "--expert-distribution-recorder-mode", "stat", *options, **variables)
 
 
 async def recorded(server: EngineServer, prompts: Path, out: Path) -> dict[str, Any]:
@@ -105,12 +88,12 @@ async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same
         answered = await answers(server)
     assert (before["activations"] == sglangs_own(tmp_path / "before")).all()
     tokens = before["activations"].sum(axis=1) / TOP_K
-    assert before["activations"].shape == (LAYERS, EXPERTS)
+    assert before["activations"].shape == (MOE_LAYERS, EXPERTS)
     assert (before["transitions"].sum(axis=(1, 2)) == tokens[1:] * TOP_K**2).all()
 
     assert main(["experts", "place", str(record), "--gpus", str(GPUS), "--out", str(placed)]) == 0
     rows = json.loads(placed.read_bytes())[MAP]
-    assert rows != [list(range(EXPERTS))] * LAYERS
+    assert rows != [list(range(EXPERTS))] * MOE_LAYERS
     found, chosen = read_record(record), PlacementSettings(GPUS)
     ours, theirs = (measures(found, one) for one in (placement_in(placed, found, GPUS), eplb(found, chosen)))
     assert ours.balance <= theirs.balance and ours.traffic < theirs.traffic
@@ -162,6 +145,35 @@ def ranks_balanced(folder: Path, algorithm: str) -> list[tuple[Any, Any, int]]:
     said = [rank.communicate(timeout=400) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said[0][1][-2000:]
     return [(*json.loads(out.splitlines()[-1]), rank) for rank, (out, _) in enumerate(said)]
+
+
+LAYOUT = re.compile(r"rebalance layout (\w+):((?:\n(?:physical_to|layer=).*)+)")
+
+
+async def test_experts_move_to_the_projects_placement_while_the_server_answers_and_its_answers_stay(
+    tmp_path: Path,
+) -> None:
+    """The first answers take 144 passes, so that experts move during the second."""
+    model, folder = make_moe_checkpoint(tmp_path / "model", popular_first=True), tmp_path / "moving"
+    variables = {PLACEMENT: "swap", "SGLANG_LOG_EXPERT_LOCATION_METADATA": "1", **OWN_MODELS}
+    with served(folder, model, *balanced(200), **variables) as server:
+        async with aiohttp.ClientSession() as session, session.get(f"{server.url}/shell_router/capabilities") as found:
+            assert (await found.json())["expert_placement"] is True
+        first = await answers(server)
+        assert not verdicts(server)
+        assert await answers(server) == first, "experts move meanwhile"
+        (verdict,) = verdicts(server)
+        assert await answers(server) == first
+    assert verdict.moves and 1 <= verdict.balance[1] < verdict.balance[0]
+    layouts = {when: placement_rows(rows) for when, rows in LAYOUT.findall((folder / "log").read_text("utf-8"))[:3]}
+    assert layouts["after"] == layouts["target"] != layouts["before"] == [list(range(EXPERTS))] * MOE_LAYERS
+    assert all(sorted(row) == list(range(EXPERTS)) for row in layouts["after"])
+
+
+def placement_rows(layout: str) -> list[list[int]]:
+    """The expert of each slot, layer by layer, as SGLang logs it."""
+    rows = [line for line in layout.splitlines() if line.startswith("layer=")]
+    return [[int(slot) for part in re.findall(r"\[([\d,]*)\]", row) for slot in part.split(",")] for row in rows]
 
 
 def sglangs_eplb(cases: Sequence[tuple[list[list[int]], int]]) -> list[Any]:

@@ -1,7 +1,7 @@
 """The engine of benchmarks/gimbal.py that works as vLLM's scheduler does."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -20,7 +20,10 @@ def costs(cache_tokens: int) -> PairCosts:
 
 
 def progress_of(
-    *asked: tuple[float, int, int], cache_tokens: int = 1000, in_step: bool = False
+    *asked: tuple[float, int, int],
+    cache_tokens: int = 1000,
+    in_step: bool = False,
+    experts: Callable[[int], float] | None = None,
 ) -> tuple[list[Progress], int]:
     """Per request (at, engine, prompt tokens) when it had how many tokens, and the number of preemptions."""
 
@@ -29,7 +32,7 @@ def progress_of(
 
     async def run() -> tuple[list[Progress], int]:
         loop = asyncio.get_running_loop()
-        engines = Together(costs(cache_tokens), write, 2, in_step=in_step)
+        engines = Together(costs(cache_tokens), write, 2, in_step=in_step, experts=experts)
         steps = asyncio.create_task(engines.run())
 
         async def one(at_s: float, engine: int, prompt: int) -> Progress:
@@ -75,3 +78,8 @@ def test_engines_in_step_all_wait_for_the_slowest() -> None:
     (waits, _), _ = progress_of(*asked, in_step=True)
     assert [at_s for at_s, _ in alone] == [1.4, 2.4, 3.4, 4.4, 5.4]
     assert [at_s for at_s, _ in waits] == [1.4, 1.4 + 1.8, 4.2, 5.2, 6.2]
+
+
+def test_experts_lengthen_a_step_by_the_tokens_of_all_engines_in_it() -> None:
+    (first, second), _ = progress_of((0.0, 0, 4), (0.0, 1, 8), in_step=True, experts=lambda tokens: tokens / 4)
+    assert [at_s for at_s, _ in first] == [at_s for at_s, _ in second] == [4.8, 6.3, 7.8, 9.3, 10.8]
