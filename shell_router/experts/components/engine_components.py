@@ -8,7 +8,7 @@ that holds its model, next to any others, so that a batch is the engine's own.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -244,13 +244,14 @@ class SleepingServers(SglangPair):
 class SleepingPairs:
     """Models with servers of their own, awake while the model is open. They have `limit_s` to change.
 
-    All that are not open sleep before another wakes; a server that ended has no memory. A router that ends leaves open
-    what is open: the servers stay awake.
+    All that are not open sleep before another wakes. A server that ended has no memory, unless its model is one of the
+    `launched`, whose servers are started again. A router that ends leaves open what is open: the servers stay awake.
     """
 
-    def __init__(self, pairs: Mapping[str, SglangPair], limit_s: float) -> None:
+    def __init__(self, pairs: Mapping[str, SglangPair], limit_s: float, launched: Collection[str]) -> None:
         self.pairs = pairs
         self.limit_s = limit_s
+        self._launched = launched
         self._open: set[str] = set()
         self._probed: set[str] = set()
 
@@ -270,15 +271,17 @@ class SleepingPairs:
 
     async def _sleep(self, alias: str) -> None:
         try:
-            await on_each(map(self._asleep, self.pairs[alias].servers))
+            await on_each(self._asleep(alias, server) for server in self.pairs[alias].servers)
         except EngineError as error:
-            words = f"the engines of {alias!r} do not sleep: {error.args[0]}"
+            words = f"the engines of {alias!r} do not sleep, and may hold GPU memory: {error.args[0]}"
             raise EngineStalled(words, remedy=error.remedy) from error
 
-    async def _asleep(self, server: ServerClient) -> None:
+    async def _asleep(self, alias: str, server: ServerClient) -> None:
         try:
             await fall_asleep(server, self.limit_s)
         except EngineUnreachable as error:
+            if alias in self._launched:  # one that starts takes its memory before it answers
+                raise
             log.info("the %s has ended, and needs not sleep: %s", server, error)
 
 
@@ -289,7 +292,8 @@ async def sleeping_pairs(
     """The models' own pairs, while the context is open. Raises ConfigError and EngineError."""
     addresses = {alias: [*map(address_of, config.models[alias].pairs)] for alias in files}
     async with running_pairs(addresses, files, config, on_progress, client=SleepingServers) as pairs:
-        yield Places(SleepingPairs(pairs, config.limits.engine_start_s).opened)
+        launched = {alias for alias in files if any(pair.launch for pair in config.models[alias].pairs)}
+        yield Places(SleepingPairs(pairs, config.limits.engine_start_s, launched).opened)
 
 
 class SwappedModel:

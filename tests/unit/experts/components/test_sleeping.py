@@ -80,23 +80,30 @@ class Machine:
     gpus: tuple[ScriptedGpu, ScriptedGpu]
     ports: Mapping[ScriptedServer, int] = field(default_factory=dict)
 
-    async def restart(self, server: ScriptedServer) -> None:
-        """End it, if it runs, and have it serve again at the same port: awake."""
+    def begin_restart(self, server: ScriptedServer) -> None:
+        """End it, if it runs, and have it start: it takes memory, and does not answer yet."""
         server.memory.die("restarted")
         server.memory.begin()
         server.memory.gate.set()
         server.memory.gpu.taken += 1
+
+    async def end_restart(self, server: ScriptedServer) -> None:
+        """Have it answer at the same port: awake."""
         await server.start(self.ports[server])
 
+    async def restart(self, server: ScriptedServer) -> None:
+        self.begin_restart(server)
+        await self.end_restart(server)
+
     @asynccontextmanager
-    async def router(self, limits: PairLimits = LIMITS) -> AsyncIterator[Router]:
+    async def router(self, limits: PairLimits = LIMITS, launched: str = "") -> AsyncIterator[Router]:
         async with AsyncExitStack() as stack:
             pairs = {}
             for name, model in self.models.items():
                 address = PairAddress(model.prefill.url, model.decode.url, "127.0.0.1", 8998)
                 pairs[name] = pair = SleepingServers(address, limits=limits, retries=ONCE)
                 stack.push_async_callback(pair.aclose)
-            sleeping = SleepingPairs(pairs, LIMIT_S)
+            sleeping = SleepingPairs(pairs, LIMIT_S, launched)
             places, tasks = Places(sleeping.opened), TaskOwner()
             settings, order = AdapterSettings({}, self.places), Eviction(CATALOG)
             leases = AdapterLeases("memory", places, settings, tasks, lambda: 0.0, kind="model", order=order)
@@ -209,11 +216,24 @@ async def test_a_server_that_dies_while_it_wakes_fails_its_own_requests_until_it
         assert at.died == []
 
 
+async def test_a_launched_server_takes_memory_before_it_answers_again_so_nothing_wakes_meanwhile() -> None:
+    async with machine() as at, at.router(launched="b") as router:
+        starting = at.models["b"].decode
+        at.begin_restart(starting)
+        words = r"'c' could not be loaded: the engines of 'b' .* may hold GPU memory: The decode engine cannot be"
+        with pytest.raises(ModelFailed, match=words):
+            await router.asked("c")
+        assert at.awake == "b" and at.died == []
+        await at.end_restart(starting)
+        assert await router.asked("c", 1) == 4
+        assert at.awake == "c" and at.died == []
+
+
 async def test_a_model_that_refuses_to_sleep_keeps_its_memory_and_what_needs_it_says_so() -> None:
     async with machine("ab") as at, at.router() as router:
         assert await router.asked("a") == 4
         at.models["a"].decode.memory.refuses["sleep"] = "not today"
-        with pytest.raises(ModelFailed, match=r"'b' could not be loaded: .* 'a' do not sleep: .*not today"):
+        with pytest.raises(ModelFailed, match=r"'b' could not be loaded: .* 'a' do not sleep, .*not today"):
             await router.asked("b")
         assert await router.asked("a", 1) == 4, "what did not sleep serves without waking"
         at.models["a"].decode.memory.refuses.clear()
@@ -234,7 +254,7 @@ async def test_a_server_that_stays_busy_stays_awake_and_what_needs_its_memory_fa
         assert await router.asked("a") == 4
         router.sleeping.limit_s = 0.5
         at.models["a"].prefill.memory.busy = 10**9
-        with pytest.raises(ModelFailed, match=r"'a' do not sleep: The prefill engine did not drop its KV"):
+        with pytest.raises(ModelFailed, match=r"'a' do not sleep, .*: The prefill engine did not drop its KV"):
             await router.asked("b")
         at.models["a"].prefill.memory.busy = 0
         router.sleeping.limit_s = LIMIT_S
