@@ -145,9 +145,16 @@ kept by the server, so that the mark outlives a router, and ends with the memory
 async def fall_asleep(server: ServerClient, limit_s: float) -> None:
     """Have it give its GPU memory back, once it has nothing to do, unless it sleeps.
 
-    Raises EngineStalled where it stays busy, EngineRejected where it refuses or is unsettled, and EngineError.
+    Raises EngineStalled where it stays busy, EngineRejected where it refuses, is unsettled or still starts, and
+    EngineError. (One that answers has yet to send itself a request to warm up, which would end it asleep.)
     """
     version, mark = await _marked(server)
+    if mark == AWAKE:
+        try:
+            await server.get("health", limit_s=limit_s)
+        except EngineRejected as error:
+            words = f"The {server.name} still starts: it answers /health with {error.status}."
+            raise EngineRejected(words, status=error.status, remedy="Ask again.") from error
     if mark != ASLEEP:
         await _flush(server, limit_s)
         await _change(server, "release_memory_occupation", version, (mark, ASLEEP), limit_s)

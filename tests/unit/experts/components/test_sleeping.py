@@ -229,6 +229,20 @@ async def test_a_launched_server_takes_memory_before_it_answers_again_so_nothing
         assert at.awake == "c" and at.died == []
 
 
+async def test_a_server_that_has_yet_to_warm_itself_up_is_not_put_to_sleep_before() -> None:
+    async with machine() as at, at.router() as router:
+        restarted = at.models["b"].decode
+        await at.restart(restarted)
+        restarted.memory.warm = False
+        with pytest.raises(
+            ModelFailed, match=r"'c' .* the engines of 'b' do not sleep.*: The decode engine still starts"
+        ):
+            await router.asked("c")
+        restarted.memory.warm_up()
+        assert await router.asked("c", 1) == 4
+        assert at.awake == "c" and at.died == []
+
+
 async def test_a_model_that_refuses_to_sleep_keeps_its_memory_and_what_needs_it_says_so() -> None:
     async with machine("ab") as at, at.router() as router:
         assert await router.asked("a") == 4
