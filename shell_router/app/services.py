@@ -152,7 +152,8 @@ async def running_services(
             served, cache.logs, embedding.embedder, clock=clock, chooser=chooser, holdouts=config.holdout
         )
         metrics = _metrics(cache.stats)
-        serve = {ENGINE_CHECK + alias: pool.serves for alias, pool in pools.items()}
+        checked = {alias: pool for alias, one in models.items() if (pool := one.pool or one.engine.sleepers)}
+        serve = {ENGINE_CHECK + alias: pool.serves for alias, pool in checked.items()}
 
         def restarts() -> Mapping[str, int]:
             own = {name: times for model in models.values() for name, times in model.engine.restarts().items()}
@@ -170,7 +171,7 @@ async def running_services(
             relays=relays,
             engines={alias: model.engine.name for alias, model in models.items()},
             embedders={} if embedding.embedder is None else {config.embedder.name: embedding.embedder},
-            serving=lambda: {alias: pool.seems_up for alias, pool in pools.items()},
+            serving=lambda: {alias: pool.seems_up for alias, pool in checked.items()},
             checks={**serve, "cache": cache.healthy, "embedder": embedding.loaded, **predicting.checks},
             optional_checks=("cache", *predicting.checks),  # requests go on from memory, and models are chosen by load
             metrics=metrics,

@@ -56,9 +56,17 @@ log = logging.getLogger(__name__)
 
 
 class Places:
-    """Meets `Loader`: a model is loaded while what `opening` gives for it is open. Loads raise ModelFailed."""
+    """Meets `Loader`: a model is loaded while what `opening` gives for it is open. Loads raise ModelFailed.
 
-    def __init__(self, opening: Callable[[str], AbstractAsyncContextManager[Engine]]) -> None:
+    `sleepers` are the models' own servers, where those sleep.
+    """
+
+    def __init__(
+        self,
+        opening: Callable[[str], AbstractAsyncContextManager[Engine]],
+        sleepers: Mapping[str, SglangPair] | None = None,
+    ) -> None:
+        self.sleepers = sleepers or {}
         self._opening = opening
         self._loaded: dict[str, tuple[Engine, AsyncExitStack]] = {}
 
@@ -293,7 +301,7 @@ async def sleeping_pairs(
     addresses = {alias: [*map(address_of, config.models[alias].pairs)] for alias in files}
     async with running_pairs(addresses, files, config, on_progress, client=SleepingServers) as pairs:
         launched = {alias for alias in files if any(pair.launch for pair in config.models[alias].pairs)}
-        yield Places(SleepingPairs(pairs, config.limits.engine_start_s, launched).opened)
+        yield Places(SleepingPairs(pairs, config.limits.engine_start_s, launched).opened, pairs)
 
 
 class SwappedModel:
@@ -302,6 +310,7 @@ class SwappedModel:
     def __init__(self, alias: str, leases: AdapterLeases, places: Places, catalog: Mapping[str, Component]) -> None:
         self.alias = alias
         self.leases = leases
+        self.sleepers = places.sleepers.get(alias)
         self._places = places
         self._followers = [name for name, one in catalog.items() if alias in one.after]
 
@@ -363,8 +372,9 @@ class Swapping:
 
 
 def _started(model: SwappedModel, config: Config) -> StartedEngine:
-    if config.sleeping or (config.swapping is not None and config.swapping.pairs):
-        return StartedEngine(model, "SGLang pairs, loaded in turns", SGLANG_BATCH_SIZE, leases=model.leases)
+    if model.sleepers or (config.swapping is not None and config.swapping.pairs):
+        name = "SGLang pairs, loaded in turns"
+        return StartedEngine(model, name, SGLANG_BATCH_SIZE, leases=model.leases, sleepers=model.sleepers)
     section = config.models[model.alias].engine.get("embedded") or EmbeddedSection()
     name, batch_size = f"embedded pair, {section.device}, loaded in turns", section.max_running_requests
     return StartedEngine(model, name, batch_size, leases=model.leases)
