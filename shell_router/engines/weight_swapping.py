@@ -101,7 +101,7 @@ async def swap_weights(servers: Iterable[ServerClient], folder: Path, limit_s: f
 
 
 async def on_each(work: Iterable[Awaitable[None]]) -> None:
-    """Do it all, at the same time and to its end; raises what failed first."""
+    """Do it all, at the same time and to its end; raises the failure of the first in `work` that failed."""
     if failed := [one for one in await asyncio.gather(*work, return_exceptions=True) if one]:
         raise failed[0]
 
