@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -142,8 +141,7 @@ async def running_services(
         AsyncExitStack() as stack,
     ):
         pools = {alias: model.pool for alias, model in models.items() if model.pool}
-        found = (adapted_models(models[alias].served, pool).items() for alias, pool in pools.items())
-        adapted = dict(chain.from_iterable(found))
+        adapted = dict(at for alias, pool in pools.items() for at in adapted_models(models[alias].served, pool).items())
         served = {name: one.served for name, one in models.items()} | {name: one for name, (one, _) in adapted.items()}
         relays: dict[str, Relay] = {**pools, **{name: relay for name, (_, relay) in adapted.items()}}
         batch_sizes = {alias: model.engine.batch_size for alias, model in models.items()}

@@ -48,8 +48,7 @@ class StartedEngine:
     """The engine of one model, ready to serve.
 
     `name` says what it is, `batch_size` how many sequences it decodes together. `restarts` counts, by name, how often
-    each of its processes was started again. `leases` has what it takes turns with others by, if it does, and `sleepers`
-    its own servers, if those sleep.
+    each of its processes was started again. `leases` has what it takes turns by, `sleepers` its servers that sleep.
     """
 
     engine: Engine

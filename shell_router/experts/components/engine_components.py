@@ -53,20 +53,15 @@ from shell_router.standins.embedded.settings import EmbeddedSection
 from shell_router.topology import Graph
 
 log = logging.getLogger(__name__)
+Opening = Callable[[str], AbstractAsyncContextManager[Engine]]
 
 
 class Places:
-    """Meets `Loader`: a model is loaded while what `opening` gives for it is open. Loads raise ModelFailed.
+    """Meets `Loader`: a model is loaded while what `opening` gives for it is open. Loads raise ModelFailed."""
 
-    `sleepers` are the models' own servers, where those sleep.
-    """
-
-    def __init__(
-        self,
-        opening: Callable[[str], AbstractAsyncContextManager[Engine]],
-        sleepers: Mapping[str, SglangPair] | None = None,
-    ) -> None:
+    def __init__(self, opening: Opening, sleepers: Mapping[str, SglangPair] | None = None) -> None:
         self.sleepers = sleepers or {}
+        """The models' own servers, where those sleep."""
         self._opening = opening
         self._loaded: dict[str, tuple[Engine, AsyncExitStack]] = {}
 
@@ -240,7 +235,7 @@ async def swapped_pairs(
 class SleepingServers(SglangPair):
     """Servers of one model, which may be asleep: before its first load they are asked nothing that needs them awake."""
 
-    ready_route = "model_info"
+    ready_route = "model_info"  # `/health` may have a server generate
 
     async def probe(self) -> tuple[PrefillWay, ...]:
         """Check the servers' roles, and that they can sleep; what needs an awake one waits for the first load."""
@@ -372,12 +367,11 @@ class Swapping:
 
 
 def _started(model: SwappedModel, config: Config) -> StartedEngine:
-    if model.sleepers or (config.swapping is not None and config.swapping.pairs):
-        name = "SGLang pairs, loaded in turns"
-        return StartedEngine(model, name, SGLANG_BATCH_SIZE, leases=model.leases, sleepers=model.sleepers)
     section = config.models[model.alias].engine.get("embedded") or EmbeddedSection()
     name, batch_size = f"embedded pair, {section.device}, loaded in turns", section.max_running_requests
-    return StartedEngine(model, name, batch_size, leases=model.leases)
+    if model.sleepers or (config.swapping is not None and config.swapping.pairs):
+        name, batch_size = "SGLang pairs, loaded in turns", SGLANG_BATCH_SIZE
+    return StartedEngine(model, name, batch_size, leases=model.leases, sleepers=model.sleepers)
 
 
 async def _load_first(leases: AdapterLeases, aliases: Sequence[str], on_progress: Progress) -> None:
