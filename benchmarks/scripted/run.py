@@ -392,7 +392,7 @@ class ScriptedMemory:
     awake (a KeyError), and to compute or to read weights while it sleeps. `died` says of what it did. It wakes, and
     reads weights, while `gate` is open. `refuses` has the words with which it refuses to `sleep` or `read`; `busy`
     times it still has something to do. `changes` names what it did, `without_weights` counts requests that it computed
-    with none.
+    with none. Until it is `warm`, `/health` answers 503, and it has a request of its own to come.
     """
 
     def __init__(
@@ -413,6 +413,7 @@ class ScriptedMemory:
         """Have what a server has after its start."""
         self._life = object()
         self.version, self.asleep, self.has_weights, self.died = "default", False, True, ""
+        self.warm = True
 
     def die(self, why: str) -> None:
         """End the server: its memory is free."""
@@ -431,6 +432,10 @@ class ScriptedMemory:
             self.die("CUDA error: an illegal memory access was encountered")
         self.without_weights += not self.has_weights
         return not self.died
+
+    def warm_up(self) -> None:
+        """Compute the request that SGLang sends itself a second after it answers."""
+        self.warm = self.computes()
 
     def release(self, exchange: Exchange) -> None:
         """`POST /release_memory_occupation`."""

@@ -194,7 +194,9 @@ class ScriptedServer:
     def _health(self, exchange: Exchange) -> None:
         """As SGLang's, whose server generates where it is idle, unless a variable says otherwise."""
         generates = os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION") != "false"
-        if self._runs or not generates or self.memory.computes():
+        if not self.memory.warm:
+            exchange.answer(503, b"")
+        elif self._runs or not generates or self.memory.computes():
             exchange.answer(200, b"")
 
     def _loads(self, exchange: Exchange) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -142,8 +141,7 @@ async def running_services(
         AsyncExitStack() as stack,
     ):
         pools = {alias: model.pool for alias, model in models.items() if model.pool}
-        found = (adapted_models(models[alias].served, pool).items() for alias, pool in pools.items())
-        adapted = dict(chain.from_iterable(found))
+        adapted = dict(at for alias, pool in pools.items() for at in adapted_models(models[alias].served, pool).items())
         served = {name: one.served for name, one in models.items()} | {name: one for name, (one, _) in adapted.items()}
         relays: dict[str, Relay] = {**pools, **{name: relay for name, (_, relay) in adapted.items()}}
         batch_sizes = {alias: model.engine.batch_size for alias, model in models.items()}
@@ -152,7 +150,8 @@ async def running_services(
             served, cache.logs, embedding.embedder, clock=clock, chooser=chooser, holdouts=config.holdout
         )
         metrics = _metrics(cache.stats)
-        serve = {ENGINE_CHECK + alias: pool.serves for alias, pool in pools.items()}
+        checked = {alias: pool for alias, one in models.items() if (pool := one.pool or one.engine.sleepers)}
+        serve = {ENGINE_CHECK + alias: pool.serves for alias, pool in checked.items()}
 
         def restarts() -> Mapping[str, int]:
             own = {name: times for model in models.values() for name, times in model.engine.restarts().items()}
@@ -170,7 +169,7 @@ async def running_services(
             relays=relays,
             engines={alias: model.engine.name for alias, model in models.items()},
             embedders={} if embedding.embedder is None else {config.embedder.name: embedding.embedder},
-            serving=lambda: {alias: pool.seems_up for alias, pool in pools.items()},
+            serving=lambda: {alias: pool.seems_up for alias, pool in checked.items()},
             checks={**serve, "cache": cache.healthy, "embedder": embedding.loaded, **predicting.checks},
             optional_checks=("cache", *predicting.checks),  # requests go on from memory, and models are chosen by load
             metrics=metrics,

@@ -19,6 +19,7 @@ from shell_router.core.predictors import Predictor
 
 if TYPE_CHECKING:
     from shell_router.engines.adapter_leases import AdapterLeases
+    from shell_router.engines.sglang import SglangPair
 
 ENGINE_KINDS: Mapping[str, str] = {
     "pairs": "shell_router.app.models:SglangPairs",
@@ -47,7 +48,7 @@ class StartedEngine:
     """The engine of one model, ready to serve.
 
     `name` says what it is, `batch_size` how many sequences it decodes together. `restarts` counts, by name, how often
-    each of its processes was started again. `leases` has what it takes turns with others by, if it does.
+    each of its processes was started again. `leases` has what it takes turns by, `sleepers` its servers that sleep.
     """
 
     engine: Engine
@@ -55,6 +56,7 @@ class StartedEngine:
     batch_size: int
     restarts: Callable[[], Mapping[str, int]] = dict
     leases: "AdapterLeases | None" = None
+    sleepers: "SglangPair | None" = None
 
 
 class EngineKind(Protocol):

@@ -61,8 +61,10 @@ class SglangPair:
     uniform in [0, 1), `clock` monotonic seconds. Relayed bodies are checked by `rules`, but none may
     name one of its adapters or another's cache. A request that names one of the `adapters` is sent once that is loaded
     on both its servers. If it `isolates`, each user has a prefix cache of its own there. `key` is sent as a bearer;
-    `tls` is for https.
+    `tls` is for https. `ready_route` answers well once a server is ready.
     """
+
+    ready_route = "health"
 
     def __init__(
         self,
@@ -246,14 +248,14 @@ class SglangPair:
 
     async def ready(self) -> None:
         """Return when every server says that it is healthy; raises EngineError for the first that does not."""
-        await asyncio.gather(*(server.get("health", limit_s=HEALTH_LIMIT_S) for server in self.servers))
+        await asyncio.gather(*(server.get(self.ready_route, limit_s=HEALTH_LIMIT_S) for server in self.servers))
 
     async def serves(self) -> bool:
         """Whether at least one server of each role says that it is healthy."""
 
         async def is_healthy(server: ServerClient) -> bool:
             with suppress(EngineError):
-                await server.get("health", limit_s=HEALTH_LIMIT_S)
+                await server.get(self.ready_route, limit_s=HEALTH_LIMIT_S)
                 return True
             return False
 

@@ -101,7 +101,7 @@ async def swap_weights(servers: Iterable[ServerClient], folder: Path, limit_s: f
 
 
 async def on_each(work: Iterable[Awaitable[None]]) -> None:
-    """Do it all, at the same time and to its end; raises what failed first."""
+    """Do it all, at the same time and to its end; raises the failure of the first in `work` that failed."""
     if failed := [one for one in await asyncio.gather(*work, return_exceptions=True) if one]:
         raise failed[0]
 
@@ -145,9 +145,16 @@ kept by the server, so that the mark outlives a router, and ends with the memory
 async def fall_asleep(server: ServerClient, limit_s: float) -> None:
     """Have it give its GPU memory back, once it has nothing to do, unless it sleeps.
 
-    Raises EngineStalled where it stays busy, EngineRejected where it refuses or is unsettled, and EngineError.
+    Raises EngineStalled where it stays busy, EngineRejected where it refuses, is unsettled or still starts, and
+    EngineError. (One that answers has yet to send itself a request to warm up, which would end it asleep.)
     """
     version, mark = await _marked(server)
+    if mark == AWAKE:
+        try:
+            await server.get("health", limit_s=limit_s)
+        except EngineRejected as error:
+            words = f"The {server.name} still starts: it answers /health with {error.status}."
+            raise EngineRejected(words, status=error.status, remedy="Ask again.") from error
     if mark != ASLEEP:
         await _flush(server, limit_s)
         await _change(server, "release_memory_occupation", version, (mark, ASLEEP), limit_s)

@@ -160,13 +160,13 @@ async def running_engines(
     *,
     policy: RestartPolicy,
     patience: Patience,
+    sleep: Sleep,
     tell: Callable[[str], None] = log.info,
-    sleep: Sleep | None = None,
 ) -> AsyncIterator["Engines"]:
     """Engines that serve, those elsewhere included; on leaving, and on any error, those of the plan are stopped.
 
-    `tell` gets a line per step; `sleep` is needed for models that take turns by sleeping. Raises EngineUnreachable
-    where one ends before it serves, or does not serve in time, and what `sleep` raises.
+    `tell` gets a line per step; `sleep` is for models that take turns by sleeping. Raises EngineUnreachable where one
+    ends before it serves, or does not serve in time, and what `sleep` raises.
     """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience.health_s)) as http:
         engines = Engines(launched, policy, patience, tell, http)
@@ -206,7 +206,7 @@ class Engines:
         """How often each engine was started again."""
         return {name: len(times_s) for name, times_s in self._restarted_s.items()}
 
-    async def start(self, sleep: Sleep | None) -> None:
+    async def start(self, sleep: Sleep) -> None:
         """Start all, and return when all serve; models that sleep one after the other. Raises EngineError."""
         turns: dict[str | None, list[EngineProcess]] = {None: []}
         for process in self.processes:
@@ -215,7 +215,7 @@ class Engines:
             for process in processes:
                 await process.start()
                 self._tell(f"{process.command.name}: started; its output is in {process.log}")
-            if sleeper and sleep:
+            if sleeper:
                 started = [process.command for process in processes]
                 await self._until_ready(started)
                 await sleep(started)

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +48,10 @@ def launched(folder: Path, launch: str = "") -> LaunchPlan:
     return plan(load_config(file, {}), folder=folder, python=sys.executable)
 
 
+async def as_is(engines: Sequence[EngineCommand]) -> None:
+    """Engines of models that sleep are left awake."""
+
+
 async def get(engine: EngineCommand, path: str) -> str:
     async with aiohttp.ClientSession() as session, session.get(engine.ready_url.replace("health", path)) as answer:
         return await answer.text()
@@ -64,7 +68,7 @@ async def end(engine: EngineCommand) -> None:
 
 async def test_engines_serve_inside_and_are_gone_after_with_their_children(tmp_path: Path, lines: Lines) -> None:
     planned = launched(tmp_path)
-    async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, tell=lines) as engines:
+    async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines) as engines:
         running = await pids(*planned.engines)
         assert len(running) == 4
         assert engines.restarts() == {"m/prefill": 0, "m/decode": 0}
@@ -73,7 +77,9 @@ async def test_engines_serve_inside_and_are_gone_after_with_their_children(tmp_p
 
 async def test_an_engine_that_ignores_sigterm_is_killed(tmp_path: Path, lines: Lines) -> None:
     planned = launched(tmp_path, launch="flags: --stubborn")
-    async with running_engines(planned, policy=AT_ONCE, patience=replace(PATIENCE, stop_s=0.05), tell=lines):
+    async with running_engines(
+        planned, policy=AT_ONCE, patience=replace(PATIENCE, stop_s=0.05), sleep=as_is, tell=lines
+    ):
         running = await pids(*planned.engines)
     assert survivors(running) == set()
 
@@ -82,7 +88,7 @@ async def test_an_engine_that_ignores_sigterm_is_killed(tmp_path: Path, lines: L
 async def test_a_dead_engine_is_started_again_and_counted(tmp_path: Path, lines: Lines, dead: int) -> None:
     planned = launched(tmp_path)
     engine, other = planned.engines[dead], planned.engines[1 - dead]
-    async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, tell=lines) as engines:
+    async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines) as engines:
         before, untouched = await pids(engine), await pids(other)
         for _ in planned.engines:
             await lines.with_words(": ready after")
@@ -101,7 +107,7 @@ async def test_an_engine_over_its_limit_is_left_down_and_the_others_go_on(tmp_pa
     prefill, decode = planned.engines
     policy = RestartPolicy(limit=0)
     with logged("shell_router.launching", lines):
-        async with running_engines(planned, policy=policy, patience=PATIENCE, tell=lines) as engines:
+        async with running_engines(planned, policy=policy, patience=PATIENCE, sleep=as_is, tell=lines) as engines:
             await end(decode)
             line = await lines.with_words("left down")
             assert "m/decode ended with code 3" in line
@@ -117,7 +123,7 @@ async def test_an_engine_that_ends_before_it_serves_is_an_error_with_its_last_wo
     with pytest.raises(
         EngineUnreachable, match="m/decode ended before it was ready: …unrecognized arguments"
     ) as failed:
-        async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, tell=lines):
+        async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines):
             raise AssertionError("it serves")
     assert failed.value.remedy == f"Read {tmp_path / 'm-decode.log'}."
 
@@ -141,7 +147,7 @@ async def test_a_start_that_is_cancelled_stops_what_it_started(tmp_path: Path, l
 
 
 async def _enter(planned: LaunchPlan, patience: Patience, lines: Lines) -> None:
-    async with running_engines(planned, policy=AT_ONCE, patience=patience, tell=lines):
+    async with running_engines(planned, policy=AT_ONCE, patience=patience, sleep=as_is, tell=lines):
         raise AssertionError("it serves")
 
 
@@ -152,9 +158,9 @@ async def test_engines_elsewhere_are_waited_for_and_not_touched(tmp_path: Path, 
         replace(planned, engines=(one,), elsewhere=(other,)) for one, other in ((prefill, decode), (decode, prefill))
     )
     async with asyncio.TaskGroup() as tasks:
-        first = running_engines(there, policy=AT_ONCE, patience=PATIENCE, tell=lines)
+        first = running_engines(there, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines)
         entering = tasks.create_task(first.__aenter__())
-        async with running_engines(here, policy=AT_ONCE, patience=PATIENCE, tell=lines):
+        async with running_engines(here, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines):
             await entering
             running = await pids(prefill)
         assert await pids(prefill) == running

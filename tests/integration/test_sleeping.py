@@ -1,11 +1,13 @@
 """Models of different shapes behind `shell-router launch`: their servers start in turns, and sleep in turns."""
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
 
+from benchmarks.scripted.server import ScriptedServer, ScriptedSettings
 from launch.sglang_cpu.pair import free_ports
 from shell_router.app import load_config, running_server
 from shell_router.app.launching import launched_engines, plan_launch
@@ -62,6 +64,40 @@ async def test_launched_models_start_one_after_the_other_asleep_and_are_woken_fo
                     found = await client.chat.completions.create(model=name, messages=asked, max_tokens=5)
                     assert found.usage and found.usage.completion_tokens == 5
                     ready = await (await http.get(f"{url}/ready")).json()
-                    assert "degraded" not in ready or not ready["degraded"], "who sleeps is not down"
+                    assert ready["checks"].items() >= {"engine small": True, "engine medium": True}.items()
                 assert await awake() == [False, False, True, True]
             assert set(engines.restarts().values()) == {0}
+
+
+async def test_a_router_says_which_models_have_no_server_left_and_wakes_nothing_next_to_what_may_be_starting(
+    tmp_path: Path,
+) -> None:
+    ports, file = free_ports(6), tmp_path / "serve.yaml"
+    at = {"models": ROOT / "models", "python": "python", "folder": tmp_path, "root": ROOT}
+    file.write_text(DEPLOYMENT.format(*ports, **at), encoding="utf-8")
+    async with AsyncExitStack() as stack:
+        servers = []
+        for role, port in (("prefill", ports[0]), ("decode", ports[1]), ("prefill", ports[3]), ("decode", ports[4])):
+            settings = ScriptedSettings(role, vocabulary=30, memory_saver=True, cpu_backup=True)
+            servers.append(ScriptedServer(settings))
+            servers[-1].memory.asleep, servers[-1].memory.version = True, "default (asleep)"
+            await servers[-1].start(port)
+            stack.push_async_callback(servers[-1].stop)
+        url = await stack.enter_async_context(running_server(load_config(file, {})))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+
+        async def ready() -> tuple[int, list[bool]]:
+            """The router's status, and of each model whether it is ready."""
+            answer = await http.get(f"{url}/ready")
+            listed = (await (await http.get(f"{url}/v1/models")).json())["data"]
+            found = {model["id"]: model.get("ready") for model in listed}
+            return answer.status, [found["small"], found["medium"]]
+
+        assert await ready() == (200, [True, True])
+        servers[0].memory.die("killed")
+        assert await ready() == (200, [False, True])
+        body = {"model": "medium", "messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 5}
+        answer = await http.post(f"{url}/v1/chat/completions", json=body)
+        assert answer.status == 502 and "the engines of 'small' do not sleep" in await answer.text()
+        servers[3].memory.die("killed")
+        assert await ready() == (503, [False, False])

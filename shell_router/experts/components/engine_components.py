@@ -8,7 +8,7 @@ that holds its model, next to any others, so that a batch is the engine's own.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,12 +53,15 @@ from shell_router.standins.embedded.settings import EmbeddedSection
 from shell_router.topology import Graph
 
 log = logging.getLogger(__name__)
+Opening = Callable[[str], AbstractAsyncContextManager[Engine]]
 
 
 class Places:
     """Meets `Loader`: a model is loaded while what `opening` gives for it is open. Loads raise ModelFailed."""
 
-    def __init__(self, opening: Callable[[str], AbstractAsyncContextManager[Engine]]) -> None:
+    def __init__(self, opening: Opening, sleepers: Mapping[str, SglangPair] | None = None) -> None:
+        self.sleepers = sleepers or {}
+        """The models' own servers, where those sleep."""
         self._opening = opening
         self._loaded: dict[str, tuple[Engine, AsyncExitStack]] = {}
 
@@ -229,20 +232,10 @@ async def swapped_pairs(
         yield Places(SwappedPairs({alias: one.folder.resolve() for alias, one in files.items()}, pairs).opened)
 
 
-class SleepingPair(SglangPair):
-    """The servers of the model `alias` alone, awake while this is open as a context. They have `limit_s` to change.
+class SleepingServers(SglangPair):
+    """Servers of one model, which may be asleep: before its first load they are asked nothing that needs them awake."""
 
-    Of its `group`, which shares memory, all that are not open sleep before it wakes; a server that ended has no memory.
-    A router that ends leaves open what is open: the servers stay awake.
-    """
-
-    alias, limit_s = "", 0.0
-    group: "tuple[SleepingPair, ...]" = ()
-    _is_open = _is_probed = False
-
-    async def ready(self) -> None:
-        """See `SglangPair.ready`. `/health` would have a server generate that may be asleep, which ends it."""
-        await asyncio.gather(*(server.info("model_info") for server in self.servers))
+    ready_route = "model_info"  # `/health` may have a server generate
 
     async def probe(self) -> tuple[PrefillWay, ...]:
         """Check the servers' roles, and that they can sleep; what needs an awake one waits for the first load."""
@@ -250,31 +243,48 @@ class SleepingPair(SglangPair):
         await asyncio.gather(*(server.knows_contract() for server in self.servers))
         return ()
 
-    async def __aenter__(self) -> SglangPair:
-        await on_each(one.sleep() for one in self.group if one is not self and not one._is_open)
-        await on_each(wake(server, self.limit_s) for server in self.servers)
-        if not self._is_probed:
-            await super().probe()
-            self._is_probed = True
-        self._is_open = True
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        self._is_open = False
-        await self.sleep()
+class SleepingPairs:
+    """Models with servers of their own, awake while the model is open. They have `limit_s` to change.
 
-    async def sleep(self) -> None:
-        """Raises EngineStalled where a server may still have GPU memory."""
+    All that are not open sleep before another wakes. A server that ended has no memory, unless its model is one of the
+    `launched`, whose servers are started again. A router that ends leaves open what is open: the servers stay awake.
+    """
+
+    def __init__(self, pairs: Mapping[str, SglangPair], limit_s: float, launched: Collection[str]) -> None:
+        self.pairs = pairs
+        self.limit_s = limit_s
+        self._launched = launched
+        self._open: set[str] = set()
+        self._probed: set[str] = set()
+
+    @asynccontextmanager
+    async def opened(self, alias: str) -> AsyncIterator[Engine]:
+        """The model, awake. Raises EngineStalled where others may still have GPU memory, and EngineError."""
+        pair = self.pairs[alias]
+        await on_each(self._sleep(one) for one in self.pairs if one not in {alias, *self._open})
+        await on_each(wake(server, self.limit_s) for server in pair.servers)
+        if alias not in self._probed:
+            await SglangPair.probe(pair)
+            self._probed.add(alias)
+        self._open.add(alias)
+        yield pair  # without `finally`, so that nothing sleeps where the router ends
+        self._open.remove(alias)
+        await self._sleep(alias)
+
+    async def _sleep(self, alias: str) -> None:
         try:
-            await on_each(map(self._asleep, self.servers))
+            await on_each(self._asleep(alias, server) for server in self.pairs[alias].servers)
         except EngineError as error:
-            words = f"the engines of {self.alias!r} do not sleep: {error.args[0]}"
+            words = f"the engines of {alias!r} do not sleep, and may hold GPU memory: {error.args[0]}"
             raise EngineStalled(words, remedy=error.remedy) from error
 
-    async def _asleep(self, server: ServerClient) -> None:
+    async def _asleep(self, alias: str, server: ServerClient) -> None:
         try:
             await fall_asleep(server, self.limit_s)
         except EngineUnreachable as error:
+            if alias in self._launched:  # one that starts takes its memory before it answers
+                raise
             log.info("the %s has ended, and needs not sleep: %s", server, error)
 
 
@@ -284,11 +294,9 @@ async def sleeping_pairs(
 ) -> AsyncIterator[Places]:
     """The models' own pairs, while the context is open. Raises ConfigError and EngineError."""
     addresses = {alias: [*map(address_of, config.models[alias].pairs)] for alias in files}
-    async with running_pairs(addresses, files, config, on_progress, client=SleepingPair) as found:
-        pairs = {alias: one for alias, one in found.items() if isinstance(one, SleepingPair)}
-        for alias, pair in pairs.items():
-            pair.alias, pair.limit_s, pair.group = alias, config.limits.engine_start_s, tuple(pairs.values())
-        yield Places(pairs.__getitem__)
+    async with running_pairs(addresses, files, config, on_progress, client=SleepingServers) as pairs:
+        launched = {alias for alias in files if any(pair.launch for pair in config.models[alias].pairs)}
+        yield Places(SleepingPairs(pairs, config.limits.engine_start_s, launched).opened, pairs)
 
 
 class SwappedModel:
@@ -297,6 +305,7 @@ class SwappedModel:
     def __init__(self, alias: str, leases: AdapterLeases, places: Places, catalog: Mapping[str, Component]) -> None:
         self.alias = alias
         self.leases = leases
+        self.sleepers = places.sleepers.get(alias)
         self._places = places
         self._followers = [name for name, one in catalog.items() if alias in one.after]
 
@@ -358,11 +367,11 @@ class Swapping:
 
 
 def _started(model: SwappedModel, config: Config) -> StartedEngine:
-    if config.sleeping or (config.swapping is not None and config.swapping.pairs):
-        return StartedEngine(model, "SGLang pairs, loaded in turns", SGLANG_BATCH_SIZE, leases=model.leases)
     section = config.models[model.alias].engine.get("embedded") or EmbeddedSection()
     name, batch_size = f"embedded pair, {section.device}, loaded in turns", section.max_running_requests
-    return StartedEngine(model, name, batch_size, leases=model.leases)
+    if model.sleepers or (config.swapping is not None and config.swapping.pairs):
+        name, batch_size = "SGLang pairs, loaded in turns", SGLANG_BATCH_SIZE
+    return StartedEngine(model, name, batch_size, leases=model.leases, sleepers=model.sleepers)
 
 
 async def _load_first(leases: AdapterLeases, aliases: Sequence[str], on_progress: Progress) -> None:

@@ -17,7 +17,13 @@ from shell_router.engines.adapter_leases import AdapterLeases
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.http_client import TaskOwner
 from shell_router.errors import EngineRejected, ModelFailed
-from shell_router.experts.components.engine_components import Eviction, Places, SleepingPair, SwappedModel
+from shell_router.experts.components.engine_components import (
+    Eviction,
+    Places,
+    SleepingPairs,
+    SleepingServers,
+    SwappedModel,
+)
 from shell_router.experts.components.values import Component
 from shell_router.routing.adapter_cache import AdapterSettings
 from tests.fakes.scripted_pair import LIMITS, ONCE, until
@@ -53,7 +59,7 @@ class Model:
 class Router:
     """What one router has of the models; its clock stands still."""
 
-    pairs: Mapping[str, SleepingPair]
+    sleeping: SleepingPairs
     leases: AdapterLeases
     tasks: TaskOwner
     models: Mapping[str, SwappedModel]
@@ -74,29 +80,35 @@ class Machine:
     gpus: tuple[ScriptedGpu, ScriptedGpu]
     ports: Mapping[ScriptedServer, int] = field(default_factory=dict)
 
-    async def restart(self, server: ScriptedServer) -> None:
-        """End it, if it runs, and have it serve again at the same port: awake."""
+    def begin_restart(self, server: ScriptedServer) -> None:
+        """End it, if it runs, and have it start: it takes memory, and does not answer yet."""
         server.memory.die("restarted")
         server.memory.begin()
         server.memory.gate.set()
         server.memory.gpu.taken += 1
+
+    async def end_restart(self, server: ScriptedServer) -> None:
+        """Have it answer at the same port: awake."""
         await server.start(self.ports[server])
 
+    async def restart(self, server: ScriptedServer) -> None:
+        self.begin_restart(server)
+        await self.end_restart(server)
+
     @asynccontextmanager
-    async def router(self, limits: PairLimits = LIMITS) -> AsyncIterator[Router]:
+    async def router(self, limits: PairLimits = LIMITS, launched: str = "") -> AsyncIterator[Router]:
         async with AsyncExitStack() as stack:
             pairs = {}
             for name, model in self.models.items():
                 address = PairAddress(model.prefill.url, model.decode.url, "127.0.0.1", 8998)
-                pairs[name] = pair = SleepingPair(address, limits=limits, retries=ONCE)
+                pairs[name] = pair = SleepingServers(address, limits=limits, retries=ONCE)
                 stack.push_async_callback(pair.aclose)
-            for name, pair in pairs.items():
-                pair.alias, pair.limit_s, pair.group = name, LIMIT_S, tuple(pairs.values())
-            places, tasks = Places(pairs.__getitem__), TaskOwner()
+            sleeping = SleepingPairs(pairs, LIMIT_S, launched)
+            places, tasks = Places(sleeping.opened), TaskOwner()
             settings, order = AdapterSettings({}, self.places), Eviction(CATALOG)
             leases = AdapterLeases("memory", places, settings, tasks, lambda: 0.0, kind="model", order=order)
             models = {name: SwappedModel(name, leases, places, CATALOG) for name in self.models}
-            yield Router(pairs, leases, tasks, models)
+            yield Router(sleeping, leases, tasks, models)
             await tasks.aclose(0)
 
     @property
@@ -149,7 +161,7 @@ async def test_every_request_is_answered_by_its_own_model_and_no_more_are_awake_
                 assert server.memory.without_weights == 0
         assert [gpu.most for gpu in at.gpus] == [3, 3]
         assert router.leases.counts.loads.count == len(NAMES)
-        assert not any(server.breaker.failures for pair in router.pairs.values() for server in pair.servers)
+        assert not any(server.breaker.failures for pair in router.sleeping.pairs.values() for server in pair.servers)
 
 
 async def test_a_client_that_leaves_while_its_model_wakes_leaves_nothing_behind_but_the_model() -> None:
@@ -204,11 +216,38 @@ async def test_a_server_that_dies_while_it_wakes_fails_its_own_requests_until_it
         assert at.died == []
 
 
+async def test_a_launched_server_takes_memory_before_it_answers_again_so_nothing_wakes_meanwhile() -> None:
+    async with machine() as at, at.router(launched="b") as router:
+        starting = at.models["b"].decode
+        at.begin_restart(starting)
+        words = r"'c' could not be loaded: the engines of 'b' .* may hold GPU memory: The decode engine cannot be"
+        with pytest.raises(ModelFailed, match=words):
+            await router.asked("c")
+        assert at.awake == "b" and at.died == []
+        await at.end_restart(starting)
+        assert await router.asked("c", 1) == 4
+        assert at.awake == "c" and at.died == []
+
+
+async def test_a_server_that_has_yet_to_warm_itself_up_is_not_put_to_sleep_before() -> None:
+    async with machine() as at, at.router() as router:
+        restarted = at.models["b"].decode
+        await at.restart(restarted)
+        restarted.memory.warm = False
+        with pytest.raises(
+            ModelFailed, match=r"'c' .* the engines of 'b' do not sleep.*: The decode engine still starts"
+        ):
+            await router.asked("c")
+        restarted.memory.warm_up()
+        assert await router.asked("c", 1) == 4
+        assert at.awake == "c" and at.died == []
+
+
 async def test_a_model_that_refuses_to_sleep_keeps_its_memory_and_what_needs_it_says_so() -> None:
     async with machine("ab") as at, at.router() as router:
         assert await router.asked("a") == 4
         at.models["a"].decode.memory.refuses["sleep"] = "not today"
-        with pytest.raises(ModelFailed, match=r"'b' could not be loaded: .* 'a' do not sleep: .*not today"):
+        with pytest.raises(ModelFailed, match=r"'b' could not be loaded: .* 'a' do not sleep, .*not today"):
             await router.asked("b")
         assert await router.asked("a", 1) == 4, "what did not sleep serves without waking"
         at.models["a"].decode.memory.refuses.clear()
@@ -227,12 +266,12 @@ async def test_a_server_that_is_still_busy_is_put_to_sleep_when_it_is_idle_and_n
 async def test_a_server_that_stays_busy_stays_awake_and_what_needs_its_memory_fails() -> None:
     async with machine("ab") as at, at.router() as router:
         assert await router.asked("a") == 4
-        router.pairs["a"].limit_s = 0.5
+        router.sleeping.limit_s = 0.5
         at.models["a"].prefill.memory.busy = 10**9
-        with pytest.raises(ModelFailed, match=r"'a' do not sleep: The prefill engine did not drop its KV"):
+        with pytest.raises(ModelFailed, match=r"'a' do not sleep, .*: The prefill engine did not drop its KV"):
             await router.asked("b")
         at.models["a"].prefill.memory.busy = 0
-        router.pairs["a"].limit_s = LIMIT_S
+        router.sleeping.limit_s = LIMIT_S
         assert await router.asked("b", 1) == 4
         assert at.died == []
 
@@ -240,10 +279,10 @@ async def test_a_server_that_stays_busy_stays_awake_and_what_needs_its_memory_fa
 async def test_a_server_that_does_not_wake_in_time_is_left_alone_and_nothing_wakes_until_it_was_restarted() -> None:
     async with machine("ab") as at, at.router() as router:
         at.models["a"].decode.memory.gate.clear()
-        router.pairs["a"].limit_s = 0.2
+        router.sleeping.limit_s = 0.2
         with pytest.raises(ModelFailed, match=r"'a' could not be loaded: The \w+ engine sent nothing"):
             await router.asked("a")
-        router.pairs["a"].limit_s = LIMIT_S
+        router.sleeping.limit_s = LIMIT_S
         for name in "ab":
             with pytest.raises(ModelFailed, match=r"was left in between sleep and waking.* Restart it\."):
                 await router.asked(name, 1)
@@ -276,8 +315,8 @@ async def test_a_server_that_cannot_sleep_is_refused_at_the_start_and_nothing_is
     async with machine("a") as at, at.router() as router:
         decode = at.models["a"].decode
         decode.settings = ScriptedSettings(role="decode", **settings)
-        await router.pairs["a"].ready()
+        await router.sleeping.pairs["a"].ready()
         with pytest.raises(EngineRejected, match="The decode engine cannot sleep") as refused:
-            await router.pairs["a"].probe()
+            await router.sleeping.pairs["a"].probe()
         assert words in str(refused.value.remedy)
         assert at.died == [] and at.awake == ""
