@@ -1,6 +1,7 @@
 """A real batch: measured costs, a plan, and its results, compared with round-robin; then the gate, at every tau.
 
-    python benchmarks/batch.py [--pool FILE] [--questions N] [--sizes N,N,...] [--rounds N] [--live MODEL] [--json]
+    python benchmarks/batch.py [--pool FILE] [--questions N] [--sizes N,N,...] [--rounds N] [--json]
+                               [--live MODEL [--restarts N]]
 
 Every round profiles the pool, on questions that are not asked again, then runs the proposers by both plans, in turn,
 each in a folder of its own: engines start, answer and end as in any batch. A machine's speed drifts, so that a profile
@@ -9,6 +10,7 @@ tells most of what is run right after it. Both plans are kept to; the third run 
     predicted_s, measured_s   the proposers' stage, medians over the rounds
     error                     measured over predicted, less 1, median over the rounds; and the rounds' range
     speedup                   round-robin's measured stage over this one's, median over the rounds
+    interval                  of that median, at least 95 %, of order statistics; the range for fewer than 6 rounds
 
 At the end the aggregator answers everything and, with the same drafts, what the gate leaves to it: in every round, and
 in every other one in the opposite order, as a machine's speed drifts.
@@ -17,11 +19,15 @@ in every other one in the opposite order, as a machine's speed drifts.
     right        with the 95 % interval; lost: points against the aggregator that is always asked
     stage_s      the aggregator's stage, its engine's start included, median over the rounds; and the rounds' range
 
-`--live MODEL` measures workers whose engines stay up instead: the pool's proposers are three copies of the folder
-MODEL, so that weights are swapped between them. After one profile the engines of all workers are started, once for
-all rounds, and the order of the plans alternates. Then a table of loads:
+`--live MODEL` measures workers whose engines stay up instead. The proposers are three copies of the folder MODEL, so
+that weights are swapped between them. Model k answers every k-th question: the first is the popular one. Engines are
+started once. A round is a profile and both plans that are kept to, in alternating order; before each run all workers
+load a fourth copy, so that none holds what it needs. `--restarts N` adds rounds in which every load starts an engine,
+as for models of several shapes, at the last profile's other costs.
 
-    seconds      medians, and the range; `alone` is what the profile says of one engine that starts by itself
+    load                      what loads were, and their median
+    work_per_load             what a model's prompts take over what its load takes, by the profile: the least of the
+                              models, median over the rounds
 """
 
 import argparse
@@ -29,8 +35,11 @@ import asyncio
 import shutil
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from math import comb
 from pathlib import Path
 from time import monotonic
 
@@ -44,9 +53,8 @@ from shell_router.batch.profile import Load, PoolProfile
 from shell_router.batch.prompts import Batch
 from shell_router.batch.questions import Questions
 from shell_router.batch.run import Finished, Follow, run_batch
-from shell_router.batch.sessions import Planner, load_on_all
+from shell_router.batch.sessions import Workers, load_on_all, profiled
 from shell_router.batch.workers import pool_workers
-from shell_router.config.read import read_file
 from shell_router.core.statistics import paired_difference, wilson
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +64,8 @@ PLANNERS: dict[str, tuple[Callable[[Workload], Plan], bool]] = {
     "round-robin": (WITHOUT_SOLVER["round-robin"], False),
 }
 """And whether prompts may move."""
+KEPT = [name for name, (_, moves) in PLANNERS.items() if not moves]
+CALIBRATION = ROOT / "models/data/calibration.jsonl"
 TAUS = (1.0, 2 / 3)
 QUIET = Follow()
 
@@ -68,8 +78,12 @@ def main() -> None:
     parser.add_argument("--sizes", default="16,48,96,160", help="prompts of the profile's sessions")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--live", type=Path, metavar="MODEL", help="three copies of it on engines that stay up")
+    parser.add_argument("--restarts", type=int, default=0, help="rounds more in which every load starts an engine")
     parser.add_argument("--json", action="store_true", help="end each table with one JSON object")
-    asyncio.run(_measured(parser.parse_args()))
+    options = parser.parse_args()
+    if options.restarts and options.live is None:
+        parser.error("--restarts repeats what --live measures, and there is no --live")
+    asyncio.run(_measured(options))
 
 
 async def _measured(options: argparse.Namespace) -> None:
@@ -78,96 +92,136 @@ async def _measured(options: argparse.Namespace) -> None:
         sizes = tuple(map(int, options.sizes.split(",")))
         questions = questions_for(pool, ROOT / "models/data/test.jsonl", options.questions)
         if options.live is not None:
-            await _live(copies_of(options.live, pool), sizes, questions, options)
+            rows = await _live(copies_of(options.live, pool), sizes, questions, options)
+            title = f"Batch on engines that stay up: {len(questions.asked)} questions, three models of one shape"
+            report(title, rows, engine=_engine(pool), simulated=False, as_json=options.json)
             return
         rounds = [await _round(pool, sizes, questions, Path(folder), number) for number in range(options.rounds)]
-        engine = f"{'SGLang' if pool.workers[0].pair else 'embedded pairs'}, {len(pool.workers)} workers"
         report(
             f"Batch: {len(questions.asked)} questions, {len(pool.proposer_names)} proposers",
             [_planned_row(name, rounds) for name in PLANNERS],
-            engine=engine,
+            engine=_engine(pool),
             simulated=False,
             as_json=options.json,
         )
         gated = await _gated(pool, questions, Path(folder) / "0" / "ilp", options.rounds)
-        report("Batch: the gate", gated, engine=engine, simulated=False, as_json=options.json)
+        report("Batch: the gate", gated, engine=_engine(pool), simulated=False, as_json=options.json)
 
 
-def _in_turns(number: int) -> Iterable[tuple[str, tuple[Planner, bool]]]:
+def _engine(pool: Pool) -> str:
+    return f"{'SGLang' if pool.workers[0].pair else 'embedded pairs'}, {len(pool.workers)} workers"
+
+
+def _in_turns(number: int, names: Iterable[str] = PLANNERS) -> list[str]:
     """The plans of a round: forwards in every other one."""
-    return list(PLANNERS.items())[:: -1 if number % 2 else 1]
+    return list(names)[:: -1 if number % 2 else 1]
 
 
 async def _round(
     pool: Pool, sizes: Sequence[int], questions: Questions, folder: Path, number: int
 ) -> dict[str, Finished]:
     """A profile, then the proposers' stage by every plan; no aggregator."""
-    await profile_pool(pool, questions_for(pool, ROOT / "models/data/calibration.jsonl"), sizes, QUIET)
+    await profile_pool(pool, questions_for(pool, CALIBRATION), sizes, QUIET)
     done = {}
-    for name, (planner, moves) in _in_turns(number):
+    for name in _in_turns(number):
+        planner, moves = PLANNERS[name]
         alone = replace(pool, aggregate=None, replan_above=pool.replan_above if moves else 0.0)
         done[name] = await run_pool(alone, questions, folder / str(number) / name, planner, QUIET)
     return done
 
 
+POPULAR_FIRST, REST = ("a", "b", "c"), "rest"
+
+
 def copies_of(model: Path, pool: Pool) -> Pool:
-    """The pool with three copies of one model as its proposers, next to its profile, and no aggregator."""
+    """The pool with three copies of one model as its proposers, and one that is asked nothing; no aggregator.
+
+    They lie next to its profile. No prompt moves to another worker than the plan's.
+    """
     assert pool.profile is not None
-    folders = {name: pool.profile.with_name(name) for name in "abc"}
+    folders = {name: pool.profile.with_name(name) for name in (*POPULAR_FIRST, REST)}
     for folder in folders.values():
         shutil.copytree(model, folder)
     models = {name: PoolModel(folder) for name, folder in folders.items()}
-    return replace(pool, models=models, proposers=(), aggregate=None)
+    return replace(pool, models=models, proposers=POPULAR_FIRST, aggregate=None, replan_above=0.0)
+
+
+def _every_kth(pool: Pool, questions: Questions) -> Batch:
+    """Model k answers every k-th question."""
+    ranks = list(enumerate(pool.proposer_names, 1))
+    numbers = {one.id: number for number, one in enumerate(questions.asked)}
+    return Batch(pool, questions, {id: [name for k, name in ranks if not n % k] for id, n in numbers.items()})
 
 
 class Loads(Follow):
     """Collects the seconds of loads by kind."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {}
+        self.seconds: dict[Load, list[float]] = {}
 
     def on_load(self, load: Load, seconds: float) -> None:
         """See `Follow`."""
         self.seconds.setdefault(load, []).append(seconds)
 
 
-async def _live(pool: Pool, sizes: Sequence[int], questions: Questions, options: argparse.Namespace) -> None:
+async def _live(pool: Pool, sizes: Sequence[int], questions: Questions, options: argparse.Namespace) -> list[Row]:
     assert pool.profile is not None
-    await profile_pool(pool, questions_for(pool, ROOT / "models/data/calibration.jsonl"), sizes, Follow())
-    costs, _ = read_file(pool.profile, PoolProfile)
-    up = replace(costs, first_s=0.0, together_s=0.0)
-    batch = Batch(pool, questions, {one.id: pool.proposer_names for one in questions.asked})
-    loads, rounds = Loads(), list[dict[str, Finished]]()
-    async with pool_workers(pool, pool.profile.with_name("logs")) as workers:
-        loads.on_load("engine started", (await load_on_all("a", workers, len(pool.workers), monotonic))[0])
+    batch, logs, count = _every_kth(pool, questions), pool.profile.with_name("logs"), len(pool.workers)
+    every = questions_for(pool, CALIBRATION)
+    known = Batch(pool, every, {one.id: POPULAR_FIRST for one in every.asked}).proposer_prompts()
+    swaps, profiles, rounds = Loads(), list[PoolProfile](), list[dict[str, Finished]]()
+    async with pool_workers(pool, logs) as workers:
+        started_s, _ = await load_on_all(REST, workers, count, monotonic)
         for number in range(options.rounds):
-            done = {}
-            for name, (planner, moves) in _in_turns(number):
-                asked = replace(batch, pool=replace(pool, replan_above=pool.replan_above if moves else 0.0))
-                with opened(pool.profile.with_name(f"{number}-{name}"), {}) as journal:
-                    done[name] = await run_batch(asked, workers, up, journal, planner, loads, monotonic)
-            rounds.append(done)
-    engine = f"{'SGLang' if pool.workers[0].pair else 'embedded pairs'}, {len(pool.workers)} workers"
-    title = f"Batch on engines that stay up: {len(questions.asked)} questions, three models of one shape"
-    rows = [_planned_row(name, rounds) for name in PLANNERS]
-    report(title, rows, engine=engine, simulated=False, as_json=options.json)
-    rows = [_load_row(kind, found) for kind, found in loads.seconds.items()]
-    if costs.first_s:
-        swap_s = statistics.mean(one.load_s for one in costs.models.values())
-        rows += [_load_row("engine started, alone", [costs.first_s + swap_s]), _load_row("swapped, profile", [swap_s])]
-        together_s = costs.first_s + swap_s + costs.together_s * (len(pool.workers) - 1)
-        rows.append(_load_row("engine started, all together, profile", [together_s]))
-    report("Batch: loads", rows, engine=engine, simulated=False, as_json=options.json)
+            costs = {}
+            for name in POPULAR_FIRST:
+                its = [one for one in known if one.model == name]
+                costs[name], _, _ = await profiled(name, its, sizes, workers, count, pool.concurrency, monotonic)
+            profiles.append(PoolProfile(costs))
+            rounds.append(await _kept(batch, profiles[-1], number, swaps, workers))
+    rows = _live_rows("engines kept", batch, profiles, swaps, rounds)
+    if options.restarts:
+        # a server has one context length, so that none serves two of them
+        apart = {name: replace(one, context_length=2048 + n) for n, (name, one) in enumerate(pool.models.items())}
+        batch = replace(batch, pool=replace(pool, models=apart))
+        dear = PoolProfile({name: replace(one, load_s=started_s) for name, one in profiles[-1].models.items()})
+        starts = Loads()
+        rounds = [await _kept(batch, dear, number, starts) for number in range(options.restarts)]
+        rows += _live_rows("engines restarted", batch, [dear], starts, rounds)
+    return rows
 
 
-def _load_row(kind: str, seconds: Sequence[float]) -> Row:
-    middle = statistics.median(seconds)
-    return {
-        "load": kind,
-        "loads": len(seconds),
-        "seconds": middle,
-        "range": f"{min(seconds):.2f} to {max(seconds):.2f}",
+async def _kept(
+    batch: Batch, costs: PoolProfile, number: int, loads: Loads, workers: Workers | None = None
+) -> dict[str, Finished]:
+    """A round of both plans: on workers that are up, which first load what is asked nothing, or on new ones each."""
+    done = {}
+    for name in _in_turns(number, KEPT):
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batch-")))
+            if workers is None:
+                on = await stack.enter_async_context(pool_workers(batch.pool, folder / "logs"))
+            else:
+                on = workers
+                await load_on_all(REST, on, len(batch.pool.workers), monotonic)
+            journal = stack.enter_context(opened(folder / "run", {}))
+            done[name] = await run_batch(batch, on, costs, journal, PLANNERS[name][0], loads, monotonic)
+    return done
+
+
+def _live_rows(
+    path: str, batch: Batch, profiles: Sequence[PoolProfile], loads: Loads, rounds: Sequence[dict[str, Finished]]
+) -> list[Row]:
+    prompts = Counter(prompt.model for prompt in batch.proposer_prompts())
+    work = [
+        min(one.cost(name, n).run_s(n) / one.models[name].load_s for name, n in prompts.items()) for one in profiles
+    ]
+    more = {
+        "load": ", ".join(f"{kind} in {statistics.median(took):.2f} s" for kind, took in loads.seconds.items()),
+        "work_per_load": statistics.median(work),
+        "rounds": len(rounds),
     }
+    return [{"path": path, **_planned_row(name, rounds), **more} for name in KEPT]
 
 
 def _planned_row(name: str, rounds: Sequence[dict[str, Finished]]) -> Row:
@@ -175,17 +229,25 @@ def _planned_row(name: str, rounds: Sequence[dict[str, Finished]]) -> Row:
     errors = [stage.measured.makespan_s / stage.plan.makespan_s - 1 for stage in stages]
     measured_s = [stage.measured.makespan_s for stage in stages]
     others_s = [done["round-robin"].stages[0].measured.makespan_s for done in rounds]
-    speedups = [other / own for other, own in zip(others_s, measured_s, strict=True)]
+    speedups = sorted(other / own for other, own in zip(others_s, measured_s, strict=True))
+    place = _place_of_interval(len(speedups))
     return {
         "plan": name,
         "predicted_s": statistics.median(stage.plan.makespan_s for stage in stages),
         "measured_s": statistics.median(measured_s),
         "error": f"{statistics.median(errors):+.1%} ({min(errors):+.1%} to {max(errors):+.1%})",
         "speedup": statistics.median(speedups),
-        "speedup_range": f"{min(speedups):.2f} to {max(speedups):.2f}",
+        "interval": f"{speedups[place]:.2f} to {speedups[-1 - place]:.2f}",
         "moved": statistics.median(sum(stage.moved.values()) for stage in stages),
         "errors": sum(bool(result.error) for done in rounds for result in done[name].results),
     }
+
+
+def _place_of_interval(count: int) -> int:
+    """Where in `count` sorted values the 95 % interval of their median begins; at the least where they are few."""
+    return max(
+        (k for k in range(count // 2) if sum(comb(count, i) for i in range(k + 1)) <= 0.025 * 2**count), default=0
+    )
 
 
 async def _gated(pool: Pool, questions: Questions, drafts: Path, rounds: int) -> list[Row]:

@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """Stands for a Python that has SGLang: that of environment.sh, with all that SGLang needs to run without a GPU.
 
-launch/sglang_cpu/interpreter.py -m sglang.launch_server …
+launch/sglang_cpu/interpreter.py -m sglang.launch_server … [--cores N,N,...]
+
+`--cores` is its own flag: the CPU cores, counted from 0, that the server and all its processes run on (Linux).
 """
 
+import argparse
 import fcntl
 import hashlib
 import os
@@ -39,8 +42,13 @@ def main() -> None:
     venv = built_environment()
     if venv is None:
         sys.exit(f"The SGLang environment is not built. Build it with: {BUILD_COMMAND}")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--cores", type=lambda text: {int(core) for core in text.split(",")})
+    own, arguments = parser.parse_known_args()
+    if own.cores is not None:
+        os.sched_setaffinity(0, own.cores)
     python = venv / "bin" / "python"
-    os.execve(python, [str(python), *sys.argv[1:]], engine_variables(installed_plugin(venv.parent)))
+    os.execve(python, [str(python), *arguments], engine_variables(installed_plugin(venv.parent)))
 
 
 if __name__ == "__main__":

@@ -103,6 +103,19 @@ async def test_a_benchmark_ends_with_its_rows_as_json(name: str) -> None:
 
 
 @pytest.mark.slow
+async def test_batches_on_engines_that_are_kept_and_that_are_restarted_share_one_table() -> None:
+    amount = ("--questions", "6", "--sizes", "1,2", "--rounds", "2", "--restarts", "1")
+    rows = rows_of(await printed_by("batch", "--live", "models/small", *amount))
+    assert [(row["path"], row["rounds"], row["plan"]) for row in rows] == [
+        ("engines kept", 2, "ilp"),
+        ("engines kept", 2, "round-robin"),
+        ("engines restarted", 1, "ilp"),
+        ("engines restarted", 1, "round-robin"),
+    ]
+    assert {row["errors"] for row in rows} == {0}
+
+
+@pytest.mark.slow
 async def test_a_process_with_a_real_expert_pool_grows_by_no_more_than_the_pools_budget() -> None:
     rows = rows_of(await printed_by("coserve", "--table", "real", "--images", "200", "--seeds", "1"))
     assert [row["system"] for row in rows if row["grown_mb"] > row["budget_mb"]] == []

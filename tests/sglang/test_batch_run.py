@@ -35,7 +35,7 @@ def shipped_pool(folder: Path) -> Path:
     for worker in pool["workers"]:
         prefill, decode, bootstrap = free_ports(3)
         urls = {"prefill": f"http://127.0.0.1:{prefill}", "decode": f"http://127.0.0.1:{decode}"}
-        worker["pair"] |= {**urls, "bootstrap_port": bootstrap}
+        worker["pair"] |= {**urls, "bootstrap_port": bootstrap, "launch": {}}
     pool["aggregate"]["parallel"] = "tensor"
     pool |= {"proposers": ["small", "medium"], "profile": str(write_costs(folder, *pool["models"]))}
     file = folder / "pool.yaml"

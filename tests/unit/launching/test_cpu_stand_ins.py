@@ -1,17 +1,50 @@
 """The stand-ins of SGLang's kernels on a CPU keep the kernels' contracts."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from launch.sglang_cpu.environment import HERE
 from launch.sglang_cpu.stand_in import sgl_kernel
 from launch.sglang_cpu.stand_in.cpu_kernels import attend_from_new_tokens, decode, load_anew, multiply, verify
 from launch.sglang_cpu.stand_in.sgl_kernel.speculative import reconstruct_indices_from_tree_mask
 
 ROWS, BEGINS, ENDS = torch.tensor([2, 0]), torch.tensor([1, 3]), torch.tensor([3, 6])
+
+
+def test_the_interpreter_keeps_a_server_on_the_cores_that_its_flag_names(tmp_path: Path) -> None:
+    variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    where = subprocess.run(
+        [HERE / "environment.sh", "--path"], env=variables, capture_output=True, text=True, check=True
+    )
+    python = Path(where.stdout.strip()) / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    (python.parents[1] / "complete").touch()
+    core = min(os.sched_getaffinity(0))
+    script = "import os, sys; print(*os.sched_getaffinity(0), *sys.argv[1:])"
+    command = (
+        sys.executable,
+        HERE / "interpreter.py",
+        "-c",
+        script,
+        "--port",
+        "1",
+        "--cores",
+        str(core),
+        "--tp-size",
+        "1",
+    )
+    found = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [str(core), "--port", "1", "--tp-size", "1"]
 
 
 def test_slots_are_written_where_they_are_read() -> None:
