@@ -50,7 +50,7 @@ SIZES: Mapping[str, Size] = {
     ),
 }
 
-_TOPIC_TOKENS: Mapping[Topic, int] = {"changes": 4_000_000, "comparisons": 4_000_000, "groups": 9_000_000}
+_TOPIC_TOKENS: Mapping[Topic, int] = {"changes": 8_000_000, "comparisons": 8_000_000, "groups": 9_000_000}
 SPECIALISTS: Mapping[str, Size] = {
     topic: Size(128, 3, heads=4, kv_heads=2, inner=384, learning_rate=3e-3, solve_tokens=tokens, topic=topic)
     for topic, tokens in _TOPIC_TOKENS.items()
