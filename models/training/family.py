@@ -1,4 +1,4 @@
-"""The three sizes, their tokenizer, and the folders they are written to."""
+"""The three sizes, the specialists, their tokenizer, and the folders they are written to."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.random_checkpoint import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
 from shell_router.topology.prompting import AGGREGATOR
-from training.problems import problems
+from training.problems import Topic, problems
 
 VOCABULARY = 640
 CONTEXT_LENGTH = 4096
@@ -22,7 +22,10 @@ CONTEXT_LENGTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One member: its network, how fast it learns, and for how many tokens in each lesson."""
+    """One member: its network, how fast it learns, and for how many tokens in each lesson.
+
+    A specialist learns problems of its `topic`, and few others; without `combine_tokens` it never reads drafts.
+    """
 
     hidden: int
     layers: int
@@ -31,7 +34,8 @@ class Size:
     inner: int
     learning_rate: float
     solve_tokens: int
-    combine_tokens: int
+    combine_tokens: int = 0
+    topic: Topic | None = None
 
 
 SIZES: Mapping[str, Size] = {
@@ -45,6 +49,13 @@ SIZES: Mapping[str, Size] = {
         192, 4, heads=6, kv_heads=3, inner=576, learning_rate=2.5e-3, solve_tokens=13_000_000, combine_tokens=4_000_000
     ),
 }
+
+_TOPIC_TOKENS: Mapping[Topic, int] = {"changes": 8_000_000, "comparisons": 8_000_000, "groups": 9_000_000}
+SPECIALISTS: Mapping[str, Size] = {
+    topic: Size(128, 3, heads=4, kv_heads=2, inner=384, learning_rate=3e-3, solve_tokens=tokens, topic=topic)
+    for topic, tokens in _TOPIC_TOKENS.items()
+}
+FAMILIES = {"sizes": SIZES, "specialists": SPECIALISTS}
 
 
 def make_tokenizer() -> Tokenizer:

@@ -1,7 +1,7 @@
 """How good a model is: right answers per difficulty, and whether it is surer of its right ones."""
 
-from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NotRequired, TypedDict
 
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
@@ -20,6 +20,7 @@ class Measured(TypedDict):
     accuracy: float
     by_steps: dict[str, float]
     by_kind: dict[str, float]
+    by_topic: NotRequired[dict[str, float]]
     auroc: float
 
 
@@ -30,20 +31,23 @@ def measured(network: Qwen3ForCausalLM, tokenizer: Tokenizer, tested: Sequence[P
     right = [
         stated_answer(tokenizer.decode(one.ids)) == problem.answer for one, problem in zip(written, tested, strict=True)
     ]
-    return Measured(
+
+    def by(trait: Callable[[Problem], str]) -> dict[str, float]:
+        traits = [trait(one) for one in tested]
+        return {
+            each: _share([ok for ok, one in zip(right, traits, strict=True) if one == each])
+            for each in sorted(set(traits))
+        }
+
+    found = Measured(
         parameters=sum(weights.numel() for weights in network.parameters()),
         questions=len(tested),
         accuracy=_share(right),
-        by_steps={
-            str(steps): _share([ok for ok, one in zip(right, tested, strict=True) if one.steps == steps])
-            for steps in sorted({one.steps for one in tested})
-        },
-        by_kind={
-            kind: _share([ok for ok, one in zip(right, tested, strict=True) if one.kind == kind])
-            for kind in sorted({one.kind for one in tested})
-        },
+        by_steps=by(lambda one: str(one.steps)),
+        by_kind=by(lambda one: one.kind),
         auroc=auroc([one.confidence for one in written], right),
     )
+    return {**found, "by_topic": by(lambda one: str(one.topic))} if tested[0].topic else found
 
 
 def auroc(scores: Sequence[float], right: Sequence[bool]) -> float:
@@ -63,13 +67,15 @@ def as_table(report: Mapping[str, Measured]) -> str:
     """The figures of all sizes as a Markdown table, in percent, for the model card."""
     steps = [str(one) for one in sorted(map(int, next(iter(report.values()))["by_steps"]))]
     kinds = sorted(next(iter(report.values()))["by_kind"])
-    head = ["", "all", *(f"{one} step{'s' * (one != '1')}" for one in steps), *kinds, "AUROC"]
+    topics = sorted(next(iter(report.values())).get("by_topic", ()))
+    head = ["", "all", *(f"{one} step{'s' * (one != '1')}" for one in steps), *kinds, *topics, "AUROC"]
     rows = [
         [
             size,
             _percent(one["accuracy"]),
             *(_percent(one["by_steps"][step]) for step in steps),
             *(_percent(one["by_kind"][kind]) for kind in kinds),
+            *(_percent(one["by_topic"][topic]) for topic in topics),
             f"{one['auroc']:.3f}",
         ]
         for size, one in report.items()

@@ -7,58 +7,72 @@ is asked for. Some sentences do not matter. A solution works out one equation pe
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 NAMES = ("Tom", "Mia", "Sam", "Eva", "Ben", "Ida", "Leo", "Zoe", "Max", "Amy", "Jon", "Kim", "Ron", "Lea", "Pam", "Gus")
 THINGS = ("pens", "books", "coins", "cards", "apples", "stamps", "shells", "beads", "nuts", "eggs", "keys", "toys")
 HOLDERS = ("boxes", "bags", "crates", "jars")
 LARGEST = 1499
+Kind = Literal["number", "choice"]
+Topic = Literal["changes", "comparisons", "groups"]
+"""What all steps of a story are about: what one person gets and loses, what one has more or fewer than another, or
+multiples, shares and packs."""
+TOPICS: tuple[Topic, ...] = get_args(Topic)
 CHOICES = "A) below 30 B) 30 to 99 C) 100 to 249 D) 250 or more"
 """About as many problems' numbers fall into each."""
-
-Kind = Literal["number", "choice"]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One question; `answer` is its number, or its letter where it offers choices. `solution` ends with it."""
+    """One question; `answer` is its number, or its letter where it offers choices. `solution` ends with it.
+
+    `topic` is None for a story that may mix all topics.
+    """
 
     question: str
     solution: str
     answer: str
     steps: int
     kind: Kind
+    topic: Topic | None = None
 
 
-def problems(rng: random.Random, *, choice_share: float = 0.2) -> Iterator[Problem]:
-    """Problems without end, of one to four steps, `choice_share` of them with four choices."""
+def problems(rng: random.Random, *, choice_share: float = 0.2, topics: Sequence[Topic] = ()) -> Iterator[Problem]:
+    """Problems without end, of one to four steps, `choice_share` of them with four choices.
+
+    Each is of one of `topics`, equally often; without any, a story may mix them all.
+    """
     while True:
-        yield make_problem(rng, rng.randint(1, 4), "choice" if rng.random() < choice_share else "number")
+        topic = rng.choice(topics) if topics else None
+        yield make_problem(rng, rng.randint(1, 4), "choice" if rng.random() < choice_share else "number", topic)
 
 
-def make_problem(rng: random.Random, steps: int, kind: Kind) -> Problem:
+def make_problem(rng: random.Random, steps: int, kind: Kind, topic: Topic | None = None) -> Problem:
     """A story of exactly `steps` equations."""
     story = _Story(rng)
+    signs, moves = _TOPICS[topic] if topic else ("+-*/", _MOVES)
     while story.steps < steps:
-        moves = [move for move, cost in _MOVES if story.steps + cost <= steps]
-        rng.choice(moves)(story)
+        possible = [move for move, cost in moves if story.steps + cost <= steps]
+        rng.choice(possible)(story)
+    if any(sign not in signs for sign in "".join(story.equations) if sign in "+-*/"):  # a move that was not possible
+        return make_problem(rng, steps, kind, topic)
     question = " ".join([*story.with_distractors(), story.asked])
     worked = " ".join(story.equations)
     answer = str(story.value)
     if kind == "choice":
         question, answer = f"{question} {CHOICES}", _letter(story.value)
-    return Problem(question, f"{worked} Answer: {answer}", answer, steps, kind)
+    return Problem(question, f"{worked} Answer: {answer}", answer, steps, kind, topic)
 
 
 def _letter(value: int) -> str:
     return "ABCD"[(value >= 30) + (value >= 100) + (value >= 250)]
 
 
-def drill(rng: random.Random, equations: int) -> tuple[str, str]:
+def drill(rng: random.Random, equations: int, topic: Topic | None = None) -> tuple[str, str]:
     """Equations of such stories without their stories: what is asked, and what shall be said."""
-    worked = [one for _ in range(equations) for one in make_problem(rng, 4, "number").solution.split(". ")[:-1]]
+    worked = [one for _ in range(equations) for one in make_problem(rng, 4, "number", topic).solution.split(". ")[:-1]]
     chosen = rng.sample(worked, equations)
     return " ".join(one.split("=")[0] for one in chosen), ". ".join(chosen) + "."
 
@@ -180,7 +194,8 @@ def _packs(story: _Story) -> None:
     story.value = story.work_out(story.value, "+", bought)
 
 
-_MOVES: tuple[tuple[Callable[[_Story], None], int], ...] = (
+_Moves = tuple[tuple[Callable[[_Story], None], int], ...]
+_MOVES: _Moves = (
     (_gain, 1),
     (_lose, 1),
     (_more, 1),
@@ -191,3 +206,9 @@ _MOVES: tuple[tuple[Callable[[_Story], None], int], ...] = (
     (_share, 1),
     (_packs, 2),
 )
+_TOPICS: Mapping[Topic, tuple[str, _Moves]] = {
+    "changes": ("+-", ((_gain, 1), (_lose, 1))),
+    "comparisons": ("+-", ((_more, 1), (_fewer, 1))),
+    "groups": ("+*/", ((_times, 1), (_share, 1), (_packs, 2))),
+}
+"""Per topic the signs and the moves of its stories."""

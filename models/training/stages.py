@@ -1,6 +1,5 @@
 """The stages of training, each for one size, in a process of its own. What is done already is not done again."""
 
-import json
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -13,44 +12,48 @@ from transformers import Qwen3ForCausalLM
 
 from training import family
 from training.drafts import Drafted, draw_drafts, read_drafts, write_drafts
-from training.family import SIZES
+from training.family import SIZES, SPECIALISTS
 from training.lessons import Example, Lessons
 from training.measuring import Measured, measured
 from training.practice import Course, practise
-from training.problems import Problem, drill, problems
-from training.questions import held_out
+from training.problems import TOPICS, Problem, Topic, drill, problems
+from training.questions import held_out, read_problems
 from training.sampling import write
 
 PROPOSER = {"temperature": 0.7, "top_p": 0.95}
 """How proposers sample, in training as in the topologies."""
 DRAFTED = 6000
 DRAFTS_EACH = 3
+MEMBERS = {**SIZES, **SPECIALISTS}
+OWN_SHARE = 36
+"""Problems of its own topic that a specialist learns for each one of all topics: 95 % are its own. From the others it
+learns that it does not know them, which makes its confidence tell."""
 
 
 def solve(size: str, work: Path) -> None:
     """Learn to solve problems, from random weights."""
     lessons = Lessons(family.make_tokenizer())
-    network = family.make_network(SIZES[size], family.make_tokenizer(), seed=0)
-    course = Course(SIZES[size].solve_tokens, SIZES[size].learning_rate)
+    network = family.make_network(MEMBERS[size], family.make_tokenizer(), seed=0)
+    course = Course(MEMBERS[size].solve_tokens, MEMBERS[size].learning_rate)
     _learn(size, "solve", network, partial(_solving, lessons, size), course, work)
 
 
 def _solving(lessons: Lessons, size: str, share: int) -> list[Example]:
     rng = random.Random(f"solve/{size}/{share}")
-    return _alone(lessons, rng, stories=4500, drills=3500)
+    return _alone(lessons, rng, MEMBERS[size].topic, stories=4500, drills=3500)
 
 
-def _alone(lessons: Lessons, rng: random.Random, *, stories: int, drills: int) -> list[Example]:
+def _alone(lessons: Lessons, rng: random.Random, topic: Topic | None, *, stories: int, drills: int) -> list[Example]:
     """Problems without drafts, and drills of eight equations."""
-    asked = [(one.question, one.solution) for one in _stories(rng, stories)]
-    asked += [drill(rng, 8) for _ in range(drills)]
+    asked = [(one.question, one.solution) for one in _stories(rng, stories, topic)]
+    asked += [drill(rng, 8, topic) for _ in range(drills)]
     return [lessons.example(lessons.question(question), said) for question, said in asked]
 
 
 def sample(size: str, work: Path) -> None:
-    """Write what proposers of this size say to fresh problems."""
+    """Write what proposers of this size say to fresh problems, if it will learn to combine."""
     file = work / f"drafts-{size}.jsonl"
-    if file.exists():
+    if file.exists() or not MEMBERS[size].combine_tokens:
         return
     lessons = Lessons(family.make_tokenizer())
     network = _loaded(size, "solve", work)
@@ -63,14 +66,17 @@ def _drafted() -> Sequence[Problem]:
     return _stories(random.Random("drafted"), DRAFTED)
 
 
-def _stories(rng: random.Random, number: int) -> list[Problem]:
-    """Problems, less those that are kept for testing."""
+def _stories(rng: random.Random, number: int, topic: Topic | None = None) -> list[Problem]:
+    """Problems, most of them of `topic` where there is one, less those that are kept for testing."""
     kept = held_out()
-    return [one for one in islice(problems(rng), number) if one.question not in kept]
+    topics = [*[topic] * OWN_SHARE, *TOPICS] if topic else []
+    return [one for one in islice(problems(rng, topics=topics), number) if one.question not in kept]
 
 
 def combine(size: str, work: Path) -> None:
-    """Learn to combine the drafts of all sizes into an answer, and go on solving."""
+    """Learn to combine the drafts of all sizes into an answer, and go on solving; a specialist does not."""
+    if not MEMBERS[size].combine_tokens:
+        return
     lessons = Lessons(family.make_tokenizer())
     by_size = [read_drafts(work / f"drafts-{one}.jsonl") for one in SIZES]
     drafted = [
@@ -90,12 +96,13 @@ def _combining(lessons: Lessons, size: str, drafted: Sequence[Drafted], share: i
         lessons.example(lessons.drafts(one.problem.question, draw_drafts(rng, one)), one.problem.solution)
         for one in chosen
     ]
-    return read + _alone(lessons, rng, stories=1000, drills=800)
+    return read + _alone(lessons, rng, None, stories=1000, drills=800)
 
 
 def publish(size: str, work: Path, out: Path) -> None:
     """Write the model's folder."""
-    family.save(_loaded(size, "combine", work), family.make_tokenizer(), out / size)
+    last = "combine" if MEMBERS[size].combine_tokens else "solve"
+    family.save(_loaded(size, last, work), family.make_tokenizer(), out / size)
 
 
 def measure(size: str, out: Path, test: Path) -> Measured:
@@ -103,8 +110,7 @@ def measure(size: str, out: Path, test: Path) -> Measured:
     torch.set_num_threads(1)
     network = Qwen3ForCausalLM.from_pretrained(out / size, dtype=torch.float32)
     tokenizer = family.make_tokenizer()
-    tested = [Problem(**json.loads(line)) for line in test.read_text(encoding="utf-8").splitlines()]
-    return measured(network, tokenizer, tested)
+    return measured(network, tokenizer, read_problems(test))
 
 
 def _learn(
@@ -127,6 +133,6 @@ def _learn(
 
 def _loaded(size: str, stage: str, work: Path) -> Qwen3ForCausalLM:
     torch.set_num_threads(1)
-    network = family.make_network(SIZES[size], family.make_tokenizer(), seed=0)
+    network = family.make_network(MEMBERS[size], family.make_tokenizer(), seed=0)
     network.load_state_dict(torch.load(work / f"{stage}-{size}.pt")["network"])
     return network

@@ -174,9 +174,9 @@ class ProcessLimits:
     hang_s: float = 0.0
 
 
-def side_command(entry: str, arguments: Mapping[str, Any], max_batch: int, gather_s: float = 0.0) -> list[str]:
+def side_command(entry: str, arguments: Mapping[str, Any], max_batch: int) -> list[str]:
     """What runs the work that `entry`, a `package.module:function`, makes of `arguments`; see `side_work.serve`."""
-    settings = (json.dumps(arguments), str(max_batch), str(gather_s))
+    settings = (json.dumps(arguments), str(max_batch))
     return [sys.executable, "-m", "shell_router.launching.side_work", entry, *settings]
 
 

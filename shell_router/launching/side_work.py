@@ -1,6 +1,6 @@
 """The work of a side process, on its side of the pipe: see `side_process`. The router never loads it.
 
-python -m shell_router.launching.side_work PACKAGE.MODULE:FUNCTION ARGUMENTS MAX_BATCH GATHER_S
+python -m shell_router.launching.side_work PACKAGE.MODULE:FUNCTION ARGUMENTS MAX_BATCH
 """
 
 import json
@@ -33,18 +33,14 @@ class Inbox:
         with self._arrived:
             self._waiting.pop(call, None)
 
-    def take(self, limit: int, gather_s: float = 0.0) -> dict[int, bytes]:
-        """Wait for a call; return it with those that wait or come within `gather_s`, `limit` at most."""
+    def take(self, limit: int) -> dict[int, bytes]:
+        """Wait for a call; return it with those that wait too, `limit` at most."""
         with self._arrived:
-            while True:
-                self._arrived.wait_for(lambda: self._waiting)
-                if gather_s > 0:
-                    self._arrived.wait_for(lambda: len(self._waiting) >= limit, gather_s)
-                if calls := list(self._waiting)[:limit]:  # all may have been given up meanwhile
-                    return {call: self._waiting.pop(call) for call in calls}
+            self._arrived.wait_for(lambda: self._waiting)
+            return {call: self._waiting.pop(call) for call in list(self._waiting)[:limit]}
 
 
-def serve(load: Callable[[], Work], max_batch: int, gather_s: float = 0.0) -> None:
+def serve(load: Callable[[], Work], max_batch: int) -> None:
     """Load, say so, and answer until the input ends; then end the whole process."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints goes to standard error
@@ -59,7 +55,7 @@ def serve(load: Callable[[], Work], max_batch: int, gather_s: float = 0.0) -> No
         os._exit(1)
     write_done(answers, READY)
     while True:
-        batch = inbox.take(max_batch, gather_s)
+        batch = inbox.take(max_batch)
         try:
             done = work(list(batch.values()))
         except Exception as error:
@@ -98,10 +94,10 @@ def _read(requests: BinaryIO, inbox: Inbox) -> None:
 
 def main() -> None:
     """Serve the work that the named function makes of its arguments, a JSON object."""
-    entry, arguments, max_batch, gather_s = sys.argv[1:]
+    entry, arguments, max_batch = sys.argv[1:]
     module, _, function = entry.partition(":")
     # imported by `serve`: it takes seconds, in which the end of the input must be seen
-    serve(lambda: getattr(import_module(module), function)(**json.loads(arguments)), int(max_batch), float(gather_s))
+    serve(lambda: getattr(import_module(module), function)(**json.loads(arguments)), int(max_batch))
 
 
 if __name__ == "__main__":

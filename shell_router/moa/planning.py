@@ -403,7 +403,7 @@ async def _forecasts(
     emit: Emit,
 ) -> Mapping[str, Forecast]:
     """Of agents with the same candidates only the first is scored, since they share one choice."""
-    asked = {agent.id: open_to.get(agent.id, (agent.model,)) for agent in topology.agents.values()}
+    asked = {one.id: open_to.get(one.id, (one.model,)) for one in topology.agents.values() if not one.votes}
     to_score = {candidates for candidates in open_to.values() if chooser.scores_decide(candidates)}
 
     def prospects() -> list[Prospect]:

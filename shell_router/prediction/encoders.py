@@ -23,10 +23,7 @@ def frozen_encoder(named: str, *, device: str, threads: int) -> Encode:
     A folder of another kind of model gives the means of its last hidden states. A text that is longer than the model
     reads is cut.
     """
-    if named == DEFAULT_ENCODER:
-        check_weights(default_model(), WEIGHTS_SHA256)
-        named = str(default_model())
-    model = sentence_transformer(named, device=device, threads=threads)
+    model = sentence_transformer(_folder(named), device=device, threads=threads)
 
     def encode(texts: Sequence[str]) -> Vectors:
         found = model.encode(list(texts), batch_size=BATCH, convert_to_numpy=True, show_progress_bar=False)
@@ -35,26 +32,32 @@ def frozen_encoder(named: str, *, device: str, threads: int) -> Encode:
     return encode
 
 
+def _folder(named: str) -> str:
+    if named == DEFAULT_ENCODER:
+        check_weights(default_model(), WEIGHTS_SHA256)
+        return str(default_model())
+    return named
+
+
 def tuned_encoder(folder: Path, *, device: str, threads: int) -> Encode:
-    """An encoder and its tokenizer in `folder`, as Hugging Face keeps them: the first token's last state."""
+    """An encoder and its tokenizer in `folder`, as Hugging Face keeps them."""
     torch.set_num_threads(threads)
-    tokenizer, model = loaded(folder, device)
+    tokenizer, model = loaded(str(folder), device)
     model.eval()
 
     def encode(texts: Sequence[str]) -> Vectors:
         pieces = [texts[begin : begin + BATCH] for begin in range(0, len(texts), BATCH)]
         with torch.inference_mode():
-            return np.concatenate(
-                [pooled(model, tokenized(tokenizer, piece, device)).cpu().numpy() for piece in pieces]
-            )
+            return np.concatenate([pooled(model, tokenizer, piece).cpu().numpy() for piece in pieces])
 
     return encode
 
 
-def loaded(folder: Path | str, device: str) -> tuple[Any, Any]:
+def loaded(named: str, device: str) -> tuple[Any, Any]:
     """A tokenizer and an encoder, from the disk alone."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    folder = _folder(named)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -62,13 +65,14 @@ def loaded(folder: Path | str, device: str) -> tuple[Any, Any]:
     return tokenizer, model.to(device)
 
 
-def tokenized(tokenizer: Any, texts: Sequence[str], device: str) -> Any:
-    """A padded batch."""
+def pooled(model: Any, tokenizer: Any, texts: Sequence[str]) -> Any:
+    """h_r of the paper: the first token's last state, [texts, features].
+
+    Without a token that begins each text to stand for it, as in decoders: the mean of the last states.
+    """
     most = min(tokenizer.model_max_length, MOST_TOKENS)
     batch = tokenizer(list(texts), padding=True, truncation=True, max_length=most, return_tensors="pt")
-    return {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
-
-
-def pooled(model: Any, batch: Any) -> Any:
-    """h_r of the paper: the first token's last state, [texts, features]."""
-    return model(**batch).last_hidden_state[:, 0].float()
+    asked = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    states = model(**asked).last_hidden_state.float()
+    read = asked["attention_mask"][..., None]
+    return (states * read).sum(1) / read.sum(1) if tokenizer.cls_token is None else states[:, 0]

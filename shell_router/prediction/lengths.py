@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,12 +103,7 @@ class Features:
 
 
 def _ones(values: Sequence[str], known: Sequence[str]) -> Floats:
-    places = {name: place for place, name in enumerate(known)}
-    found = np.zeros((len(values), len(known)), dtype=np.float32)
-    for row, value in enumerate(values):
-        if value in places:
-            found[row, places[value]] = 1.0
-    return found
+    return np.equal.outer(np.array(values, dtype=object), np.array(known, dtype=object)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +134,8 @@ class LengthModel:
     def save(self, folder: Path) -> None:
         """Write the folder. Raises ConfigError."""
         features, sketch = self.features, self.features.sketch
-        content = {
-            "workflows": list(features.workflows),
-            "stages": list(features.stages),
-            "models": list(features.models),
-            "vocabulary": None if sketch is None else dict(sketch.vocabulary),
-        }
+        content: dict[str, Any] = {name: list(getattr(features, name)) for name in ("workflows", "stages", "models")}
+        content["vocabulary"] = None if sketch is None else dict(sketch.vocabulary)
         forests = {"own": self.own, "total": self.total}
         arrays = {f"{of}.{name}": getattr(forest, name) for of, forest in forests.items() for name in Forest.__slots__}
         if sketch is not None:

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 Answers = Sequence[Mapping[str, Mapping[str, float]]]
 """Per prospect, by kind ("scores", "own_tokens", "total_tokens"), per model."""
 
-GATHER_S, MAX_BATCH = 0.002, 32
-"""A batch takes the requests that come within GATHER_S of its first, MAX_BATCH at most."""
+MAX_BATCH = 32
+"""Requests that came while an earlier batch was answered are the next, MAX_BATCH at most."""
 HANG_S = 20.0
 """A process that has not answered for this time is killed and started anew; until then its calls end at their limit."""
 
@@ -43,7 +43,7 @@ class PredictionService(SideProcess):
         arguments = {"kind": kind, "folder": str(folder), "device": settings.device, "threads": settings.threads}
         super().__init__(
             f"{kind} predicting",
-            side_command("shell_router.prediction.process:predictor", arguments, MAX_BATCH, GATHER_S),
+            side_command("shell_router.prediction.process:predictor", arguments, MAX_BATCH),
             side_environment(settings.threads),
             ProcessLimits(settings.limit_s, hang_s=HANG_S),
         )

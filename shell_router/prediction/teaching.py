@@ -134,7 +134,7 @@ def fine_tune(encoder: str, lessons: Lessons, settings: TuningSettings, device: 
     """Train a pretrained encoder and a head together by binary cross entropy; the encoder is saved in `out`."""
     import torch  # noqa: PLC0415 - the light way needs none of it
 
-    from shell_router.prediction.encoders import loaded, pooled, tokenized  # noqa: PLC0415
+    from shell_router.prediction.encoders import loaded, pooled  # noqa: PLC0415
 
     torch.manual_seed(settings.seed)
     tokenizer, model = loaded(encoder, device)
@@ -148,7 +148,7 @@ def fine_tune(encoder: str, lessons: Lessons, settings: TuningSettings, device: 
             part = lessons.part(places[begin : begin + settings.batch])
             asked = torch.tensor(~np.isnan(part.right), device=device)
             right = torch.tensor(np.nan_to_num(part.right), dtype=torch.float32, device=device)
-            logits = head(pooled(model, tokenized(tokenizer, part.questions, device)))
+            logits = head(pooled(model, tokenizer, part.questions))
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits[asked], right[asked])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call] # torch types it only in part

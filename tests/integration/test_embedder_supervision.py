@@ -66,15 +66,6 @@ async def test_waiting_calls_all_get_their_own_answer_and_no_batch_exceeds_the_l
     assert max(rows[0, 0] for rows in states) <= 4
 
 
-def test_a_batch_waits_a_moment_for_others_but_not_once_it_is_full():
-    inbox = Inbox()
-    inbox.put(1, b"one")
-    assert inbox.take(2, gather_s=0.01) == {1: b"one"}
-    for call in (2, 3, 4):
-        inbox.put(call, b"more")
-    assert list(inbox.take(2, gather_s=3600.0)) == [2, 3]
-
-
 def test_calls_are_taken_oldest_first_together_and_without_those_given_up():
     inbox = Inbox()
     for call in range(1, 8):

@@ -13,7 +13,7 @@ from shell_router.errors import AgentFailed, EngineUnreachable
 from shell_router.moa.executor import Executor
 from shell_router.moa.requests import AgentUsage
 from shell_router.topology import Topology, parse_topology
-from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask
+from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, agent_of, ask
 from tests.fakes.scripted_engine import Gates, Script
 
 SAYS_4, SAYS_5 = "2 plus 2 is 4 Answer: 4", "no idea at all Answer: 5"
@@ -48,6 +48,22 @@ async def test_the_answer_of_most_is_forwarded_and_no_model_is_asked_for_it() ->
     (forwarded,) = events.of(AggregationSkipped)
     assert (forwarded.agent, forwarded.text, forwarded.confidence) == ("root", SAYS_4, answer.confidence)
     assert {agent_of(request) for request in moa.engines["small"].generated} == set(proposers("", "", ""))
+
+
+async def test_a_vote_by_confidence_forwards_what_one_is_surer_of_than_two_others() -> None:
+    unsure = Script(SAYS_4, logprob=-1.5)
+    moa = ScriptedMoa(proposers(unsure, unsure, Script(SAYS_5, logprob=-0.1)))
+    by_confidence = parse_topology(
+        "tree: {shape: [3, 1], models: [small], root: {vote: confidence}}\n", source="panel.yaml"
+    )
+    assert by_confidence.root.model_name == "confidence vote"
+    assert (await moa.executor.run(by_confidence, ask("Who?"), print)).text == SAYS_5
+    assert (await moa.executor.run(panel(), ask("Who else?"), print)).text == SAYS_4
+
+
+async def test_nothing_is_predicted_of_an_agent_that_votes() -> None:
+    moa = ScriptedMoa(proposers(SAYS_4, SAYS_5, SAYS_4), predictor=FixedPredictor({"small": 0.9}))
+    assert (await moa.executor.run(panel(), ask(), print)).text == SAYS_4
 
 
 async def test_a_decided_vote_cuts_the_voters_that_are_left() -> None:

@@ -1,7 +1,9 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from training.family import Size, make_network, make_tokenizer, save
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from shell_router.core.predictors import Prospect
@@ -91,6 +93,14 @@ def tiny_encoder(folder: Path) -> Path:
     return folder
 
 
+def tiny_decoder(folder: Path) -> Path:
+    """A decoder of random weights with the tiny models' tokenizer, which puts no token before a text."""
+    size = Size(32, 1, heads=2, kv_heads=1, inner=64, learning_rate=0.0, solve_tokens=0)
+    tokenizer = make_tokenizer()
+    save(make_network(size, tokenizer, seed=0), tokenizer, folder)
+    return folder
+
+
 def separable() -> Lessons:
     """Whether a question ends with a question mark says who is right."""
     asks = [n % 2 == 0 for n in range(60)]
@@ -100,8 +110,11 @@ def separable() -> Lessons:
 
 
 @pytest.mark.slow
-def test_an_encoder_is_trained_with_its_head_and_its_folder_scores_alike(tmp_path: Path) -> None:
-    encoder = tiny_encoder(tmp_path / "bert")
+@pytest.mark.parametrize("made", [tiny_encoder, tiny_decoder])
+def test_an_encoder_is_trained_with_its_head_and_its_folder_scores_alike(
+    made: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    encoder = made(tmp_path / "pretrained")
     tuning = TuningSettings(epochs=20, learning_rate=1e-2)
     judged = train_router(separable(), tmp_path / "out", encoder=str(encoder), tuning=tuning)
     assert judged.chosen > 0.9

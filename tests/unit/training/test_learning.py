@@ -1,18 +1,19 @@
 """The training script's parts on networks and courses small enough to run in seconds."""
 
 import random
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from training import family
+from training import family, stages
 from training.drafts import Drafted, draw_drafts, read_drafts, write_drafts
 from training.family import Size
 from training.lessons import Example, Lessons
 from training.measuring import auroc
 from training.practice import Course, practise
-from training.problems import make_problem, problems
+from training.problems import TOPICS, make_problem, problems
 from training.sampling import write
 
 from benchmarks.random_checkpoint import TURN_END
@@ -92,6 +93,13 @@ def test_a_course_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
     practise(resumed, examples, course, tmp_path / "cut.pt", ignore)
     for name, weights in whole.state_dict().items():
         assert torch.equal(weights, resumed.state_dict()[name]), name
+
+
+def test_a_specialist_learns_its_topic_and_meets_few_of_the_others() -> None:
+    met = Counter(one.topic for one in stages._stories(random.Random(5), 2000, "groups"))
+    assert 0.93 < met["groups"] / met.total() < 0.97
+    assert set(met) == set(TOPICS)
+    assert {one.topic for one in stages._stories(random.Random(5), 50)} == {None}
 
 
 def test_practice_lowers_the_loss(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
+import json
 import random
 import re
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import pytest
-from training.problems import LARGEST, drill, make_problem, problems
+from training.problems import LARGEST, TOPICS, Topic, drill, make_problem, problems
+from training.questions import as_line, read_problems
 
 from shell_router.early_exit.answers import stated_answer
 
@@ -55,6 +58,33 @@ def test_a_number_is_the_last_equations_result_and_a_letter_stands_for_the_one_r
             assert [letter for letter, text in offered if in_range(int(result), text)] == [problem.answer]
 
 
+@pytest.mark.parametrize(("topic", "signs"), [("changes", "+-"), ("comparisons", "+-"), ("groups", "*/+")])
+def test_all_steps_of_a_problem_are_of_its_topic(topic: Topic, signs: str) -> None:
+    found = list(islice(problems(random.Random(2), topics=[topic]), 500))
+    assert {one.topic for one in found} == {topic}
+    assert {one.steps for one in found} == {1, 2, 3, 4}
+    equations = [equation for one in found for equation in EQUATION.findall(one.solution)]
+    assert all(map(holds, equations))
+    assert {sign for _, sign, *_ in equations} == set(signs)
+    compared = ["fewer" in one.question or re.search(r"more \w+ than", one.question) for one in found]
+    assert all(compared) if topic == "comparisons" else not any(compared)
+
+
+def test_topics_come_up_equally_often_and_a_mixed_story_has_none() -> None:
+    topics = Counter(one.topic for one in islice(problems(random.Random(3), topics=TOPICS), 3000))
+    assert set(topics) == set(TOPICS)
+    assert all(0.3 < number / 3000 < 0.37 for number in topics.values())
+    assert {one.topic for one in MANY} == {None}
+
+
+def test_a_line_says_a_problems_topic_as_a_label(tmp_path: Path) -> None:
+    asked = [make_problem(random.Random(4), 2, "number", topic) for topic in (None, "groups")]
+    lines = [json.loads(as_line(one)) for one in asked]
+    assert [line.get("metadata") for line in lines] == [None, {"topic": "groups"}]
+    (tmp_path / "asked.jsonl").write_text("".join(map(as_line, asked)), encoding="utf-8")
+    assert read_problems(tmp_path / "asked.jsonl") == asked
+
+
 def test_no_letter_is_right_much_more_often_than_another() -> None:
     letters = Counter(one.answer for one in MANY if one.kind == "choice")
     assert all(0.2 < number / letters.total() < 0.3 for number in letters.values())
@@ -68,6 +98,11 @@ def test_all_difficulties_and_kinds_come_up_and_no_number_grows_without_bound() 
 def test_equal_seeds_tell_equal_stories() -> None:
     assert make_problem(random.Random(5), 3, "choice") == make_problem(random.Random(5), 3, "choice")
     assert make_problem(random.Random(5), 3, "number") != make_problem(random.Random(6), 3, "number")
+
+
+def test_drills_of_a_topic_have_its_signs() -> None:
+    _, said = drill(random.Random(1), 200, "groups")
+    assert {sign for _, sign, *_ in EQUATION.findall(said)} == set("+*/")
 
 
 @pytest.mark.parametrize("seed", range(20))
