@@ -103,7 +103,8 @@ class Features:
 
 
 def _ones(values: Sequence[str], known: Sequence[str]) -> Floats:
-    return np.equal.outer(np.array(values, dtype=object), np.array(known, dtype=object)).astype(np.float32)
+    same: NDArray[np.bool_] = np.equal.outer(np.array(values, dtype=object), np.array(known, dtype=object))
+    return same.astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
