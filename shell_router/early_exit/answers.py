@@ -10,7 +10,7 @@ A statement is taken at its word: `so the answer is 3 times 12` states 3, until 
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -264,23 +264,21 @@ def ballot(agent: str, text: str, confidence: float, *, is_cut: bool) -> Ballot:
     return Ballot(agent, None if is_cut else answer or None, confidence)
 
 
-def elected(ballots: Sequence[Ballot], waiting: int, *, weighted: bool = False) -> Ballot | None:
+def elected(ballots: Sequence[Ballot], waiting: int) -> Ballot | None:
     """The ballot whose output is forwarded; None while the `waiting` outputs could still change the answer.
 
-    Most votes win, each counted by its confidence where `weighted`; of answers with equally many, that of the larger
-    sum of confidences. Of the outputs that vote for the winner the most confident is forwarded; without any vote, the
-    most confident of all.
+    Most votes win; of answers with equally many, that of the larger sum of confidences. Of the outputs that vote for
+    the winner the most confident is forwarded; without any vote, the most confident of all.
     """
-    counts = Counter(one.answer for one in ballots if one.answer is not None)
-    sums = {answer: sum(one.confidence for one in ballots if one.answer == answer) for answer in counts}
-    votes: Mapping[str, float] = sums if weighted else counts
+    votes = Counter(one.answer for one in ballots if one.answer is not None)
     (most, *others) = (*sorted(votes.values(), reverse=True), 0)
     if not ballots or (waiting and most - (others or [0])[0] <= waiting):
         return None
 
-    def standing(one: Ballot) -> tuple[float, float, float]:
+    def standing(one: Ballot) -> tuple[int, float, float]:
         if one.answer is None:
             return 0, 0.0, one.confidence
-        return votes[one.answer], sums[one.answer], one.confidence
+        agreeing = sum(other.confidence for other in ballots if other.answer == one.answer)
+        return votes[one.answer], agreeing, one.confidence
 
     return max(ballots, key=standing)

@@ -256,8 +256,7 @@ class _Run:
                 if voter in self._outputs and voter not in ballots:
                     ballots[voter] = await _ballot(voter, self._outputs[voter])
             waiting = [one for one in agent.precursors if one not in ballots and one not in self._gone]
-            counted = [ballots[voter] for voter in agent.precursors if voter in ballots]
-            if found := elected(counted, len(waiting), weighted=agent.votes == "confidence"):
+            if found := elected([ballots[voter] for voter in agent.precursors if voter in ballots], len(waiting)):
                 return found.agent
             if not waiting:
                 raise AgentFailed(

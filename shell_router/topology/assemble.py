@@ -111,7 +111,7 @@ def agent_of(agent_id: str, own: Values, file: Values) -> Agent:
     said = merged(merged(topology_wide, file.get("defaults", {})), own)
     precursors = tuple(said.pop("precursors", ()))
     if "vote" in own:
-        return Agent(agent_id, VOTE, precursors, on_failure=said.get("on_failure", "fail"), votes=own["vote"])
+        return Agent(agent_id, VOTE, precursors, on_failure=said.get("on_failure", "fail"), votes=True)
     prompt = replace(AGGREGATOR if precursors else PROPOSER, **said.pop("prompt", {}))
     drafts = said.pop("drafts", bool(precursors)) in _ON
     models, fallbacks = said.pop("model"), tuple(said.pop("fallbacks", ()))

@@ -52,7 +52,7 @@ class Agent:
     timeout_s: float = 600.0
     candidates: tuple[str, ...] = ()
     given: tuple[tuple[str, str], ...] = ()
-    votes: Literal["majority", "confidence"] | None = None
+    votes: bool = False
     drafts: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_thinking_tokens: int | None = None
@@ -62,7 +62,7 @@ class Agent:
     @property
     def model_name(self) -> str:
         """The model as people read it."""
-        return f"{self.votes} vote" if self.votes else " or ".join(self.candidates) or self.model
+        return "majority vote" if self.votes else " or ".join(self.candidates) or self.model
 
 
 @dataclass(frozen=True, slots=True)

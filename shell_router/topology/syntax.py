@@ -250,9 +250,8 @@ _ASKED: dict[str, Form] = {
 _SHARED: dict[str, Form] = {**_ASKED, "on_failure": ON_FAILURE}
 
 VOTE = OneOf(
-    "Asks no model: forwards the output whose stated answer most precursors share (`majority`), or has the largest sum "
-    "of confidences (`confidence`); goes without a model and a prompt.",
-    ("majority", "confidence"),
+    "Asks no model: forwards the output whose stated answer most precursors share; goes without a model and a prompt.",
+    ("majority",),
 )
 
 DEFAULTS = Block("What agents are given unless they say otherwise.", {"model": _models("As an agent's."), **_SHARED})

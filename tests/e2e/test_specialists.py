@@ -1,4 +1,4 @@
-"""The shipped specialists: `auto` finds the one that knows a topic, and a vote by confidence needs no choice."""
+"""The shipped specialists: `auto` finds the one that knows a topic, and a vote needs no choice."""
 
 from collections import Counter
 from dataclasses import replace

@@ -39,19 +39,6 @@ def test_of_answers_with_equally_many_votes_the_one_with_more_confidence_wins() 
     assert source(tied) == "b"
 
 
-def test_a_weighted_vote_goes_by_sums_of_confidence_however_many_give_them() -> None:
-    ballots = [Ballot("a", "4", 0.4), Ballot("b", "4", 0.3), Ballot("c", "5", 0.8)]
-    found = elected(ballots, 0, weighted=True)
-    assert found is not None
-    assert found.agent == "c"
-    assert source(ballots) == "a"
-
-
-def test_a_weighted_vote_waits_while_a_certain_output_could_change_it() -> None:
-    assert elected([Ballot("a", "4", 0.9)], 1, weighted=True) is None
-    assert elected([Ballot("a", "4", 0.9), Ballot("b", "4", 0.2)], 1, weighted=True) is not None
-
-
 def test_of_what_is_equal_in_all_the_first_is_forwarded() -> None:
     assert source(votes("4", "5", "6")) == "a0"
 

@@ -148,7 +148,7 @@ async def test_text_before_a_known_mark_is_streamed_and_not_sent_to_the_parser()
 async def test_what_cannot_call_tools_is_refused() -> None:
     with pytest.raises(InvalidField, match=r"models\.large\.tool_call_parser"):
         await ask(ScriptedMoa())
-    vote = replace(TREE.root, votes="majority", model="vote")
+    vote = replace(TREE.root, votes=True, model="vote")
     with pytest.raises(InvalidField, match="votes"):
         await ask(ScriptedMoa(call_mark="<tool_call>"), replace(TREE, agents={**TREE.agents, "root": vote}))
     moa = ScriptedMoa(call_mark="<tool_call>")

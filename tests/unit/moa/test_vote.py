@@ -50,17 +50,6 @@ async def test_the_answer_of_most_is_forwarded_and_no_model_is_asked_for_it() ->
     assert {agent_of(request) for request in moa.engines["small"].generated} == set(proposers("", "", ""))
 
 
-async def test_a_vote_by_confidence_forwards_what_one_is_surer_of_than_two_others() -> None:
-    unsure = Script(SAYS_4, logprob=-1.5)
-    moa = ScriptedMoa(proposers(unsure, unsure, Script(SAYS_5, logprob=-0.1)))
-    by_confidence = parse_topology(
-        "tree: {shape: [3, 1], models: [small], root: {vote: confidence}}\n", source="panel.yaml"
-    )
-    assert by_confidence.root.model_name == "confidence vote"
-    assert (await moa.executor.run(by_confidence, ask("Who?"), print)).text == SAYS_5
-    assert (await moa.executor.run(panel(), ask("Who else?"), print)).text == SAYS_4
-
-
 async def test_nothing_is_predicted_of_an_agent_that_votes() -> None:
     moa = ScriptedMoa(proposers(SAYS_4, SAYS_5, SAYS_4), predictor=FixedPredictor({"small": 0.9}))
     assert (await moa.executor.run(panel(), ask(), print)).text == SAYS_4
