@@ -86,7 +86,7 @@ class ScriptedServer:
         self._cache = PrefixCache(settings.cache_tokens * ID_BYTES)
         self.adapters = ScriptedAdapters(lambda: self.settings, self._cache.forget)
         self._adapters: dict[ScriptedRun, LoadedAdapter] = {}
-        self.memory = ScriptedMemory(lambda: self.settings, lambda: bool(self._runs), self._end)
+        self.memory = ScriptedMemory(lambda: self.settings, lambda: bool(self._runs), self._close)
         self._connections: set[HttpProtocol] = set()
         self._server: asyncio.Server | None = None
         self._routes: dict[bytes, Callable[[Exchange], None]] = {
@@ -121,10 +121,10 @@ class ScriptedServer:
     async def stop(self) -> None:
         """Stop listening and break every connection."""
         assert self._server is not None
-        self._end()
+        self._close()
         await self._server.wait_closed()
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         assert self._server is not None
         self._server.close()
         for connection in tuple(self._connections):
