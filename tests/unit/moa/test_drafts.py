@@ -15,6 +15,7 @@ from shell_router.moa.requests import AgentRequest, OutputOf
 from shell_router.routing.holdout import Comparison, HoldoutSettings
 from shell_router.topology import parse_topology
 from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask
+from tests.fakes.scripted_engine import Script
 
 LONG = [{"role": "user", "content": "a " * 1000}]
 TREE = "tree: {shape: [2, 1], models: [small, medium]%s}"
@@ -78,20 +79,8 @@ async def test_agents_of_a_program_ask_where_they_read_an_output() -> None:
 
 
 async def test_what_the_engine_accepted_is_in_the_answer() -> None:
-    moa = ScriptedMoa()
-    engine = moa.engines["medium"]
-    generate = engine.generate
-
-    class Drafting:
-        """The scripted engine, whose requests end as those with drafts do."""
-
-        prefill = engine.prefill
-
-        async def generate(self, request):  # type: ignore[no-untyped-def]
-            async for item in generate(request):
-                yield replace(item, drafted_tokens=7, accepted_tokens=5) if isinstance(item, Finish) else item
-
-    moa.models["medium"] = replace(moa.models["medium"], engine=Drafting())
+    drafting = Script("so it is", drafted_tokens=7, accepted_tokens=5)
+    moa = ScriptedMoa({"proposer-2": drafting, "root": drafting})
     answer = await moa.executor.run(parse_topology(tree(), source="t.yaml"), ask(), Recorder().emit)
     assert {name: (one.drafted_tokens, one.accepted_tokens) for name, one in answer.agents.items()} == {
         "proposer-1": (0, 0),
