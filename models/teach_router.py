@@ -4,7 +4,8 @@
 
 makes fresh questions (none of them in models/data), has a router on this machine ask all models of the family, records
 what happened, and trains both predictors as a user would: with `shell-router eval`, `train router` and `train lengths`.
-Specialists get a router alone.
+Specialists get a router alone, with an encoder that is fine-tuned: which topic a question has is not in the means of a
+frozen one's states.
 """
 
 import argparse
@@ -51,11 +52,11 @@ def taught(chosen: argparse.Namespace, work: Path) -> int:
     out = chosen.out or folder / "routing"
     router, lengths = str(out / "router"), str(out / "lengths")
     asked = ["--config", str(deployment), "--data", str(data), "--concurrency", str(chosen.concurrency)]
-    commands = [
-        ["eval", *asked, "--records", str(records), *models],
-        ["train", "router", str(records), "--data", str(data), "--encoder", chosen.encoder, "--out", router],
-    ]
-    if chosen.family == "sizes":  # specialists are of one size: which of them writes more decides nothing
+    train = ["train", "router", str(records), "--data", str(data), "--encoder", chosen.encoder, "--out", router]
+    commands = [["eval", *asked, "--records", str(records), *models], train]
+    if chosen.family == "specialists":
+        train += ["--tune", "--epochs", "8", "--learning-rate", "1e-3"]
+    else:  # specialists are of one size: which of them writes more decides nothing
         commands.append(["train", "lengths", str(work / "traces"), "--trees", "50", "--leaf", "20", "--out", lengths])
     return next((code for command in commands if (code := shell_router(command))), 0)
 

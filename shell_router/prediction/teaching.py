@@ -130,12 +130,15 @@ class TuningSettings:
     seed: int = 0
 
 
-def fine_tune(encoder: str, lessons: Lessons, settings: TuningSettings, device: str, out: Path) -> Head:
+def fine_tune(
+    encoder: str, lessons: Lessons, settings: TuningSettings, out: Path, *, device: str, threads: int
+) -> Head:
     """Train a pretrained encoder and a head together by binary cross entropy; the encoder is saved in `out`."""
     import torch  # noqa: PLC0415 - the light way needs none of it
 
     from shell_router.prediction.encoders import loaded, pooled  # noqa: PLC0415
 
+    torch.set_num_threads(threads)
     torch.manual_seed(settings.seed)
     tokenizer, model = loaded(encoder, device)
     head = torch.nn.Linear(model.config.hidden_size, len(lessons.models)).to(device)
@@ -177,7 +180,7 @@ def train_router(
     learned, judging = lessons.split(held_out, seed)
     if tuning:
         named = ENCODER
-        head = fine_tune(encoder, learned, tuning, device, out / ENCODER)
+        head = fine_tune(encoder, learned, tuning, out / ENCODER, device=device, threads=threads)
     else:
         named = encoder
         if Path(named).is_dir():  # named as seen from `out`, so that both may move together

@@ -143,5 +143,5 @@ def test_an_encoder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_fine_tuning_writes_weights_that_hold_no_code(tmp_path: Path) -> None:
     encoder = tiny_encoder(tmp_path / "bert")
-    fine_tune(str(encoder), separable(), TuningSettings(epochs=1), "cpu", tmp_path / ENCODER)
+    fine_tune(str(encoder), separable(), TuningSettings(epochs=1), tmp_path / ENCODER, device="cpu", threads=1)
     assert {file.suffix for file in (tmp_path / ENCODER).iterdir()} <= {".json", ".safetensors", ".txt"}
