@@ -27,8 +27,8 @@ from shell_router.engines.prefill_only import PrefillWay
 from shell_router.engines.server_client import ServerClient
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.weight_swapping import (
-    differing_tensors,
     fall_asleep,
+    obstacle_to_swap,
     on_each,
     require_sleep,
     swap_weights,
@@ -172,10 +172,10 @@ class WeightPair:
         """
         if folder == self.folder:
             return
-        if differs := await asyncio.to_thread(differing_tensors, self._began_with, folder):
+        if obstacle := await asyncio.to_thread(obstacle_to_swap, self._began_with, folder):
             raise ConfigError(
-                f"{folder} is of another shape than its pair serves: {differs}.",
-                remedy="Swap checkpoints of one architecture and one type of numbers.",
+                f"{folder} cannot take the place of what its pair serves: {obstacle.removesuffix('.')}.",
+                remedy="Swap checkpoints that differ in nothing but their weights.",
             )
         self.folder = None
         await swap_weights(self.servers, folder, self.limit_s)
