@@ -413,7 +413,7 @@ class ScriptedMemory:
         """Have what a server has after its start."""
         self._life = object()
         self.version, self.asleep, self.has_weights, self.died = "default", False, True, ""
-        self.warm = True
+        self.warm, self.model_path = True, "scripted"
 
     def die(self, why: str) -> None:
         """End the server: its memory is free."""
@@ -476,7 +476,7 @@ class ScriptedMemory:
             self._later(exchange, self._read)
 
     def _read(self, exchange: Exchange) -> None:
-        self.has_weights = True
+        self.has_weights, self.model_path = True, str(orjson.loads(exchange.body)["model_path"])
         self.changes.append("read")
         exchange.answer_json({"success": True, "message": "Succeeded to update model weights."})
 

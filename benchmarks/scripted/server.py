@@ -188,7 +188,7 @@ class ScriptedServer:
         exchange.answer_json({**info, "context_length": self.settings.context_length, "internal_states": [{}]})
 
     def _model_info(self, exchange: Exchange) -> None:
-        info = {"model_path": "scripted", "tokenizer_path": "scripted", "is_generation": True}
+        info = {"model_path": self.memory.model_path, "tokenizer_path": "scripted", "is_generation": True}
         exchange.answer_json({**info, "disaggregation_mode": self.settings.role, "weight_version": self.memory.version})
 
     def _health(self, exchange: Exchange) -> None:

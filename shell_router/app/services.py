@@ -150,15 +150,15 @@ async def running_services(
             served, cache.logs, embedding.embedder, clock=clock, chooser=chooser, holdouts=config.holdout
         )
         metrics = _metrics(cache.stats)
-        checked = {alias: pool for alias, one in models.items() if (pool := one.pool or one.engine.sleepers)}
-        serve = {ENGINE_CHECK + alias: pool.serves for alias, pool in checked.items()}
+        pairs = {name: pair for one in models.values() for name, pair in one.engine.pairs.items()} | pools
+        serve = {ENGINE_CHECK + alias: pair.serves for alias, pair in pairs.items() if alias in models}
 
         def restarts() -> Mapping[str, int]:
             own = {name: times for model in models.values() for name, times in model.engine.restarts().items()}
             return {**engine_restarts(), **own}
 
         swapping = {model.engine.leases for model in models.values() if model.engine.leases}
-        metrics.registry.register(EngineMetrics(pools, restarts, clock, executor.holdouts.comparisons, swapping))
+        metrics.registry.register(EngineMetrics(pairs, restarts, clock, executor.holdouts.comparisons, swapping))
         await stack.enter_async_context(watched(config, topologies, seen, metrics))
         yield Services(
             executor=executor,
@@ -169,7 +169,7 @@ async def running_services(
             relays=relays,
             engines={alias: model.engine.name for alias, model in models.items()},
             embedders={} if embedding.embedder is None else {config.embedder.name: embedding.embedder},
-            serving=lambda: {alias: pool.seems_up for alias, pool in checked.items()},
+            serving=lambda: {alias: pair.seems_up for alias, pair in pairs.items() if alias in models},
             checks={**serve, "cache": cache.healthy, "embedder": embedding.loaded, **predicting.checks},
             optional_checks=("cache", *predicting.checks),  # requests go on from memory, and models are chosen by load
             metrics=metrics,

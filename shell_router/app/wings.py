@@ -48,7 +48,8 @@ class StartedEngine:
     """The engine of one model, ready to serve.
 
     `name` says what it is, `batch_size` how many sequences it decodes together. `restarts` counts, by name, how often
-    each of its processes was started again. `leases` has what it takes turns by, `sleepers` its servers that sleep.
+    each of its processes was started again. `leases` has what it takes turns by, `pairs` all SGLang servers that do:
+    those that sleep by model, those whose weights are swapped by number.
     """
 
     engine: Engine
@@ -56,7 +57,7 @@ class StartedEngine:
     batch_size: int
     restarts: Callable[[], Mapping[str, int]] = dict
     leases: "AdapterLeases | None" = None
-    sleepers: "SglangPair | None" = None
+    pairs: Mapping[str, "SglangPair"] = field(default_factory=dict)
 
 
 class EngineKind(Protocol):

@@ -57,7 +57,7 @@ LEASE_HISTOGRAMS: tuple[tuple[str, str, Callable[["AdapterLeases"], Durations]],
 
 @dataclass(frozen=True, eq=False)
 class EngineMetrics(Collector):
-    """The families of `pools`, which are named by their models.
+    """The families of `pools`, which are named by their models, or by number where models are swapped.
 
     `restarts` counts them by engine, `comparisons` says what optimizations save. `swapping` has what models take turns
     by, if any do.

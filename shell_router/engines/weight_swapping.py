@@ -61,21 +61,15 @@ READ_AT_START = ("config.json", "generation_config.json", "tokenizer.json")
 IRRELEVANT = {"_name_or_path", "transformers_version"}
 
 
-def differing_tensors(served: Path, wanted: Path) -> str:
-    """What tells the weights of two folders apart; empty where they have one shape. Raises ConfigError. Blocks."""
-    one, other = read_tensors(served), read_tensors(wanted)
-    names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-    return f"{len(names)} tensors differ in name, type or size, {names[0]} first" if names else ""
-
-
 def obstacle_to_swap(served: Path, wanted: Path) -> str:
     """Why a server that was started with `served` cannot take the weights of `wanted`; empty where it can. Blocks.
 
     A swap replaces tensors alone. Stop tokens, rope and tokenizer are those of the start, so they must be the same.
     """
     try:
-        if tensors := differing_tensors(served, wanted):
-            return tensors
+        one, other = read_tensors(served), read_tensors(wanted)
+        if names := sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name)):
+            return f"{len(names)} tensors differ in name, type or size, {names[0]} first"
         differing = [name for name in READ_AT_START if _settings(served / name) != _settings(wanted / name)]
     except (ConfigError, OSError, ValueError) as error:
         return str(error)

@@ -1,13 +1,16 @@
 """Models of different shapes behind `shell-router launch`: their servers start in turns, and sleep in turns."""
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
+import yaml
 
-from benchmarks.scripted.server import ScriptedServer, ScriptedSettings
+from benchmarks.scripted.server import Fault, ScriptedServer, ScriptedSettings
 from launch.sglang_cpu.pair import free_ports
 from shell_router.app import load_config, running_server
 from shell_router.app.launching import launched_engines, plan_launch
@@ -69,6 +72,18 @@ async def test_launched_models_start_one_after_the_other_asleep_and_are_woken_fo
             assert set(engines.restarts().values()) == {0}
 
 
+async def asleep(stack: AsyncExitStack, ports: Sequence[int]) -> list[ScriptedServer]:
+    """The servers of the deployment, while the stack is open."""
+    servers = []
+    for role, port in (("prefill", ports[0]), ("decode", ports[1]), ("prefill", ports[3]), ("decode", ports[4])):
+        settings = ScriptedSettings(role, vocabulary=30, memory_saver=True, cpu_backup=True)
+        servers.append(ScriptedServer(settings))
+        servers[-1].memory.asleep, servers[-1].memory.version = True, "default (asleep)"
+        await servers[-1].start(port)
+        stack.push_async_callback(servers[-1].stop)
+    return servers
+
+
 async def test_a_router_says_which_models_have_no_server_left_and_wakes_nothing_next_to_what_may_be_starting(
     tmp_path: Path,
 ) -> None:
@@ -76,13 +91,7 @@ async def test_a_router_says_which_models_have_no_server_left_and_wakes_nothing_
     at = {"models": ROOT / "models", "python": "python", "folder": tmp_path, "root": ROOT}
     file.write_text(DEPLOYMENT.format(*ports, **at), encoding="utf-8")
     async with AsyncExitStack() as stack:
-        servers = []
-        for role, port in (("prefill", ports[0]), ("decode", ports[1]), ("prefill", ports[3]), ("decode", ports[4])):
-            settings = ScriptedSettings(role, vocabulary=30, memory_saver=True, cpu_backup=True)
-            servers.append(ScriptedServer(settings))
-            servers[-1].memory.asleep, servers[-1].memory.version = True, "default (asleep)"
-            await servers[-1].start(port)
-            stack.push_async_callback(servers[-1].stop)
+        servers = await asleep(stack, ports)
         url = await stack.enter_async_context(running_server(load_config(file, {})))
         http = await stack.enter_async_context(aiohttp.ClientSession())
 
@@ -101,3 +110,32 @@ async def test_a_router_says_which_models_have_no_server_left_and_wakes_nothing_
         assert answer.status == 502 and "the engines of 'small' do not sleep" in await answer.text()
         servers[3].memory.die("killed")
         assert await ready() == (503, [False, False])
+
+
+@pytest.mark.parametrize(("is_swapped", "named"), [(False, "small"), (True, "pair 1")])
+async def test_a_server_of_models_that_take_turns_shows_its_failures_and_breaker_in_the_metrics(
+    tmp_path: Path, is_swapped: bool, named: str
+) -> None:
+    ports, file = free_ports(6), tmp_path / "serve.yaml"
+    at = {"models": ROOT / "models", "python": "python", "folder": tmp_path, "root": ROOT}
+    deployment = yaml.safe_load(DEPLOYMENT.format(*ports, **at))
+    deployment["limits"] = {"engine_attempts": 1, "breaker_failures": 1}
+    async with AsyncExitStack() as stack:
+        servers = await asleep(stack, ports)
+        if is_swapped:
+            (pair,) = deployment["models"]["small"].pop("pairs")
+            deployment["swapping"] = {"pairs": [{**pair, "launch": None}]}
+            del deployment["models"]["medium"], deployment["launch"]
+            for server in servers:
+                server.memory.begin()
+                server.memory.model_path = deployment["models"]["small"]["path"]
+        file.write_text(yaml.safe_dump(deployment), encoding="utf-8")
+        url = await stack.enter_async_context(running_server(load_config(file, {})))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        servers[1].settings = replace(servers[1].settings, fault=Fault("close"))
+        body = {"model": "small", "messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 5}
+        assert (await http.post(f"{url}/v1/chat/completions", json=body)).status == 502
+        found = (await (await http.get(f"{url}/metrics")).text()).splitlines()
+        labels = f'{{model="{named}",role="decode",url="http://127.0.0.1:{ports[1]}"}}'
+        assert f"shell_router_engine_failures_total{labels} 1.0" in found
+        assert f"shell_router_engine_breaker_open{labels} 1.0" in found

@@ -27,8 +27,8 @@ from shell_router.engines.prefill_only import PrefillWay
 from shell_router.engines.server_client import ServerClient
 from shell_router.engines.sglang import SglangPair
 from shell_router.engines.weight_swapping import (
-    differing_tensors,
     fall_asleep,
+    obstacle_to_swap,
     on_each,
     require_sleep,
     swap_weights,
@@ -59,9 +59,9 @@ Opening = Callable[[str], AbstractAsyncContextManager[Engine]]
 class Places:
     """Meets `Loader`: a model is loaded while what `opening` gives for it is open. Loads raise ModelFailed."""
 
-    def __init__(self, opening: Opening, sleepers: Mapping[str, SglangPair] | None = None) -> None:
-        self.sleepers = sleepers or {}
-        """The models' own servers, where those sleep."""
+    def __init__(self, opening: Opening, pairs: Mapping[str, SglangPair] | None = None) -> None:
+        self.pairs = pairs or {}
+        """See `StartedEngine.pairs`."""
         self._opening = opening
         self._loaded: dict[str, tuple[Engine, AsyncExitStack]] = {}
 
@@ -172,10 +172,10 @@ class WeightPair:
         """
         if folder == self.folder:
             return
-        if differs := await asyncio.to_thread(differing_tensors, self._began_with, folder):
+        if obstacle := await asyncio.to_thread(obstacle_to_swap, self._began_with, folder):
             raise ConfigError(
-                f"{folder} is of another shape than its pair serves: {differs}.",
-                remedy="Swap checkpoints of one architecture and one type of numbers.",
+                f"{folder} cannot take the place of what its pair serves: {obstacle.removesuffix('.')}.",
+                remedy="Swap checkpoints that differ in nothing but their weights.",
             )
         self.folder = None
         await swap_weights(self.servers, folder, self.limit_s)
@@ -229,7 +229,8 @@ async def swapped_pairs(
         pairs = [WeightPair(one, one.servers, config.limits.engine_start_s) for one in engines.values()]
         for pair in pairs:
             await pair.begin()
-        yield Places(SwappedPairs({alias: one.folder.resolve() for alias, one in files.items()}, pairs).opened)
+        folders = {alias: one.folder.resolve() for alias, one in files.items()}
+        yield Places(SwappedPairs(folders, pairs).opened, engines)
 
 
 class SleepingServers(SglangPair):
@@ -305,8 +306,7 @@ class SwappedModel:
     def __init__(self, alias: str, leases: AdapterLeases, places: Places, catalog: Mapping[str, Component]) -> None:
         self.alias = alias
         self.leases = leases
-        self.sleepers = places.sleepers.get(alias)
-        self._places = places
+        self.places = places
         self._followers = [name for name, one in catalog.items() if alias in one.after]
 
     async def generate(self, request: Generation) -> AsyncGenerator[Tokens | Finish, None]:
@@ -334,7 +334,7 @@ class SwappedModel:
     async def _leased(self) -> AsyncIterator[Engine]:
         lease = await self.leases.lease(self.alias)
         try:
-            yield self._places.engine(self.alias)
+            yield self.places.engine(self.alias)
         except AdapterMissing:
             await lease.missing()
             raise
@@ -369,9 +369,9 @@ class Swapping:
 def _started(model: SwappedModel, config: Config) -> StartedEngine:
     section = config.models[model.alias].engine.get("embedded") or EmbeddedSection()
     name, batch_size = f"embedded pair, {section.device}, loaded in turns", section.max_running_requests
-    if model.sleepers or (config.swapping is not None and config.swapping.pairs):
+    if model.places.pairs:
         name, batch_size = "SGLang pairs, loaded in turns", SGLANG_BATCH_SIZE
-    return StartedEngine(model, name, batch_size, leases=model.leases, sleepers=model.sleepers)
+    return StartedEngine(model, name, batch_size, leases=model.leases, pairs=model.places.pairs)
 
 
 async def _load_first(leases: AdapterLeases, aliases: Sequence[str], on_progress: Progress) -> None:

@@ -1,6 +1,7 @@
 """Weights of a pair's servers that are replaced: which reach them, and what a server that lost them costs."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -18,15 +19,23 @@ from tests.fakes.http_engines import SwappingEngine, served
 from tests.fakes.moa import WordTokenizer
 from tests.fakes.scripted_engine import Script, ScriptedEngine
 
-NAMES = ("a", "b", "c", "cut", "large", "none")
+NAMES = ("a", "b", "c", "cut", "rope", "stops", "words", "large", "none")
+DIFFERING = {
+    "rope": ("config.json", "rope_theta"),
+    "stops": ("generation_config.json", "eos_token_id"),
+    "words": ("tokenizer.json", "version"),
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of one shape; one that is cut off, one that is larger, and none."""
+    """Checkpoints of one shape; one that is cut off, three with other settings, one that is larger, and none."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for seed, name in enumerate(NAMES[:4]):
+    for seed, name in enumerate(NAMES[:7]):
         make_checkpoint(folder / name, hidden=32, layers=1, vocab_size=512, seed=seed)
+    for name, (file, field) in DIFFERING.items():
+        settings = folder / name / file
+        settings.write_text(json.dumps({**json.loads(settings.read_text()), field: 5}))
     weights = folder / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     make_checkpoint(folder / "large", hidden=64, layers=1, vocab_size=512)
@@ -71,8 +80,8 @@ async def test_both_servers_get_each_models_weights_and_those_that_are_there_are
     assert pair.prefill.swaps == pair.decode.swaps == pair.decode.flushed == ["b", "a", "c"]
 
 
-@pytest.mark.parametrize("name", ["cut", "large", "none"])
-async def test_a_checkpoint_that_is_cut_off_missing_or_of_another_shape_reaches_no_server(
+@pytest.mark.parametrize("name", NAMES[3:])
+async def test_a_checkpoint_that_is_cut_off_missing_or_differs_in_more_than_weights_reaches_no_server(
     pair: Pair, name: str
 ) -> None:
     with pytest.raises(ModelFailed, match=name):
