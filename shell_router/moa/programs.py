@@ -308,28 +308,31 @@ class Programs:
     async def _make_space(self, request: AgentRequest) -> None:
         limit_s = self._clock() - self._ttl_s  # programs are in the order of their last use
         expired = takewhile(lambda item: item[1].used_s <= limit_s, self._programs.items())
-        for key in [key for key, program in expired if not program.is_running()]:
-            await self._forget(*key)
+        await self._forget_ended(list(expired))
         if (request.tenant, request.program) in self._programs:
             return
         while len(self._programs) >= self._max_programs:
-            ended = self._oldest_ended()
-            if not ended:
+            if not (ended := self._oldest_ended()):
                 raise errors.Overloaded(
                     f"All {self._max_programs} programs are still running.",
                     remedy="Try again when some have ended.",
                 )
-            for key in ended:
+            await self._forget_ended(ended)
+
+    async def _forget_ended(self, programs: Iterable[tuple[tuple[str, str], _Program]]) -> None:
+        """Forget those of them that do not run. One may run again, or anew, while this awaits Redis for another."""
+        for key, program in programs:
+            if self._programs.get(key) is program and not program.is_running():
                 await self._forget(*key)
 
-    def _oldest_ended(self) -> list[tuple[str, str]]:
+    def _oldest_ended(self) -> list[tuple[tuple[str, str], _Program]]:
         """A hundredth of the programs of the tenant that has most, so that one cannot push out those of others.
 
         At least one, if there is any. All programs are looked at, which would be too much for every request.
         """
         for tenant, number in Counter(map(itemgetter(0), self._programs)).most_common():
-            of_tenant = ((key, program) for key, program in self._programs.items() if key[0] == tenant)
-            ended = (key for key, program in of_tenant if not program.is_running())
+            of_tenant = (item for item in self._programs.items() if item[0][0] == tenant)
+            ended = (item for item in of_tenant if not item[1].is_running())
             if found := list(islice(ended, max(1, number // 100))):
                 return found
         return []
