@@ -331,8 +331,7 @@ class Programs:
         At least one, if there is any. All programs are looked at, which would be too much for every request.
         """
         for tenant, number in Counter(map(itemgetter(0), self._programs)).most_common():
-            of_tenant = (item for item in self._programs.items() if item[0][0] == tenant)
-            ended = (item for item in of_tenant if not item[1].is_running())
+            ended = (one for one in self._programs.items() if one[0][0] == tenant and not one[1].is_running())
             if found := list(islice(ended, max(1, number // 100))):
                 return found
         return []
@@ -437,9 +436,11 @@ class Programs:
     ) -> Answer:
         for choice in choices:
             emit(choice)
+        chooser = self._chooser
         if request.journal is not None:
             request.journal.add("models", "", {request.agent: task.model.alias})
-        cache, estimates, clock = self._cache, self._chooser.estimates, self._clock
+            chooser = chooser.anew() if request.journal.repeats else chooser  # nothing is learned from what is repeated
+        cache, estimates, clock = self._cache, chooser.estimates, self._clock
         record.run = run = AgentRun(task, estimates, emit, clock=clock, writer=writer)
         run.start()
         load, remainder = estimates.prefill(task.model), partial(self._remainder, request)
@@ -448,7 +449,7 @@ class Programs:
             prompt = await self._exact(request, task, prompt)
         output = await run.decode(prompt.ids, prompt.sent)
         usage = usage_of(task, output)
-        if request.reads and task.model.drafts == "auto":
+        if request.reads and task.model.drafts == "auto" and chooser is self._chooser:
             compare_drafts(self._holdouts, _drafts_of(request), [usage], held_out=not task.drafts, now_s=clock())
         return Answer(output.text, output.finish.reason, {request.agent: usage}, reasoning=output.reasoning)
 
