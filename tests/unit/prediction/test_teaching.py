@@ -6,6 +6,7 @@ import pytest
 from training.family import Size, make_network, make_tokenizer, save
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
+from shell_router.cli import main
 from shell_router.core.predictors import Prospect
 from shell_router.errors import ConfigError
 from shell_router.prediction.files import Vectors
@@ -51,6 +52,15 @@ def test_answers_are_gathered_by_question_and_model() -> None:
     assert found.models == ("small", "large")
     assert found.right[0].tolist() == [0.5, 1.0]
     assert np.isnan(found.right[found.questions.index("new"), 1])
+
+
+@pytest.mark.parametrize("option", [("--epochs", "5"), ("--learning-rate", "0")])
+def test_options_of_fine_tuning_are_refused_without_it(
+    option: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "router", "graded.jsonl", "--data", "questions.jsonl", "--out", str(tmp_path / "out")]
+    assert main([*arguments, *option]) == 2
+    assert "--epochs and --learning-rate go with --tune" in capsys.readouterr().err
 
 
 def test_answers_of_one_model_alone_teach_no_choice() -> None:
