@@ -34,7 +34,7 @@ class Lessons:
         """To learn from, and to judge by."""
         places = list(range(len(self.questions)))
         random.Random(seed).shuffle(places)
-        judging = max(1, round(held_out * len(places)))
+        judging = min(max(1, round(held_out * len(places))), len(places) - 1)
         return self.part(sorted(places[judging:])), self.part(sorted(places[:judging]))
 
 

@@ -63,6 +63,11 @@ def test_options_of_fine_tuning_are_refused_without_it(
     assert "--epochs and --learning-rate go with --tune" in capsys.readouterr().err
 
 
+def test_the_largest_held_out_share_leaves_a_question_to_learn_from(tmp_path: Path) -> None:
+    few, encoder = separable().part(range(20)), tiny_encoder(tmp_path / "bert")
+    assert train_router(few, tmp_path / "out", encoder=str(encoder), held_out=0.98).questions == 19
+
+
 def test_answers_of_one_model_alone_teach_no_choice() -> None:
     with pytest.raises(ConfigError, match="1 models are too few"):
         lessons_of([Graded(f"q{n}", "small", right=True) for n in range(30)])
