@@ -271,14 +271,16 @@ class Publisher:
                 _answer(self._deletions.pop(program, None))
 
     async def _publish(self, batch: Sequence[Publication]) -> None:
-        now_s, batch = self._clock(), [publication for publication in batch if publication.pending]
+        now_s, before = self._clock(), self._stats.published
+        batch = [publication for publication in batch if publication.pending]
         writes = [publication.writes(self._layout, now_s) for publication in batch]
         try:
             replies = iter(await self._connection.send(list(chain.from_iterable(writes))))
             sent = [(one, list(islice(replies, len(commands)))) for one, commands in zip(batch, writes, strict=True)]
             gone = self._settle(sent)
         except AWAY:
-            self._stats.lost_writes += sum(publication.sent[0] for publication in batch)
+            taken = self._stats.published - before
+            self._stats.lost_writes += sum(publication.sent[0] for publication in batch) - taken
             raise
         if gone and await self._connection.server_identity() != self._server:  # lost with the server's memory
             raise RedisConnectionError("the server was restarted or replaced")

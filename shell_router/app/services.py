@@ -20,7 +20,7 @@ from shell_router.app.wings import RunningPredictor, wing
 from shell_router.config import CacheSettings, Config, EmbedderSettings, PredictionSettings
 from shell_router.config.models import secret
 from shell_router.config.settings import AccessLogSettings, RecordSettings
-from shell_router.core.engine import Relay, ServedModel
+from shell_router.core.engine import ServedModel
 from shell_router.core.predictors import Embedder, Predictor
 from shell_router.engines.embedding import HashEmbedder, SentenceTransformerEmbedder
 from shell_router.engines.metrics import EngineMetrics
@@ -126,13 +126,14 @@ async def running_services(
     *,
     on_progress: Callable[[str], None] = log.info,
     engine_restarts: Callable[[], Mapping[str, int]] = dict,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Services]:
     """Start what `config` names, telling each step, and give it to the API; end it on leaving, in reverse order.
 
     Raises ConfigError before anything is started where the files are wrong, EngineError for an engine that does not
     come up. Nothing is left running on any path.
     """
-    (topologies, seen), clock = live_topologies(config), time.monotonic
+    topologies, seen = live_topologies(config)
     async with (
         running_embedder(config.embedder) as embedding,
         running_cache(config.cache, clock) as cache,
@@ -143,7 +144,6 @@ async def running_services(
         pools = {alias: model.pool for alias, model in models.items() if model.pool}
         adapted = dict(at for alias, pool in pools.items() for at in adapted_models(models[alias].served, pool).items())
         served = {name: one.served for name, one in models.items()} | {name: one for name, (one, _) in adapted.items()}
-        relays: dict[str, Relay] = {**pools, **{name: relay for name, (_, relay) in adapted.items()}}
         batch_sizes = {alias: model.engine.batch_size for alias, model in models.items()}
         chooser = chooser_of(config, served, batch_sizes, predicting.predictor, clock)
         executor = Executor(
@@ -152,21 +152,19 @@ async def running_services(
         metrics = _metrics(cache.stats)
         pairs = {name: pair for one in models.values() for name, pair in one.engine.pairs.items()} | pools
         serve = {ENGINE_CHECK + alias: pair.serves for alias, pair in pairs.items() if alias in models}
-
-        def restarts() -> Mapping[str, int]:
-            own = {name: times for model in models.values() for name, times in model.engine.restarts().items()}
-            return {**engine_restarts(), **own}
-
+        restarts = (engine_restarts, *(model.engine.restarts for model in models.values()))
         swapping = {model.engine.leases for model in models.values() if model.engine.leases}
         metrics.registry.register(EngineMetrics(pairs, restarts, clock, executor.holdouts.comparisons, swapping))
         await stack.enter_async_context(watched(config, topologies, seen, metrics))
         yield Services(
             executor=executor,
-            programs=Programs(served, cache.logs, clock=clock, chooser=chooser, holdouts=executor.holdouts),
+            programs=Programs(
+                served, cache.logs, clock=clock, ttl_s=config.cache.ttl_s, chooser=chooser, holdouts=executor.holdouts
+            ),
             topologies=topologies,
             models=served,
             fleet=Fleet(config.models, pools, served),
-            relays=relays,
+            relays={**pools, **{name: relay for name, (_, relay) in adapted.items()}},
             engines={alias: model.engine.name for alias, model in models.items()},
             embedders={} if embedding.embedder is None else {config.embedder.name: embedding.embedder},
             serving=lambda: {alias: pair.seems_up for alias, pair in pairs.items() if alias in models},

@@ -58,8 +58,8 @@ def router(
         option("A sentence-transformers model or folder; with --tune any Hugging Face encoder."),
     ] = "default",
     tune: Annotated[bool, option("Fine-tune the encoder instead of training only a head.", "--tune")] = False,
-    epochs: Annotated[int, option("Epochs of fine-tuning.", least=1)] = 5,
-    learning_rate: Annotated[float, option("Learning rate of fine-tuning.")] = 1e-5,
+    epochs: Annotated[int | None, option("Epochs of fine-tuning. Default: 5.", least=1)] = None,
+    rate: Annotated[float | None, option("Learning rate of fine-tuning. Default: 1e-5.", "--learning-rate")] = None,
     device: Annotated[str, option("Torch device to train on.")] = "cpu",
     threads: Annotated[int, option("CPU threads.", least=1)] = 1,
     held_out: HeldOut = 0.2,
@@ -70,6 +70,8 @@ def router(
     It predicts, per model, the probability of a correct answer.
     """
     _check(held_out)
+    if not tune and (epochs, rate) != (None, None):
+        raise ConfigError("--epochs and --learning-rate go with --tune.", remedy="Without it only a head is trained.")
     from shell_router.lab.evaluation.records import read_graded
     from shell_router.prediction.teaching import TuningSettings, lessons_of, train_router
 
@@ -77,7 +79,7 @@ def router(
         lessons_of(read_graded(records, data)),
         out,
         encoder=encoder,
-        tuning=TuningSettings(epochs, learning_rate, seed=seed) if tune else None,
+        tuning=TuningSettings(epochs or 5, 1e-5 if rate is None else rate, seed=seed) if tune else None,
         held_out=held_out,
         seed=seed,
         device=device,

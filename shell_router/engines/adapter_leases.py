@@ -219,9 +219,10 @@ class AdapterLeases:
                 f"The {self._kind} {adapter!r} was still being loaded after {self._wait_s:g} s.",
                 remedy="Look at the engines' load and logs, or raise wait_s.",
             )
+        more = "max_loaded_adapters or more engines" if self._kind == "adapter" else "max_loaded_models or pairs"
         return EngineUnavailable(
             f"No place for the {self._kind} {adapter!r} came free within {self._wait_s:g} s.",
-            remedy=f"Ask again later, add engines, or raise max_loaded_{self._kind}s or wait_s.",
+            remedy=f"Ask again later, raise wait_s, or allow more {self._kind}s at a time: by {more}.",
         )
 
     # --- loading

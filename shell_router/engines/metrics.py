@@ -64,14 +64,15 @@ class EngineMetrics(Collector):
     """
 
     pools: Mapping[str, SglangPair]
-    restarts: Callable[[], Mapping[str, int]] = dict
+    restarts: Sequence[Callable[[], Mapping[str, int]]] = ()
     clock: Callable[[], float] = time.monotonic
     comparisons: Callable[[], Iterable[Comparison]] = tuple
     swapping: Collection["AdapterLeases"] = ()
 
     def collect(self) -> Iterator[Metric]:
         retries = {alias: pool.retried for alias, pool in self.pools.items()}
-        yield _counts("engine_restarts", "Restarts of a dead engine", "engine", self.restarts())
+        restarts = {name: times for each in self.restarts for name, times in each().items()}
+        yield _counts("engine_restarts", "Restarts of a dead engine", "engine", restarts)
         yield _counts("retries", "Requests sent again before their first token", "model", retries)
         servers = [
             ((alias, at.engine.server.role, str(at.engine.server.url)), at, pool)

@@ -218,13 +218,14 @@ class SideProcess:
             async with asyncio.timeout(self._limits.answer_s):
                 return await child.ask(body)
         except TimeoutError:
-            if child.silent_s >= max(self._limits.hang_s, self._limits.answer_s) and child.alive:
-                log.warning("%s process %d answered nothing for %g s: killed", self.name, child.pid, child.silent_s)
-                child.kill()
             raise EngineStalled(
                 f"no answer from the {self.name} process within {self._limits.answer_s:g} s.",
                 remedy="Give it more threads, a GPU, or a longer limit.",
             ) from None
+        finally:  # a caller's own limit may end the wait first
+            if child.silent_s >= max(self._limits.hang_s, self._limits.answer_s) and child.alive:
+                log.warning("%s process %d answered nothing for %g s: killed", self.name, child.pid, child.silent_s)
+                child.kill()
 
     async def aclose(self) -> None:
         """End the process; calls that wait fail. Safe to call twice."""

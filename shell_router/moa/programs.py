@@ -308,28 +308,30 @@ class Programs:
     async def _make_space(self, request: AgentRequest) -> None:
         limit_s = self._clock() - self._ttl_s  # programs are in the order of their last use
         expired = takewhile(lambda item: item[1].used_s <= limit_s, self._programs.items())
-        for key in [key for key, program in expired if not program.is_running()]:
-            await self._forget(*key)
+        await self._forget_ended(list(expired))
         if (request.tenant, request.program) in self._programs:
             return
         while len(self._programs) >= self._max_programs:
-            ended = self._oldest_ended()
-            if not ended:
+            if not (ended := self._oldest_ended()):
                 raise errors.Overloaded(
                     f"All {self._max_programs} programs are still running.",
                     remedy="Try again when some have ended.",
                 )
-            for key in ended:
+            await self._forget_ended(ended)
+
+    async def _forget_ended(self, programs: Iterable[tuple[tuple[str, str], _Program]]) -> None:
+        """Forget those of them that do not run. One may run again, or anew, while this awaits Redis for another."""
+        for key, program in programs:
+            if self._programs.get(key) is program and not program.is_running():
                 await self._forget(*key)
 
-    def _oldest_ended(self) -> list[tuple[str, str]]:
+    def _oldest_ended(self) -> list[tuple[tuple[str, str], _Program]]:
         """A hundredth of the programs of the tenant that has most, so that one cannot push out those of others.
 
         At least one, if there is any. All programs are looked at, which would be too much for every request.
         """
         for tenant, number in Counter(map(itemgetter(0), self._programs)).most_common():
-            of_tenant = ((key, program) for key, program in self._programs.items() if key[0] == tenant)
-            ended = (key for key, program in of_tenant if not program.is_running())
+            ended = (one for one in self._programs.items() if one[0][0] == tenant and not one[1].is_running())
             if found := list(islice(ended, max(1, number // 100))):
                 return found
         return []
@@ -434,9 +436,11 @@ class Programs:
     ) -> Answer:
         for choice in choices:
             emit(choice)
+        chooser = self._chooser
         if request.journal is not None:
             request.journal.add("models", "", {request.agent: task.model.alias})
-        cache, estimates, clock = self._cache, self._chooser.estimates, self._clock
+            chooser = chooser.anew() if request.journal.repeats else chooser  # nothing is learned from what is repeated
+        cache, estimates, clock = self._cache, chooser.estimates, self._clock
         record.run = run = AgentRun(task, estimates, emit, clock=clock, writer=writer)
         run.start()
         load, remainder = estimates.prefill(task.model), partial(self._remainder, request)
@@ -445,7 +449,7 @@ class Programs:
             prompt = await self._exact(request, task, prompt)
         output = await run.decode(prompt.ids, prompt.sent)
         usage = usage_of(task, output)
-        if request.reads and task.model.drafts == "auto":
+        if request.reads and task.model.drafts == "auto" and chooser is self._chooser:
             compare_drafts(self._holdouts, _drafts_of(request), [usage], held_out=not task.drafts, now_s=clock())
         return Answer(output.text, output.finish.reason, {request.agent: usage}, reasoning=output.reasoning)
 

@@ -129,10 +129,9 @@ def train_lengths(runs: Sequence[TracedRun], settings: ForestSettings) -> tuple[
     """A predictor of `runs` that ended, trained on all but the held-out programs. Raises ConfigError for too few."""
     ended = [run for run in runs if run.whole]
     programs = sorted({run.program for run in ended})
-    few = f"{len(programs)} whole programs are too few to learn from."
-    require(len(programs) >= LEAST_PROGRAMS, few, "Record more.")
+    require(len(programs) >= LEAST_PROGRAMS, f"{len(programs)} whole programs are too few to train on.", "Record more.")
     random.Random(settings.seed).shuffle(programs)
-    judging = set(programs[: max(1, round(settings.held_out * len(programs)))])
+    judging = set(programs[: min(max(1, round(settings.held_out * len(programs))), len(programs) - 1)])
     model = fit_lengths([run for run in ended if run.program not in judging], settings)
     return model, judged(model, [run for run in ended if run.program in judging])
 

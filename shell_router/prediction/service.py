@@ -30,7 +30,7 @@ HANG_S = 20.0
 class PredictionService(SideProcess):
     """One predictor's process. Raises ConfigError where `folder` holds no predictor of this `kind`."""
 
-    def __init__(self, kind: Prediction, folder: Path, settings: PredictionSettings) -> None:
+    def __init__(self, kind: Prediction, folder: Path, settings: PredictionSettings, *, hang_s: float = HANG_S) -> None:
         description, _ = FILES[kind]
         if not (folder / description).is_file():
             command = "router" if kind == "scores" else "lengths"
@@ -45,7 +45,7 @@ class PredictionService(SideProcess):
             f"{kind} predicting",
             side_command("shell_router.prediction.process:predictor", arguments, MAX_BATCH),
             side_environment(settings.threads),
-            ProcessLimits(settings.limit_s, hang_s=HANG_S),
+            ProcessLimits(settings.limit_s, hang_s=hang_s),
         )
 
     async def answers(self) -> bool:

@@ -34,7 +34,7 @@ class Lessons:
         """To learn from, and to judge by."""
         places = list(range(len(self.questions)))
         random.Random(seed).shuffle(places)
-        judging = max(1, round(held_out * len(places)))
+        judging = min(max(1, round(held_out * len(places))), len(places) - 1)
         return self.part(sorted(places[judging:])), self.part(sorted(places[:judging]))
 
 
@@ -57,26 +57,26 @@ def lessons_of(answers: Sequence[Graded]) -> Lessons:
         return Lessons(questions, models, sums / counts)
 
 
-def fit_head(vectors: Vectors, lessons: Lessons, strength: float = 1.0) -> Head:
-    """Logistic regression per model on scaled features: binary cross entropy, with a little decay (1 / `strength`)."""
+def fit_head(vectors: Vectors, lessons: Lessons) -> Head:
+    """Logistic regression per model on scaled features: binary cross entropy, with a little decay."""
     mean, scale = vectors.mean(axis=0), vectors.std(axis=0) + 1e-6
     scaled = (vectors - mean) / scale
     weights, bias = [], []
     for column in range(len(lessons.models)):
         asked = ~np.isnan(lessons.right[:, column])
-        found = _fitted(scaled[asked], lessons.right[asked, column] >= 0.5, strength)
+        found = _fitted(scaled[asked], lessons.right[asked, column] >= 0.5)
         weights.append(found[:-1] / scale)
         bias.append(found[-1] - float((found[:-1] / scale) @ mean))
     return Head(lessons.models, np.array(weights, dtype=np.float64).T, np.array(bias, dtype=np.float64))
 
 
-def _fitted(scaled: Vectors, right: NDArray[np.bool_], strength: float) -> NDArray[np.float64]:
+def _fitted(scaled: Vectors, right: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Weights, then the bias. A model that is always right, or never, has a score without weights."""
     if right.all() or not right.any():
         share = (right.sum() + 1) / (len(right) + 2)
         return np.append(np.zeros(scaled.shape[1]), np.log(share / (1 - share)))
     # C is per example: features count in hundreds, and must not be fitted to the noise of few questions
-    found = LogisticRegression(C=strength / scaled.shape[1], max_iter=2000).fit(scaled, right)
+    found = LogisticRegression(C=1.0 / scaled.shape[1], max_iter=2000).fit(scaled, right)
     return np.append(found.coef_[0], found.intercept_[0])
 
 

@@ -4,7 +4,7 @@ Requests for one adapter stand together in groups, in the order in which the gro
 queues, section 4.2). Within `window_s` loaded adapters serve every request that comes. Then as many of them are drained
 as there are other adapters that have been awaited for so long: an adapter in steady use would else never leave. The
 one whose last use was first leaves first; orders that know more gained nothing within the window (docs/benchmarks).
-Models that take turns are kept by the same rules, in an order of their own (`experts.components.swapping`).
+Models that take turns are kept by the same rules, in an order of their own (`experts.components.engine_components`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -95,7 +95,7 @@ async def test_metrics_have_the_number_of_the_loop_s_tasks() -> None:
 
 async def test_metrics_can_be_asked_for_by_name_those_of_engines_too() -> None:
     async with api() as served:
-        served.services.metrics.registry.register(EngineMetrics({}, restarts=lambda: {"small": 2}))
+        served.services.metrics.registry.register(EngineMetrics({}, restarts=[lambda: {"small": 2}]))
         names = {"name[]": "shell_router_engine_restarts_total"}
         async with served.client.get(served.url + "/metrics", params=names) as response:
             lines = (await response.text()).splitlines()

@@ -78,6 +78,19 @@ async def test_one_that_does_not_answer_costs_its_limit_and_answers_again_once_i
     assert await answered(predictor)
 
 
+async def test_one_that_hangs_is_killed_and_started_anew(folder: Path) -> None:
+    service = PredictionService("lengths", folder, HASTY, hang_s=1.0)
+    try:
+        await service.start()
+        hung = service.pid
+        assert hung is not None
+        os.kill(hung, signal.SIGSTOP)
+        assert await answered(Predictions(None, service))
+        assert service.pid not in (None, hung)
+    finally:
+        await service.aclose()
+
+
 async def test_a_dead_one_costs_requests_their_forecasts_until_it_is_there_again(
     services: dict[str, PredictionService],
 ) -> None:

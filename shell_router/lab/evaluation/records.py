@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from shell_router.batch.data_sets import Row, read_rows
 from shell_router.batch.questions import Grader, grader_of, read_answer
-from shell_router.errors import ConfigError, DataError
+from shell_router.errors import ConfigError, DataError, require
 from shell_router.prediction.scores import Graded
 from shell_router.topology.document import read_json_lines
 
@@ -55,16 +55,8 @@ class EvaluationOptions:
     records: Path | None = None
 
     def __post_init__(self) -> None:
-        if (self.config is None) == (self.url is None):
-            raise ConfigError("an evaluation needs a config or a url, and not both.")
-        if self.config is not None and self.api_key is not None:
-            raise ConfigError(
-                "a deployment that is started for an evaluation takes no key.", remedy="Leave out --api-key-env."
-            )
-        if self.limit_s <= 0:
-            raise ConfigError(f"a request's limit must be above 0 s, not {self.limit_s:g}.")
-        if not self.seeds:
-            raise ConfigError("seeds is empty.", remedy="Name at least one, as in --seeds 0.")
+        require(self.limit_s > 0, f"a request's limit must be above 0 s, not {self.limit_s:g}.")
+        require(bool(self.seeds), "seeds is empty.", "Name at least one, as in --seeds 0.")
 
 
 FORM = 'Write one object per line: {"question": "…", "answer": "…"}.'

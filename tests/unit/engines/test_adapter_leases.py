@@ -262,6 +262,15 @@ async def test_no_request_waits_longer_than_the_limit() -> None:
             await at.leases.lease("b")
 
 
+async def test_the_error_for_a_model_without_a_place_names_both_settings_that_give_more() -> None:
+    tasks, settings = TaskOwner(), AdapterSettings({}, 1, 10.0, wait_s=0.2)
+    leases = AdapterLeases("memory", GatedLoader(), settings, tasks, lambda: 0.0, kind="model")
+    await leases.lease("a")
+    with pytest.raises(EngineUnavailable, match=r"allow more models at a time: by max_loaded_models or pairs"):
+        await leases.lease("b")
+    await tasks.aclose(1)
+
+
 async def test_waiting_for_a_load_and_not_for_a_place_is_named_in_the_error() -> None:
     async with server(wait_s=0.2) as at:
         at.loader.gate.clear()

@@ -22,7 +22,7 @@ async def test_what_is_known_of_engines_is_exported_and_what_is_not_is_absent() 
     decodes.waits.add(6.0)
     now_s[0] = 1.5
     registry = CollectorRegistry()
-    registry.register(EngineMetrics({"small": pool}, lambda: {"small decode": 1}, lambda: now_s[0]))
+    registry.register(EngineMetrics({"small": pool}, [lambda: {"small decode": 1}], lambda: now_s[0]))
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"shell_router_{name}", labels)

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import orjson
@@ -15,8 +16,11 @@ from shell_router.core.events import AgentFinished, AgentStopped, AgentTokens, E
 from shell_router.core.marks import REASONING_PARSERS
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import AgentFailed, EngineUnreachable
+from shell_router.moa.choosing import ModelChooser
 from shell_router.moa.journal import Journal, Past
-from shell_router.moa.requests import Answer
+from shell_router.moa.programs import Programs
+from shell_router.moa.requests import AgentRequest, Answer, OutputOf
+from shell_router.routing.holdout import Compared, Comparison, Holdouts
 from shell_router.topology import AUTO, Agent, Cluster, Prefill, Prompt, Topology
 from tests.fakes.journals import MemoryJournals
 from tests.fakes.moa import Recorder, ScriptedMoa, agent_of, ask
@@ -100,6 +104,44 @@ async def test_a_run_that_ended_is_repeated_without_an_engine() -> None:
     }
     assert not asked(again) and not any(engine.prefilled for engine in again.engines.values())
     assert "".join(event.text for event in events.of(AgentTokens) if event.agent == "root") == TEXTS["root"]
+
+
+class CountingHoldouts(Holdouts):
+    """Compares every agent's drafts, and counts them."""
+
+    compared = 0
+
+    def __contains__(self, key: Compared) -> bool:
+        return True
+
+    def observe(self, key: Compared, *, held_out: bool, seconds: float, now_s: float) -> Comparison | None:
+        self.compared += 1
+        return super().observe(key, held_out=held_out, seconds=seconds, now_s=now_s)
+
+
+async def test_nothing_is_learned_from_an_agent_requests_repeated_output() -> None:
+    async def learned(store: MemoryJournals, run_id: str) -> tuple[float | None, int]:
+        """What is known of the model's outputs and of its drafts."""
+
+        async def texts() -> AsyncIterator[str]:
+            yield "Say something."
+
+        moa, holdouts = ScriptedMoa(), CountingHoldouts()
+        models = {name: replace(one, drafts="auto") for name, one in moa.models.items()}
+        chooser = ModelChooser(models, clock=monotonic)
+        programs = Programs(models, moa.cache, clock=monotonic, chooser=chooser, holdouts=holdouts)
+        records = await store.claim("tenant", "key", run_id, "head")
+        assert records is not None
+        journal = Journal(store, "tenant", "key", run_id, records)
+        await programs.write(AgentRequest("tenant", "p", "first", ""), texts())
+        await programs.run(AgentRequest("tenant", "p", "second", "large", (OutputOf("first"),), journal=journal), print)
+        await journal.close(void=False)
+        return chooser.estimates.output_tokens("large", None, None), holdouts.compared
+
+    store = MemoryJournals()
+    tokens, compared = await learned(store, "first")
+    assert tokens is not None and compared == 1
+    assert await learned(store, "second") == (None, 0)
 
 
 async def test_wherever_the_router_died_the_next_asks_only_for_what_was_not_finished() -> None:

@@ -2,9 +2,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from time import monotonic
+from typing import Any
 
 import pytest
 
+from agent_cache import MemoryAgentPromptCache
 from shell_router.core.events import AgentStarted, AgentTokens
 from shell_router.errors import (
     AgentFailed,
@@ -255,6 +257,42 @@ async def test_the_oldest_ended_program_makes_room_and_running_ones_do_not() -> 
         await programs.run(send("first", "Hi", program="newest"), print)
     hold.release()
     await running
+
+
+class SlowCache(MemoryAgentPromptCache):
+    """Forgets the program "0" once `may_forget` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(clock=monotonic)
+        self.asked, self.may_forget = asyncio.Event(), asyncio.Event()
+
+    async def forget(self, tenant: str, program: str) -> None:
+        if program == "0":
+            self.asked.set()
+            await self.may_forget.wait()
+        await super().forget(tenant, program)
+
+
+@pytest.mark.parametrize("limits", [{"ttl_s": 10.0}, {"max_programs": 200}])
+async def test_a_program_that_runs_again_while_others_are_forgotten_is_kept(limits: dict[str, Any]) -> None:
+    async def texts() -> AsyncIterator[str]:
+        yield "x"
+
+    now_s, hold, moa, cache = 0.0, Hold(), ScriptedMoa(), SlowCache()
+    programs = Programs(moa.models, cache, clock=lambda: now_s, **limits)
+    for number in range(200):
+        await programs.write(AgentRequest("tenant", f"{number}", "a", ""), texts())
+    now_s, moa.engines["small"].pace = 10.0, hold.pace
+    begins = asyncio.create_task(programs.write(AgentRequest("tenant", "new", "a", ""), texts()))
+    await cache.asked.wait()
+    runs = asyncio.create_task(programs.run(send("b", "Hi", program="1"), print))
+    await hold.until_waiting()
+    cache.may_forget.set()
+    await begins
+    assert programs.state("tenant", "1").agents["b"] == "running"
+    hold.release()
+    await programs.run(send("c", OutputOf("b"), program="1", model="large"), print)
+    assert moa.prompts("large") == [(await runs).text]
 
 
 async def test_a_tenant_with_many_programs_pushes_out_its_own() -> None:

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,12 @@ def test_without_texts_the_counts_alone_are_learned() -> None:
 def test_too_few_programs_are_refused() -> None:
     with pytest.raises(ConfigError, match="too few"):
         train_lengths(runs(5), FEW_TREES)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # scikit-learn's share of one text's variance
+def test_the_largest_held_out_share_leaves_a_program_to_learn_from() -> None:
+    _, scores = train_lengths(runs(10), replace(FEW_TREES, held_out=0.98))
+    assert sum(score.runs for score in scores) > 0
 
 
 def test_a_file_that_could_hold_code_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from training.family import Size, make_network, make_tokenizer, save
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
+from shell_router.cli import main
 from shell_router.core.predictors import Prospect
 from shell_router.errors import ConfigError
 from shell_router.prediction.files import Vectors
@@ -51,6 +52,20 @@ def test_answers_are_gathered_by_question_and_model() -> None:
     assert found.models == ("small", "large")
     assert found.right[0].tolist() == [0.5, 1.0]
     assert np.isnan(found.right[found.questions.index("new"), 1])
+
+
+@pytest.mark.parametrize("option", [("--epochs", "5"), ("--learning-rate", "0")])
+def test_options_of_fine_tuning_are_refused_without_it(
+    option: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "router", "graded.jsonl", "--data", "questions.jsonl", "--out", str(tmp_path / "out")]
+    assert main([*arguments, *option]) == 2
+    assert "--epochs and --learning-rate go with --tune" in capsys.readouterr().err
+
+
+def test_the_largest_held_out_share_leaves_a_question_to_learn_from(tmp_path: Path) -> None:
+    few, encoder = separable().part(range(20)), tiny_encoder(tmp_path / "bert")
+    assert train_router(few, tmp_path / "out", encoder=str(encoder), held_out=0.98).questions == 19
 
 
 def test_answers_of_one_model_alone_teach_no_choice() -> None:
