@@ -26,10 +26,13 @@ DRAFT_OPTIONS = (
 )
 PLACEMENT = "SHELL_ROUTER_EXPERT_PLACEMENT"
 EPLB_OPTIONS = ("--enable-eplb", "--eplb-rebalance-num-iterations", "3000")  # Gimbal's tau: each placement stalls it
-HEARTBEAT = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
 # decode forgets a dead prefill after two missed heartbeats; one that is back sooner is taken for the old one, and every
 # later transfer hangs. 2 s is the shortest that SGLang takes.
-HEARTBEAT_S = 2
+DECODE_VARIABLES: Mapping[str, str] = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2"}
+# over TCP, a transfer in more than 1,024 pieces that waits for a second fails by default, and prefill then refuses that
+# decode server for good
+TCP_QUEUES = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535"}
+TRANSFER_VARIABLES: Mapping[str, str] = {**TCP_QUEUES, "MC_TCP_ADMISSION_TIMEOUT_MS": "60000"}
 # of an idle server /health generates, and one that sleeps has no memory for that and ends
 SLEEPER_VARIABLES: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 
@@ -130,14 +133,15 @@ def _engine(
     drafting = DRAFT_VARIABLES if drafts else {}
     placing = {PLACEMENT: placement} if placement else {}
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
-    heartbeat = {HEARTBEAT: str(HEARTBEAT_S)} if role == "decode" else {}
+    sends = TRANSFER_VARIABLES if settings.transfer_backend.startswith("mooncake") else {}
+    transfer = DECODE_VARIABLES if role == "decode" else sends
     return EngineCommand(
         name=name,
         role=role,
         host=host,
         ports=(port, pair.bootstrap_port) if role == "prefill" else (port,),
         argv=(str(settings.python or python), "-m", "sglang.launch_server", *options),
-        env={**visible, **heartbeat, **drafting, **placing, **settings.environment},
+        env={**visible, **transfer, **drafting, **placing, **settings.environment},
         ready_url=str(url / "health"),
     )
 

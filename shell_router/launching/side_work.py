@@ -18,10 +18,10 @@ Work = Callable[[Sequence[bytes]], Sequence[Sequence[bytes]]]
 
 
 class Inbox:
-    """Calls that wait, oldest first; those that were given up are dropped."""
+    """Calls that wait, oldest first; those that were given up have no body."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, bytes] = {}
+        self._waiting: dict[int, bytes | None] = {}
         self._arrived = threading.Condition()
 
     def put(self, call: int, body: bytes) -> None:
@@ -31,9 +31,10 @@ class Inbox:
 
     def forget(self, call: int) -> None:
         with self._arrived:
-            self._waiting.pop(call, None)
+            if call in self._waiting:
+                self._waiting[call] = None
 
-    def take(self, limit: int) -> dict[int, bytes]:
+    def take(self, limit: int) -> dict[int, bytes | None]:
         """Wait for a call; return it with those that wait too, `limit` at most."""
         with self._arrived:
             self._arrived.wait_for(lambda: self._waiting)
@@ -55,9 +56,12 @@ def serve(load: Callable[[], Work], max_batch: int) -> None:
         os._exit(1)
     write_done(answers, READY)
     while True:
-        batch = inbox.take(max_batch)
+        taken = inbox.take(max_batch)
+        batch = {call: body for call, body in taken.items() if body is not None}
+        for call in taken.keys() - batch.keys():
+            write_done(answers, call)  # read by no caller, but the router sees that the process answers
         try:
-            done = work(list(batch.values()))
+            done = work(list(batch.values())) if batch else []
         except Exception as error:
             # one body too many for the memory must not end the process
             for call in batch:

@@ -9,7 +9,7 @@ from launch.sglang_cpu.pair import COMMON_OPTIONS, ROLE_OPTIONS
 from shell_router.app import load_config
 from shell_router.config import Config
 from shell_router.errors import ConfigError
-from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
+from shell_router.launching.plan import TRANSFER_VARIABLES, EngineCommand, LaunchPlan, plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FOLDER = Path("/run/engines")
@@ -63,10 +63,10 @@ def test_without_gpus_none_are_chosen(tmp_path: Path) -> None:
     assert all("CUDA_VISIBLE_DEVICES" not in engine.env for engine in planned(tmp_path, MODEL + PAIR % "").engines)
 
 
-def test_only_decode_beats_faster(tmp_path: Path) -> None:
+def test_decode_beats_faster_and_prefill_waits_longer_for_transfers_over_tcp(tmp_path: Path) -> None:
     prefill, decode = planned(tmp_path, MODEL + PAIR % "").engines
     assert decode.env == {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2"}
-    assert prefill.env == {}
+    assert prefill.env == TRANSFER_VARIABLES
 
 
 def test_decode_drafts_where_the_deployment_says_so_and_the_pairs_own_flags_win(tmp_path: Path) -> None:
