@@ -28,9 +28,9 @@ PLACEMENT = "SHELL_ROUTER_EXPERT_PLACEMENT"
 EPLB_OPTIONS = ("--enable-eplb", "--eplb-rebalance-num-iterations", "3000")  # Gimbal's tau: each placement stalls it
 # decode forgets a dead prefill after two missed heartbeats; one that is back sooner is taken for the old one, and every
 # later transfer hangs. 2 s is the shortest that SGLang takes.
-DECODE_VARIABLES: Mapping[str, str] = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2"}
-# over TCP, a transfer in more than 1,024 pieces that waits for a second fails by default, and prefill then refuses that
-# decode server for good
+HEARTBEAT_S = 2
+DECODE_VARIABLES: Mapping[str, str] = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(HEARTBEAT_S)}
+# by default prefill refuses a decode server for good once a TCP transfer in over 1,024 pieces has waited for a second
 TCP_QUEUES = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535"}
 TRANSFER_VARIABLES: Mapping[str, str] = {**TCP_QUEUES, "MC_TCP_ADMISSION_TIMEOUT_MS": "60000"}
 # of an idle server /health generates, and one that sleeps has no memory for that and ends
