@@ -170,21 +170,6 @@ class Drain:
         self.cut = False
         self.deadlines: set[Deadline] = set()
         self._idle = asyncio.Event()
-        self._detached: set[asyncio.Task[Any]] = set()
-
-    def detach(self, run: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Run what goes on after its request was answered. It counts as a running request, and is waited for as one."""
-        task = asyncio.create_task(run)
-        self.running += 1
-        self._detached.add(task)
-        task.add_done_callback(self._detached_ended)
-        return task
-
-    def _detached_ended(self, task: "asyncio.Task[Any]") -> None:
-        self._detached.discard(task)
-        self.ended()
-        if not task.cancelled():
-            task.exception()  # read, or asyncio would report it as lost
 
     def ended(self) -> None:
         """One of them has ended."""
@@ -237,6 +222,8 @@ FREEING = frozenset({"/v1/batches/{batch_id}/cancel", "/v1/responses/{response_i
 """Routes that make space, and are never refused for lack of it."""
 CLIENT_GONE = 499  # nginx's number for it; no client ever sees it
 ACCEPTED_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+DETACHED: web.RequestKey["asyncio.Task[Any]"] = web.RequestKey("DETACHED")
+"""What goes on after the request."""
 
 
 class Admission:
@@ -247,6 +234,7 @@ class Admission:
         self._settings = settings
         self._drain = drain
         self._agents: Counter[str] = Counter()
+        self._detached: set[asyncio.Task[Any]] = set()
         self.keys = Keys(settings.keys)
         self.connections = Connections(settings)
         services.metrics.running_requests.set_function(lambda: drain.running)
@@ -259,7 +247,7 @@ class Admission:
         given = request.headers.get("x-request-id", "")  # the client's own, if it is fit to be written to the log
         CURRENT.set(span_of_client(request.headers) if "traceparent" in request.headers else None)
         request[REQUEST_ID] = given if ACCEPTED_REQUEST_ID.fullmatch(given) else services.new_id()
-        status, admitted = CLIENT_GONE, False
+        status = CLIENT_GONE
         if by_aiohttp is not None:
             self.connections.busy(by_aiohttp.transport)
         try:
@@ -276,8 +264,6 @@ class Admission:
                         f"{drain.running} requests are running, which is this server's limit.",
                         remedy=f"Try again in {self._settings.retry_after_s} s, or raise max_running.",
                     )
-                drain.running += 1
-                admitted = True
                 self.count(request, 1)
             reply = await handler(request)
             status = reply.status
@@ -293,9 +279,9 @@ class Admission:
         finally:
             if by_aiohttp is not None:
                 self.connections.idle(by_aiohttp.transport)
-            if admitted:
-                drain.ended()
-            self._agents.subtract({request.get(TENANT, ""): request.get(AGENTS, 0)})
+            if AGENTS in request:
+                ended = functools.partial(self._ended, request[TENANT], request[AGENTS])
+                request[DETACHED].add_done_callback(ended) if DETACHED in request else ended()
             took_s = services.clock() - started_s
             services.metrics.http_request_ended(route, status, took_s)
             if services.access_log is not None:
@@ -321,7 +307,7 @@ class Admission:
         }
 
     def count(self, request: Request, agents: int) -> None:
-        """Count `agents` more for a running request.
+        """Count `agents` more for a request, which counts as running from the first time on.
 
         One of several tenants may not take the places of others; a single tenant has all of the router.
         Raises InvalidRequest where the request alone needs too many, and Overloaded where its tenant has too many now.
@@ -338,15 +324,25 @@ class Admission:
                 f" request needs {agents} more.",
                 remedy=f"Try again in {self._settings.retry_after_s} s, or raise limits.max_agents_per_tenant.",
             )
+        self._drain.running += AGENTS not in request
         self._agents[tenant] += agents
         request[AGENTS] = request.get(AGENTS, 0) + agents
 
-    def detach(self, request: Request, run: Coroutine[Any, Any, Any], agents: int = 1) -> "asyncio.Task[Any]":
-        """See `Drain.detach`; it counts as `agents` of the request's tenant, too."""
-        task, tenant = self._drain.detach(run), request[TENANT]
-        self._agents[tenant] += agents
-        task.add_done_callback(lambda _: self._agents.subtract({tenant: agents}))
+    def _ended(self, tenant: str, agents: int, _: object = None) -> None:
+        self._drain.ended()
+        self._agents[tenant] -= agents
+
+    def detach(self, request: Request, run: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Run what goes on after its request, which counts as running until both have ended."""
+        task = request[DETACHED] = asyncio.create_task(run)
+        self._detached.add(task)
+        task.add_done_callback(self._detached_ended)
         return task
+
+    def _detached_ended(self, task: "asyncio.Task[Any]") -> None:
+        self._detached.discard(task)
+        if not task.cancelled():
+            task.exception()  # read, or asyncio would report it as lost
 
     def _require_tokens(self, limit: int | None, tenant: str) -> None:
         if limit and (wait_s := self._services.rates.wait_s(tenant, limit, self._services.clock())) > 0:

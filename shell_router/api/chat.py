@@ -191,7 +191,7 @@ async def answer_chat(
     background: Callable[[Run, str, Fields], Awaitable[Reply]] | None = None,
 ) -> Reply:
     """The answer to a chat completion's body, in the form that `translation` gives it, or what `background` gives for
-    the run, its model's name and the body."""
+    the run, which it counts, its model's name and the body."""
     headers, model, app = request.headers, body.one_of("model"), request.app
     relay = app[SERVICES].relays.get(model)
     wishes = body.given(("program", "lazy")) or PROGRAM_HEADER in headers or LAZY_HEADER in headers
@@ -219,9 +219,9 @@ async def answer_chat(
         run, model = chats.run(asked, graph, target), asked.model if isinstance(asked, AgentRequest) else model
     else:
         run = chats.run(chat, graph, target)
-    app[ADMISSION].count(request, run.agents - 1)
     if background is not None:
         return await background(run, model, body)
+    app[ADMISSION].count(request, run.agents - 1)
     if KEY_HEADER in headers:
         run = app[KEPT_RUNS].join(run, key_of(request), body)
     request[TRACE] = run.trace

@@ -25,7 +25,7 @@ from shell_router.api.panels import BRINGING, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored, stream_error
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, end_of, key_of, place_of, reused
-from shell_router.api.services import REQUEST_ID, SERVICES, TENANT, TRACE
+from shell_router.api.services import AGENTS, REQUEST_ID, SERVICES, TENANT, TRACE
 from shell_router.api.streaming import (
     DONE,
     LAST_EVENT,
@@ -317,6 +317,7 @@ class BackgroundResponse:
         join = partial(request.app[KEPT_RUNS].join, run, self.key, body, head)
         run, records = join(), None  # None where it runs already
         if run.kept is None or not run.kept.has_begun:  # a claim for one that runs would take back a seal
+            request.app[ADMISSION].count(request, run.agents - request.get(AGENTS, 0))
             try:
                 records = await store.claim(*named, run.id, head)
             except JournalDiffers:
@@ -328,7 +329,7 @@ class BackgroundResponse:
         frames = ChatFrames(run, model, include_usage=True, include_agents=False)
         run.kept.last_record = partial(self._last_record, frames)
         if records is not None:
-            request.app[ADMISSION].detach(request, run.answer(), run.agents)
+            request.app[ADMISSION].detach(request, run.answer())
         request[TRACE] = run.trace
         if not self.stream:
             return self.standing("queued")

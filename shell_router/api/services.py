@@ -117,7 +117,7 @@ TENANT = web.RequestKey("TENANT", str)
 LEAVING = web.AppKey("LEAVING", asyncio.Event)
 """Set when the server is about to stop: load balancers and clients shall go elsewhere."""
 AGENTS = web.RequestKey("AGENTS", int)
-"""Agents that the request has been counted for."""
+"""Agents that the request has been counted for; without it, it does not count as running."""
 ASKED = web.RequestKey("ASKED", str)
 """The models or topologies that the request names."""
 TOKENS: web.RequestKey[tuple[int, int]] = web.RequestKey("TOKENS")

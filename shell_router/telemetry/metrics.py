@@ -57,7 +57,9 @@ class Metrics:
         count, seconds = self._counter, self._seconds
         self.requests = count("http_requests", "HTTP answers; 499: the client left", "route", "status")
         self.request_seconds = seconds("http_request_seconds", "Time from arrival to the answer's end", "route")
-        self.running_requests = self._gauge("running_requests", "Running POST and PUT requests, and lazy agents")
+        self.running_requests = self._gauge(
+            "running_requests", "Running POST and PUT requests, and what goes on after them"
+        )
         self.longest_stall = self._gauge("event_loop_longest_stall_seconds", "Longest stall of the last minute or two")
         self.tasks = self._gauge("asyncio_tasks", "asyncio tasks: as many as requests and connections need")
         why = "Choices for `auto` and lists"

@@ -11,6 +11,7 @@ from openai.types.responses import Response
 
 from shell_router.api import ApiSettings
 from shell_router.errors import EngineError
+from shell_router.topology import Agent, Topology
 from tests.fakes.api_server import Api, api, chat, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.redis_server import RedisServer, own_redis
@@ -167,6 +168,49 @@ async def test_a_response_is_unknown_to_other_tenants(redis: RedisServer) -> Non
                 with pytest.raises(openai.NotFoundError, match="No background response"):
                     await ask(begun.id)
         assert (await ended(alice, begun.id)).status == "completed"
+
+
+def tree(agents: int) -> Topology:
+    """A root that reads all other agents."""
+    leaves = {name: Agent(name, "small") for name in map("leaf{}".format, range(agents - 1))}
+    return Topology(f"tree-{agents}", {**leaves, "root": Agent("root", "large", tuple(leaves))})
+
+
+@pytest.mark.parametrize("limits", [{"max_agents_per_tenant": 26}, {"max_running": 2}])
+async def test_a_streamed_response_counts_once_until_it_ends_whether_its_client_stays_or_leaves(
+    redis: RedisServer, limits: dict[str, int]
+) -> None:
+    gates = Gates("root")
+    moa = ScriptedMoa(pace=lambda rid, piece: gates.pace(rid, piece - 2))
+    settings, trees = ApiSettings(keys={"alice": "a", "bob": "b"}, **limits), (tree(13), tree(26))
+    async with (
+        router(redis, moa, settings=settings, topologies=trees) as served,
+        clients(served, key="a") as (alice,),
+    ):
+        metrics, ask = served.services.metrics.registry, {**ASK, "model": "tree-13"}
+
+        def running() -> float | None:
+            return metrics.get_sample_value("shell_router_running_requests")
+
+        streams = [await alice.responses.create(**ask, stream=True) for _ in range(2)]
+        await gates.until_waiting(2)
+        with pytest.raises(openai.RateLimitError):
+            await alice.responses.create(**ask)
+        begun = await anext(aiter(streams[0]))
+        async with await alice.responses.retrieve(begun.response.id, stream=True) as followed:
+            assert (await anext(aiter(followed))).type == begun.type
+        for stream in streams:
+            await stream.close()
+        left = {"route": RESPONSES, "status": "499"}
+        await until(lambda: metrics.get_sample_value("shell_router_http_requests_total", left) == 2)
+        with pytest.raises(openai.RateLimitError):
+            await alice.responses.create(**ask)
+        assert running() == 2
+        gates.open("root")
+        await until(lambda: running() == 0)
+        assert (
+            await alice.chat.completions.create(model="tree-26", messages=[{"role": "user", "content": "x"}])
+        ).choices
 
 
 async def test_an_id_that_names_nothing_or_another_run_is_unknown(redis: RedisServer) -> None:
