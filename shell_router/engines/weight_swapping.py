@@ -58,7 +58,7 @@ def read_tensors(folder: Path) -> Mapping[str, TensorShape]:
 
 
 READ_AT_START = ("config.json", "generation_config.json", "tokenizer.json")
-IRRELEVANT = {"_name_or_path", "transformers_version"}
+IRRELEVANT = {"_name_or_path", "transformers_version", "use_cache"}
 
 
 def obstacle_to_swap(served: Path, wanted: Path) -> str:
