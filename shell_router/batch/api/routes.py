@@ -157,8 +157,7 @@ def attached(config: Config) -> Iterator[Callable[[web.Application], None]]:
         pools = loaded_pools(config)
 
         def add(app: web.Application) -> None:
-            at = folder.path / "pools"
-            runners = {name: PoolLines(name, pool, at, app[SERVICES]) for name, pool in pools.items()}
+            runners = {name: PoolLines(name, pool, folder.pools, app[SERVICES]) for name, pool in pools.items()}
             add_batches(app, folder, config.batches, runners)
 
         yield add

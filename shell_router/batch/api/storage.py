@@ -243,9 +243,9 @@ class BatchFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._files = path / "files"
         self._batches = path / "batches"
+        self.pools = path / "pools"
         for folder in (self._files, self._batches):
             folder.mkdir(parents=True, exist_ok=True)
             for draft in (*folder.glob("*.part"), *folder.glob("*.tmp")):  # of a router that was killed
@@ -262,7 +262,12 @@ class BatchFolder:
         )
         for batch in self.batches:
             if batch.ended:
-                self.input(batch.id).unlink(missing_ok=True)
+                self.clear(batch.id)
+
+    def clear(self, batch_id: str) -> None:
+        """Delete what a batch needs until its end: its input, and what its pools have written. Raises OSError."""
+        self.input(batch_id).unlink(missing_ok=True)
+        shutil.rmtree(self.pools / batch_id, ignore_errors=True)
 
     async def remove(self, file_id: str) -> None:
         """Delete the file. A batch that reads it has a link of its own. Raises StorageFailed."""
