@@ -1,5 +1,6 @@
 """Batches of the official client whose lines name a pool, answered by real models on embedded workers."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,11 +19,20 @@ from shell_router.app import load_config, running_server
 from shell_router.app.models import Fleet
 from shell_router.batch.api.lines import BatchLine, LineResult
 from shell_router.batch.api.runner import PoolLines
+from shell_router.batch.journal import Output, Role
 from shell_router.batch.pool import load_pool
+from shell_router.batch.questions import Question
 from shell_router.errors import ConfigError, StorageFailed
 from tests.fakes.api_server import ENDPOINT, ENDS, jsonl, line, live, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.pools import ROOT, write_pool
+from tests.fakes.turns import Turns, counted
+
+PROPOSERS_AND_AGGREGATOR: tuple[tuple[Role, str], ...] = (
+    ("proposer", "small"),
+    ("proposer", "medium"),
+    ("aggregator", "large"),
+)
 
 
 def write_deployment(at: Path, **batches: Any) -> Path:
@@ -68,6 +78,12 @@ async def answered(ai: openai.AsyncOpenAI, *lines: object) -> tuple[dict[str, An
     batch = await ended(ai, await begun(ai, *lines))
     assert batch.status == "completed"
     return await _bodies(ai, batch.output_file_id), await _bodies(ai, batch.error_file_id)
+
+
+def scripted_services() -> Services:
+    """What a runner of lines needs besides its pool."""
+    moa = ScriptedMoa()
+    return Services(moa.executor, moa.programs, live(moa.models), moa.models, {}, Fleet({}, {}, {}))
 
 
 async def no_run_is_left(deployment: Path) -> None:
@@ -149,15 +165,13 @@ async def test_a_cancelled_batch_leaves_no_run_of_its_pool(tmp_path: Path) -> No
 
 @pytest.mark.slow
 async def test_a_run_that_ended_while_its_results_were_kept_asks_nothing_twice(tmp_path: Path) -> None:
-    moa = ScriptedMoa()
-    services = Services(moa.executor, moa.programs, live(moa.models), moa.models, {}, Fleet({}, {}, {}))
-    pooled = PoolLines("panel", load_pool(write_pool(tmp_path)), tmp_path, services)
-    asked = [line(str(place), f"What is 2 plus {place}?", model="panel")["body"] for place in range(4)]
+    pooled = PoolLines("panel", load_pool(write_pool(tmp_path)), tmp_path, scripted_services())
+    questions = [Question(str(place), f"What is 2 plus {place}?", line=place) for place in range(4)]
     kept: list[str] = []
     is_full = True
 
-    def lines() -> list[BatchLine]:
-        return [BatchLine(place, str(place), body, str(place) in kept) for place, body in enumerate(asked)]
+    def asked() -> dict[Question, BatchLine]:
+        return {one: BatchLine(one.line, one.id, {}, one.id in kept) for one in questions}
 
     async def keep(result: LineResult) -> None:
         if is_full and len(kept) == 2:
@@ -165,12 +179,44 @@ async def test_a_run_that_ended_while_its_results_were_kept_asks_nothing_twice(t
         kept.append(result.custom_id)
 
     with pytest.raises(StorageFailed):
-        await pooled.run("batch_1", lines(), keep)
+        await pooled.run("batch_1", asked(), keep)
     outputs = (tmp_path / "batch_1" / "panel" / "outputs.jsonl").read_bytes()
     is_full = False
-    await pooled.run("batch_1", lines(), keep)
+    await pooled.run("batch_1", asked(), keep)
     assert sorted(kept) == ["0", "1", "2", "3"]
     assert (tmp_path / "batch_1" / "panel" / "outputs.jsonl").read_bytes() == outputs
+
+
+async def test_no_turn_of_the_event_loop_does_much_for_a_large_run(tmp_path: Path) -> None:
+    """All outputs were written before a stop, so that what reads and judges them is all that runs."""
+    number = 3000
+    pair = {"prefill": "http://127.0.0.1:1", "decode": "http://127.0.0.1:2", "launch": {}}
+    pool = load_pool(write_pool(tmp_path, workers=[{"pair": pair}], recruit={"proposers": 2}))
+    outputs = [
+        Output(str(place), role, model, f"{model} says. Answer: {model}.", 0.9, 5, 5)
+        for place in range(number)
+        for role, model in PROPOSERS_AND_AGGREGATOR
+    ]
+    (tmp_path / "batch_1" / "panel").mkdir(parents=True)
+    (tmp_path / "batch_1" / "panel" / "outputs.jsonl").write_bytes(
+        b"".join(orjson.dumps(one) + b"\n" for one in outputs)
+    )
+    asked = {
+        Question(str(place), "What is it?", line=place): BatchLine(place, str(place), {}, is_answered=place % 2 == 0)
+        for place in range(number)
+    }
+    panel = PoolLines("panel", pool, tmp_path, scripted_services())
+    kept: list[LineResult] = []
+    turns = Turns()
+
+    async def keep(result: LineResult) -> None:
+        kept.append(result)
+        await asyncio.sleep(0)
+
+    with counted(turns):
+        await panel.run("batch_1", asked, keep)
+    assert len(kept) == number / 2 and all(one.body and one.body["pool"]["by"] == "aggregator" for one in kept)
+    assert 100 < turns.most < number, turns.most
 
 
 @pytest.mark.parametrize(

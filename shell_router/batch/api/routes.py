@@ -171,8 +171,7 @@ def add_batches(
     At the stop lines end at once, for the requests that still run. `pools` answer lines that name one as their model.
     """
     runner = ChatLines(app[CHATS], settings.concurrency, pools)
-    longest = app[SETTINGS].max_body_bytes
-    runs = app[BATCH_RUNS] = BatchRuns(folder, runner, app[SERVICES], longest, settings.file_ttl_s)
+    runs = app[BATCH_RUNS] = BatchRuns(folder, runner, app[SERVICES], app[SETTINGS].max_body_bytes, settings.file_ttl_s)
     app[BATCHES] = settings
     expiring = list[asyncio.Task[None]]()
 

@@ -94,9 +94,8 @@ class BatchRun:
     async def _worked_off(self) -> tuple[Fault, ...]:
         """Return when all lines are answered, when the batch is cut or expires, or with its input's faults."""
         try:
-            now_s = asyncio.get_running_loop().time()
             left_s = 0 if self._record.status == "cancelling" else self._record.expires_at - self._services.wall()
-            async with asyncio.timeout_at(now_s + left_s) as limit:
+            async with asyncio.timeout(left_s) as limit:
                 self._limit = limit
                 if self._record.status == "validating" and (faults := await self._checked()):
                     return faults
@@ -125,8 +124,7 @@ class BatchRun:
         self._note_counts()
 
     def _note_counts(self) -> None:
-        counted = replace(self._record, completed=self._results.completed, failed=self._results.failed)
-        self._folder.batches.note(counted)
+        self._folder.batches.note(replace(self._record, completed=self._results.completed, failed=self._results.failed))
 
     def _outcome(self) -> Status:
         """What the batch ends as, now that nothing runs; a run that was killed while it ended may have found it."""

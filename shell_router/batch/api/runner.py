@@ -62,21 +62,25 @@ class ChatLines:
         What `keep` raises ends it. A line that fails has a result that says so.
         """
         ahead = asyncio.Semaphore(self._concurrency)  # a batch holds no more lines than could run
-        pooled: dict[str, list[BatchLine]] = {}
+        pooled: dict[str, dict[Question, BatchLine]] = {}
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in lines:
                     model = line.body.get("model")
                     if isinstance(model, str) and model in self._pools:
-                        pooled.setdefault(model, []).append(line)
+                        question = _question(line)
+                        if isinstance(question, Question):
+                            pooled.setdefault(model, {})[question] = line
+                        elif not line.is_answered:
+                            await keep(refused(line, self._chats.services.new_id(), question))
                     elif not line.is_answered:
                         await ahead.acquire()
                         answering = group.create_task(self._answer(batch.tenant, line, keep))
                         answering.add_done_callback(lambda _: ahead.release())
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        for name, of_pool in pooled.items():
-            await self._pools[name].run(batch.id, of_pool, keep)
+        for name, asked in pooled.items():
+            await self._pools[name].run(batch.id, asked, keep)
 
     async def _answer(self, tenant: str, line: BatchLine, keep: Keep) -> None:
         """An engine that is away for a while fails no line; meanwhile other batches' lines run."""
@@ -135,20 +139,15 @@ class PoolLines:
     services: Services
     _busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def run(self, batch_id: str, lines: Sequence[BatchLine], keep: Keep) -> None:
+    async def run(self, batch_id: str, asked: Mapping[Question, BatchLine], keep: Keep) -> None:
         """Return once the results of all that are not answered have been kept.
 
-        Cancelled, it goes on where it was with all the batch's `lines`, whichever are answered by then.
+        Cancelled, it goes on where it was with all that the batch has `asked`, whatever is answered by then.
         """
-        read = [_question(line) for line in lines]
-        left = {line.custom_id: line for line in lines if not line.is_answered}
-        for line, error in zip(lines, read, strict=True):
-            if isinstance(error, InvalidField) and left.pop(line.custom_id, None):
-                await keep(refused(line, self.services.new_id(), error))
+        left = await asyncio.to_thread(lambda: {one.custom_id: one for one in asked.values() if not one.is_answered})
         if left:
-            questions = tuple(one for one in read if isinstance(one, Question))
             async with self._busy:  # an id stands for its input, which never changes
-                await self._answer(Questions(questions, (), batch_id), left, keep)
+                await self._answer(Questions(tuple(asked), (), batch_id), left, keep)
 
     async def _answer(self, questions: Questions, left: Mapping[str, BatchLine], keep: Keep) -> None:
         folder = self.folder / questions.fingerprint / self.name
@@ -160,10 +159,8 @@ class PoolLines:
             for line in left.values():
                 await keep(refused(line, self.services.new_id(), EngineError(f"The pool could not run: {error}")))
             return
-        for result in done.results:
-            line, request_id = left.get(result.id or ""), self.services.new_id()
-            if line is None:
-                continue
+        for result in await asyncio.to_thread(lambda: [one for one in done.results if one.id in left]):
+            line, request_id = left[str(result.id)], self.services.new_id()
             if result.by == "none":
                 await keep(refused(line, request_id, EngineError(result.error)))
             else:

@@ -30,13 +30,11 @@ async def on_disk(step: Callable[P, T], *arguments: P.args, **named: P.kwargs) -
     """
     doing = asyncio.get_running_loop().run_in_executor(None, functools.partial(step, *arguments, **named))
     try:
-        await asyncio.wait([doing])
+        return await asyncio.shield(doing)
     except asyncio.CancelledError:
         await asyncio.wait([doing])
         doing.exception()  # read, or asyncio would report it as lost
         raise
-    try:
-        return doing.result()
     except OSError as error:
         log.error("the folder of the batches failed: %s", error)
         raise StorageFailed(
@@ -56,8 +54,6 @@ def link_or_copy(source: Path, target: Path) -> None:
     """Have `target` hold what `source` holds, even when that is deleted."""
     try:
         target.hardlink_to(source)
-    except FileNotFoundError:
-        raise
     except OSError:  # not every file system has links
         shutil.copyfile(source, target)
 

@@ -93,7 +93,7 @@ async def test_every_line_is_answered() -> None:
     assert {one.custom_id for one in kept} == set("abcde") and all(one.succeeded for one in kept)
 
 
-async def test_lines_that_name_a_pool_come_after_all_others_and_say_why_it_could_not_run(tmp_path: Path) -> None:
+async def test_lines_that_a_pool_takes_come_after_all_others_and_say_why_it_could_not_run(tmp_path: Path) -> None:
     pool = replace(load_pool(write_pool(tmp_path)), profile=None)
     lines = runner(pool=pool, folder=tmp_path)
     kept: list[LineResult] = []
@@ -107,8 +107,8 @@ async def test_lines_that_name_a_pool_come_after_all_others_and_say_why_it_could
             yield BatchLine(number, name, line(name, model=model, **fields)["body"])
 
     await lines.run(BATCH, mixed(), keep)
-    assert [(one.custom_id, one.status) for one in kept] == [("b", 200), ("hot", 400), ("a", 502)]
-    assert "temperature" in str(kept[1].body) and "There is no profile" in str(kept[2].body)
+    assert [(one.custom_id, one.status) for one in kept] == [("hot", 400), ("b", 200), ("a", 502)]
+    assert "temperature" in str(kept[0].body) and "There is no profile" in str(kept[2].body)
 
 
 @pytest.mark.parametrize(
