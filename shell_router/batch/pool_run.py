@@ -102,7 +102,7 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
     every = {question.id: pool.proposer_names for question in questions.asked}
     batch = Batch(pool.with_tau(ALWAYS if pool.aggregate else None), questions, every)
     written: dict[Key, Output] = {}
-    count, logs, first = len(pool.workers), pool.profile.with_suffix(".logs"), pool.proposer_names[0]
+    count, logs, names = len(pool.workers), pool.profile.with_suffix(".logs"), pool.proposer_names
 
     async def timed(name: str, prompts: Sequence[Prompt], *, spans: bool = False) -> tuple[ModelProfile, Load]:
         on, number, width = (Spanning(workers), 1, count) if spans else (workers, count, 1)
@@ -113,10 +113,10 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
 
     async with pool_workers(pool, logs) as workers:
         asked = batch.proposer_prompts()
-        found = [await timed(name, [one for one in asked if one.model == name]) for name in pool.proposer_names]
+        found = [await timed(name, [one for one in asked if one.model == name]) for name in names]
         start_s, one_shape = found[0][0].load_s, {load for _, load in found[1:]} == {"weights swapped"}
         if one_shape:  # the first was loaded by a start: here it takes the place of the last
-            swap_s, _ = await load_on_all(first, workers, count, monotonic)
+            swap_s, _ = await load_on_all(names[0], workers, count, monotonic)
             found[0] = replace(found[0][0], load_s=swap_s), "weights swapped"
         if pool.aggregate is not None:
             prompts, spans = batch.aggregator_prompts(written.get), pool.spanning is not None
@@ -124,13 +124,12 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
             if found[-1][1] == "model kept":
                 found[-1] = replace(found[-1][0], load_s=found[0][0].load_s), "weights swapped"
     profiles = [one for one, _ in found] if one_shape else at_their_dearest(found)
-    names = pool.proposer_names
     profile = PoolProfile(dict(zip(names, profiles, strict=False)), profiles[-1] if pool.aggregate else None)
     if one_shape:
         alone_s = start_s
         if count > 1:
             async with pool_workers(pool, logs) as workers:
-                alone_s, _ = await load_on_all(first, workers, 1, monotonic)
+                alone_s, _ = await load_on_all(names[0], workers, 1, monotonic)
         profile = with_starts(profile, alone_s, start_s, count)
         more = f"{profile.first_s:.1f} s longer, {profile.together_s:.1f} s more for each other worker in use"
         follow.on_progress(f"the first load of a worker: {more}")

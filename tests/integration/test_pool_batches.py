@@ -22,7 +22,8 @@ from shell_router.batch.api.runner import PoolLines
 from shell_router.batch.journal import Output, Role
 from shell_router.batch.pool import load_pool
 from shell_router.batch.questions import Question
-from shell_router.errors import ConfigError, StorageFailed
+from shell_router.batch.workers import pool_workers
+from shell_router.errors import ConfigError, EngineError, StorageFailed
 from tests.fakes.api_server import ENDPOINT, ENDS, jsonl, line, live, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.pools import ROOT, write_pool
@@ -33,6 +34,9 @@ PROPOSERS_AND_AGGREGATOR: tuple[tuple[Role, str], ...] = (
     ("proposer", "medium"),
     ("aggregator", "large"),
 )
+
+
+PAIR = {"prefill": "http://127.0.0.1:1", "decode": "http://127.0.0.1:2", "launch": {}}
 
 
 def write_deployment(at: Path, **batches: Any) -> Path:
@@ -187,11 +191,20 @@ async def test_a_run_that_ended_while_its_results_were_kept_asks_nothing_twice(t
     assert (tmp_path / "batch_1" / "panel" / "outputs.jsonl").read_bytes() == outputs
 
 
+async def test_logs_lie_where_the_pools_launch_says(tmp_path: Path) -> None:
+    launch = {"python": "/bin/false", "folder": "kept/logs"}
+    pool = load_pool(write_pool(tmp_path, workers=[{"pair": PAIR}], launch=launch))
+    async with pool_workers(pool, tmp_path / "run") as workers:
+        with pytest.raises(EngineError):
+            async with workers.session(0, "small"):
+                pass
+    assert list((tmp_path / "kept" / "logs" / "worker-0").glob("*.log")) and not (tmp_path / "run").exists()
+
+
 async def test_no_turn_of_the_event_loop_does_much_for_a_large_run(tmp_path: Path) -> None:
     """All outputs were written before a stop, so that what reads and judges them is all that runs."""
     number = 3000
-    pair = {"prefill": "http://127.0.0.1:1", "decode": "http://127.0.0.1:2", "launch": {}}
-    pool = load_pool(write_pool(tmp_path, workers=[{"pair": pair}], recruit={"proposers": 2}))
+    pool = load_pool(write_pool(tmp_path, workers=[{"pair": PAIR}], recruit={"proposers": 2}))
     outputs = [
         Output(str(place), role, model, f"{model} says. Answer: {model}.", 0.9, 5, 5)
         for place in range(number)
