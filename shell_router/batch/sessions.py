@@ -171,7 +171,7 @@ class Sessions:
                 share = replace(share, prompts=share.prompts if share.barren else never_begun)
                 taken = self._queues.not_loaded(worker, share)
                 if share.prompts:
-                    self._report(worker, share.model, share.prompts, str(error), taken)
+                    await self._report(worker, share.model, share.prompts, str(error), taken)
                 return 0
             load_s = self._clock() - begun_s
             queue.loads += 1
@@ -195,7 +195,7 @@ class Sessions:
                 following = queue.begin(share.model) or self._taken(worker, share.model)
         if left:
             taken = self._queues.not_answered(worker, share, left, answered=queue.answered > 0)
-            self._report(worker, share.model, left, failure, taken)
+            await self._report(worker, share.model, left, failure, taken)
         return done
 
     async def _measured(self, replanning: Replanning, worker: int, load_s: float | None, run_s: float) -> None:
@@ -263,7 +263,7 @@ class Sessions:
             queue.waiting.extend(rest)
         return await in_rounds(model, queue.waiting, self._concurrency, on_output)
 
-    def _report(self, worker: int, model: str, left: Sequence[Prompt], failure: str, taken: bool) -> None:
+    async def _report(self, worker: int, model: str, left: Sequence[Prompt], failure: str, taken: bool) -> None:
         """Log a failure; prompts that no worker takes get an output with it."""
         reason = f"worker {worker}: {len(left)} prompts of {model} were not answered: {failure}"
         if taken:
@@ -272,6 +272,7 @@ class Sessions:
         log.error("%s They are given up.", reason)
         for prompt in left:
             self._on_output(prompt.failed(failure))
+            await asyncio.sleep(0)  # each is a write
 
 
 async def in_rounds(model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput) -> Left:

@@ -594,3 +594,12 @@ async def test_no_turn_of_the_event_loop_does_much_for_a_long_question() -> None
         output = await answered(model, Prompt("q", "proposer", "m", messages, Sampling().params(0)))
     assert (output.text, output.prompt_tokens > words) == ("Yes.", True)
     assert 0 < turns.most < words, turns.most
+
+
+async def test_no_turn_of_the_event_loop_writes_down_many_prompts_that_are_given_up() -> None:
+    prompts, turns = 2000, Turns()
+    run = Run(ScriptedWorkers(unloadable=lambda *_: True), [{"a": prompts}])
+    with counted(turns):
+        await run.running.run()
+    assert len(run.outputs) == prompts and all(output.error for output in run.outputs)
+    assert 0 < turns.most < prompts, turns.most
