@@ -1,7 +1,9 @@
 """A pool's batch: its file, its workers and a run's folder brought together."""
 
+import asyncio
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
@@ -12,10 +14,11 @@ import yaml
 
 from shell_router.app.model_files import CONFIG as ADAPTER_CONFIG
 from shell_router.app.services import running_embedder
+from shell_router.batch.api.storage import on_disk
 from shell_router.batch.journal import Key, Output, opened, write_whole
 from shell_router.batch.pool import ALWAYS, SEE, Pool
 from shell_router.batch.profile import Load, ModelProfile, PoolProfile, at_their_dearest, with_starts
-from shell_router.batch.prompts import Batch, Prompt, Result, as_lines, read_results
+from shell_router.batch.prompts import Batch, Prompt, as_lines, read_results
 from shell_router.batch.questions import Question, Questions, read_questions
 from shell_router.batch.recruit import answered_by_all, recruited, skill_scores, skill_similarity, text_similarity
 from shell_router.batch.run import Finished, Follow, run_batch
@@ -30,21 +33,24 @@ from shell_router.errors import ConfigError, require
 async def recruit(pool: Pool, questions: Sequence[Question], seed: int) -> Mapping[str, tuple[str, ...]]:
     """Per question the proposers that its line names, or those that are drawn for it. Raises ConfigError."""
     names, number = pool.proposer_names, min(pool.recruit.proposers, len(pool.proposer_names))
-    unnamed = [question for question in questions if not question.proposers]
+    unnamed = await asyncio.to_thread(lambda: [question for question in questions if not question.proposers])
     scores = np.ones((len(unnamed), len(names)))
     if unnamed and number < len(names) and pool.recruit.skills is not None:
-        scores = await _scores(pool, unnamed, answered_by_all(read_results(pool.recruit.skills), names))
-    drawn = {
-        question.id: recruited(
-            dict(zip(names, map(float, row), strict=True)), number, random.Random(f"{seed}/{question.id}")
-        )
-        for question, row in zip(unnamed, scores, strict=True)
-    }
-    return {question.id: question.proposers or drawn[question.id] for question in questions}
+        scores = await _scores(pool, unnamed, pool.recruit.skills)
+
+    def drawn() -> Mapping[str, tuple[str, ...]]:
+        found = {question.id: question.proposers for question in questions}
+        for question, row in zip(unnamed, scores.tolist(), strict=True):
+            rng = random.Random(f"{seed}/{question.id}")
+            found[question.id] = recruited(dict(zip(names, row, strict=True)), number, rng)
+        return found
+
+    return await asyncio.to_thread(drawn)
 
 
-async def _scores(pool: Pool, asked: Sequence[Question], known: Sequence[Result]) -> Floats:
+async def _scores(pool: Pool, asked: Sequence[Question], run: Path) -> Floats:
     """[asked, proposers], by the skills that all lines name and some of the run do, or else by the questions' texts."""
+    known = answered_by_all(await asyncio.to_thread(read_results, run), pool.proposer_names)
     rights = [{proposal.model: bool(proposal.right) for proposal in result.proposals} for result in known]
     scored = np.array([[one[name] for name in pool.proposer_names] for one in rights], dtype=float)
     if all(question.skills for question in asked) and any(one.skills for one in known):
@@ -57,7 +63,8 @@ async def _scores(pool: Pool, asked: Sequence[Question], known: Sequence[Result]
             )
         texts = [*(one.text for one in asked), *(one.question for one in known)]
         vectors = np.array([(await running.embedder.embed(text)).mean(axis=0) for text in texts], dtype=float)
-    return skill_scores(text_similarity(vectors[: len(asked)], vectors[len(asked) :]), scored)
+    alike = await asyncio.to_thread(text_similarity, vectors[: len(asked)], vectors[len(asked) :])
+    return skill_scores(alike, scored)
 
 
 def questions_for(pool: Pool, file: Path, limit: int | None = None) -> Questions:
@@ -75,11 +82,12 @@ async def run_pool(
     """
     _require_models(pool)
     batch = Batch(pool, questions, await recruit(pool, questions.asked, seed), seed)
-    profile = _profile(pool)
-    with opened(folder, _depends_on(pool, questions, seed)) as journal:
+    profile = await asyncio.to_thread(_profile, pool)
+    with ExitStack() as stack:
+        journal = await on_disk(stack.enter_context, opened(folder, _depends_on(pool, questions, seed)))
         async with pool_workers(pool, folder / "logs") as workers:
             finished = await run_batch(batch, workers, profile, journal, planner, follow, monotonic)
-    _write(folder / "results.jsonl", as_lines(finished.results))
+    await on_disk(lambda: _write(folder / "results.jsonl", as_lines(finished.results)))
     return finished
 
 
@@ -94,7 +102,7 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
     every = {question.id: pool.proposer_names for question in questions.asked}
     batch = Batch(pool.with_tau(ALWAYS if pool.aggregate else None), questions, every)
     written: dict[Key, Output] = {}
-    count, logs, first = len(pool.workers), pool.profile.with_suffix(".logs"), pool.proposer_names[0]
+    count, logs, names = len(pool.workers), pool.profile.with_suffix(".logs"), pool.proposer_names
 
     async def timed(name: str, prompts: Sequence[Prompt], *, spans: bool = False) -> tuple[ModelProfile, Load]:
         on, number, width = (Spanning(workers), 1, count) if spans else (workers, count, 1)
@@ -105,10 +113,10 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
 
     async with pool_workers(pool, logs) as workers:
         asked = batch.proposer_prompts()
-        found = [await timed(name, [one for one in asked if one.model == name]) for name in pool.proposer_names]
+        found = [await timed(name, [one for one in asked if one.model == name]) for name in names]
         start_s, one_shape = found[0][0].load_s, {load for _, load in found[1:]} == {"weights swapped"}
         if one_shape:  # the first was loaded by a start: here it takes the place of the last
-            swap_s, _ = await load_on_all(first, workers, count, monotonic)
+            swap_s, _ = await load_on_all(names[0], workers, count, monotonic)
             found[0] = replace(found[0][0], load_s=swap_s), "weights swapped"
         if pool.aggregate is not None:
             prompts, spans = batch.aggregator_prompts(written.get), pool.spanning is not None
@@ -116,13 +124,12 @@ async def profile_pool(pool: Pool, questions: Questions, sizes: Sequence[int], f
             if found[-1][1] == "model kept":
                 found[-1] = replace(found[-1][0], load_s=found[0][0].load_s), "weights swapped"
     profiles = [one for one, _ in found] if one_shape else at_their_dearest(found)
-    names = pool.proposer_names
     profile = PoolProfile(dict(zip(names, profiles, strict=False)), profiles[-1] if pool.aggregate else None)
     if one_shape:
         alone_s = start_s
         if count > 1:
             async with pool_workers(pool, logs) as workers:
-                alone_s, _ = await load_on_all(first, workers, 1, monotonic)
+                alone_s, _ = await load_on_all(names[0], workers, 1, monotonic)
         profile = with_starts(profile, alone_s, start_s, count)
         more = f"{profile.first_s:.1f} s longer, {profile.together_s:.1f} s more for each other worker in use"
         follow.on_progress(f"the first load of a worker: {more}")

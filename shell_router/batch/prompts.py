@@ -1,10 +1,8 @@
 """What the models of a batch are asked, whether they agree so well that no aggregator is, and what came of it."""
 
-import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,13 +11,9 @@ import orjson
 from shell_router.batch.journal import Key, Output, Role
 from shell_router.batch.pool import Agreement, Pool, Sampling
 from shell_router.batch.questions import Question, Questions, plurality
-from shell_router.core.engine import Finish, Generation, ServedModel
-from shell_router.early_exit.algorithm1 import Confidence
-from shell_router.errors import ConfigError, DataError, EngineError, EngineRejected, InvalidRequest
+from shell_router.errors import DataError
 from shell_router.topology.prompting import AGGREGATOR, fill_text, slot_parts
 
-CLIENT_ERRORS = frozenset(range(400, 500)) - {408, 429}
-"""Statuses by which an engine refuses this prompt; with 408 and 429 it refuses any."""
 ROUNDING = 0.005
 """A tau of 0.67 means two of three."""
 
@@ -45,39 +39,6 @@ class Prompt:
     def failed(self, error: str) -> Output:
         """The output that says why there is none."""
         return Output(self.question, self.role, self.model, error=error)
-
-
-async def answered(model: ServedModel, prompt: Prompt) -> Output:
-    """What the model writes. A prompt that it refuses is an output too; raises other EngineErrors."""
-    try:
-        ids = model.tokenizer.encode(model.tokenizer.render_chat(prompt.messages))
-        new_tokens = prompt.sampling["max_new_tokens"]
-        if len(ids) + new_tokens > model.context_length:
-            return prompt.failed(
-                f"A prompt of {len(ids)} tokens and {new_tokens} new ones are more than the {model.context_length} that"
-                f" {model.alias!r} takes. Shorten the question, or lower max_new_tokens."
-            )
-        return await _written(model, prompt, ids)
-    except (InvalidRequest, ConfigError) as error:  # the chat template or the engine refuses it
-        return prompt.failed(str(error))
-    except EngineRejected as error:
-        if error.status in CLIENT_ERRORS:
-            return prompt.failed(str(error))
-        raise
-
-
-async def _written(model: ServedModel, prompt: Prompt, ids: Sequence[int]) -> Output:
-    texts: list[str] = []
-    confidence = Confidence()
-    request = Generation(uuid.uuid4().hex, ids, prompt.sampling, logprobs=True)
-    async with aclosing(model.engine.generate(request)) as stream:
-        async for item in stream:
-            if isinstance(item, Finish):
-                counts = confidence.value or 0.0, item.prompt_tokens, item.completion_tokens
-                return Output(prompt.question, prompt.role, prompt.model, "".join(texts), *counts)
-            texts.append(item.text)
-            confidence.add(item.logprobs)
-    raise EngineError(f"The stream of a prompt on {model.alias!r} ended without its last event.")
 
 
 def verdict_of(
@@ -217,7 +178,7 @@ def results_of(batch: Batch, outputs: Outputs) -> list[Result]:
 
 def as_lines(results: Sequence[Result]) -> bytes:
     """The results as JSONL."""
-    return b"".join(orjson.dumps(asdict(result)) + b"\n" for result in results)
+    return b"".join(orjson.dumps(result) + b"\n" for result in results)
 
 
 def read_results(folder: Path) -> list[Result]:

@@ -1,9 +1,10 @@
 """A whole batch: proposers planned and run, then the gate, then the aggregator where they do not agree."""
 
+import asyncio
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shell_router.batch.journal import Journal, Output, Role
@@ -91,11 +92,8 @@ async def run_batch(
     """
     pool = batch.pool
 
-    async def stage(role: Role, prompts: Sequence[Prompt], capacity: int, before: Sequence[Session] = ()) -> Stage:
-        asked: dict[str, list[Prompt]] = {}
-        for prompt in prompts:
-            if journal.lacks(prompt.key):
-                asked.setdefault(prompt.model, []).append(prompt)
+    async def stage(role: Role, made: Callable[[], list[Prompt]], capacity: int, before: Sequence[Session]) -> Stage:
+        asked = await asyncio.to_thread(_lacking, made, journal)
         spans = role == "aggregator" and pool.spanning is not None
         count = 1 if spans else len(pool.workers)
         models = tuple(_cost(profile, role, model, len(its), count) for model, its in asked.items())
@@ -126,11 +124,19 @@ async def run_batch(
         journal.add(output)
         follow.on_output(output)
 
-    stages = [await stage("proposer", batch.proposer_prompts(), pool.capacity or len(pool.proposer_names))]
+    stages = [await stage("proposer", batch.proposer_prompts, pool.capacity or len(pool.proposer_names), ())]
     if pool.aggregate is not None:
-        prompts = batch.aggregator_prompts(journal.get)
-        stages.append(await stage("aggregator", prompts, 1, stages[0].sessions))
-    return Finished(results_of(batch, journal.get), stages)
+        stages.append(await stage("aggregator", lambda: batch.aggregator_prompts(journal.get), 1, stages[0].sessions))
+    return Finished(await asyncio.to_thread(results_of, batch, journal.get), stages)
+
+
+def _lacking(made: Callable[[], list[Prompt]], journal: Journal) -> dict[str, list[Prompt]]:
+    """Those of the prompts that lack an output, by model."""
+    asked: dict[str, list[Prompt]] = {}
+    for prompt in made():
+        if journal.lacks(prompt.key):
+            asked.setdefault(prompt.model, []).append(prompt)
+    return asked
 
 
 def _cost(profile: PoolProfile, role: Role, model: str, prompts: int, workers: int) -> ModelWork:

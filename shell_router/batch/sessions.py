@@ -7,19 +7,22 @@ without any answer is asked one by one, so that a prompt that kills engines is f
 
 import asyncio
 import logging
+import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar, get_args
 
 from shell_router.batch.journal import Output
 from shell_router.batch.planner import Plan, Session, Workload
 from shell_router.batch.profile import Load, ModelProfile, SessionRun, profile_of
-from shell_router.batch.prompts import Prompt, answered
+from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import Share, WorkerQueue, WorkerQueues
-from shell_router.core.engine import ServedModel
-from shell_router.errors import ConfigError, EngineError, ShellRouterError, require
+from shell_router.core.engine import Finish, Generation, ServedModel
+from shell_router.early_exit.algorithm1 import Confidence
+from shell_router.errors import ConfigError, EngineError, EngineRejected, InvalidRequest, ShellRouterError, require
+from shell_router.moa.prompt import encoded
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,6 +35,8 @@ Left = tuple[list[Prompt], str]
 """Prompts that stay without an output, and the error of one of them."""
 
 
+CLIENT_ERRORS = frozenset(range(400, 500)) - {408, 429}
+"""Statuses by which an engine refuses this prompt; with 408 and 429 it refuses any."""
 SPANNING = -1
 """The worker that spans the GPUs of all others."""
 
@@ -166,7 +171,7 @@ class Sessions:
                 share = replace(share, prompts=share.prompts if share.barren else never_begun)
                 taken = self._queues.not_loaded(worker, share)
                 if share.prompts:
-                    self._report(worker, share.model, share.prompts, str(error), taken)
+                    await self._report(worker, share.model, share.prompts, str(error), taken)
                 return 0
             load_s = self._clock() - begun_s
             queue.loads += 1
@@ -190,7 +195,7 @@ class Sessions:
                 following = queue.begin(share.model) or self._taken(worker, share.model)
         if left:
             taken = self._queues.not_answered(worker, share, left, answered=queue.answered > 0)
-            self._report(worker, share.model, left, failure, taken)
+            await self._report(worker, share.model, left, failure, taken)
         return done
 
     async def _measured(self, replanning: Replanning, worker: int, load_s: float | None, run_s: float) -> None:
@@ -258,7 +263,7 @@ class Sessions:
             queue.waiting.extend(rest)
         return await in_rounds(model, queue.waiting, self._concurrency, on_output)
 
-    def _report(self, worker: int, model: str, left: Sequence[Prompt], failure: str, taken: bool) -> None:
+    async def _report(self, worker: int, model: str, left: Sequence[Prompt], failure: str, taken: bool) -> None:
         """Log a failure; prompts that no worker takes get an output with it."""
         reason = f"worker {worker}: {len(left)} prompts of {model} were not answered: {failure}"
         if taken:
@@ -267,6 +272,7 @@ class Sessions:
         log.error("%s They are given up.", reason)
         for prompt in left:
             self._on_output(prompt.failed(failure))
+            await asyncio.sleep(0)  # each is a write
 
 
 async def in_rounds(model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput) -> Left:
@@ -275,10 +281,10 @@ async def in_rounds(model: ServedModel, waiting: deque[Prompt], concurrency: int
     What is left stands in the order in which it was given. While the first round runs,
     other workers may take prompts from the end of `waiting`.
     """
-    order = {prompt: place for place, prompt in enumerate(waiting)}
+    order = tuple(waiting)
     while True:
         failed, answered = await _round(model, waiting, concurrency, on_output)
-        left = sorted(failed, key=order.__getitem__)
+        left = [prompt for prompt in order if prompt in failed] if failed else []
         if not (left and answered):
             return left, failed[left[0]] if left else ""
         waiting = deque(left)
@@ -318,6 +324,35 @@ async def _round(
         for _ in range(min(concurrency, len(waiting))):
             tasks.create_task(ask())
     return failed, answered_prompts
+
+
+async def answered(model: ServedModel, prompt: Prompt) -> Output:
+    """What the model writes. A prompt that it refuses is an output too; raises other EngineErrors."""
+    texts: list[str] = []
+    confidence = Confidence()
+    try:
+        ids = await encoded(model.tokenizer, model.tokenizer.render_chat(prompt.messages))
+        new_tokens = prompt.sampling["max_new_tokens"]
+        if len(ids) + new_tokens > model.context_length:
+            return prompt.failed(
+                f"A prompt of {len(ids)} tokens and {new_tokens} new ones are more than the {model.context_length} that"
+                f" {model.alias!r} takes. Shorten the question, or lower max_new_tokens."
+            )
+        request = Generation(uuid.uuid4().hex, ids, prompt.sampling, logprobs=True)
+        async with aclosing(model.engine.generate(request)) as stream:
+            async for item in stream:
+                if isinstance(item, Finish):
+                    counts = confidence.value or 0.0, item.prompt_tokens, item.completion_tokens
+                    return Output(prompt.question, prompt.role, prompt.model, "".join(texts), *counts)
+                texts.append(item.text)
+                confidence.add(item.logprobs)
+    except (InvalidRequest, ConfigError) as error:  # the chat template or the engine refuses it
+        return prompt.failed(str(error))
+    except EngineRejected as error:
+        if error.status in CLIENT_ERRORS:
+            return prompt.failed(str(error))
+        raise
+    raise EngineError(f"The stream of a prompt on {model.alias!r} ended without its last event.")
 
 
 async def load_on_all(

@@ -78,10 +78,11 @@ class PoolWorkers:
 
 @asynccontextmanager
 async def pool_workers(pool: Pool, folder: Path) -> AsyncIterator[Workers]:
-    """The workers of a pool while the context is open, here or on its Ray cluster. SGLang's logs lie in `folder`.
+    """The workers of a pool, here or on its Ray cluster. SGLang's logs lie in its `launch.folder`, or else in `folder`.
 
     Raises ConfigError where there is no cluster, and EngineError where a worker does not fit there.
     """
+    folder = pool.launch.folder or folder
     async with AsyncExitStack() as stack:
         places = list(enumerate(pool.workers))
         if pool.ray is not None:

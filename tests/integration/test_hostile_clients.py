@@ -5,13 +5,11 @@ import contextlib
 import io
 import json
 import re
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,6 +31,7 @@ from tests.fakes.api_server import Api, api, chat, jsonl, line
 from tests.fakes.hostile_inputs import BASES, COMPLETIONS, FAMILIES, HEADS, MALFORMED, MESSAGES, inline_topology
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_pair import LIMITS, SOON, Served, served
+from tests.fakes.turns import Turns, counted
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -257,17 +256,6 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
     assert status == 400 and "The body holds more than" in answer["error"]["message"]
 
 
-class Turns:
-    """A trace function that counts the lines of Python which each turn of the event loop runs."""
-
-    most = now = 0
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> "Turns":
-        self.now = 0 if event == "call" and frame.f_code.co_name == "_run_once" else self.now + 1
-        self.most = max(self.most, self.now)
-        return self
-
-
 LARGE = {**large_bodies(), "crowds of values": FAMILIES["crowds of values"][::3]}
 
 
@@ -276,11 +264,8 @@ async def test_no_turn_of_the_event_loop_does_much_for_a_large_body(attacked: At
     """That many lines take a few milliseconds. A stopwatch would measure what else the machine does."""
     turns = Turns()
     for one in LARGE[what]:
-        sys.settrace(turns)
-        try:
+        with counted(turns):
             status, _, _ = await attacked.send(one.method, one.path, one.headers, one.body)
-        finally:
-            sys.settrace(None)
         assert 400 <= status < 500
     assert 100 < turns.most < 80_000, turns.most
 

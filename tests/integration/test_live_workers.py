@@ -16,9 +16,9 @@ from shell_router.batch.planner import longest_first
 from shell_router.batch.pool import ALWAYS, Aggregating, Pool, load_pool
 from shell_router.batch.pool_run import profile_pool, questions_for, run_pool
 from shell_router.batch.profile import Load, PoolProfile
-from shell_router.batch.prompts import Prompt, answered
+from shell_router.batch.prompts import Prompt
 from shell_router.batch.run import Follow
-from shell_router.batch.sessions import SPANNING
+from shell_router.batch.sessions import SPANNING, answered
 from shell_router.batch.workers import pool_workers
 from shell_router.config.read import read_file
 from shell_router.core.engine import ServedModel

@@ -13,7 +13,8 @@ from benchmarks.random_checkpoint import make_checkpoint
 from launch.sglang_cpu.pair import free_ports
 from shell_router.batch.pool import PoolModel, load_pool
 from shell_router.batch.profile import Load
-from shell_router.batch.prompts import Prompt, answered
+from shell_router.batch.prompts import Prompt
+from shell_router.batch.sessions import answered
 from shell_router.batch.workers import pool_workers
 from tests.fakes.command import running_command, survivors
 from tests.fakes.pools import ROOT, write_costs, write_questions

@@ -1,7 +1,7 @@
 """A batch's lines: read and checked, the contract of what answers them, and their results as they come."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -97,6 +97,7 @@ class BatchLine:
     number: int
     custom_id: str
     body: Mapping[str, Any]
+    is_answered: bool = False
 
 
 Keep = Callable[[LineResult], Awaitable[None]]
@@ -157,12 +158,12 @@ def _fault_of(number: int, raw: bytes, endpoint: str, max_bytes: int, seen: dict
     return Fault("duplicate_custom_id", message, number, "custom_id")
 
 
-async def lines_left(path: Path, endpoint: str, answered: Container[str]) -> AsyncGenerator[BatchLine, None]:
-    """The requests of a checked input that are not yet `answered`, in their order. Raises StorageFailed."""
+async def lines_of(path: Path, endpoint: str, answered: Container[str]) -> AsyncGenerator[BatchLine, None]:
+    """The requests of a checked input, in their order, and which are `answered` by then. Raises StorageFailed."""
     async for number, raw in _raw_lines(path):
         line = read_line(number, raw, endpoint)
-        if isinstance(line, BatchLine) and line.custom_id not in answered:
-            yield line
+        if isinstance(line, BatchLine):
+            yield replace(line, is_answered=line.custom_id in answered)
 
 
 async def _raw_lines(path: Path) -> AsyncGenerator[tuple[int, bytes], None]:

@@ -157,8 +157,7 @@ def attached(config: Config) -> Iterator[Callable[[web.Application], None]]:
         pools = loaded_pools(config)
 
         def add(app: web.Application) -> None:
-            at = folder.path / "pools"
-            runners = {name: PoolLines(name, pool, at, app[SERVICES]) for name, pool in pools.items()}
+            runners = {name: PoolLines(name, pool, folder.pools, app[SERVICES]) for name, pool in pools.items()}
             add_batches(app, folder, config.batches, runners)
 
         yield add
@@ -172,8 +171,7 @@ def add_batches(
     At the stop lines end at once, for the requests that still run. `pools` answer lines that name one as their model.
     """
     runner = ChatLines(app[CHATS], settings.concurrency, pools)
-    longest = app[SETTINGS].max_body_bytes
-    runs = app[BATCH_RUNS] = BatchRuns(folder, runner, app[SERVICES], longest, settings.file_ttl_s)
+    runs = app[BATCH_RUNS] = BatchRuns(folder, runner, app[SERVICES], app[SETTINGS].max_body_bytes, settings.file_ttl_s)
     app[BATCHES] = settings
     expiring = list[asyncio.Task[None]]()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from shell_router.api.services import Services
-from shell_router.batch.api.lines import BatchLine, LineResult, Results, checked, lines_left
+from shell_router.batch.api.lines import BatchLine, LineResult, Results, checked, lines_of
 from shell_router.batch.api.runner import ChatLines
 from shell_router.batch.api.storage import (
     OUTPUT_PURPOSE,
@@ -82,9 +82,10 @@ class BatchRun:
     async def _list_unanswered(self, error: dict[str, str]) -> None:
         """Name the lines that are left in the error file, so that their owner can send them again."""
         waiting: list[LineResult] = []
-        async with contextlib.aclosing(self._lines_left()) as left:
-            async for line in left:
-                waiting.append(LineResult(line.custom_id, self._services.new_id(), error=error))
+        async with contextlib.aclosing(self._lines()) as lines:
+            async for line in lines:
+                if not line.is_answered:
+                    waiting.append(LineResult(line.custom_id, self._services.new_id(), error=error))
                 if len(waiting) == LISTED_AT_ONCE:
                     await on_disk(self._results.add, waiting)
                     waiting = []
@@ -93,14 +94,13 @@ class BatchRun:
     async def _worked_off(self) -> tuple[Fault, ...]:
         """Return when all lines are answered, when the batch is cut or expires, or with its input's faults."""
         try:
-            now_s = asyncio.get_running_loop().time()
             left_s = 0 if self._record.status == "cancelling" else self._record.expires_at - self._services.wall()
-            async with asyncio.timeout_at(now_s + left_s) as limit:
+            async with asyncio.timeout(left_s) as limit:
                 self._limit = limit
                 if self._record.status == "validating" and (faults := await self._checked()):
                     return faults
-                async with contextlib.aclosing(self._lines_left()) as left:
-                    await self._runs.runner.run(self._record.tenant, left, self._keep)
+                async with contextlib.aclosing(self._lines()) as lines:
+                    await self._runs.runner.run(self._record, lines, self._keep)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -115,8 +115,8 @@ class BatchRun:
             await self._folder.batches.save(replace(self._moved("in_progress"), total=total))
         return faults
 
-    def _lines_left(self) -> AsyncGenerator[BatchLine, None]:
-        return lines_left(self._input, self._record.endpoint, self._results)
+    def _lines(self) -> AsyncGenerator[BatchLine, None]:
+        return lines_of(self._input, self._record.endpoint, self._results)
 
     async def _keep(self, result: LineResult) -> None:
         await on_disk(self._results.add, (result,))
@@ -124,8 +124,7 @@ class BatchRun:
         self._note_counts()
 
     def _note_counts(self) -> None:
-        counted = replace(self._record, completed=self._results.completed, failed=self._results.failed)
-        self._folder.batches.note(counted)
+        self._folder.batches.note(replace(self._record, completed=self._results.completed, failed=self._results.failed))
 
     def _outcome(self) -> Status:
         """What the batch ends as, now that nothing runs; a run that was killed while it ended may have found it."""
@@ -156,7 +155,7 @@ class BatchRun:
         for file in files:
             await self._folder.files.save(file)
         await self._folder.batches.save(ended)
-        await on_disk(self._input.unlink, missing_ok=True)
+        await on_disk(self._folder.clear, self._id)
 
     def _files(self) -> list[FileRecord]:
         """The files of the results that are not empty."""

@@ -2,14 +2,10 @@
 
 import asyncio
 import logging
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from shell_router.api import Services
 from shell_router.api.chat import Chats
@@ -17,6 +13,7 @@ from shell_router.api.fields import Fields
 from shell_router.api.replies import INTERNAL, is_retryable, problem_body, problem_of
 from shell_router.app.topologies import load_topologies
 from shell_router.batch.api.lines import BatchLine, Keep, LineResult
+from shell_router.batch.api.storage import BatchRecord
 from shell_router.batch.pool import Pool, load_pool
 from shell_router.batch.pool_run import run_pool
 from shell_router.batch.profile import Load
@@ -59,27 +56,31 @@ class ChatLines:
         self._pauses_s = pauses_s
         self._sleep = sleep
 
-    async def run(self, tenant: str, lines: AsyncIterator[BatchLine], keep: Keep) -> None:
-        """Return once every line's result has been kept. Cancelled, it leaves nothing running.
+    async def run(self, batch: BatchRecord, lines: AsyncIterator[BatchLine], keep: Keep) -> None:
+        """Return once the results of all that are not answered have been kept. Cancelled, it leaves nothing running.
 
         What `keep` raises ends it. A line that fails has a result that says so.
         """
         ahead = asyncio.Semaphore(self._concurrency)  # a batch holds no more lines than could run
-        pooled: dict[str, list[BatchLine]] = {}
+        pooled: dict[str, dict[Question, BatchLine]] = {}
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in lines:
                     model = line.body.get("model")
                     if isinstance(model, str) and model in self._pools:
-                        pooled.setdefault(model, []).append(line)
-                        continue
-                    await ahead.acquire()
-                    answering = group.create_task(self._answer(tenant, line, keep))
-                    answering.add_done_callback(lambda _: ahead.release())
+                        question = _question(line)
+                        if isinstance(question, Question):
+                            pooled.setdefault(model, {})[question] = line
+                        elif not line.is_answered:
+                            await keep(refused(line, self._chats.services.new_id(), question))
+                    elif not line.is_answered:
+                        await ahead.acquire()
+                        answering = group.create_task(self._answer(batch.tenant, line, keep))
+                        answering.add_done_callback(lambda _: ahead.release())
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        for name, of_pool in pooled.items():
-            await self._pools[name].run(of_pool, keep)
+        for name, asked in pooled.items():
+            await self._pools[name].run(batch.id, asked, keep)
 
     async def _answer(self, tenant: str, line: BatchLine, keep: Keep) -> None:
         """An engine that is away for a while fails no line; meanwhile other batches' lines run."""
@@ -129,7 +130,7 @@ def loaded_pools(config: Config) -> dict[str, Pool]:
 class PoolLines:
     """Answers lines by one pool, whose workers take one run at a time.
 
-    A run stays in `folder` until its results are kept.
+    A batch's run stays in `folder`, under the batch's id.
     """
 
     name: str
@@ -138,39 +139,32 @@ class PoolLines:
     services: Services
     _busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def run(self, lines: Sequence[BatchLine], keep: Keep) -> None:
-        """Return once every line's result has been kept. Cancelled, it goes on with the same lines where it was."""
-        asked: dict[str, BatchLine] = {}
-        questions: list[Question] = []
-        for line in lines:
-            try:
-                questions.append(_question(line))
-                asked[line.custom_id] = line
-            except InvalidField as error:
-                await keep(refused(line, self.services.new_id(), error))
-        if questions:
-            fingerprint = sha256(orjson.dumps([(question.id, question.text) for question in questions])).hexdigest()
-            async with self._busy:
-                await self._answer(Questions(tuple(questions), (), fingerprint), asked, keep)
+    async def run(self, batch_id: str, asked: Mapping[Question, BatchLine], keep: Keep) -> None:
+        """Return once the results of all that are not answered have been kept.
 
-    async def _answer(self, questions: Questions, asked: dict[str, BatchLine], keep: Keep) -> None:
-        folder = self.folder / f"{self.name}-{questions.fingerprint[:16]}"
-        log.info("pool %s: %d lines of a batch", self.name, len(asked))
+        Cancelled, it goes on where it was with all that the batch has `asked`, whatever is answered by then.
+        """
+        left = await asyncio.to_thread(lambda: {one.custom_id: one for one in asked.values() if not one.is_answered})
+        if left:
+            async with self._busy:  # an id stands for its input, which never changes
+                await self._answer(Questions(tuple(asked), (), batch_id), left, keep)
+
+    async def _answer(self, questions: Questions, left: Mapping[str, BatchLine], keep: Keep) -> None:
+        folder = self.folder / questions.fingerprint / self.name
+        log.info("pool %s: %d lines of %s", self.name, len(left), questions.fingerprint)
         try:
             done = await run_pool(self.pool, questions, folder, plan_apart, _Measured(self.services.metrics))
         except ShellRouterError as error:
             log.error("pool %s: %s", self.name, error)
-            for line in asked.values():
+            for line in left.values():
                 await keep(refused(line, self.services.new_id(), EngineError(f"The pool could not run: {error}")))
             return
-        for result in done.results:
-            assert result.id is not None
-            line, request_id = asked[result.id], self.services.new_id()
+        for result in await asyncio.to_thread(lambda: [one for one in done.results if one.id in left]):
+            line, request_id = left[str(result.id)], self.services.new_id()
             if result.by == "none":
                 await keep(refused(line, request_id, EngineError(result.error)))
             else:
                 await keep(LineResult(line.custom_id, request_id, 200, self._completion(request_id, result)))
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _completion(self, request_id: str, result: Result) -> dict[str, Any]:
         """A chat completion; `pool` says whose answer it is and how far the proposers agreed."""
@@ -203,16 +197,16 @@ class _Measured(Follow):
         self._metrics.pool_moved.labels(why).inc(prompts)
 
 
-def _question(line: BatchLine) -> Question:
-    """What is asked. Raises InvalidField for what a pool ignores."""
+def _question(line: BatchLine) -> Question | InvalidField:
+    """What is asked, or what is wrong with the line: a field that a pool ignores is."""
     for name in line.body:
         if name not in KNOWN:
-            raise InvalidField(f"{name} is nothing that a pool takes.", field=name, remedy="Set it in the pool's file.")
+            return InvalidField(f"A pool takes no {name}.", field=name, remedy="Set it in the pool's file.")
     messages = line.body.get("messages")
     only = messages[0] if isinstance(messages, list) and len(messages) == 1 else None
     content = only.get("content") if isinstance(only, dict) and only.get("role") == "user" else None
     if not isinstance(content, str) or not content.strip():
-        raise InvalidField(
+        return InvalidField(
             "A pool answers one message of the user, which is text.", field="messages", remedy="Send one message."
         )
     return Question(line.custom_id, content, line=line.number)

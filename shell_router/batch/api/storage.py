@@ -30,13 +30,11 @@ async def on_disk(step: Callable[P, T], *arguments: P.args, **named: P.kwargs) -
     """
     doing = asyncio.get_running_loop().run_in_executor(None, functools.partial(step, *arguments, **named))
     try:
-        await asyncio.wait([doing])
+        return await asyncio.shield(doing)
     except asyncio.CancelledError:
         await asyncio.wait([doing])
         doing.exception()  # read, or asyncio would report it as lost
         raise
-    try:
-        return doing.result()
     except OSError as error:
         log.error("the folder of the batches failed: %s", error)
         raise StorageFailed(
@@ -56,8 +54,6 @@ def link_or_copy(source: Path, target: Path) -> None:
     """Have `target` hold what `source` holds, even when that is deleted."""
     try:
         target.hardlink_to(source)
-    except FileNotFoundError:
-        raise
     except OSError:  # not every file system has links
         shutil.copyfile(source, target)
 
@@ -243,9 +239,9 @@ class BatchFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._files = path / "files"
         self._batches = path / "batches"
+        self.pools = path / "pools"
         for folder in (self._files, self._batches):
             folder.mkdir(parents=True, exist_ok=True)
             for draft in (*folder.glob("*.part"), *folder.glob("*.tmp")):  # of a router that was killed
@@ -262,7 +258,12 @@ class BatchFolder:
         )
         for batch in self.batches:
             if batch.ended:
-                self.input(batch.id).unlink(missing_ok=True)
+                self.clear(batch.id)
+
+    def clear(self, batch_id: str) -> None:
+        """Delete what a batch needs until its end: its input, and what its pools have written. Raises OSError."""
+        self.input(batch_id).unlink(missing_ok=True)
+        shutil.rmtree(self.pools / batch_id, ignore_errors=True)
 
     async def remove(self, file_id: str) -> None:
         """Delete the file. A batch that reads it has a link of its own. Raises StorageFailed."""

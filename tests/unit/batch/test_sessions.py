@@ -16,12 +16,15 @@ from shell_router.batch.pool import Sampling
 from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Prompt
 from shell_router.batch.queues import WorkerQueues
-from shell_router.batch.sessions import Move, Planner, Replanning, Sessions
+from shell_router.batch.sessions import Move, Planner, Replanning, Sessions, answered
+from shell_router.core.engine import ServedModel
 from shell_router.errors import ConfigError, EngineRejected, EngineUnreachable, PromptTooLong, ShellRouterError
 from shell_router.lab.simulation.virtual_time import run_virtual
+from tests.fakes.moa import WordTokenizer
 from tests.fakes.pools import ScriptedWorkers, echo
-from tests.fakes.scripted_engine import Hold, Script
+from tests.fakes.scripted_engine import Hold, Script, ScriptedEngine
 from tests.fakes.timers import SteppedTimers
+from tests.fakes.turns import Turns, counted
 
 Shares = Sequence[Mapping[str, int]]
 NEVER = 1e9
@@ -581,3 +584,22 @@ async def test_an_output_that_cannot_be_kept_ends_the_run_with_no_session_open(g
 
 async def test_a_plan_without_sessions_ends_at_once() -> None:
     assert not (await Run(ScriptedWorkers(), [{}, {}]).done()).outputs
+
+
+async def test_no_turn_of_the_event_loop_does_much_for_a_long_question() -> None:
+    tokenizer, words, turns = WordTokenizer(), 20_000, Turns()
+    model = ServedModel("m", ScriptedEngine(tokenizer, lambda _: Script("Yes.")), tokenizer, 2 * words)
+    messages = [{"role": "user", "content": "word " * words}]
+    with counted(turns):
+        output = await answered(model, Prompt("q", "proposer", "m", messages, Sampling().params(0)))
+    assert (output.text, output.prompt_tokens > words) == ("Yes.", True)
+    assert 0 < turns.most < words, turns.most
+
+
+async def test_no_turn_of_the_event_loop_writes_down_many_prompts_that_are_given_up() -> None:
+    prompts, turns = 2000, Turns()
+    run = Run(ScriptedWorkers(unloadable=lambda *_: True), [{"a": prompts}])
+    with counted(turns):
+        await run.running.run()
+    assert len(run.outputs) == prompts and all(output.error for output in run.outputs)
+    assert 0 < turns.most < prompts, turns.most

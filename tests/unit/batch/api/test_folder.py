@@ -54,6 +54,18 @@ async def test_other_tenants_find_nothing(tmp_path: Path) -> None:
             folder.batches.find("bob", "batch_1")
 
 
+async def test_a_start_deletes_what_a_batch_that_has_ended_left_behind(tmp_path: Path) -> None:
+    with opened_folder(tmp_path) as folder:
+        await folder.batches.save(BATCH.moved("in_progress", 150))
+        await folder.batches.save(replace(BATCH, id="batch_2").moved("expired", 150))
+        for id in ("batch_1", "batch_2"):
+            folder.input(id).touch()
+            (folder.pools / id).mkdir(parents=True)
+    with opened_folder(tmp_path) as folder:
+        assert [one.name for one in folder.pools.iterdir()] == ["batch_1"]
+        assert folder.input("batch_1").exists() and not folder.input("batch_2").exists()
+
+
 async def test_a_record_that_cannot_be_read_is_left_aside_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shell_router.batch.api.lines import KEPT_FAULTS, READ_BYTES, BatchLine, checked, lines_left, read_line
+from shell_router.batch.api.lines import KEPT_FAULTS, READ_BYTES, BatchLine, checked, lines_of, read_line
 from shell_router.batch.api.storage import Fault
 from tests.fakes.api_server import ENDPOINT, jsonl, line
 
@@ -86,7 +86,8 @@ async def test_a_limited_number_of_faults_is_kept(tmp_path: Path) -> None:
     assert len(faults) == KEPT_FAULTS
 
 
-async def test_lines_that_are_answered_are_left_out(tmp_path: Path) -> None:
+async def test_lines_say_whether_they_are_answered(tmp_path: Path) -> None:
     path = tmp_path / "input.jsonl"
     path.write_bytes(jsonl(line("a"), line("b"), line("c")))
-    assert [(one.number, one.custom_id) async for one in lines_left(path, ENDPOINT, {"b"})] == [(1, "a"), (3, "c")]
+    found = [(one.number, one.custom_id, one.is_answered) async for one in lines_of(path, ENDPOINT, {"b"})]
+    assert found == [(1, "a", False), (2, "b", True), (3, "c", False)]

@@ -15,15 +15,17 @@ from shell_router.api.services import Emit
 from shell_router.app.models import Fleet
 from shell_router.batch.api.lines import BatchLine, LineResult
 from shell_router.batch.api.runner import ChatLines, PoolLines
+from shell_router.batch.api.storage import BatchRecord
 from shell_router.batch.pool import Pool, load_pool
 from shell_router.errors import AgentFailed, EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable
 from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import Topology
-from tests.fakes.api_server import line, live
+from tests.fakes.api_server import ENDPOINT, line, live
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.pools import write_pool
 from tests.fakes.scripted_engine import Gates
 
+BATCH = BatchRecord("batch_1", "tenant", "file-1", ENDPOINT, "24h", 0, 3600)
 AWAY = EngineUnreachable("connection refused")
 
 
@@ -82,7 +84,7 @@ async def run(lines: ChatLines, *names: str) -> list[LineResult]:
     async def keep(result: LineResult) -> None:
         kept.append(result)
 
-    await lines.run("tenant", given(*names), keep)
+    await lines.run(BATCH, given(*names), keep)
     return kept
 
 
@@ -91,7 +93,7 @@ async def test_every_line_is_answered() -> None:
     assert {one.custom_id for one in kept} == set("abcde") and all(one.succeeded for one in kept)
 
 
-async def test_lines_that_name_a_pool_come_after_all_others_and_say_why_it_could_not_run(tmp_path: Path) -> None:
+async def test_lines_that_a_pool_takes_come_after_all_others_and_say_why_it_could_not_run(tmp_path: Path) -> None:
     pool = replace(load_pool(write_pool(tmp_path)), profile=None)
     lines = runner(pool=pool, folder=tmp_path)
     kept: list[LineResult] = []
@@ -104,9 +106,9 @@ async def test_lines_that_name_a_pool_come_after_all_others_and_say_why_it_could
             fields = {"temperature": 1.0} if name == "hot" else {}
             yield BatchLine(number, name, line(name, model=model, **fields)["body"])
 
-    await lines.run("tenant", mixed(), keep)
-    assert [(one.custom_id, one.status) for one in kept] == [("b", 200), ("hot", 400), ("a", 502)]
-    assert "temperature" in str(kept[1].body) and "There is no profile" in str(kept[2].body)
+    await lines.run(BATCH, mixed(), keep)
+    assert [(one.custom_id, one.status) for one in kept] == [("hot", 400), ("b", 200), ("a", 502)]
+    assert "temperature" in str(kept[0].body) and "There is no profile" in str(kept[2].body)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ async def test_what_keeping_a_result_raises_ends_the_run_as_it_is() -> None:
         raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
-        await runner().run("tenant", given(*"abc"), keep)
+        await runner().run(BATCH, given(*"abc"), keep)
 
 
 async def test_no_more_lines_are_held_than_can_run() -> None:
@@ -185,7 +187,7 @@ async def test_no_more_lines_are_held_than_can_run() -> None:
     async def keep(_: LineResult) -> None:
         await release.wait()
 
-    running = asyncio.ensure_future(runner(concurrency=2).run("tenant", counted(), keep))
+    running = asyncio.ensure_future(runner(concurrency=2).run(BATCH, counted(), keep))
     await _until(lambda: len(taken) == 3)  # two that run, and one for which there is no room yet
     await _turns(100)
     assert taken == [1, 2, 3]

@@ -22,14 +22,16 @@ BATCH = BatchRecord("batch_1", "alice", "file-1", ENDPOINT, "24h", NOW, NOW + 36
 
 
 class Answering:
-    """Answers every line it is given, unless it has an `error`."""
+    """Answers every line that is not answered, unless it has an `error`."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.given: list[str] = []
 
-    async def run(self, tenant: str, lines: AsyncIterator[BatchLine], keep: Keep) -> None:
+    async def run(self, batch: BatchRecord, lines: AsyncIterator[BatchLine], keep: Keep) -> None:
         async for one in lines:
+            if one.is_answered:
+                continue
             self.given.append(one.custom_id)
             if self.error:
                 raise self.error
@@ -72,6 +74,25 @@ async def test_a_batch_runs_to_its_end(folder: BatchFolder) -> None:
     await runs(folder, runner).add(BATCH)
     record = await ended(folder)
     assert (record.status, record.total, record.completed, runner.given) == ("completed", 2, 2, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "end"),
+    [
+        ("in_progress", None, "completed"),
+        ("in_progress", ValueError("a fault"), "failed"),
+        ("cancelling", None, "cancelled"),
+    ],
+)
+async def test_whatever_a_batch_ends_as_its_input_and_its_pools_runs_are_deleted_and_no_others(
+    folder: BatchFolder, status: Status, error: Exception | None, end: Status
+) -> None:
+    left_as(folder, status, total=2)
+    for id in ("batch_1", "batch_2"):
+        (folder.pools / id / "panel").mkdir(parents=True)
+    runs(folder, Answering(error)).resume()
+    assert (await ended(folder)).status == end
+    assert [one.name for one in folder.pools.iterdir()] == ["batch_2"] and not folder.input("batch_1").exists()
 
 
 async def test_a_batch_that_comes_after_the_stop_waits_for_the_next_start(folder: BatchFolder) -> None:
