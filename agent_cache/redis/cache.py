@@ -55,7 +55,6 @@ class RedisAgentPromptCache:
         prefix: str = "agent-prompt-cache",
         reply_limit_s: float = 1.0,
         max_connections: int = 1000,
-        owner: str | None = None,
         journal_ttl_s: float = 3600.0,
         lease_s: float = 5.0,
         options: Mapping[str, Any] | None = None,
@@ -72,7 +71,7 @@ class RedisAgentPromptCache:
         self._closed = False
         self.stats = CacheStats()
         self._connection = Connection(redis, reply_limit_s=reply_limit_s)
-        self._layout = layout = Layout(prefix, owner or uuid4().hex, ttl_s)
+        self._layout = layout = Layout(prefix, uuid4().hex, ttl_s)
         self._publisher = Publisher(self._connection, layout, self.stats, clock=clock)
         self._memory = MemoryAgentPromptCache(clock=clock, ttl_s=ttl_s, dropped=self._publisher.drop)
         self.journals = RedisJournals(self._connection, layout, ttl_s=journal_ttl_s, lease_s=lease_s)

@@ -130,7 +130,6 @@ def _engine(
         *(("--ep-size", str(len(gpus)), *EPLB_OPTIONS) if placement else ()),
         *flags_of(role, settings, launch),
     )
-    drafting = DRAFT_VARIABLES if drafts else {}
     placing = {PLACEMENT: placement} if placement else {}
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
     sends = TRANSFER_VARIABLES if settings.transfer_backend.startswith("mooncake") else {}
@@ -141,7 +140,7 @@ def _engine(
         host=host,
         ports=(port, pair.bootstrap_port) if role == "prefill" else (port,),
         argv=(str(settings.python or python), "-m", "sglang.launch_server", *options),
-        env={**visible, **transfer, **drafting, **placing, **settings.environment},
+        env={**visible, **transfer, **(DRAFT_VARIABLES if drafts else {}), **placing, **settings.environment},
         ready_url=str(url / "health"),
     )
 
