@@ -30,11 +30,6 @@ def engine_variables(site: Path) -> Mapping[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "MC_FORCE_TCP": "1",
-        # by default a transfer of more than 1,024 pieces that waits for a second fails, and prefill then refuses that
-        # decode server for good
-        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-        "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
-        "MC_TCP_ADMISSION_TIMEOUT_MS": "60000",
         "OMP_NUM_THREADS": "1",
         # for --tp-size: by default SGLang wants a NUMA node for each rank, and takes the NCCL that its PyTorch brings
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(MOST_RANKS)),

@@ -21,7 +21,7 @@ from time import monotonic
 from launch.sglang_cpu.engine import HOST, EngineServer
 from launch.sglang_cpu.environment import BUILD_COMMAND, built_environment, engine_variables, install_plugin
 from shell_router.errors import EngineUnreachable
-from shell_router.launching.plan import DRAFT_OPTIONS, DRAFT_VARIABLES
+from shell_router.launching.plan import DRAFT_OPTIONS, DRAFT_VARIABLES, TRANSFER_VARIABLES
 
 START_LIMIT_S = 300.0
 POLL_S = 0.5
@@ -114,7 +114,8 @@ def make_pair(
         install_plugin(site)
     prefill, decode, bootstrap = free_ports(3)
     shared = ("--model-path", str(model), *COMMON_OPTIONS, "--disaggregation-bootstrap-port", str(bootstrap), *options)
-    launch, variables = (str(venv / "bin" / "python"), "-m", "sglang.launch_server"), engine_variables(site)
+    launch = (str(venv / "bin" / "python"), "-m", "sglang.launch_server")
+    variables = {**engine_variables(site), **TRANSFER_VARIABLES}
 
     def server(role: str, port: int) -> EngineServer:
         drafting = drafts and role == "decode"

@@ -33,6 +33,8 @@ def load() -> Work:
     print("a library's greeting must not reach the pipe of answers")
     if "--unloadable" in sys.argv:
         raise OSError("no weights")
+    if "--gate" in sys.argv:
+        os.read(int(sys.argv[-1]), 1)
     if "--slow" in sys.argv:
         threading.Event().wait()
     model = ObedientModel()

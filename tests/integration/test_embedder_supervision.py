@@ -1,10 +1,13 @@
 """The embedder's process dies, hangs, fails or is given up; its model is a small script's (`embedding_child`)."""
 
 import asyncio
+import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 import shell_router
 from shell_router.engines.embedding import SupervisedEmbedder
 from shell_router.errors import EngineError, EngineStalled, EngineUnreachable
+from shell_router.launching.side_process import ANSWER, DO, FORGET, READY, REQUEST
 from shell_router.launching.side_work import Inbox
 
 SCRIPT = Path(__file__).with_name("embedding_child.py")
@@ -74,6 +78,27 @@ def test_calls_are_taken_oldest_first_together_and_without_the_texts_of_those_gi
     inbox.forget(99)
     assert inbox.take(4) == {1: b"text 1", 2: None, 3: b"text 3", 4: b"text 4"}
     assert inbox.take(4) == {5: b"text 5", 6: b"text 6", 7: b"text 7"}
+
+
+def test_calls_that_were_given_up_are_answered_so_that_the_process_does_not_look_hung():
+    gate, opened = os.pipe()
+    command = [sys.executable, str(SCRIPT), "--gate", str(gate)]
+    with subprocess.Popen(command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[gate]) as child:
+        child.stdin.write(REQUEST.pack(DO, 1, 1) + b"x" + REQUEST.pack(FORGET, 1, 0) + REQUEST.pack(DO, 2, 1) + b"y")
+        child.stdin.flush()
+        while struct.unpack("i", fcntl.ioctl(child.stdin, termios.FIONREAD, bytes(4))) != (0,):
+            pass
+        os.write(opened, b"go")
+        calls = []
+        for _ in range(3):
+            _, call, size = ANSWER.unpack(child.stdout.read(ANSWER.size))
+            child.stdout.read(size)
+            calls.append(call)
+            if call == 2:
+                break
+        child.stdin.close()
+    os.close(gate), os.close(opened)
+    assert calls == [READY, 1, 2]
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
