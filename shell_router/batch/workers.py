@@ -392,6 +392,7 @@ class RayWorker:
     folder: Path
     actor: Any = None
     node: str = ""
+    reach_limit_s: float = 30.0  # engines that their worker has found ready answer the router within it, or are lost
 
     async def start(self) -> None:
         """Have Ray choose a node and start the worker there; it is ready then. Raises EngineError."""
@@ -425,13 +426,24 @@ class RayWorker:
             # engines, and then whether they serve, have the limit each
             limit_s = 2 * self.pool.limits.engine_start_s + CLOSE_LIMIT_S
             address, load = await self._answer(limit_s, "open", model)
-            wanted = self.pool.models[model]
-            pair = PairSettings(address.prefill_url, address.decode_url, address.bootstrap_port, address.bootstrap_host)
-            settings = ModelSettings(wanted.path, pairs=(pair,), context_length=wanted.context_length)
-            async with running_models(Config({model: settings}, limits=self.pool.limits), log.info) as models:
-                yield models[model].served, load
+            async with AsyncExitStack() as stack:
+                yield await self._reached(model, address, stack), load
         finally:
             await self._end("close")
+
+    async def _reached(self, model: str, address: PairAddress, stack: AsyncExitStack) -> ServedModel:
+        wanted = self.pool.models[model]
+        pair = PairSettings(address.prefill_url, address.decode_url, address.bootstrap_port, address.bootstrap_host)
+        settings = ModelSettings(wanted.path, pairs=(pair,), context_length=wanted.context_length)
+        config = Config({model: settings}, limits=replace(self.pool.limits, engine_start_s=self.reach_limit_s))
+        try:
+            return (await stack.enter_async_context(running_models(config, log.info)))[model].served
+        except EngineStalled as error:
+            raise EngineUnreachable(
+                f"Worker {self.number} on the node {self.node} was lost, or this machine does not reach its engines at"
+                f" {address.prefill_url} and {address.decode_url}: {self.reach_limit_s:g} s without an answer.",
+                remedy=REMEDY,
+            ) from error
 
     async def stop(self) -> None:
         """End it, and with it what it still runs."""
