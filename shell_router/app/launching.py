@@ -42,7 +42,6 @@ async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[s
 def launched_engines(launched: LaunchPlan) -> AbstractAsyncContextManager[Engines]:
     """The plan's engines, which serve while the context is open. Raises ConfigError, and the context EngineError."""
     _require_startable(launched.engines)
-    launched.folder.mkdir(parents=True, exist_ok=True)
     settings = launched.config.launch
     policy = RestartPolicy(limit=settings.restart_limit, delay_s=settings.restart_delay_s)
     patience = Patience(start_s=launched.config.limits.engine_start_s)

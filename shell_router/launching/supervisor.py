@@ -18,7 +18,7 @@ from shell_router.launching.with_parent import with_parent
 
 log = logging.getLogger(__name__)
 
-LOG_TAIL_CHARACTERS = 2000
+LOG_TAIL_BYTES = 8192
 HTTP_OK = 200
 
 
@@ -36,16 +36,23 @@ class EngineProcess:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start the command; its output is added to the log."""
-        with self.log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *with_parent(self.command.argv),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **self.command.env},
-                start_new_session=True,  # Ctrl-C in the terminal is for the router, which stops its engines in order
-            )
+        """Start the command; its output is added to the log. Raises EngineUnreachable."""
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *with_parent(self.command.argv),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **self.command.env},
+                    start_new_session=True,  # Ctrl-C in the terminal is for the router: it stops its engines in order
+                )
+        except OSError as error:
+            raise EngineUnreachable(
+                f"{self.command.name} cannot be started: {error}.",
+                remedy=f"Free memory or processes where there are too few; its log has to be writable: {self.log}.",
+            ) from error
 
     async def ended(self) -> int:
         """Wait for its end, kill what is left of its group, which may hold ports and GPUs, and give its exit code."""
@@ -53,6 +60,13 @@ class EngineProcess:
         code = await self._process.wait()
         self._signal(signal.SIGKILL)
         return code
+
+    def last_words(self) -> str:
+        """The end of its log, which may have gigabytes."""
+        with suppress(OSError), self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            return log.read().decode("utf-8", "replace").strip()
+        return "its log cannot be read"
 
     async def stop(self, limit_s: float) -> None:
         """SIGTERM to the group, SIGKILL to what is left of it after `limit_s`; returns when the engine is gone."""
@@ -276,8 +290,7 @@ class Engines:
     def _require_alive(self, waiting: Sequence[EngineCommand]) -> None:
         for process in self.processes:
             if process.command in waiting and not process.running:
-                output = process.log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:].strip()
                 raise EngineUnreachable(
-                    f"{process.command.name} ended before it was ready: …{output}",
+                    f"{process.command.name} ended before it was ready: …{process.last_words()}",
                     remedy=f"Read {process.log}.",
                 )

@@ -1,7 +1,10 @@
 """Engines as processes: started, waited for, started again, stopped. The engines are small HTTP servers."""
 
 import asyncio
+import os
+import shutil
 import sys
+import tracemalloc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -14,7 +17,7 @@ from launch.sglang_cpu.pair import free_ports
 from shell_router.app import load_config
 from shell_router.errors import EngineUnreachable
 from shell_router.launching.plan import EngineCommand, LaunchPlan, plan
-from shell_router.launching.supervisor import Engines, Patience, RestartPolicy, running_engines
+from shell_router.launching.supervisor import EngineProcess, Engines, Patience, RestartPolicy, running_engines
 from tests.fakes import fake_engine
 from tests.fakes.command import survivors
 from tests.fakes.timers import Lines, logged
@@ -100,6 +103,35 @@ async def test_a_dead_engine_is_started_again_and_counted(tmp_path: Path, lines:
         assert await pids(other) == untouched
         running = await pids(*planned.engines)
     assert survivors(running) == set()
+
+
+async def test_an_engine_that_cannot_be_started_again_is_tried_until_it_can(tmp_path: Path, lines: Lines) -> None:
+    planned = replace(launched(tmp_path), folder=tmp_path / "logs")
+    with logged("shell_router.launching", lines):
+        async with running_engines(planned, policy=AT_ONCE, patience=PATIENCE, sleep=as_is, tell=lines):
+            for _ in planned.engines:
+                await lines.with_words(": ready after")
+            shutil.rmtree(planned.folder)
+            planned.folder.write_text("no folder")
+            await end(planned.engines[1])
+            assert str(planned.folder) in await lines.with_words("m/decode cannot be started")
+            planned.folder.unlink()
+            await lines.with_words("m/decode: ready after")
+            assert (planned.folder / "m-decode.log").exists()
+
+
+def test_of_a_log_of_any_size_the_end_alone_is_read(tmp_path: Path) -> None:
+    process = EngineProcess(launched(tmp_path).engines[0], tmp_path)
+    process.log.touch()
+    os.truncate(process.log, 2**24)
+    with process.log.open("a") as log:
+        log.write("out of memory\n")
+    tracemalloc.start()
+    try:
+        assert process.last_words().endswith("out of memory")
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 async def test_an_engine_over_its_limit_is_left_down_and_the_others_go_on(tmp_path: Path, lines: Lines) -> None:
