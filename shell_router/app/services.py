@@ -171,8 +171,8 @@ async def running_services(
             checks={**serve, "cache": cache.healthy, "embedder": embedding.loaded, **predicting.checks},
             optional_checks=("cache", *predicting.checks),  # requests go on from memory, and models are chosen by load
             metrics=metrics,
-            recorder=_closed_by(stack, _recorder(config.record, metrics)),
-            access_log=_closed_by(stack, _recorder(config.access_log, metrics)),
+            recorder=_closed_by(stack, _recorder("trace files", config.record, metrics)),
+            access_log=_closed_by(stack, _recorder("access log", config.access_log, metrics)),
             spans=_closed_by(stack, _span_export(config, metrics)),
             traces=TraceStore(config.traces.kept),
             journals=cache.journals,
@@ -207,15 +207,17 @@ def _metrics(cache: CacheStats) -> Metrics:
     return metrics
 
 
-def _recorder(settings: RecordSettings | AccessLogSettings, metrics: Metrics) -> "Recorder | None":
+def _recorder(what: str, settings: RecordSettings | AccessLogSettings, metrics: Metrics) -> "Recorder | None":
     """What writes the settings' files, where the deployment asks for them."""
     if settings.folder is None:
         return None
-    from shell_router.telemetry.recorder import Recorder, RecordTo  # noqa: PLC0415 - most deployments write no files
+    from shell_router.telemetry.recorder import Recorder  # noqa: PLC0415 - most deployments write no files
+
+    def count(outcome: str, lines: int) -> None:
+        metrics.recorded_lines.labels(outcome).inc(lines)
 
     prompts = isinstance(settings, RecordSettings) and settings.prompts
-    to = RecordTo(settings.folder, prompts, settings.max_file_bytes)
-    return Recorder(to, lambda outcome, lines: metrics.recorded_lines.labels(outcome).inc(lines))
+    return Recorder(what, settings.folder, settings.max_file_bytes, count, prompts=prompts)
 
 
 def _span_export(config: Config, metrics: Metrics) -> "SpanExport | None":

@@ -358,6 +358,12 @@ class Config:
             f"cache.ttl_s ({self.cache.ttl_s:g}) must be above limits.request_timeout_s"
             f" ({self.limits.request_timeout_s:g}): an output must outlive the requests that read it",
         )
+        require(
+            not (self.record.folder and self.access_log.folder)
+            or self.record.folder.resolve() != self.access_log.folder.resolve(),
+            f"record.folder and access_log.folder are both {self.record.folder}",
+            remedy="Give each a folder of its own: their files have other lines, and one name.",
+        )
         self._require_swapped_models()
         self._require_own_servers()
         self._require_asked_keys()

@@ -9,7 +9,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,15 +22,6 @@ Lines = Callable[[], Sequence[Mapping[str, Any]]]
 """Makes the lines of one run. Called in the recorder's thread: counting tokens takes longer than the loop has."""
 
 MOST_WAITING = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class RecordTo:
-    """Where lines go: into files of about `max_file_bytes` in `folder`. `prompts` says whether texts do, too."""
-
-    folder: Path
-    prompts: bool = False
-    max_file_bytes: int = 64 * 2**20
 
 
 class Outbox(ABC, Generic[Item]):
@@ -112,14 +102,19 @@ class Outbox(ABC, Generic[Item]):
 
 
 class Recorder(Outbox[Lines]):
-    """Writes lines to `<folder>/<start, UTC>-<process>-<number>.jsonl`."""
+    """Writes lines to `<folder>/<start, UTC>-<process>-<number>.jsonl`, files of about `max_file_bytes`.
 
-    def __init__(self, to: RecordTo, count: Callable[[str, int], None]) -> None:
-        self.prompts = to.prompts
-        self._to = to
+    The log calls them lines of `what`. `prompts` says to who makes them whether texts are wanted.
+    """
+
+    def __init__(
+        self, what: str, folder: Path, max_file_bytes: int, count: Callable[[str, int], None], *, prompts: bool = False
+    ) -> None:
+        self.prompts = prompts
+        self._folder, self._max_file_bytes = folder, max_file_bytes
         self._stem = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
         self._number = 0
-        super().__init__("trace files: lines", "written", count, most_waiting=MOST_WAITING)
+        super().__init__(f"{what}: lines", "written", count, most_waiting=MOST_WAITING)
 
     def _take(self, items: Sequence[Lines]) -> None:
         for lines in items:
@@ -137,16 +132,16 @@ class Recorder(Outbox[Lines]):
             with open(self._file(), "ab", opener=_private) as file:
                 _whole_or_nothing(file.fileno(), made)
         except OSError as error:
-            self._lost(count, f"{self._to.folder}: {error.strerror}")
+            self._lost(count, f"{self._folder}: {error.strerror}")
             return
         self._done(count)
 
     def _file(self) -> Path:
-        self._to.folder.mkdir(parents=True, exist_ok=True)
-        file = self._to.folder / f"{self._stem}-{self._number}.jsonl"
-        if file.exists() and file.stat().st_size >= self._to.max_file_bytes:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._folder / f"{self._stem}-{self._number}.jsonl"
+        if file.exists() and file.stat().st_size >= self._max_file_bytes:
             self._number += 1
-            return self._to.folder / f"{self._stem}-{self._number}.jsonl"
+            return self._folder / f"{self._stem}-{self._number}.jsonl"
         return file
 
 

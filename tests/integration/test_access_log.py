@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from shell_router.api import ApiSettings
-from shell_router.telemetry.recorder import Recorder, RecordTo
+from shell_router.telemetry.recorder import Recorder
 from tests.fakes.api_server import ScriptedRelay, api, chat
 
 CHAT = "/v1/chat/completions"
@@ -20,7 +20,7 @@ def lines_in(folder: Path) -> list[dict[str, Any]]:
 
 
 async def test_each_request_has_a_line_with_tenant_model_status_tokens_and_times(tmp_path: Path) -> None:
-    log = Recorder(RecordTo(tmp_path), lambda outcome, lines: None)
+    log = Recorder("access log", tmp_path, 2**20, lambda outcome, lines: None)
     relays = {"small": ScriptedRelay((NATIVE,))}
     async with api(settings=SETTINGS, relays=relays, access_log=log) as served:  # type: ignore[arg-type]
         _, answer = await served.post(CHAT, chat(), **ALICE, **{"x-request-id": "mine"})

@@ -12,7 +12,7 @@ from shell_router.moa.choosing import Auto, ModelChooser
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
 from shell_router.routing.model_choice import ModelChoiceSettings
-from shell_router.telemetry.recorder import Recorder, RecordTo
+from shell_router.telemetry.recorder import Recorder
 from shell_router.topology import Agent, Topology
 from tests.fakes.api_server import api, chat
 from tests.fakes.moa import FixedPredictor, ScriptedMoa
@@ -92,7 +92,7 @@ def lines_in(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("prompts", [False, True])
 async def test_every_agents_run_is_recorded_and_texts_only_when_asked_for(tmp_path: Path, prompts: bool) -> None:
-    recorder = Recorder(RecordTo(tmp_path, prompts), lambda _outcome, _lines: None)
+    recorder = Recorder("trace files", tmp_path, 2**20, lambda _outcome, _lines: None, prompts=prompts)
     async with api(choosing(), recorder=recorder) as served:
         await served.post("/v1/chat/completions", chat("What is it?"))
         program = {"program": "p", "agent": "solo", "model": "small", "prompt": ["a b ", {"output_of": "solo2"}]}

@@ -9,12 +9,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from shell_router.telemetry.recorder import MOST_WAITING, LogLines, Recorder, RecordTo
+from shell_router.telemetry.recorder import MOST_WAITING, LogLines, Recorder
 
 
-def counted(to: RecordTo) -> tuple[Recorder, Counter[str]]:
+def counted(folder: Path, max_file_bytes: int = 2**20) -> tuple[Recorder, Counter[str]]:
     counts: Counter[str] = Counter()
-    return Recorder(to, lambda outcome, lines: counts.update({outcome: lines})), counts
+    recorder = Recorder("access log", folder, max_file_bytes, lambda outcome, lines: counts.update({outcome: lines}))
+    return recorder, counts
 
 
 def lines_in(folder: Path) -> list[object]:
@@ -22,7 +23,7 @@ def lines_in(folder: Path) -> list[object]:
 
 
 def test_lines_are_written_in_order_into_files_of_the_wanted_size(tmp_path: Path) -> None:
-    recorder, counts = counted(RecordTo(tmp_path / "traces", max_file_bytes=20))
+    recorder, counts = counted(tmp_path / "traces", max_file_bytes=20)
     for number in range(9):
         recorder.add(lambda number=number: [{"n": number}])  # type: ignore[misc]
     recorder.close()
@@ -37,16 +38,16 @@ def test_where_nothing_can_be_written_lines_are_lost_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
-    recorder, counts = counted(RecordTo(tmp_path / "taken"))
+    recorder, counts = counted(tmp_path / "taken")
     for _ in range(3):
         recorder.add(lambda: [{"n": 1}, {"n": 2}])
     recorder.close()
     assert counts == {"lost": 6}
-    assert [record.message.partition(" lost")[0] for record in caplog.records] == ["trace files: lines are"]
+    assert [record.message.partition(" lost")[0] for record in caplog.records] == ["access log: lines are"]
 
 
 def test_a_line_that_cannot_be_made_loses_no_other(tmp_path: Path) -> None:
-    recorder, counts = counted(RecordTo(tmp_path))
+    recorder, counts = counted(tmp_path)
     recorder.add(lambda: [{"n": object()}])
     recorder.add(lambda: [{"n": 2}])
     recorder.close()
@@ -55,7 +56,7 @@ def test_a_line_that_cannot_be_made_loses_no_other(tmp_path: Path) -> None:
 
 
 def test_no_run_waits_for_the_writer_and_what_is_too_much_is_lost(tmp_path: Path) -> None:
-    recorder, counts = counted(RecordTo(tmp_path))
+    recorder, counts = counted(tmp_path)
     gate = threading.Event()
     recorder.add(lambda: [{"waited": gate.wait(60)}])
     for _ in range(MOST_WAITING + 5):
@@ -67,7 +68,7 @@ def test_no_run_waits_for_the_writer_and_what_is_too_much_is_lost(tmp_path: Path
 
 
 def test_a_line_cut_by_a_full_disk_is_taken_back(tmp_path: Path) -> None:
-    recorder, counts = counted(RecordTo(tmp_path))
+    recorder, counts = counted(tmp_path)
     recorder.add(lambda: [{"n": 1}])
     recorder.close()
     whole = next(iter(tmp_path.iterdir()))
