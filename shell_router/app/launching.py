@@ -11,6 +11,7 @@ from pathlib import Path
 from shutil import which
 
 from shell_router.app.models import address_of, pool_of
+from shell_router.app.services import read_named
 from shell_router.app.serving import serve
 from shell_router.config import Config
 from shell_router.errors import ConfigError
@@ -32,6 +33,8 @@ async def launch(launched: LaunchPlan, *, engines_only: bool, ready: Callable[[s
 
     With `engines_only` no router is started, and a signal cancels this. Raises ConfigError and EngineError.
     """
+    if not engines_only:
+        read_named(launched.config)  # a mistake shows before engines load for minutes
     async with launched_engines(launched) as engines:
         if engines_only:
             log.info("all engines serve; no router is started here")

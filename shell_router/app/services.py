@@ -14,7 +14,9 @@ import yaml
 
 from agent_cache import AgentPromptCache, CacheStats, Journals, MemoryAgentPromptCache
 from shell_router.api import ENGINE_CHECK, Services
+from shell_router.api.live import LiveTopologies
 from shell_router.app.models import Fleet, SglangPairs, adapted_models, running_models
+from shell_router.app.rereads import Contents
 from shell_router.app.topologies import live_topologies, watched
 from shell_router.app.wings import RunningPredictor, wing
 from shell_router.config import CacheSettings, Config, EmbedderSettings, PredictionSettings
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from shell_router.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
+
+Costs = Mapping[str, Mapping[str, Any]]
+"""Per model what `shell-router profile` measured of its decoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +138,7 @@ async def running_services(
     Raises ConfigError before anything is started where the files are wrong, EngineError for an engine that does not
     come up. Nothing is left running on any path.
     """
-    topologies, seen = live_topologies(config)
+    topologies, seen, costs = read_named(config)
     async with (
         running_embedder(config.embedder) as embedding,
         running_cache(config.cache, clock) as cache,
@@ -145,7 +150,7 @@ async def running_services(
         adapted = dict(at for alias, pool in pools.items() for at in adapted_models(models[alias].served, pool).items())
         served = {name: one.served for name, one in models.items()} | {name: one for name, (one, _) in adapted.items()}
         batch_sizes = {alias: model.engine.batch_size for alias, model in models.items()}
-        chooser = chooser_of(config, served, batch_sizes, predicting.predictor, clock)
+        chooser = chooser_of(config, costs, served, batch_sizes, predicting.predictor, clock)
         executor = Executor(
             served, cache.logs, embedding.embedder, clock=clock, chooser=chooser, holdouts=config.holdout
         )
@@ -179,6 +184,15 @@ async def running_services(
             holdouts=executor.holdouts,
             clock=clock,
         )
+
+
+def read_named(config: Config) -> tuple[LiveTopologies, Contents, Costs]:
+    """What the files hold that `config` names for the router. Raises ConfigError, as without the extra `otel`."""
+    if config.traces.otlp is not None:
+        from shell_router.telemetry.otlp import require_exporter  # noqa: PLC0415 - most deployments export none
+
+        require_exporter()
+    return *live_topologies(config), _profiled(config.auto.profile) if config.auto.profile else {}
 
 
 def _running_predictor(settings: PredictionSettings) -> AbstractAsyncContextManager[RunningPredictor]:
@@ -221,7 +235,7 @@ def _recorder(what: str, settings: RecordSettings | AccessLogSettings, metrics: 
 
 
 def _span_export(config: Config, metrics: Metrics) -> "SpanExport | None":
-    """What exports spans, where the deployment asks for them. Raises ConfigError without the extra."""
+    """What exports spans, where the deployment asks for them."""
     if config.traces.otlp is None:
         return None
     from shell_router.telemetry.otlp import SpanExport  # noqa: PLC0415 - most deployments export none
@@ -231,24 +245,19 @@ def _span_export(config: Config, metrics: Metrics) -> "SpanExport | None":
 
 def chooser_of(
     config: Config,
+    costs: Costs,
     served: Mapping[str, ServedModel],
     batch_sizes: Mapping[str, int],
     predictor: Predictor | None,
     clock: Callable[[], float],
 ) -> ModelChooser:
-    """The chooser that the deployment's `auto` describes; `batch_sizes` are those of the models' engines, by alias.
-
-    Raises ConfigError for a profile that does not fit.
-    """
-    costs = _profiled(config.auto.profile) if config.auto.profile else {}
+    """The chooser that the deployment's `auto` describes; `batch_sizes` are those of the models' engines, by alias."""
     figures = {name: _figures(config, model, batch_sizes[model.base or name], costs) for name, model in served.items()}
     models = config.auto.models or tuple(config.models)  # adapters only where they are named
     return ModelChooser(served, Auto(models, config.auto, figures), predictor, clock=clock)
 
 
-def _figures(
-    config: Config, model: ServedModel, batch_size: int, costs: Mapping[str, Mapping[str, Any]]
-) -> ModelFigures:
+def _figures(config: Config, model: ServedModel, batch_size: int, costs: Costs) -> ModelFigures:
     """Of a model, or of an adapter, which costs what its base costs."""
     base = model.base or model.alias
     decode = costs.get(model.alias, costs.get(base))
@@ -258,8 +267,7 @@ def _figures(
     return ModelFigures(batch, decode["step_s"] + batch * decode.get("sequence_s", 0.0))
 
 
-def _profiled(file: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Per model what a file of `shell-router profile` says of its decoding."""
+def _profiled(file: Path) -> Costs:
     remedy = "Name a file that `shell-router profile` wrote."
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -25,22 +25,26 @@ MOST_WAITING, MAX_BATCH_SIZE = 2_000, 16
 """Runs. Pickling more would hold up the event loop, which shares the interpreter with this thread."""
 
 
+def require_exporter() -> None:
+    """Raises ConfigError without the extra `otel`."""
+    if not any(Distribution.discover(name="opentelemetry-exporter-otlp-proto-http")):
+        raise ConfigError(
+            "traces.otlp is set, and OpenTelemetry's exporter is not installed.",
+            remedy="pip install 'shell-router[otel]'",
+        )
+
+
 class SpanExport(Outbox[Trace]):
     """Sends the spans of finished runs to `endpoint`, each time within `limit_s`.
 
     Headers, certificates, compression, the service's name and further attributes of it come from OpenTelemetry's own
     environment variables (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME`, ...). The process starts with the first
-    run, and again after its end. Raises ConfigError without the extra `otel`.
+    run, and again after its end.
     """
 
     def __init__(
         self, endpoint: str, count: Callable[[str, int], None], *, linger_s: float = 1.0, limit_s: float = 5.0
     ) -> None:
-        if not any(Distribution.discover(name="opentelemetry-exporter-otlp-proto-http")):
-            raise ConfigError(
-                "traces.otlp is set, and OpenTelemetry's exporter is not installed.",
-                remedy="pip install 'shell-router[otel]'",
-            )
         self._command = [sys.executable, "-m", "shell_router.telemetry.otlp_process", endpoint, str(limit_s)]
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection

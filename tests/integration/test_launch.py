@@ -124,6 +124,18 @@ def test_a_port_that_something_listens_on_is_one_line_with_a_remedy(
     assert "Stop what listens there" in error
 
 
+@pytest.mark.parametrize("wrong", ["profile.yaml", "trio.yaml"])
+def test_a_wrong_file_of_the_router_is_reported_before_an_engine_is_started(
+    deployment: Path, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    text = deployment.read_text(encoding="utf-8") + "auto: {profile: profile.yaml}\n"
+    deployment.write_text(text, encoding="utf-8")
+    (deployment.parent / wrong).write_text("name: neither a topology nor a profile\n", encoding="utf-8")
+    assert main(["launch", "--config", str(deployment)]) == 2
+    assert str(deployment.parent / wrong) in capsys.readouterr().err
+    assert not (deployment.parent / "run").exists(), "it holds the logs of engines"
+
+
 def test_machines_without_a_router_need_no_api_keys(deployment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = deployment.read_text(encoding="utf-8") + "api_keys: {team: {env: NOT_SET_ANYWHERE}}\n"
     deployment.write_text(text, encoding="utf-8")
