@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -10,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from shutil import which
 
+from shell_router.api import bound_sockets
 from shell_router.app.models import address_of, pool_of
 from shell_router.app.services import read_named
 from shell_router.app.serving import serve
@@ -71,7 +71,8 @@ def _require_startable(engines: Sequence[EngineCommand]) -> None:
             )
         for port in engine.ports:
             try:
-                socket.create_server((engine.host, port)).close()  # what listens there would be taken for the engine
+                with bound_sockets(engine.host, port):  # what listens there would be taken for the engine
+                    pass
             except OSError as error:
                 raise ConfigError(
                     f"{engine.name} cannot listen on {engine.host}, port {port}: {error.strerror}.",

@@ -11,7 +11,10 @@ import aiohttp
 import pytest
 
 from launch.sglang_cpu.pair import free_ports
+from shell_router.app import load_config
+from shell_router.app.launching import launched_engines, plan_launch
 from shell_router.cli import main
+from shell_router.errors import ConfigError
 from tests.fakes import embedded_as_sglang
 from tests.fakes.command import RunningCommand, running_command, survivors
 from tests.fakes.fake_engine import interpreter
@@ -122,6 +125,19 @@ def test_a_port_that_something_listens_on_is_one_line_with_a_remedy(
     error = capsys.readouterr().err
     assert f"small/decode cannot listen on 127.0.0.1, port {taken}: Address already in use" in error
     assert "Stop what listens there" in error
+
+
+def test_engines_may_listen_on_ipv6_and_a_taken_port_is_known_there(deployment: Path) -> None:
+    text = deployment.read_text(encoding="utf-8").replace("127.0.0.1", "[::1]")
+    deployment.write_text(text, encoding="utf-8")
+    planned = plan_launch(load_config(deployment, {}), "ipv6", None, {})
+    try:
+        taken = socket.create_server(("::1", planned.engines[1].ports[0]), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("no IPv6 on this machine")
+    with taken, pytest.raises(ConfigError, match=r"cannot listen on ::1, .* Address already in use"):
+        launched_engines(planned)
+    launched_engines(planned)
 
 
 @pytest.mark.parametrize("wrong", ["profile.yaml", "trio.yaml"])
