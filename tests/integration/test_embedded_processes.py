@@ -327,6 +327,13 @@ async def test_a_folder_that_is_no_model_fails_the_start_by_name_and_leaves_noth
     assert steps == ["importing torch and transformers"]
 
 
+async def test_a_start_may_fail_with_a_message_of_any_length(engines: SharedEngines, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x" * 100_000}), encoding="utf-8")
+    pairs = {"broken": EmbeddedSettings(str(tmp_path))}
+    with pytest.raises(EngineUnreachable, match=r"broken/\w+ cannot start: ValueError: .*xxx"):
+        await EmbeddedFleet(pairs, start_limit_s=LIMIT_S, spawner=engines.spawner()).start()
+
+
 async def test_a_start_that_takes_too_long_is_given_up(folder: str) -> None:
     with pytest.raises(EngineUnreachable, match=r"not ready within 0\.01 s"):
         await EmbeddedFleet({"only": EmbeddedSettings(folder)}, start_limit_s=0.01).start()

@@ -52,6 +52,8 @@ from shell_router.standins.embedded.settings import ServerSettings
 SHUTDOWN_LIMIT_S = 3.0
 TERM_LIMIT_S = 5.0
 PR_SET_NAME = 15
+MOST_CHARACTERS = 2000
+"""Of a message: its line then fits the router's limit and the pipe's; the log has all of it."""
 
 
 def run_server(
@@ -219,7 +221,7 @@ class Spawner:
             code = 0
         except Exception as error:
             logging.getLogger(__name__).exception("Server %s failed", name)
-            report(failed=number, message=f"{type(error).__name__}: {error}")
+            report(failed=number, message=f"{type(error).__name__}: {error}"[:MOST_CHARACTERS])
         finally:
             # Not sys.exit: a fork must not run what its parent registered for its own end.
             os._exit(code)
