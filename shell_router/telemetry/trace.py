@@ -351,6 +351,6 @@ class TraceStore:
         if trace is None or trace.tenant != tenant:
             raise UnknownTrace(
                 f"No trace {trace_id!r} is held.",
-                remedy=f"The last {self._capacity} are kept; see x-trace-id.",
+                remedy=f"A router keeps the last {self._capacity} of its own: behind a load balancer, ask one router.",
             )
         return trace

@@ -75,6 +75,12 @@ async def test_an_openai_base_url_will_do_and_latency_is_measured_by_the_clock()
     assert [(agent.agent, agent.layer) for agent in reply.agents] == [("left", 0), ("right", 0), ("root", 1)]
 
 
+async def test_a_trace_that_another_router_holds_is_missing_with_a_remedy() -> None:
+    async with api(adding_moa({})) as served:
+        with pytest.raises(ShellRouterError, match=r"answered 404: .*behind a load balancer, ask one router"):
+            await Client(served.client, served.url).trace("of-another-router")
+
+
 async def test_a_request_over_its_limit_is_given_up() -> None:
     moa = adding_moa({})
 
