@@ -85,19 +85,35 @@ def _real_deployment(console: Console) -> Path:
     folder = cache / f"demo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
     if not folder.exists():
         console.print(f"  making {folder}: SmolLM2 in float32, 0.6 GB", style="dim")
-        with tempfile.TemporaryDirectory(dir=cache, prefix="demo-") as working:
-            made = Path(working) / "made"
-            convert = (sys.executable, SMOLLM2, made / "model")
-            done = subprocess.run(convert, check=False, capture_output=True, text=True, timeout=CONVERT_LIMIT_S)
-            if done.returncode:
-                raise ConfigError(f"SmolLM2 cannot be converted: {done.stderr.strip()[-500:]}", remedy=INSTALL)
-            for name in COMPARED:
-                text = (TOPOLOGIES / f"{name}.yaml").read_text(encoding="utf-8").replace("tokens: 96", "tokens: 48")
-                (made / f"{name}.yaml").write_text(text.replace(TINY, "[smollm2]"), encoding="utf-8")
-            served = ", ".join(f"{name}.yaml" for name in COMPARED)
-            (made / "deployment.yaml").write_text(f"{REAL}topologies: [{served}]\n", encoding="utf-8")
-            made.rename(folder)  # at once, so that a folder of this name is complete
+        make_deployment(folder, (sys.executable, SMOLLM2))
     return folder / "deployment.yaml"
+
+
+def make_deployment(folder: Path, convert: Sequence[str | Path], limit_s: float = CONVERT_LIMIT_S) -> None:
+    """Make `folder`, or leave it to another process that does; `convert` writes the model to the path that it is given.
+
+    Raises ConfigError.
+    """
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="demo-") as working:
+        made = Path(working) / "made"
+        try:
+            command = (*convert, made / "model")
+            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            again = "Try again while less else runs on this machine."
+            raise ConfigError(f"SmolLM2 was not converted within {limit_s:g} s.", remedy=again) from None
+        if done.returncode:
+            raise ConfigError(f"SmolLM2 cannot be converted: {done.stderr.strip()[-500:]}", remedy=INSTALL)
+        for name in COMPARED:
+            text = (TOPOLOGIES / f"{name}.yaml").read_text(encoding="utf-8").replace("tokens: 96", "tokens: 48")
+            (made / f"{name}.yaml").write_text(text.replace(TINY, "[smollm2]"), encoding="utf-8")
+        served = ", ".join(f"{name}.yaml" for name in COMPARED)
+        (made / "deployment.yaml").write_text(f"{REAL}topologies: [{served}]\n", encoding="utf-8")
+        try:
+            made.rename(folder)  # at once, so that a folder of this name is complete
+        except OSError:
+            if not folder.exists():  # else another demo has made it meanwhile
+                raise
 
 
 def _introduce(console: Console, client: Client, real: bool) -> None:
