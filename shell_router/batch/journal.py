@@ -177,7 +177,7 @@ def _require_same(file: Path, depends_on: Mapping[str, Any]) -> None:
     if changed := [name for name in {**begun, **wanted} if begun.get(name) != wanted.get(name)]:
         raise ConfigError(
             f"{file.parent} holds a run with other {', '.join(changed)}.",
-            remedy="Name another folder, or undo the change.",
+            remedy="Name another folder, or undo the change. If a router resumed a batch: send the batch again.",
         )
 
 

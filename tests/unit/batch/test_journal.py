@@ -85,7 +85,9 @@ def test_another_run_is_refused_with_the_names_of_what_differs(tmp_path: Path) -
     written(tmp_path, output(1))
     other = {**RUN, "seed": 1, "proposers": ("small",), "sampling": {"top_p": 1}}
     with (
-        pytest.raises(ConfigError, match=r"holds a run with other seed, proposers, sampling\. Name another"),
+        pytest.raises(
+            ConfigError, match=r"other seed, proposers, sampling\. Name another folder, .* send the batch again"
+        ),
         opened(tmp_path, other),
     ):
         pass
