@@ -140,14 +140,14 @@ Place = tuple[str, int]
 async def running_deployment(config: Config) -> AsyncIterator["Deployment"]:
     """The models of `config` and an embedder, without a server. Raises ConfigError and EngineError."""
     async with (
-        running_embedder(config.embedder) as embedding,
+        running_embedder(config.embedder) as (embedder, _),
         MemoryAgentPromptCache(clock=time.monotonic) as cache,
         profiled_models(config, (), "benchmark", None, lambda _: None) as models,
     ):
-        assert embedding.embedder is not None
+        assert embedder is not None
         served = {alias: model.served for alias, model in models.items()}
-        executor = Executor(served, cache, embedding.embedder, clock=time.monotonic)
-        yield Deployment(models, embedding.embedder, executor)
+        executor = Executor(served, cache, embedder, clock=time.monotonic)
+        yield Deployment(models, embedder, executor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,19 +88,16 @@ async def _always() -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class RunningEmbedder:
-    """The embedder, None where there is none, and whether its start has ended, well or not."""
-
-    embedder: Embedder | None
-    loaded: Callable[[], Awaitable[bool]]
-
-
 @asynccontextmanager
-async def running_embedder(settings: EmbedderSettings) -> AsyncIterator[RunningEmbedder]:
-    """The embedder while the context is open; its model loads in the background. Raises ConfigError."""
+async def running_embedder(
+    settings: EmbedderSettings,
+) -> AsyncIterator[tuple[Embedder | None, Callable[[], Awaitable[bool]]]]:
+    """The embedder, None where there is none, while the context is open, and whether its start has ended.
+
+    Its model loads in the background. Raises ConfigError.
+    """
     if settings.model in ("none", "hash"):
-        yield RunningEmbedder(HashEmbedder() if settings.model == "hash" else None, _always)
+        yield HashEmbedder() if settings.model == "hash" else None, _always
         return
     model = None if settings.model == "default" else settings.model
     embedder = SentenceTransformerEmbedder(model, device=settings.device)
@@ -110,7 +107,7 @@ async def running_embedder(settings: EmbedderSettings) -> AsyncIterator[RunningE
         return loading.done()
 
     try:
-        yield RunningEmbedder(embedder, loaded)
+        yield embedder, loaded
     finally:
         loading.cancel()
         await asyncio.wait({loading})
@@ -140,7 +137,7 @@ async def running_services(
     """
     topologies, seen, costs = read_named(config)
     async with (
-        running_embedder(config.embedder) as embedding,
+        running_embedder(config.embedder) as (embedder, embedder_ready),
         running_cache(config.cache, clock) as cache,
         _running_predictor(config.prediction) as predicting,
         running_models(config, on_progress, {"pairs": SglangPairs(may_lack=True)}) as models,
@@ -151,9 +148,7 @@ async def running_services(
         served = {name: one.served for name, one in models.items()} | {name: one for name, (one, _) in adapted.items()}
         batch_sizes = {alias: model.engine.batch_size for alias, model in models.items()}
         chooser = chooser_of(config, costs, served, batch_sizes, predicting.predictor, clock)
-        executor = Executor(
-            served, cache.logs, embedding.embedder, clock=clock, chooser=chooser, holdouts=config.holdout
-        )
+        executor = Executor(served, cache.logs, embedder, clock=clock, chooser=chooser, holdouts=config.holdout)
         metrics = _metrics(cache.stats)
         pairs = {name: pair for one in models.values() for name, pair in one.engine.pairs.items()} | pools
         serve = {ENGINE_CHECK + alias: pair.serves for alias, pair in pairs.items() if alias in models}
@@ -171,9 +166,9 @@ async def running_services(
             fleet=Fleet(config.models, pools, served),
             relays={**pools, **{name: relay for name, (_, relay) in adapted.items()}},
             engines={alias: model.engine.name for alias, model in models.items()},
-            embedders={} if embedding.embedder is None else {config.embedder.name: embedding.embedder},
+            embedders={} if embedder is None else {config.embedder.name: embedder},
             serving=lambda: {alias: pair.seems_up for alias, pair in pairs.items() if alias in models},
-            checks={**serve, "cache": cache.healthy, "embedder": embedding.loaded, **predicting.checks},
+            checks={**serve, "cache": cache.healthy, "embedder": embedder_ready, **predicting.checks},
             optional_checks=("cache", *predicting.checks),  # requests go on from memory, and models are chosen by load
             metrics=metrics,
             recorder=_closed_by(stack, _recorder("trace files", config.record, metrics)),

@@ -56,13 +56,13 @@ async def _scores(pool: Pool, asked: Sequence[Question], run: Path) -> Floats:
     if all(question.skills for question in asked) and any(one.skills for one in known):
         alike = skill_similarity([one.skills for one in asked], [frozenset(one.skills) for one in known])
         return skill_scores(alike, scored)
-    async with running_embedder(pool.embedder) as running:
-        if running.embedder is None:
+    async with running_embedder(pool.embedder) as (embedder, _):
+        if embedder is None:
             raise ConfigError(
                 "embedder.model is none, and not all questions name skills.", remedy="Name an embedding model."
             )
         texts = [*(one.text for one in asked), *(one.question for one in known)]
-        vectors = np.array([(await running.embedder.embed(text)).mean(axis=0) for text in texts], dtype=float)
+        vectors = np.array([(await embedder.embed(text)).mean(axis=0) for text in texts], dtype=float)
     alike = await asyncio.to_thread(text_similarity, vectors[: len(asked)], vectors[len(asked) :])
     return skill_scores(alike, scored)
 

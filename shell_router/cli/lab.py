@@ -192,10 +192,8 @@ def simulate(
 
 
 def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> None:
-    from rich.console import Console
-
     from shell_router.lab.simulation.run import simulate
-    from shell_router.lab.simulation.summary import as_json, report, summary_of
+    from shell_router.lab.simulation.summary import as_json, bound, summary_of, tables
 
     done = {
         " ".join(filter(None, (of, name))): simulate(one.simulation, topology, one.costs, seed)
@@ -204,9 +202,10 @@ def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> N
     }
     answered = {name: one for name, one in done.items() if one.answered} or done
     summaries = {name: summary_of(one) for name, one in answered.items()}
-    console = Console()
-    for part in report(summaries):
-        console.print(part)
+    for title, rows in tables(summaries):
+        print_table(title, rows)
+    for name, one in summaries.items():
+        print(bound(name, one))
     for name, one in done.items():
         if name not in answered:
             print(f"{name} answered no request: {one.runs[0].error}")

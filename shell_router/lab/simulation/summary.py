@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import RenderableType
-from rich.table import Table
 
 from shell_router.errors import DataError
 from shell_router.lab.simulation.run import EngineUse, Simulated
@@ -199,16 +197,16 @@ BUSY = 0.9
 Row = Mapping[str, str]
 
 
-def report(summaries: Mapping[str, Summary]) -> list[RenderableType]:
-    """Tables, and a sentence per simulation that says what bounds it. Ratios are to the first."""
+def tables(summaries: Mapping[str, Summary]) -> list[tuple[str, list[Row]]]:
+    """Titles and rows. Ratios are to the first simulation."""
     first = next(iter(summaries.values()))
     models = list(dict.fromkeys(model for one in summaries.values() for model in one.agents))
     kinds = sorted({kind for one in summaries.values() for kind in one.path})
     named = summaries.items()
     return [
-        _table("Simulated", [{"simulation": name, **_latency(one, first)} for name, one in named]),
-        _table("What an answer takes, in the mean", [{"simulation": name, **_overlap(one)} for name, one in named]),
-        _table(
+        ("Simulated", [{"simulation": name, **_latency(one, first)} for name, one in named]),
+        ("What an answer takes, in the mean", [{"simulation": name, **_overlap(one)} for name, one in named]),
+        (
             "Agents that were not cut off, in the mean",
             [
                 {"simulation": name}
@@ -216,23 +214,12 @@ def report(summaries: Mapping[str, Summary]) -> list[RenderableType]:
                 for name, one in named
             ],
         ),
-        _table(
+        (
             "Where the time of an answer goes: along its critical path",
             [{"simulation": name} | {kind: _spent(one, kind) for kind in kinds} for name, one in named],
         ),
-        _table("Engine pairs", [{"simulation": name, **_use(pair)} for name, one in named for pair in one.engines]),
-        *(_bound(name, one) for name, one in named),
+        ("Engine pairs", [{"simulation": name, **_use(pair)} for name, one in named for pair in one.engines]),
     ]
-
-
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    """A column per key, the first one's cells at the left."""
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(rows[0]):
-        table.add_column(column, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row.values())
-    return table
 
 
 def _seconds(found: float | None) -> str:
@@ -280,7 +267,8 @@ def _use(pair: EngineUse) -> Row:
     }
 
 
-def _bound(name: str, one: Summary) -> str:
+def bound(name: str, one: Summary) -> str:
+    """What bounds it, as a sentence."""
     kind, seconds = max(one.path.items(), key=lambda item: item[1])
     share = seconds / (sum(one.path.values()) or 1.0)
     full = [
