@@ -141,17 +141,11 @@ def show(
     print(draw(load_with_others([file], models=models)[file]), end="")
 
 
-@topology.command()
-def schema() -> None:
-    """Print the JSON Schema of topology files, for editors."""
-    schema_of("topology")
-
-
 FileKind = Literal["topology", "deployment", "batch-pool", "component-pool", "simulation"]
 
 
-@app.command("schema", epilog=examples("shell-router schema deployment > deployment.schema.json"))
-def schema_of(kind: Annotated[FileKind, argument("KIND", "The kind of file.")]) -> None:
+@app.command(epilog=examples("shell-router schema deployment > deployment.schema.json"))
+def schema(kind: Annotated[FileKind, argument("KIND", "The kind of file.")]) -> None:
     """Print the JSON Schema of a kind of YAML file, for editors."""
     from shell_router.app.wings import kind_settings
     from shell_router.batch.pool import Pool

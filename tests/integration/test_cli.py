@@ -92,7 +92,7 @@ def test_show_draws_the_tree(tree: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["topology", "schema"]) == 0
+    assert main(["schema", "topology"]) == 0
     assert json.loads(capsys.readouterr().out)["type"] == "object"
 
 
