@@ -21,6 +21,7 @@ from shell_router.launching.supervisor import RestartPolicy
 from shell_router.standins.embedded.fleet import START_LIMIT_S, EmbeddedFleet, EmbeddedPair
 from shell_router.standins.embedded.servers import EmbeddedServer, Spawner
 from shell_router.standins.embedded.settings import EmbeddedSettings, ServerSettings
+from tests.fakes.command import descendants, survivors
 from tests.fakes.shared_engines import SharedEngines
 from tests.fakes.timers import Lines, SteppedTimers, logged
 
@@ -228,8 +229,7 @@ async def test_a_stop_during_a_restart_leaves_nothing_running_and_nothing_pendin
     made: Made, timers: SteppedTimers, caplog: pytest.LogCaptureFixture, under_way: bool
 ) -> None:
     async with made() as fleet:
-        assert fleet.spawner_pid is not None
-        group = fleet.spawner_pid
+        group = os.getpgid(fleet["only"].decode.pid)
         await kill(fleet["only"].decode)
         await timers.until_waiting(1.0)
         if under_way:
@@ -248,8 +248,7 @@ async def test_a_stop_during_a_restart_leaves_nothing_running_and_nothing_pendin
 async def test_a_stop_that_is_cancelled_leaves_no_process(made: Made) -> None:
     fleet = made()
     await fleet.start()
-    group = fleet.spawner_pid
-    assert group is not None
+    group = os.getpgid(fleet["only"].decode.pid)
     stopping = asyncio.create_task(fleet.stop())
     await asyncio.sleep(0)
     stopping.cancel()
@@ -303,8 +302,7 @@ async def test_servers_end_when_the_process_that_forked_them_is_killed_and_none_
         pair = fleet["only"]
         await kill(pair.decode)
         await timers.until_waiting(1.0)
-        assert fleet.spawner_pid is not None
-        os.kill(fleet.spawner_pid, signal.SIGKILL)
+        os.kill(os.getpgid(pair.prefill.pid), signal.SIGKILL)
         async with asyncio.timeout(LIMIT_S):
             await process_ended(pair.prefill.pid)
             await pair.prefill.dead.wait()
@@ -342,13 +340,12 @@ async def test_a_start_that_takes_too_long_is_given_up(folder: str) -> None:
 async def test_a_start_that_is_no_longer_wanted_leaves_no_process(folder: str) -> None:
     importing = asyncio.Event()
     fleet = EmbeddedFleet({"only": EmbeddedSettings(folder)}, on_progress=lambda _: importing.set())
+    before = descendants(os.getpid())
     starting = asyncio.create_task(fleet.start())
     await importing.wait()
-    while (spawner := fleet.spawner_pid) is None:  # noqa: ASYNC110 # it is there within a few turns of the loop
+    while not (spawners := descendants(os.getpid()) - before):  # noqa: ASYNC110 # it is there within a few turns
         await asyncio.sleep(0)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert fleet.spawner_pid is None
-    with pytest.raises(ProcessLookupError):
-        os.killpg(spawner, 0)
+    assert survivors(spawners) == set()

@@ -126,7 +126,7 @@ class EngineApp:
         return web.Response(status=200 if self.service.thread.alive else 503)
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        """Settings as they were resolved, under SGLang's names, and in `internal_states` what the server does."""
+        """Settings as they were resolved, under SGLang's names."""
         settings = self.settings
         info = {
             **asdict(settings.pair),
@@ -137,7 +137,6 @@ class EngineApp:
             "max_total_num_tokens": settings.pair.max_total_tokens,
             "enable_lora": False,
             "version": VERSION,
-            "internal_states": [asdict(self.service.loads())],
         }
         return json_response(info)
 

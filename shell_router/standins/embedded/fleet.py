@@ -89,11 +89,6 @@ class EmbeddedFleet:
     def __getitem__(self, alias: str) -> EmbeddedPair:
         return self._pairs[alias]
 
-    @property
-    def spawner_pid(self) -> int | None:
-        """The process that all servers are forks of, and that they end with; None before `start` and after `stop`."""
-        return self._spawner.pid
-
     def restarts_of(self, alias: str) -> Mapping[str, int]:
         """How often each of a pair's servers was started again, by "alias/mode"."""
         return {f"{alias}/{mode}": len(self._restarted_s[f"{alias}/{mode}"]) for mode in ("prefill", "decode")}

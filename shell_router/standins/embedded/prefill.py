@@ -268,7 +268,6 @@ class PrefillService(Service[PrefillJob, Prefilled | KvTransferError]):
             running=running,
             waiting=waiting + self._capacity.waiting,
             used_tokens=self._capacity.used_tokens,
-            evictable_tokens=self._worker.cache.tokens,
             prefill_inflight=self._rooms.awaiting_decode,
             prompt_tokens_total=self._worker.prompt_tokens,
             cached_tokens_total=self._worker.cached_tokens,

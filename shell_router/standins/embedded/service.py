@@ -73,7 +73,6 @@ class Loads:
     running: int = 0
     waiting: int = 0
     used_tokens: int = 0
-    evictable_tokens: int = 0
     prefill_inflight: int = 0
     decode_prealloc: int = 0
     decode_transfer: int = 0
