@@ -5,6 +5,7 @@ import json
 import struct
 from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, BinaryIO, NamedTuple
 
 import orjson
@@ -58,7 +59,7 @@ def read_tensors(folder: Path) -> Mapping[str, TensorShape]:
 
 
 READ_AT_START = ("config.json", "generation_config.json", "tokenizer.json")
-IRRELEVANT = {"_name_or_path", "transformers_version", "use_cache"}
+IRRELEVANT, ABSENT = {"_name_or_path", "transformers_version", "use_cache"}, "nothing"
 
 
 def obstacle_to_swap(served: Path, wanted: Path) -> str:
@@ -70,15 +71,19 @@ def obstacle_to_swap(served: Path, wanted: Path) -> str:
         one, other = read_tensors(served), read_tensors(wanted)
         if names := sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name)):
             return f"{len(names)} tensors differ in name, type or size, {names[0]} first"
-        differing = [name for name in READ_AT_START if _settings(served / name) != _settings(wanted / name)]
+        for file in READ_AT_START:
+            begun, new = _settings(served / file), _settings(wanted / file)
+            for key in sorted((begun.keys() | new.keys()) - IRRELEVANT):
+                if (was := begun.get(key, ABSENT)) != (now := new.get(key, ABSENT)):
+                    return f"its {file} differs in {key}: {short(now)} instead of {short(was)}"
     except (ConfigError, OSError, ValueError) as error:
         return str(error)
-    return f"its {differing[0]} differs" if differing else ""
+    return ""
 
 
-def _settings(file: Path) -> object:
-    found = json.loads(file.read_bytes()) if file.exists() else None
-    return {name: one for name, one in found.items() if name not in IRRELEVANT} if isinstance(found, dict) else found
+def _settings(file: Path) -> dict[str, object]:
+    found = json.loads(file.read_bytes()) if file.exists() else {}
+    return found if isinstance(found, dict) else {"it": found}
 
 
 NOT_FLUSHED = "cache was not flushed"

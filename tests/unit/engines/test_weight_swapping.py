@@ -58,14 +58,18 @@ def test_checkpoints_of_one_shape_take_turns_and_others_say_why_not(folder: Path
 
 
 @pytest.mark.parametrize(
-    ("file", "name", "value"),
-    [("config.json", "rope_theta", 5.0), ("generation_config.json", "eos_token_id", 7), ("tokenizer.json", "x", 1)],
+    ("file", "name", "value", "words"),
+    [
+        ("config.json", "rope_theta", 5.0, "5.0 instead of "),
+        ("generation_config.json", "eos_token_id", 7, "7 instead of "),
+        ("tokenizer.json", "x", 1, "1 instead of 'nothing'"),
+    ],
 )
 def test_what_a_server_reads_only_at_its_start_must_be_the_same(
-    folder: Path, file: str, name: str, value: float
+    folder: Path, file: str, name: str, value: float, words: str
 ) -> None:
     other = make_checkpoint(folder.with_name("other"), hidden=32, layers=2, heads=4, kv_heads=2, vocab_size=512, seed=1)
     (other / file).write_text(json.dumps({**json.loads((other / file).read_text()), name: value}))
-    assert obstacle_to_swap(folder, other) == f"its {file} differs"
+    assert obstacle_to_swap(folder, other).startswith(f"its {file} differs in {name}: {words}")
     (other / file).unlink()
     assert file in obstacle_to_swap(folder, other)
