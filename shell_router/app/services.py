@@ -7,8 +7,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.metadata import Distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Costs = Mapping[str, Mapping[str, Any]]
-"""Per model what `shell-router profile` measured of its decoding."""
+Costs = Mapping[str, Mapping[str, Any]]  # of each model's decoding, as `shell-router profile` measures them
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +171,9 @@ async def running_services(
             checks={**serve, "cache": cache.healthy, "embedder": embedder_ready, **predicting.checks},
             optional_checks=("cache", *predicting.checks),  # requests go on from memory, and models are chosen by load
             metrics=metrics,
-            recorder=_closed_by(stack, _recorder("trace files", config.record, metrics)),
-            access_log=_closed_by(stack, _recorder("access log", config.access_log, metrics)),
-            spans=_closed_by(stack, _span_export(config, metrics)),
+            recorder=_recorder("trace files", config.record, metrics, stack),
+            access_log=_recorder("access log", config.access_log, metrics, stack),
+            spans=_span_export(config, metrics, stack),
             traces=TraceStore(config.traces.kept),
             journals=cache.journals,
             holdouts=executor.holdouts,
@@ -183,10 +183,9 @@ async def running_services(
 
 def read_named(config: Config) -> tuple[LiveTopologies, Contents, Costs]:
     """What the files hold that `config` names for the router. Raises ConfigError, as without the extra `otel`."""
-    if config.traces.otlp is not None:
-        from shell_router.telemetry.otlp import require_exporter  # noqa: PLC0415 - most deployments export none
-
-        require_exporter()
+    if config.traces.otlp and not any(Distribution.discover(name="opentelemetry-exporter-otlp-proto-http")):
+        what = "traces.otlp is set, and OpenTelemetry's exporter is not installed."
+        raise ConfigError(what, remedy="pip install 'shell-router[otel]'")
     return *live_topologies(config), _profiled(config.auto.profile) if config.auto.profile else {}
 
 
@@ -194,16 +193,6 @@ def _running_predictor(settings: PredictionSettings) -> AbstractAsyncContextMana
     """The trained predictors, where the deployment names any."""
     named = settings.scores or settings.lengths
     return wing("prediction")(settings) if named else nullcontext(RunningPredictor())
-
-
-C = TypeVar("C", "Recorder", "SpanExport")
-
-
-def _closed_by(stack: AsyncExitStack, made: C | None) -> C | None:
-    """What was made; it is closed with the stack, on a thread, as it may have much to write."""
-    if made is not None:
-        stack.push_async_callback(asyncio.to_thread, made.close)
-    return made
 
 
 def _metrics(cache: CacheStats) -> Metrics:
@@ -216,7 +205,7 @@ def _metrics(cache: CacheStats) -> Metrics:
     return metrics
 
 
-def _recorder(what: str, settings: RecordSettings | AccessLogSettings, metrics: Metrics) -> "Recorder | None":
+def _recorder(what: str, settings: AccessLogSettings, metrics: Metrics, stack: AsyncExitStack) -> "Recorder | None":
     """What writes the settings' files, where the deployment asks for them."""
     if settings.folder is None:
         return None
@@ -226,16 +215,20 @@ def _recorder(what: str, settings: RecordSettings | AccessLogSettings, metrics: 
         metrics.recorded_lines.labels(outcome).inc(lines)
 
     prompts = isinstance(settings, RecordSettings) and settings.prompts
-    return Recorder(what, settings.folder, settings.max_file_bytes, count, prompts=prompts)
+    recorder = Recorder(what, settings.folder, settings.max_file_bytes, count, prompts=prompts)
+    stack.push_async_callback(asyncio.to_thread, recorder.close)  # it may have much to write
+    return recorder
 
 
-def _span_export(config: Config, metrics: Metrics) -> "SpanExport | None":
+def _span_export(config: Config, metrics: Metrics, stack: AsyncExitStack) -> "SpanExport | None":
     """What exports spans, where the deployment asks for them."""
     if config.traces.otlp is None:
         return None
     from shell_router.telemetry.otlp import SpanExport  # noqa: PLC0415 - most deployments export none
 
-    return SpanExport(config.traces.otlp, lambda outcome, count: metrics.otlp_spans.labels(outcome).inc(count))
+    export = SpanExport(config.traces.otlp, lambda outcome, count: metrics.otlp_spans.labels(outcome).inc(count))
+    stack.push_async_callback(asyncio.to_thread, export.close)
+    return export
 
 
 def chooser_of(

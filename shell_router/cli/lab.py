@@ -204,8 +204,8 @@ def _simulate(loaded: "Mapping[str, Loaded]", seed: int, json: Path | None) -> N
     summaries = {name: summary_of(one) for name, one in answered.items()}
     for title, rows in tables(summaries):
         print_table(title, rows)
-    for name, one in summaries.items():
-        print(bound(name, one))
+    for name, summary in summaries.items():
+        print(bound(name, summary))
     for name, one in done.items():
         if name not in answered:
             print(f"{name} answered no request: {one.runs[0].error}")

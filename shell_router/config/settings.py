@@ -304,12 +304,10 @@ class AccessLogSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordSettings:
+class RecordSettings(AccessLogSettings):
     """Trace files with a line per agent run, to train predictors on."""
 
-    folder: Annotated[Path | None, "Takes the files; nothing is recorded without it."] = None
     prompts: Annotated[bool, "Whether questions are recorded too, which training scores needs."] = False
-    max_file_bytes: Annotated[int, count("When a file is full and the next is begun.")] = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,12 +356,8 @@ class Config:
             f"cache.ttl_s ({self.cache.ttl_s:g}) must be above limits.request_timeout_s"
             f" ({self.limits.request_timeout_s:g}): an output must outlive the requests that read it",
         )
-        require(
-            not (self.record.folder and self.access_log.folder)
-            or self.record.folder.resolve() != self.access_log.folder.resolve(),
-            f"record.folder and access_log.folder are both {self.record.folder}",
-            remedy="Give each a folder of its own: their files have other lines, and one name.",
-        )
+        folders = [one.folder.resolve() for one in (self.record, self.access_log) if one.folder]
+        require(len({*folders}) == len(folders), "record.folder and access_log.folder are one", "Name one for each.")
         self._require_swapped_models()
         self._require_own_servers()
         self._require_asked_keys()

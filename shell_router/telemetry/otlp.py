@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from importlib.metadata import Distribution
 from io import BytesIO
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -17,7 +16,6 @@ from typing import Any
 
 from shell_router.core.engine import Placement
 from shell_router.core.events import AgentFinished, AgentPlaced, PrefillIncrement, PromptReady
-from shell_router.errors import ConfigError
 from shell_router.telemetry.recorder import Outbox
 from shell_router.telemetry.trace import AgentTrace, Trace
 
@@ -25,21 +23,12 @@ MOST_WAITING, MAX_BATCH_SIZE = 2_000, 16
 """Runs. Pickling more would hold up the event loop, which shares the interpreter with this thread."""
 
 
-def require_exporter() -> None:
-    """Raises ConfigError without the extra `otel`."""
-    if not any(Distribution.discover(name="opentelemetry-exporter-otlp-proto-http")):
-        raise ConfigError(
-            "traces.otlp is set, and OpenTelemetry's exporter is not installed.",
-            remedy="pip install 'shell-router[otel]'",
-        )
-
-
 class SpanExport(Outbox[Trace]):
     """Sends the spans of finished runs to `endpoint`, each time within `limit_s`.
 
     Headers, certificates, compression, the service's name and further attributes of it come from OpenTelemetry's own
     environment variables (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME`, ...). The process starts with the first
-    run, and again after its end.
+    run, and again after its end. It needs the extra `otel`.
     """
 
     def __init__(

@@ -226,7 +226,7 @@ def test_drafts_of_a_model_are_a_switch_with_a_middle(tmp_path: Path, text: str,
         (
             MODELS + "record: {folder: logs}\naccess_log: {folder: other/../logs}\n",
             1,
-            "access_log.folder are both",
+            "access_log.folder are one",
         ),
         (MODELS + MODELS, 2, "first in line 1"),
         (MODELS + "listen:\n", 2, "listen must be a mapping, not empty"),

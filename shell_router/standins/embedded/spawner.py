@@ -52,8 +52,6 @@ from shell_router.standins.embedded.settings import ServerSettings
 SHUTDOWN_LIMIT_S = 3.0
 TERM_LIMIT_S = 5.0
 PR_SET_NAME = 15
-MOST_CHARACTERS = 2000
-"""Of a message: its line then fits the router's limit and the pipe's; the log has all of it."""
 
 
 def run_server(
@@ -221,7 +219,8 @@ class Spawner:
             code = 0
         except Exception as error:
             logging.getLogger(__name__).exception("Server %s failed", name)
-            report(failed=number, message=f"{type(error).__name__}: {error}"[:MOST_CHARACTERS])
+            # cut, so that the line is short; it is logged whole
+            report(failed=number, message=f"{type(error).__name__}: {error}"[:2000])
         finally:
             # Not sys.exit: a fork must not run what its parent registered for its own end.
             os._exit(code)
