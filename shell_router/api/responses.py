@@ -303,10 +303,10 @@ class BackgroundResponse:
             return now.standing("queued" if state.last == state.first else "in_progress")
         return await answer_chat(now.request, Fields(as_chat(Fields(orjson.loads(now.head)))), None, now._run)
 
-    async def cancel(self) -> Reply:
-        """Have its router end it, which learns of it with its next record."""
-        await self._store.seal(self.request[TENANT], self.key, orjson.dumps([END, "", CANCELLED]))
-        return self.standing("cancelled")
+    async def cancel(self) -> None:
+        """Have its router end it, which learns of it with its next record; one that has ended stays as it is."""
+        sealed = orjson.dumps([END, "", CANCELLED])
+        await self._store.seal(self.request[TENANT], self.key, sealed, orjson.dumps([END])[:-1])
 
     def standing(self, status: str) -> Reply:
         """It has no output yet, or will have none."""
@@ -402,8 +402,8 @@ async def show_response(request: web.Request) -> Reply:
 
 async def cancel_response(request: web.Request) -> Reply:
     """End a background response; one that has ended stays as it is."""
-    one, state = await _found(request)
-    return await (one.cancel() if end_of(state.last) is None else one.shown(state))
+    await (await _found(request))[0].cancel()
+    return await show_response(request)
 
 
 async def _found(request: web.Request) -> tuple[BackgroundResponse, JournalState]:

@@ -1,7 +1,8 @@
 """Responses in the background, asked for with OpenAI's client at routers that share a Redis."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -9,6 +10,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from agent_cache import Journals
+from agent_cache.redis import RedisAgentPromptCache
 from shell_router.api import ApiSettings
 from shell_router.errors import EngineError
 from shell_router.topology import Agent, Topology
@@ -143,6 +146,38 @@ async def test_a_cancelled_response_ends_at_the_router_that_runs_it(redis: Redis
                 assert (await client.responses.retrieve(begun.id)).status == "cancelled"
                 assert (await client.responses.cancel(begun.id)).status == "cancelled"
         assert asked(there) == []
+
+
+class Late:
+    """Journals whose calls of one kind arrive after `first`."""
+
+    def __init__(self, journals: Journals, call: str, first: Callable[[], Awaitable[None]]) -> None:
+        self._journals, self._call, self._first = journals, call, first
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._journals, name)
+
+        async def late(*given: Any) -> Any:
+            await self._first()
+            return await call(*given)
+
+        return late if name == self._call else call
+
+
+async def test_a_response_that_ends_while_it_is_cancelled_keeps_its_output(redis: RedisServer) -> None:
+    gates = Gates("root")
+
+    async def end() -> None:
+        gates.open("root")
+        assert (await ended(client, begun.id)).status == "completed"
+
+    async with RedisAgentPromptCache(redis.url, clock=time.monotonic, lease_s=0.4) as cache:
+        journals: Any = Late(cache.journals, "seal", end)
+        async with api(ScriptedMoa(pace=gates.pace), journals=journals) as served, clients(served) as (client,):
+            begun = await client.responses.create(**ASK)
+            await gates.until_waiting(1)
+            for found in (await client.responses.cancel(begun.id), await client.responses.retrieve(begun.id)):
+                assert found.status == "completed" and "root is done" in found.output_text
 
 
 async def test_two_retries_with_a_key_race_for_one_response(redis: RedisServer) -> None:
