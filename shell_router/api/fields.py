@@ -190,6 +190,14 @@ def parse_body(body: bytes) -> Fields:
     return Fields(parsed)
 
 
+def as_json(body: Mapping[str, Any], option: int = 0) -> bytes:
+    """A client's body as JSON; raises InvalidRequest where it nests deeper than what can be written."""
+    try:
+        return orjson.dumps(body, option=option)
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequest(f"The body cannot be kept or sent on: {error}.", remedy="Flatten it.") from None
+
+
 def shown(value: Any) -> str:
     """The value as an error names it: a short one itself, a longer one by its type."""
     match value:

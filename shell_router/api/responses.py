@@ -19,7 +19,7 @@ from shell_router.api.admission import ADMISSION
 from shell_router.api.chat import INERT as CHAT_INERT
 from shell_router.api.chat import answer_chat
 from shell_router.api.conversation import function_name
-from shell_router.api.fields import END_USER, SAMPLING, Fields, parse_body, read_body, shown
+from shell_router.api.fields import END_USER, SAMPLING, Fields, as_json, parse_body, read_body, shown
 from shell_router.api.frames import ChatFrames
 from shell_router.api.panels import BRINGING, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
@@ -383,7 +383,7 @@ async def create_response(request: Request) -> Reply:
     if in_background:
         if is_keyed:
             id = blake2b(key_of(request).encode(), digest_size=16).hexdigest()
-        head = orjson.dumps(body.as_dict(), option=orjson.OPT_SORT_KEYS)
+        head = as_json(body.as_dict(), orjson.OPT_SORT_KEYS)
         one = BackgroundResponse(request, PREFIX + id, head, created, streamed, 0, warnings)
         state = await one.look() if is_keyed else None
         if state is not None and state.head != head:
