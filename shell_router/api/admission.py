@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import ClientConnectionResetError, web
 
@@ -120,10 +119,9 @@ def require_local(host: str, origin: str | None, kind: str = "") -> None:
     Such a page may have its own name resolved to this machine, and may post bodies of the types that need no
     permission: UnsupportedMediaType where `kind`, the Content-Type, is one of them.
     """
-    named = urlsplit(f"//{host}").hostname if _HOST.fullmatch(host) else ""
-    page = urlsplit(origin).hostname or "" if origin is not None and _ORIGIN.fullmatch(origin) else origin
-    for what, name in (("Host", named or "127.0.0.1" * (not host)), ("Origin", page)):
-        if name is not None and not _names_this_machine(name):
+    for what, given, form in (("Host", host or "127.0.0.1", _HOST), ("Origin", origin, _ORIGIN)):
+        found = None if given is None else form.fullmatch(given)
+        if given is not None and not (found and _names_this_machine(found[1].strip("[]").lower())):
             raise RemoteRefused(
                 f"No API keys are set, so only this machine is served, and the header {what} names another.",
                 remedy="Ask 127.0.0.1 or localhost, or add api_keys to the configuration.",

@@ -444,13 +444,22 @@ async def test_errors_name_no_engines_address(attacked: Attacked) -> None:
 JSON = {"Content-Type": "application/json"}
 
 
-@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "[1:2:3]"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "http://[1:2:3]"},
+        {"Origin": "null"},
+    ],
+)
 async def test_without_keys_no_page_of_another_site_is_served(headers: dict[str, str]) -> None:
     async with api() as local:
         body = json.dumps(chat()).encode()
         async with local.client.post(local.url + CHAT, data=body, headers={**JSON, **headers}) as answer:
             assert answer.status == 403
-        for host in ("localhost", "127.0.0.1:8000", "[::1]:8000"):
+        for host in ("LocalHost", "127.0.0.1:8000", "[::1]:8000"):
             own = {"Host": host, "Origin": f"http://{host}", **JSON}
             async with local.client.post(local.url + CHAT, data=body, headers=own) as answer:
                 assert answer.status == 200
