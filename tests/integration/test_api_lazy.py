@@ -165,7 +165,7 @@ async def test_a_topology_reads_lazy_answers_and_is_none() -> None:
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 
 
-async def test_tools_and_markers_never_go_together() -> None:
+async def test_tools_and_thinking_never_go_together_with_markers() -> None:
     def called(arguments: str, question: str = "Why?") -> list[dict[str, object]]:
         call = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
         result: dict[str, object] = {"role": "tool", "tool_call_id": "c", "content": "Rain."}
@@ -183,6 +183,11 @@ async def test_tools_and_markers_never_go_together() -> None:
             {"role": "assistant", "content": "", "reasoning_content": marker},
             {"role": "user", "content": "So?"},
         ]
+        thought_before = [
+            {"role": "user", "content": f"So {marker}"},
+            {"role": "assistant", "content": "Yes.", "reasoning_content": "It said so."},
+            {"role": "user", "content": "Why?"},
+        ]
         for engine in moa.engines.values():
             engine.generated.clear()
         for model in ("large", "duo"):
@@ -193,7 +198,9 @@ async def test_tools_and_markers_never_go_together() -> None:
                 (chat(f"So {marker}", tools=TOOLS, tool_choice="required", stream=True), "messages"),
                 ({"messages": called("{}", f"So {marker}")}, "messages"),
                 ({"messages": called(json.dumps({"text": marker}))}, "messages"),
-                ({"messages": thought}, "messages[0]"),
+                ({"messages": thought}, "messages"),
+                ({"messages": thought_before}, "messages"),
+                ({"messages": thought_before[1:], "lazy": True, "program": "p"}, "lazy"),
             ):
                 status, answer = await served.post(CHAT, {**body, "model": model})
                 assert (status, answer["error"]["param"]) == (400, param), answer
