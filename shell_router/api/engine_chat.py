@@ -46,6 +46,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "best_of": (1,),
     "echo": (False,),
+    "top_a": (0,),
 }
 """Fields that would make the answer another one and that no chat has here, with the values that ask for nothing."""
 
@@ -135,6 +136,7 @@ NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
     **CHOSEN_HERE,
     "echo": (False,),
     "best_of": (1,),
+    "top_a": (0,),
     "suffix": ("",),
     "max_completion_tokens": (),
 }
