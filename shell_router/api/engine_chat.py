@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from shell_router.api.conversation import read_messages, read_tools
-from shell_router.api.fields import MAX_SEED, SAMPLING, Fields, as_json, read_sampling, read_template_kwargs
+from shell_router.api.fields import MAX_SEED, SAMPLING, Fields, as_json, check_few, read_sampling, read_template_kwargs
 from shell_router.core.engine import ChatServing, Relayed
 from shell_router.engines.wire import EventSplitter
 
@@ -159,6 +159,7 @@ def _each_choice(body: Fields, model: str, own: Mapping[str, Any], left_out: Col
     bodies = [as_json(whole | own | {"n": 1}) for own in seeds[:1]]
     if len(bodies[0]) * choices > MAX_CHOICES_BYTES:
         raise body.refuse("n", f"times the body's size is over {MAX_CHOICES_BYTES} bytes", "Send fewer at a time.")
+    check_few(bodies[0], choices)
     return bodies + [orjson.dumps(whole | own | {"n": 1}) for own in seeds[1:]]
 
 
