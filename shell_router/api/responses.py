@@ -315,21 +315,26 @@ class BackgroundResponse:
     async def _run(self, run: Run, model: str, body: Fields) -> Reply:
         request, head, store, named = self.request, self.head.decode(), self._store, (self.request[TENANT], self.key)
         join = partial(request.app[KEPT_RUNS].join, run, self.key, body, head)
-        run, records = join(), None  # None where it runs already
-        if run.kept is None or not run.kept.has_begun:  # a claim for one that runs would take back a seal
-            request.app[ADMISSION].count(request, run.agents - request.get(AGENTS, 0))
+        admission, counted = request.app[ADMISSION], request.get(AGENTS, 0)
+        run, begins = join(), False
+        assert run.kept is not None, "it was joined"
+        if not run.kept.has_begun:  # a claim for one that runs would take back a seal
+            admission.count(request, run.agents - counted)
             try:
                 records = await store.claim(*named, run.id, head)
             except JournalDiffers:
                 raise reused() from None
             if records is not None and not records:
                 await store.append(*named, run.id, 0, [orjson.dumps(["created", "", self.created])])
-            run = join()  # the one before may have ended meanwhile
-        assert run.kept is not None, "it was joined"
+            run = join()  # the one before may have ended meanwhile, or another request have begun it
+            assert run.kept is not None, "it was joined"
+            begins = records is not None and not run.kept.has_begun
+            if run.kept.has_begun:
+                admission.count(request, counted - run.agents)
         frames = ChatFrames(run, model, include_usage=True, include_agents=False)
         run.kept.last_record = partial(self._last_record, frames)
-        if records is not None:
-            request.app[ADMISSION].detach(request, run.answer())
+        if begins:
+            admission.detach(request, run.answer())
         request[TRACE] = run.trace
         if not self.stream:
             return self.standing("queued")

@@ -226,8 +226,8 @@ class KeptRun:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a request has followed it."""
-        return self._run is None
+        """Whether a request follows it, or is about to."""
+        return self._run is None or self.last_record is not None
 
     async def follow(self, emit: Emit | None) -> Answer:
         """The answer; `emit` gets all events, also those of before."""

@@ -248,6 +248,32 @@ async def test_a_streamed_response_counts_once_until_it_ends_whether_its_client_
         ).choices
 
 
+async def test_a_response_that_two_requests_take_up_at_once_counts_once(redis: RedisServer) -> None:
+    gates, both, claims = Gates("root"), asyncio.Event(), list[None]()
+    settings, trees = ApiSettings(keys={"alice": "a", "bob": "b"}, max_agents_per_tenant=30), (tree(13), tree(14))
+
+    async def claim_together() -> None:
+        claims.append(None)
+        both.set() if len(claims) == 2 else None
+        await both.wait()
+
+    fields: dict[str, Any] = {"settings": settings, "topologies": trees}
+    orphaning = router(redis, ScriptedMoa(pace=gates.pace), drain_s=0.01, **fields)
+    async with orphaning as here, clients(here, key="a") as (alice,):
+        begun = await alice.responses.create(**{**ASK, "model": "tree-13"})
+        await gates.until_waiting(1)
+    async with RedisAgentPromptCache(redis.url, clock=time.monotonic, lease_s=0.4) as cache:
+        fields["journals"] = Late(cache.journals, "claim", claim_together)
+        moa = ScriptedMoa(pace=gates.pace)
+        async with api(moa, **fields) as there, clients(there, key="a") as (alice,):
+            found = await asyncio.gather(*[alice.responses.retrieve(begun.id) for _ in range(2)])
+            assert [one.status for one in found] == ["queued", "queued"]
+            other = await alice.responses.create(**{**ASK, "model": "tree-14"})
+            gates.open("root")
+            for id in (begun.id, other.id):
+                assert (await ended(alice, id)).status == "completed"
+
+
 async def test_an_id_that_names_nothing_or_another_run_is_unknown(redis: RedisServer) -> None:
     async with router(redis) as served, clients(served) as (client,):
         key = "resp_" + "0" * 32
