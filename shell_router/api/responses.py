@@ -296,7 +296,10 @@ class BackgroundResponse:
 
     async def shown(self, state: JournalState | None) -> Reply:
         """The response as it is now, or its events. It goes on here if no router runs it."""
-        now = self if state is None or not state.first else replace(self, created=orjson.loads(state.first)[2])
+        kind, _, value = orjson.loads(state.first) if state is not None and state.first else ("", "", 0)
+        now = (
+            replace(self, created=value) if kind == "created" else self
+        )  # or it is just being created, or was ended then
         if state is not None and (end := end_of(state.last)) is not None:
             return await now._ended(end)
         if state is not None and state.is_leased and not now.stream:
@@ -417,7 +420,7 @@ async def _found(request: web.Request) -> tuple[BackgroundResponse, JournalState
     if not re.fullmatch("-1|[0-9]{1,12}", after, re.ASCII):
         raise InvalidField(f"starting_after must be a sequence_number, not {shown(after)}.", field="starting_after")
     is_streamed = request.query.get("stream", "false").lower() == "true"
-    one = BackgroundResponse(request, key, b"", 0, is_streamed, int(after) + 1)
+    one = BackgroundResponse(request, key, b"", int(request.app[SERVICES].wall()), is_streamed, int(after) + 1)
     state = await one.look()
     if state is None or not state.head.startswith(b"{") or not RESPONSE_ID.fullmatch(key):
         remedy = "It has expired, or was sent with another key."

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from hashlib import blake2b
 from typing import Any
 
 import openai
@@ -178,6 +179,24 @@ async def test_a_response_that_ends_while_it_is_cancelled_keeps_its_output(redis
             await gates.until_waiting(1)
             for found in (await client.responses.cancel(begun.id), await client.responses.retrieve(begun.id)):
                 assert found.status == "completed" and "root is done" in found.output_text
+
+
+async def test_a_response_that_is_just_being_created_has_its_time(redis: RedisServer) -> None:
+    key, found = "one-response", list[Response]()
+    id = "resp_" + blake2b(key.encode(), digest_size=16).hexdigest()
+
+    async def look_and_cancel() -> None:
+        if not found:
+            found.append(await client.responses.retrieve(id))
+            found.append(await client.responses.cancel(id))
+
+    async with RedisAgentPromptCache(redis.url, clock=time.monotonic, lease_s=0.4) as cache:
+        journals: Any = Late(cache.journals, "append", look_and_cancel)
+        async with api(journals=journals, wall=lambda: 1234.5) as served, clients(served) as (client,):
+            found.append(await client.responses.create(**ASK, extra_headers={"Idempotency-Key": key}))
+            found.append(await client.responses.retrieve(id))
+    assert [one.status for one in found] == ["queued", "cancelled", "queued", "cancelled"]
+    assert [one.created_at for one in found] == [1234] * 4
 
 
 async def test_two_retries_with_a_key_race_for_one_response(redis: RedisServer) -> None:
