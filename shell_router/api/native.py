@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from itertools import chain
 
 import orjson
 from aiohttp import ClientConnectionResetError
@@ -19,6 +20,7 @@ from shell_router.api.runs import refuse_key
 from shell_router.api.services import KEY, PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS, Services
 from shell_router.api.streaming import EventStream, Translation, data_frame, open_stream
 from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
+from shell_router.engines.wire import EventSplitter
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 
 
@@ -126,14 +128,15 @@ class NativeAnswer:
         self._request = request
         self._translation = translation
         self._stream: EventStream | PlainStream | None = None
-        self._last, self._seen = b"", 0
+        self._last, self._seen, self._events = dict[int, bytes](), 0, EventSplitter()
 
     def count(self, bodies: Sequence[bytes]) -> None:
         """Note the tokens that the engine has reported; where it has not, about as many as were sent either way."""
         if not (self._last or self._seen):  # it was refused
             return
-        reported = [each.findall(self._last) for each in _REPORTED]  # a stream's events count on
-        prompt, output = (sum(map(int, each[-1:] if self._seen else each)) for each in reported)
+        last = slice(-bool(self._seen), None)  # a stream's events count on
+        reported = [[each.findall(said)[last] for said in self._last.values()] for each in _REPORTED]
+        prompt, output = (sum(map(int, chain.from_iterable(counts))) for counts in reported)
         request, services = self._request, self._request.app[SERVICES]
         used = request[TOKENS] = (prompt, output) if prompt else (sum(map(len, bodies)) // 4, self._seen)
         services.rates.add(request[TENANT], sum(used), services.clock())
@@ -148,8 +151,9 @@ class NativeAnswer:
         self._stream = await open_stream(self._request, status=relayed.status, content_type=kind)
         async for chunk in relayed.chunks:
             self._seen += 1
-            if b"_tokens" in chunk:
-                self._last = chunk
+            for event in self._events.feed(chunk):
+                if b"_tokens" in event:
+                    self._last[orjson.loads(event).get("index", 0)] = event  # of a batch
             await self._stream.send(chunk if translation is None else translation.feed(chunk))
         return await self._stream.end()
 
@@ -169,7 +173,7 @@ class NativeAnswer:
             said = f"The engine answered {relayed.status}: {error_message(body)}"
             refusal = EngineRejected(said, status=relayed.status)
             return problem_reply(self._request, refusal, relayed.status)
-        self._last = body
+        self._last = {0: body}
         if self._translation is not None:
             return json_reply(self._request, self._translation.whole(orjson.loads(body)))
         return whole_reply(self._request, body, relayed.status, relayed.content_type)
