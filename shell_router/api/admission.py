@@ -271,7 +271,7 @@ class Admission:
         except ClientConnectionResetError:
             return web.Response(status=CLIENT_GONE)  # raised, aiohttp would log it as an error
         except Exception as error:
-            problem = self._problem_reply(request, error)
+            problem = self.problem_reply(request, error)
             status = problem.status
             return problem
         finally:
@@ -367,17 +367,18 @@ class Admission:
         key = request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"  # Anthropic's
         return self.keys.caller(key, peer, self._services.wall)
 
-    def _problem_reply(self, request: Request, error: Exception) -> Reply:
+    def problem_reply(self, request: Request, error: Exception, status: int | None = None) -> Reply:
+        """The answer to what has failed; `status` is another than the error's own."""
         problem = problem_of(error)
         if problem is INTERNAL:
             log.error("request %s: %s failed", request[REQUEST_ID], _route(request), exc_info=error)
         headers = {}
-        if problem.status == 429:  # also where an agent of the request was refused
+        if (status := status or problem.status) == 429:  # also where an agent of the request was refused
             wait_s = error.retry_s if isinstance(error, Overloaded) else None
             headers["Retry-After"] = str(math.ceil(wait_s or self._settings.retry_after_s))
         if isinstance(error, web.HTTPMethodNotAllowed):
             headers["Allow"] = ", ".join(sorted(error.allowed_methods))
-        return problem_reply(request, error, problem.status, **headers)
+        return problem_reply(request, error, status, **headers)
 
 
 ADMISSION = web.AppKey("ADMISSION", Admission)

@@ -15,7 +15,7 @@ from shell_router.api.engine_chat import choices_as_one, read_completion
 from shell_router.api.fields import parse_body, read_body, read_end_user
 from shell_router.api.models import TARGETS
 from shell_router.api.plain import PlainStream, Reply, Request
-from shell_router.api.replies import json_reply, problem_reply, stream_error, whole_reply
+from shell_router.api.replies import json_reply, stream_error, whole_reply
 from shell_router.api.runs import refuse_key
 from shell_router.api.services import KEY, PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS, Services
 from shell_router.api.streaming import EventStream, Translation, data_frame, open_stream
@@ -161,7 +161,7 @@ class NativeAnswer:
         """Send `error` in the stream, or raise it if its head has not gone."""
         if self._stream is None:
             if isinstance(error, EngineRejected):  # its status is the engine's own, as for one that is passed through
-                return problem_reply(self._request, error, error.status)
+                return self._request.app[ADMISSION].problem_reply(self._request, error, error.status)
             raise error
         envelope, translation = stream_error(error, self._request[REQUEST_ID]), self._translation
         await self._stream.send(data_frame(envelope) if translation is None else translation.error(envelope))
@@ -171,8 +171,7 @@ class NativeAnswer:
         body = b"".join([chunk async for chunk in relayed.chunks])
         if relayed.status >= 400:
             said = f"The engine answered {relayed.status}: {error_message(body)}"
-            refusal = EngineRejected(said, status=relayed.status)
-            return problem_reply(self._request, refusal, relayed.status)
+            return await self.failed(EngineRejected(said, status=relayed.status))
         self._last = {0: body}
         if self._translation is not None:
             return json_reply(self._request, self._translation.whole(orjson.loads(body)))
