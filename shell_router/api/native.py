@@ -10,7 +10,7 @@ import orjson
 from aiohttp import ClientConnectionResetError
 
 from shell_router.api.admission import ADMISSION, DRAIN, permit
-from shell_router.api.conversation import WORD
+from shell_router.api.conversation import WORD, holds_marker
 from shell_router.api.engine_chat import choices_as_one, read_completion
 from shell_router.api.fields import parse_body, read_body, read_end_user
 from shell_router.api.models import TARGETS
@@ -83,7 +83,7 @@ async def forwarded(
 ) -> Reply:  # fmt: skip
     """The engine's answer to `bodies`, which are the choices of one request."""
     refuse_key(request, "what an engine answers itself")
-    if _WORD in bodies[0]:
+    if _WORD in bodies[0] and holds_marker(bodies[0].decode(errors="replace")):
         raise InvalidRequest("The body holds a lazy answer's marker.", remedy="Send the text that it stands for.")
     limit_s = request.app[SETTINGS].request_timeout_s
     affinity, hints = request.headers.get("x-routing-key"), Hints(request[TENANT], end_user=end_user)
