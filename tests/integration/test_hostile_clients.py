@@ -477,5 +477,5 @@ async def test_without_keys_no_body_is_read_that_a_page_may_post_anywhere(attack
                 assert (answer.status, problem["code"]) == (415, "unsupported_media_type")
                 assert "-H 'Content-Type: application/json'" in problem["message"]
         async with local.client.post(local.url + FILES, data=form(PURPOSE)[0], headers=form()[1]) as answer:
-            assert (await answer.json())["error"]["code"] == "batches_off", "files come as forms"
+            assert (await answer.json())["error"]["code"] == "unknown_route", "files come as forms"
     assert (await attacked.send("POST", CHAT, posted, body))[0] == 200, "no page of another site knows the key"
