@@ -18,8 +18,8 @@ from shell_router.api.fields import Fields, query_number, refused
 from shell_router.api.plain import Request
 from shell_router.api.replies import json_reply
 from shell_router.api.runs import Run, refuse_key
-from shell_router.api.services import SERVICES, SETTINGS, TENANT, Emit
-from shell_router.core.events import AgentTokens, Event
+from shell_router.api.services import SERVICES, SETTINGS, TENANT
+from shell_router.core.events import AgentTokens, Emit, Event
 from shell_router.errors import InvalidField, PrecursorTimeout, UnknownProgram
 from shell_router.moa.programs import Programs
 from shell_router.moa.requests import AgentRequest, AgentUsage, Answer, MoaRequest, OutputOf, Segment

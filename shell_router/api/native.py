@@ -18,7 +18,8 @@ from shell_router.api.plain import PlainStream, Reply, Request
 from shell_router.api.replies import json_reply, stream_error, whole_reply
 from shell_router.api.runs import refuse_key
 from shell_router.api.services import KEY, PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS, Services
-from shell_router.api.streaming import EventStream, Translation, data_frame, open_stream
+from shell_router.api.streaming import EventStream, data_frame, open_stream
+from shell_router.api.translation import ItemTranslation
 from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
@@ -79,7 +80,7 @@ async def _forwarded(request: Request, route: NativeRoute) -> Reply:
 
 async def forwarded(
     request: Request, relay: Relay, route: NativeRoute, bodies: Sequence[bytes],
-    translation: Translation | None = None, end_user: str | None = None,
+    translation: ItemTranslation | None = None, end_user: str | None = None,
 ) -> Reply:  # fmt: skip
     """The engine's answer to `bodies`, which are the choices of one request."""
     refuse_key(request, "what an engine answers itself")
@@ -124,7 +125,7 @@ _REPORTED = (re.compile(rb'"prompt_tokens": ?([0-9]{1,9})'), re.compile(rb'"comp
 class NativeAnswer:
     """The answer to one native request: the engine's, whole or streamed, its errors in this API's shape."""
 
-    def __init__(self, request: Request, translation: Translation | None = None) -> None:
+    def __init__(self, request: Request, translation: ItemTranslation | None = None) -> None:
         self._request = request
         self._translation = translation
         self._stream: EventStream | PlainStream | None = None

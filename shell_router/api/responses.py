@@ -26,16 +26,8 @@ from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored, stream_error
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, end_of, key_of, place_of, reused
 from shell_router.api.services import AGENTS, REQUEST_ID, SERVICES, TENANT, TRACE
-from shell_router.api.streaming import (
-    DONE,
-    LAST_EVENT,
-    StreamPosition,
-    TranslatedFrames,
-    data_frame,
-    open_stream,
-    respond,
-)
-from shell_router.api.translation import Events, ItemTranslation, Kind, joined
+from shell_router.api.streaming import DONE, LAST_EVENT, StreamPosition, data_frame, open_stream, respond
+from shell_router.api.translation import Events, ItemTranslation, Kind, TranslatedFrames, joined
 from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
 from shell_router.moa.journal import END
@@ -320,8 +312,7 @@ class BackgroundResponse:
         join = partial(request.app[KEPT_RUNS].join, run, self.key, body, head)
         admission, counted = request.app[ADMISSION], request.get(AGENTS, 0)
         run, begins = join(), False
-        assert run.kept is not None, "it was joined"
-        if not run.kept.has_begun:  # a claim for one that runs would take back a seal
+        if run.kept is None or not run.kept.has_begun:  # a claim for one that runs would take back a seal
             admission.count(request, run.agents - counted)
             try:
                 records = await store.claim(*named, run.id, head)
@@ -330,10 +321,11 @@ class BackgroundResponse:
             if records is not None and not records:
                 await store.append(*named, run.id, 0, [orjson.dumps(["created", "", self.created])])
             run = join()  # the one before may have ended meanwhile, or another request have begun it
-            assert run.kept is not None, "it was joined"
-            begins = records is not None and not run.kept.has_begun
-            if run.kept.has_begun:
+            begins = records is not None
+            if run.kept is not None and run.kept.has_begun:
+                begins = False
                 admission.count(request, counted - run.agents)
+        assert run.kept is not None, "it was joined"
         frames = ChatFrames(run, model, include_usage=True, include_agents=False)
         run.kept.last_record = partial(self._last_record, frames)
         if begins:

@@ -22,9 +22,9 @@ from shell_router import errors
 from shell_router.api.admission import Drain
 from shell_router.api.fields import Fields, as_json
 from shell_router.api.plain import Request
-from shell_router.api.services import Emit, Services
+from shell_router.api.services import Services
 from shell_router.api.streaming import LAST_EVENT, StreamPosition
-from shell_router.core.events import AgentTokens, Event, answer_in
+from shell_router.core.events import AgentTokens, Emit, Event, answer_in
 from shell_router.core.spans import CURRENT, SAMPLED
 from shell_router.moa.journal import END, Journal
 from shell_router.moa.requests import AgentRequest, Answer, MoaRequest

@@ -20,7 +20,7 @@ from shell_router.api import ApiSettings
 from shell_router.api.admission import Drain
 from shell_router.api.fields import Fields
 from shell_router.api.runs import KeptRun, KeptRuns, Run
-from shell_router.api.services import Emit
+from shell_router.core.events import Emit
 from shell_router.moa.requests import Answer, MoaRequest
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat, until
 from tests.fakes.journals import MemoryJournals
