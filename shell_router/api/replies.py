@@ -143,7 +143,7 @@ def _message(error: BaseException, problem: Problem, request_id: str) -> str:
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{error.method} is not allowed here. Allowed: {', '.join(sorted(error.allowed_methods))}."
     if isinstance(error, web.HTTPNotFound):
-        return "There is no such route. docs/reference/api.md lists them all."
+        return "There is no such route. docs/reference/api.md lists them. Files and batches need a batches.folder."
     return f"Something went wrong inside the router; its log has the details under request {request_id}."
 
 
