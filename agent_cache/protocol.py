@@ -141,8 +141,11 @@ class Journals(Protocol):
         """What the journal is like now; None where there is none."""
         ...
 
-    async def seal(self, tenant: str, key: str, record: bytes) -> None:
-        """Add a last record to a journal and take it from its owner, who can add nothing afterwards."""
+    async def seal(self, tenant: str, key: str, record: bytes, unless: bytes) -> None:
+        """Add a last record to a journal and take it from its owner, who can add nothing afterwards.
+
+        Nothing happens where the last record begins with `unless`.
+        """
         ...
 
 

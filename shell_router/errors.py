@@ -100,10 +100,6 @@ class BatchEnded(InvalidRequest):
     """The batch has ended, or is about to, so that it cannot be cancelled."""
 
 
-class BatchesOff(InvalidRequest):
-    """The deployment names no folder for files and batches."""
-
-
 class FileTooLarge(InvalidRequest):
     """An uploaded file is over the limit."""
 

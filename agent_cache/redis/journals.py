@@ -34,7 +34,8 @@ redis.call('PEXPIRE', KEYS[3], ARGV[3])
 return 1
 """
 SEAL = """
-if redis.call('LLEN', KEYS[2]) == 0 then return end
+local last = redis.call('LINDEX', KEYS[2], -1)
+if not last or last:sub(1, #ARGV[3]) == ARGV[3] then return end
 redis.call('RPUSH', KEYS[2], ARGV[1])
 redis.call('DEL', KEYS[1], KEYS[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
@@ -82,8 +83,8 @@ class RedisJournals:
         first, last = ends or (b"", b"")
         return JournalState(head, first, last, bool(is_leased))
 
-    async def seal(self, tenant: str, key: str, record: bytes) -> None:
-        await self._run(SEAL, tenant, key, record, self._lives_ms[1])
+    async def seal(self, tenant: str, key: str, record: bytes, unless: bytes) -> None:
+        await self._run(SEAL, tenant, key, record, self._lives_ms[1], unless)
 
     async def _run(self, script: str, tenant: str, key: str, *values: str | int | bytes) -> Any:
         try:

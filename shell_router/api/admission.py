@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import ClientConnectionResetError, web
 
@@ -120,10 +119,9 @@ def require_local(host: str, origin: str | None, kind: str = "") -> None:
     Such a page may have its own name resolved to this machine, and may post bodies of the types that need no
     permission: UnsupportedMediaType where `kind`, the Content-Type, is one of them.
     """
-    named = urlsplit(f"//{host}").hostname if _HOST.fullmatch(host) else ""
-    page = urlsplit(origin).hostname or "" if origin is not None and _ORIGIN.fullmatch(origin) else origin
-    for what, name in (("Host", named or "127.0.0.1" * (not host)), ("Origin", page)):
-        if name is not None and not _names_this_machine(name):
+    for what, given, form in (("Host", host or "127.0.0.1", _HOST), ("Origin", origin, _ORIGIN)):
+        found = None if given is None else form.fullmatch(given)
+        if given is not None and not (found and _names_this_machine(found[1].strip("[]").lower())):
             raise RemoteRefused(
                 f"No API keys are set, so only this machine is served, and the header {what} names another.",
                 remedy="Ask 127.0.0.1 or localhost, or add api_keys to the configuration.",
@@ -273,7 +271,7 @@ class Admission:
         except ClientConnectionResetError:
             return web.Response(status=CLIENT_GONE)  # raised, aiohttp would log it as an error
         except Exception as error:
-            problem = self._problem_reply(request, error)
+            problem = self.problem_reply(request, error)
             status = problem.status
             return problem
         finally:
@@ -369,17 +367,18 @@ class Admission:
         key = request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"  # Anthropic's
         return self.keys.caller(key, peer, self._services.wall)
 
-    def _problem_reply(self, request: Request, error: Exception) -> Reply:
+    def problem_reply(self, request: Request, error: Exception, status: int | None = None) -> Reply:
+        """The answer to what has failed; `status` is another than the error's own."""
         problem = problem_of(error)
         if problem is INTERNAL:
             log.error("request %s: %s failed", request[REQUEST_ID], _route(request), exc_info=error)
         headers = {}
-        if problem.status == 429:  # also where an agent of the request was refused
+        if (status := status or problem.status) == 429:  # also where an agent of the request was refused
             wait_s = error.retry_s if isinstance(error, Overloaded) else None
             headers["Retry-After"] = str(math.ceil(wait_s or self._settings.retry_after_s))
         if isinstance(error, web.HTTPMethodNotAllowed):
             headers["Allow"] = ", ".join(sorted(error.allowed_methods))
-        return problem_reply(request, error, problem.status, **headers)
+        return problem_reply(request, error, status, **headers)
 
 
 ADMISSION = web.AppKey("ADMISSION", Admission)

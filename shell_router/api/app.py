@@ -19,7 +19,6 @@ from shell_router.api.models import TARGETS, Targets
 from shell_router.api.plain import Handler, PlainServer
 from shell_router.api.runs import KEPT_RUNS, KeptRuns
 from shell_router.api.services import LEAVING, SERVICES, SETTINGS, STARTED_AT, ApiSettings, Services
-from shell_router.errors import BatchesOff
 from shell_router.telemetry import StallWatch
 
 log = logging.getLogger(__name__)
@@ -82,17 +81,6 @@ def create_app(services: Services, settings: ApiSettings) -> web.Application:
     app[STARTED_AT] = int(services.wall())
     app.add_routes(ROUTES)
     return app
-
-
-def refuse_batches(app: web.Application) -> None:
-    """Answer /v1/files and /v1/batches with BatchesOff, where the deployment has no folder for them."""
-
-    async def refuse(_: web.Request) -> web.Response:
-        raise BatchesOff(
-            "This router keeps no files and runs no batches.", remedy="Set batches.folder in its configuration."
-        )
-
-    app.router.add_route("*", "/v1/{what:files|batches}{rest:(/.*)?}", refuse)
 
 
 @contextmanager

@@ -30,7 +30,8 @@ from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import note_ignored
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, key_of, place_of
 from shell_router.api.services import SERVICES, TENANT, TRACE, ApiSettings, Services
-from shell_router.api.streaming import Frames, TranslatedFrames, Translation, respond
+from shell_router.api.streaming import Frames, respond
+from shell_router.api.translation import ItemTranslation, TranslatedFrames
 from shell_router.core.engine import UNSTREAMED_INTERVAL, value
 from shell_router.moa.planning import AGENT_REQUEST
 from shell_router.moa.requests import AgentRequest, MoaRequest
@@ -187,7 +188,7 @@ async def chat_completions(request: Request) -> Reply:
 async def answer_chat(
     request: Request,
     body: Fields,
-    translation: Translation | None = None,
+    translation: ItemTranslation | None = None,
     background: Callable[[Run, str, Fields], Awaitable[Reply]] | None = None,
 ) -> Reply:
     """The answer to a chat completion's body, in the form that `translation` gives it, or what `background` gives for

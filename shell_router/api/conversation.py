@@ -221,8 +221,14 @@ def calls_schema(offer: ToolOffer) -> str:
 # --- markers of lazy answers
 
 WORD = "lazyanswer"
-"""Stands in every marker of a lazy answer, and in no other prompt: where it is, a marker is, whole or altered."""
 MARKER = re.compile(rf"\[\[{WORD}:([\w-]{{1,64}})\]\]", re.ASCII)
+
+
+_FORMS = {
+    word: re.compile(word + rf"(?:(?<=[\[;bB]{word})|:\S|%3[Aa]|&#?\w{{1,5}};|\W{{0,9}}[0-9A-Fa-f]{{8}})")
+    for word in (WORD, WORD.upper(), WORD.capitalize())
+}
+"""The word behind a bracket, or before a colon or an id, also where these are escaped (`%5B`): alone it is a word."""
 
 
 def marker_of(agent: str) -> str:
@@ -244,7 +250,7 @@ def split_text(text: str, path: str) -> tuple[Segment, ...]:
 
 def holds_marker(text: str) -> bool:
     """Whether there is a marker in `text`, whole or altered."""
-    return WORD in text or WORD.upper() in text or WORD.capitalize() in text
+    return any(word in text and form.search(text) for word, form in _FORMS.items())
 
 
 def has_markers(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -12,10 +12,9 @@ from typing import Any
 import orjson
 
 from shell_router.api.conversation import read_messages, read_tools
-from shell_router.api.fields import MAX_SEED, SAMPLING, Fields, read_sampling, read_template_kwargs
+from shell_router.api.fields import MAX_SEED, SAMPLING, Fields, as_json, check_few, read_sampling, read_template_kwargs
 from shell_router.core.engine import ChatServing, Relayed
 from shell_router.engines.wire import EventSplitter
-from shell_router.errors import InvalidRequest
 
 MAX_CHOICES = 16
 MAX_CHOICES_BYTES = 2**25
@@ -47,6 +46,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "best_of": (1,),
     "echo": (False,),
+    "top_a": (0,),
 }
 """Fields that would make the answer another one and that no chat has here, with the values that ask for nothing."""
 
@@ -136,6 +136,7 @@ NOT_COMPLETED: dict[str, tuple[Any, ...]] = {
     **CHOSEN_HERE,
     "echo": (False,),
     "best_of": (1,),
+    "top_a": (0,),
     "suffix": ("",),
     "max_completion_tokens": (),
 }
@@ -150,22 +151,16 @@ def _each_choice(body: Fields, model: str, own: Mapping[str, Any], left_out: Col
     whole = {name: said for name, said in body.as_dict().items() if said is not None and name not in left_out}
     whole |= {**own, "model": model}
     if choices == 1:
-        return [_written(whole)]
+        return [as_json(whole)]
     if rid is not None:
         raise body.refuse("rid", "cannot name several requests", "Leave rid out, or set n to 1.")
     seed = body.raw("seed")
     seeds = [{} if seed is None else {"seed": min(seed + place, MAX_SEED)} for place in range(choices)]
-    bodies = [_written(whole | own | {"n": 1}) for own in seeds[:1]]
+    bodies = [as_json(whole | own | {"n": 1}) for own in seeds[:1]]
     if len(bodies[0]) * choices > MAX_CHOICES_BYTES:
         raise body.refuse("n", f"times the body's size is over {MAX_CHOICES_BYTES} bytes", "Send fewer at a time.")
+    check_few(bodies[0], choices)
     return bodies + [orjson.dumps(whole | own | {"n": 1}) for own in seeds[1:]]
-
-
-def _written(body: dict[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(body)
-    except orjson.JSONEncodeError as error:  # what is read may nest deeper than what can be written
-        raise InvalidRequest(f"The body cannot be sent on: {error}.", remedy="Flatten it.") from None
 
 
 Forward = Callable[[bytes], AbstractAsyncContextManager[Relayed]]

@@ -190,6 +190,14 @@ def parse_body(body: bytes) -> Fields:
     return Fields(parsed)
 
 
+def as_json(body: Mapping[str, Any], option: int = 0) -> bytes:
+    """A client's body as JSON; raises InvalidRequest where it nests deeper than what can be written."""
+    try:
+        return orjson.dumps(body, option=option)
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequest(f"The body cannot be kept or sent on: {error}.", remedy="Flatten it.") from None
+
+
 def shown(value: Any) -> str:
     """The value as an error names it: a short one itself, a longer one by its type."""
     match value:
@@ -218,11 +226,16 @@ async def read_body(request: Request) -> bytes:
     except TimeoutError:
         raise InvalidRequest(f"The body did not arrive within {limit_s:g} s.", remedy="Send it at once.") from None
     if len(body) > LONG_BODY_BYTES:
-        values, numbers = await asyncio.to_thread(values_in, body)
-        if values > MAX_BODY_VALUES or numbers > MAX_BODY_NUMBERS:
-            most = f"{MAX_BODY_VALUES} strings, arrays and objects, or {MAX_BODY_NUMBERS} commas"
-            raise InvalidRequest(f"The body holds more than {most}.", remedy="Send fewer values at a time.")
+        await asyncio.to_thread(check_few, body)
     return body
+
+
+def check_few(body: bytes, times: int = 1) -> None:
+    """Raise InvalidRequest where reading the body `times` times would hold up the event loop."""
+    values, numbers = values_in(body)
+    if times * values > MAX_BODY_VALUES or times * numbers > MAX_BODY_NUMBERS:
+        most = f"{MAX_BODY_VALUES} strings, arrays and objects, or {MAX_BODY_NUMBERS} commas"
+        raise InvalidRequest(f"The body holds more than {most}, times n.", remedy="Send fewer values at a time.")
 
 
 def values_in(body: bytes) -> tuple[int, int]:

@@ -13,13 +13,13 @@ from aiohttp import web
 
 from shell_router.api.admission import ADMISSION, DRAIN
 from shell_router.api.agents import identifier, read_prefill
-from shell_router.api.conversation import MARKER, holds_marker, marked_elsewhere, marker_of, split_text
+from shell_router.api.conversation import MARKER, PLAIN, marker_of, split_text
 from shell_router.api.fields import Fields, query_number, refused
 from shell_router.api.plain import Request
 from shell_router.api.replies import json_reply
 from shell_router.api.runs import Run, refuse_key
-from shell_router.api.services import SERVICES, SETTINGS, TENANT, Emit
-from shell_router.core.events import AgentTokens, Event
+from shell_router.api.services import SERVICES, SETTINGS, TENANT
+from shell_router.core.events import AgentTokens, Emit, Event
 from shell_router.errors import InvalidField, PrecursorTimeout, UnknownProgram
 from shell_router.moa.programs import Programs
 from shell_router.moa.requests import AgentRequest, AgentUsage, Answer, MoaRequest, OutputOf, Segment
@@ -55,11 +55,12 @@ async def of_program(
 ) -> AgentRequest | C:
     """A chat that is lazy or has markers, as an agent of its program; where it asks no `models` but a topology, with
     the outputs in its messages. Raises InvalidField, AgentFailed and PrecursorTimeout."""
-    if chat.offer is not None or any("tool_calls" in turn or "tool_call_id" in turn for turn in chat.messages):
+    if chat.offer is not None or any(turn.keys() - PLAIN for turn in chat.messages):
+        what = "cannot go with tools, nor with their calls, results or reasoning_content in messages"
         if lazy:  # code reads calls and their results
-            raise body.refuse("lazy", "cannot go with tools, nor with their calls and results", "Ask without it.")
+            raise body.refuse("lazy", what, "Ask without it.")
         remedy = "First get the text from GET /v1/agent/outputs/{marker}."
-        raise body.refuse("messages", "hold a lazy answer's marker, which cannot go with tools", remedy)
+        raise body.refuse("messages", f"hold a lazy answer's marker, which {what}", remedy)
     said, reads = _split(chat.messages)
     program = _program_read(request.app[SERVICES].programs, chat.tenant, reads, program)
     if models:
@@ -78,14 +79,8 @@ Said = tuple[tuple[str, tuple[Segment, ...]], ...]
 
 
 def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Said, tuple[str, ...]]:
-    """The messages split, and the agents that their markers stand for, each once.
-
-    Raises InvalidField for altered markers, and for those outside of contents.
-    """
-    for at, turn in enumerate(messages):
-        if not holds_marker(turn["content"]) and marked_elsewhere(turn):
-            remedy = "Send the text that it stands for."
-            raise refused(f"messages[{at}]", "holds a marker outside of its content", remedy)
+    """The messages split, and the agents that their markers stand for, each once. Raises InvalidField for altered
+    markers."""
     said = tuple(
         (turn["role"], split_text(turn["content"], f"messages[{at}].content")) for at, turn in enumerate(messages)
     )

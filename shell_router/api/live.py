@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import orjson
 from shell_router.errors import InvalidField, ShellRouterError, TopologiesOff
 from shell_router.topology import INLINE, Catalog, Graph
 
-KEPT_INLINE = 256
-KEPT_INLINE_BYTES = 16 * 2**20
+KEPT_INLINE = 64
+"""Of documents of at most `max_bytes` each."""
 
 
 class LiveTopologies(Mapping[str, Graph]):
@@ -29,7 +28,7 @@ class LiveTopologies(Mapping[str, Graph]):
     def _take(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._graphs = catalog.graphs_without("")
-        self._inline: OrderedDict[str, tuple[Graph, int]] = OrderedDict()  # steps in them name other topologies
+        self._inline: dict[str, Graph] = {}  # steps in them name other topologies
 
     def __getitem__(self, name: str) -> Graph:
         return self._graphs[name]
@@ -76,17 +75,13 @@ class LiveTopologies(Mapping[str, Graph]):
         text = self._size(document, "topology")
         key = hashlib.sha256(text).hexdigest()
         kept = self._inline
-        found = kept.get(key)
-        if found is None:
+        graph = kept.pop(key, None)
+        if graph is None:
             graph = await asyncio.to_thread(self.catalog.inline, document, f"{INLINE}/{key[:16]}")
-            found = kept[key] = graph, len(text)
-            size = sum(one for _, one in kept.values())
-            while len(kept) > KEPT_INLINE or size > KEPT_INLINE_BYTES:
-                _, (_, freed) = kept.popitem(last=False)
-                size -= freed
-        else:
-            kept.move_to_end(key)
-        return found[0]
+        kept[key] = graph  # the last one used is the last
+        if len(kept) > KEPT_INLINE:
+            del kept[next(iter(kept))]
+        return graph
 
     def _size(self, document: Mapping[str, Any], where: str) -> bytes:
         """The document as text, within the limit."""

@@ -4,21 +4,24 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from itertools import chain
 
 import orjson
 from aiohttp import ClientConnectionResetError
 
 from shell_router.api.admission import ADMISSION, DRAIN, permit
-from shell_router.api.conversation import WORD
+from shell_router.api.conversation import WORD, holds_marker
 from shell_router.api.engine_chat import choices_as_one, read_completion
 from shell_router.api.fields import parse_body, read_body, read_end_user
 from shell_router.api.models import TARGETS
 from shell_router.api.plain import PlainStream, Reply, Request
-from shell_router.api.replies import json_reply, problem_reply, stream_error, whole_reply
+from shell_router.api.replies import json_reply, stream_error, whole_reply
 from shell_router.api.runs import refuse_key
 from shell_router.api.services import KEY, PLACED, REQUEST_ID, SERVICES, SETTINGS, TENANT, TOKENS, Services
-from shell_router.api.streaming import EventStream, Translation, data_frame, open_stream
+from shell_router.api.streaming import EventStream, data_frame, open_stream
+from shell_router.api.translation import ItemTranslation
 from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
+from shell_router.engines.wire import EventSplitter
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 
 
@@ -77,11 +80,11 @@ async def _forwarded(request: Request, route: NativeRoute) -> Reply:
 
 async def forwarded(
     request: Request, relay: Relay, route: NativeRoute, bodies: Sequence[bytes],
-    translation: Translation | None = None, end_user: str | None = None,
+    translation: ItemTranslation | None = None, end_user: str | None = None,
 ) -> Reply:  # fmt: skip
     """The engine's answer to `bodies`, which are the choices of one request."""
     refuse_key(request, "what an engine answers itself")
-    if _WORD in bodies[0]:
+    if _WORD in bodies[0] and holds_marker(bodies[0].decode(errors="replace")):
         raise InvalidRequest("The body holds a lazy answer's marker.", remedy="Send the text that it stands for.")
     limit_s = request.app[SETTINGS].request_timeout_s
     affinity, hints = request.headers.get("x-routing-key"), Hints(request[TENANT], end_user=end_user)
@@ -122,18 +125,19 @@ _REPORTED = (re.compile(rb'"prompt_tokens": ?([0-9]{1,9})'), re.compile(rb'"comp
 class NativeAnswer:
     """The answer to one native request: the engine's, whole or streamed, its errors in this API's shape."""
 
-    def __init__(self, request: Request, translation: Translation | None = None) -> None:
+    def __init__(self, request: Request, translation: ItemTranslation | None = None) -> None:
         self._request = request
         self._translation = translation
         self._stream: EventStream | PlainStream | None = None
-        self._last, self._seen = b"", 0
+        self._last, self._seen, self._events = dict[int, bytes](), 0, EventSplitter()
 
     def count(self, bodies: Sequence[bytes]) -> None:
         """Note the tokens that the engine has reported; where it has not, about as many as were sent either way."""
         if not (self._last or self._seen):  # it was refused
             return
-        reported = [each.findall(self._last) for each in _REPORTED]  # a stream's events count on
-        prompt, output = (sum(map(int, each[-1:] if self._seen else each)) for each in reported)
+        last = slice(-bool(self._seen), None)  # a stream's events count on
+        reported = [[each.findall(said)[last] for said in self._last.values()] for each in _REPORTED]
+        prompt, output = (sum(map(int, chain.from_iterable(counts))) for counts in reported)
         request, services = self._request, self._request.app[SERVICES]
         used = request[TOKENS] = (prompt, output) if prompt else (sum(map(len, bodies)) // 4, self._seen)
         services.rates.add(request[TENANT], sum(used), services.clock())
@@ -148,8 +152,9 @@ class NativeAnswer:
         self._stream = await open_stream(self._request, status=relayed.status, content_type=kind)
         async for chunk in relayed.chunks:
             self._seen += 1
-            if b"_tokens" in chunk:
-                self._last = chunk
+            for event in self._events.feed(chunk):
+                if b"_tokens" in event:
+                    self._last[orjson.loads(event).get("index", 0)] = event  # of a batch
             await self._stream.send(chunk if translation is None else translation.feed(chunk))
         return await self._stream.end()
 
@@ -157,7 +162,7 @@ class NativeAnswer:
         """Send `error` in the stream, or raise it if its head has not gone."""
         if self._stream is None:
             if isinstance(error, EngineRejected):  # its status is the engine's own, as for one that is passed through
-                return problem_reply(self._request, error, error.status)
+                return self._request.app[ADMISSION].problem_reply(self._request, error, error.status)
             raise error
         envelope, translation = stream_error(error, self._request[REQUEST_ID]), self._translation
         await self._stream.send(data_frame(envelope) if translation is None else translation.error(envelope))
@@ -167,9 +172,8 @@ class NativeAnswer:
         body = b"".join([chunk async for chunk in relayed.chunks])
         if relayed.status >= 400:
             said = f"The engine answered {relayed.status}: {error_message(body)}"
-            refusal = EngineRejected(said, status=relayed.status)
-            return problem_reply(self._request, refusal, relayed.status)
-        self._last = body
+            return await self.failed(EngineRejected(said, status=relayed.status))
+        self._last = {0: body}
         if self._translation is not None:
             return json_reply(self._request, self._translation.whole(orjson.loads(body)))
         return whole_reply(self._request, body, relayed.status, relayed.content_type)

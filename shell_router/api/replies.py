@@ -47,7 +47,6 @@ PROBLEMS: dict[type[BaseException], Problem] = {
     errors.ResponseCancelled: Problem(409, "invalid_request_error", "response_cancelled"),
     errors.StreamChanged: Problem(409, "invalid_request_error", "stream_changed"),
     CacheUnavailable: Problem(503, "server_error", "store_unavailable"),
-    errors.BatchesOff: Problem(404, "invalid_request_error", "batches_off"),
     errors.BatchEnded: Problem(409, "invalid_request_error", "batch_ended"),
     errors.KeyReused: Problem(422, "invalid_request_error", "idempotency_key_reused"),
     errors.FileTooLarge: Problem(413, "invalid_request_error", "file_too_large"),
@@ -144,7 +143,7 @@ def _message(error: BaseException, problem: Problem, request_id: str) -> str:
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{error.method} is not allowed here. Allowed: {', '.join(sorted(error.allowed_methods))}."
     if isinstance(error, web.HTTPNotFound):
-        return "There is no such route. docs/reference/api.md lists them all."
+        return "There is no such route. docs/reference/api.md lists them. Files and batches need a batches.folder."
     return f"Something went wrong inside the router; its log has the details under request {request_id}."
 
 

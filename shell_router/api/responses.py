@@ -19,23 +19,15 @@ from shell_router.api.admission import ADMISSION
 from shell_router.api.chat import INERT as CHAT_INERT
 from shell_router.api.chat import answer_chat
 from shell_router.api.conversation import function_name
-from shell_router.api.fields import END_USER, SAMPLING, Fields, parse_body, read_body, shown
+from shell_router.api.fields import END_USER, SAMPLING, Fields, as_json, parse_body, read_body, shown
 from shell_router.api.frames import ChatFrames
 from shell_router.api.panels import BRINGING, PANEL_FIELDS
 from shell_router.api.plain import Reply, Request
 from shell_router.api.replies import json_reply, note_ignored, stream_error
 from shell_router.api.runs import KEPT_RUNS, KEY_HEADER, Run, end_of, key_of, place_of, reused
 from shell_router.api.services import AGENTS, REQUEST_ID, SERVICES, TENANT, TRACE
-from shell_router.api.streaming import (
-    DONE,
-    LAST_EVENT,
-    StreamPosition,
-    TranslatedFrames,
-    data_frame,
-    open_stream,
-    respond,
-)
-from shell_router.api.translation import Events, ItemTranslation, Kind, joined
+from shell_router.api.streaming import DONE, LAST_EVENT, StreamPosition, data_frame, open_stream, respond
+from shell_router.api.translation import Events, ItemTranslation, Kind, TranslatedFrames, joined
 from shell_router.core.sampling import check_depth
 from shell_router.errors import InvalidField, StreamChanged, UnknownResponse
 from shell_router.moa.journal import END
@@ -296,17 +288,20 @@ class BackgroundResponse:
 
     async def shown(self, state: JournalState | None) -> Reply:
         """The response as it is now, or its events. It goes on here if no router runs it."""
-        now = self if state is None or not state.first else replace(self, created=orjson.loads(state.first)[2])
+        kind, _, value = orjson.loads(state.first) if state is not None and state.first else ("", "", 0)
+        now = (
+            replace(self, created=value) if kind == "created" else self
+        )  # or it is just being created, or was ended then
         if state is not None and (end := end_of(state.last)) is not None:
             return await now._ended(end)
         if state is not None and state.is_leased and not now.stream:
             return now.standing("queued" if state.last == state.first else "in_progress")
         return await answer_chat(now.request, Fields(as_chat(Fields(orjson.loads(now.head)))), None, now._run)
 
-    async def cancel(self) -> Reply:
-        """Have its router end it, which learns of it with its next record."""
-        await self._store.seal(self.request[TENANT], self.key, orjson.dumps([END, "", CANCELLED]))
-        return self.standing("cancelled")
+    async def cancel(self) -> None:
+        """Have its router end it, which learns of it with its next record; one that has ended stays as it is."""
+        sealed = orjson.dumps([END, "", CANCELLED])
+        await self._store.seal(self.request[TENANT], self.key, sealed, orjson.dumps([END])[:-1])
 
     def standing(self, status: str) -> Reply:
         """It has no output yet, or will have none."""
@@ -315,21 +310,26 @@ class BackgroundResponse:
     async def _run(self, run: Run, model: str, body: Fields) -> Reply:
         request, head, store, named = self.request, self.head.decode(), self._store, (self.request[TENANT], self.key)
         join = partial(request.app[KEPT_RUNS].join, run, self.key, body, head)
-        run, records = join(), None  # None where it runs already
+        admission, counted = request.app[ADMISSION], request.get(AGENTS, 0)
+        run, begins = join(), False
         if run.kept is None or not run.kept.has_begun:  # a claim for one that runs would take back a seal
-            request.app[ADMISSION].count(request, run.agents - request.get(AGENTS, 0))
+            admission.count(request, run.agents - counted)
             try:
                 records = await store.claim(*named, run.id, head)
             except JournalDiffers:
                 raise reused() from None
             if records is not None and not records:
                 await store.append(*named, run.id, 0, [orjson.dumps(["created", "", self.created])])
-            run = join()  # the one before may have ended meanwhile
+            run = join()  # the one before may have ended meanwhile, or another request have begun it
+            begins = records is not None
+            if run.kept is not None and run.kept.has_begun:
+                begins = False
+                admission.count(request, counted - run.agents)
         assert run.kept is not None, "it was joined"
         frames = ChatFrames(run, model, include_usage=True, include_agents=False)
         run.kept.last_record = partial(self._last_record, frames)
-        if records is not None:
-            request.app[ADMISSION].detach(request, run.answer())
+        if begins:
+            admission.detach(request, run.answer())
         request[TRACE] = run.trace
         if not self.stream:
             return self.standing("queued")
@@ -383,7 +383,7 @@ async def create_response(request: Request) -> Reply:
     if in_background:
         if is_keyed:
             id = blake2b(key_of(request).encode(), digest_size=16).hexdigest()
-        head = orjson.dumps(body.as_dict(), option=orjson.OPT_SORT_KEYS)
+        head = as_json(body.as_dict(), orjson.OPT_SORT_KEYS)
         one = BackgroundResponse(request, PREFIX + id, head, created, streamed, 0, warnings)
         state = await one.look() if is_keyed else None
         if state is not None and state.head != head:
@@ -402,8 +402,8 @@ async def show_response(request: web.Request) -> Reply:
 
 async def cancel_response(request: web.Request) -> Reply:
     """End a background response; one that has ended stays as it is."""
-    one, state = await _found(request)
-    return await (one.cancel() if end_of(state.last) is None else one.shown(state))
+    await (await _found(request))[0].cancel()
+    return await show_response(request)
 
 
 async def _found(request: web.Request) -> tuple[BackgroundResponse, JournalState]:
@@ -412,7 +412,7 @@ async def _found(request: web.Request) -> tuple[BackgroundResponse, JournalState
     if not re.fullmatch("-1|[0-9]{1,12}", after, re.ASCII):
         raise InvalidField(f"starting_after must be a sequence_number, not {shown(after)}.", field="starting_after")
     is_streamed = request.query.get("stream", "false").lower() == "true"
-    one = BackgroundResponse(request, key, b"", 0, is_streamed, int(after) + 1)
+    one = BackgroundResponse(request, key, b"", int(request.app[SERVICES].wall()), is_streamed, int(after) + 1)
     state = await one.look()
     if state is None or not state.head.startswith(b"{") or not RESPONSE_ID.fullmatch(key):
         remedy = "It has expired, or was sent with another key."

@@ -20,11 +20,11 @@ from aiohttp import web
 from agent_cache import CacheUnavailable, JournalDiffers, Journals
 from shell_router import errors
 from shell_router.api.admission import Drain
-from shell_router.api.fields import Fields
+from shell_router.api.fields import Fields, as_json
 from shell_router.api.plain import Request
-from shell_router.api.services import Emit, Services
+from shell_router.api.services import Services
 from shell_router.api.streaming import LAST_EVENT, StreamPosition
-from shell_router.core.events import AgentTokens, Event, answer_in
+from shell_router.core.events import AgentTokens, Emit, Event, answer_in
 from shell_router.core.spans import CURRENT, SAMPLED
 from shell_router.moa.journal import END, Journal
 from shell_router.moa.requests import AgentRequest, Answer, MoaRequest
@@ -226,8 +226,8 @@ class KeptRun:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a request has followed it."""
-        return self._run is None
+        """Whether a request follows it, or is about to."""
+        return self._run is None or self.last_record is not None
 
     async def follow(self, emit: Emit | None) -> Answer:
         """The answer; `emit` gets all events, also those of before."""
@@ -345,8 +345,7 @@ def _ignore(_: Event) -> None:
 
 def _fingerprint(body: Fields) -> str:
     """What two requests under one key must have in common."""
-    found = orjson.dumps(body.as_dict(), option=orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(found, digest_size=16).hexdigest()
+    return hashlib.blake2b(as_json(body.as_dict(), orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 
 def _refusal(what: str, remedy: str) -> errors.InvalidField:

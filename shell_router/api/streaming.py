@@ -11,15 +11,14 @@ import orjson
 from aiohttp import ClientConnectionResetError, web
 
 from shell_router.api.plain import PlainRequest, PlainStream, Reply, Request
-from shell_router.api.replies import common_headers, json_reply, stream_error
-from shell_router.api.services import REQUEST_ID, SETTINGS, Emit
-from shell_router.core.events import Event
+from shell_router.api.replies import NO_HEADERS, common_headers, json_reply, stream_error
+from shell_router.api.services import REQUEST_ID, SETTINGS
+from shell_router.core.events import Emit, Event
 from shell_router.errors import InvalidField, StreamChanged
 from shell_router.moa.requests import Answer
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
-NO_HEADERS: Mapping[str, str] = {}
 NO_WARNINGS: Mapping[str, list[str]] = {}
 LAST_EVENT = "last-event-id"
 POSITION = re.compile(r"([0-9]{1,12})-([0-9a-f]{8})")
@@ -221,47 +220,6 @@ class Frames(Protocol):
     def error(self, envelope: dict[str, Any]) -> bytes:
         """The last frame of a run that failed after the head had gone."""
         ...
-
-
-class Translation(Protocol):
-    """Turns a chat completion into another API's answer, whole or chunk by chunk."""
-
-    def whole(self, found: dict[str, Any]) -> dict[str, Any]:
-        """An answer that is not streamed."""
-        ...
-
-    def feed(self, chunk: bytes) -> bytes:
-        """What is to be sent for these bytes of a stream."""
-        ...
-
-    def error(self, envelope: dict[str, Any]) -> bytes:
-        """The last frame of a stream that failed."""
-        ...
-
-
-class TranslatedFrames:
-    """The frames of a chat completion in another API's form."""
-
-    def __init__(self, frames: Frames, translation: Translation) -> None:
-        self._frames = frames
-        self._translation = translation
-        self.wants = frames.wants
-
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """See `Frames`."""
-        return self._translation.whole(self._frames.whole(answer))
-
-    def events(self, events: Sequence[Event]) -> bytes:
-        """See `Frames`."""
-        return self._translation.feed(self._frames.events(events))
-
-    def answer(self, answer: Answer) -> bytes:
-        """See `Frames`."""
-        return self._translation.feed(self._frames.answer(answer))
-
-    def error(self, envelope: dict[str, Any]) -> bytes:
-        """See `Frames`."""
-        return self._translation.error(envelope)
 
 
 async def respond(

@@ -7,10 +7,12 @@ from typing import Any, Literal
 import orjson
 
 from shell_router.api.panels import PANEL
-from shell_router.api.streaming import StreamPosition
+from shell_router.api.streaming import Frames, StreamPosition
 from shell_router.core.engine import error_message
+from shell_router.core.events import Event
 from shell_router.engines.wire import EventSplitter
 from shell_router.errors import EngineAborted
+from shell_router.moa.requests import Answer
 from shell_router.topology import INLINE
 
 Kind = Literal["reasoning", "message", "function_call"]
@@ -26,7 +28,7 @@ def joined(parts: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 
 class ItemTranslation(ABC):
-    """Reads a chat completion, or its chunks, as items: thinking, text, calls (streaming.Translation).
+    """Reads a chat completion, or its chunks, as items: thinking, text, calls.
 
     A subclass writes them. Its hooks give the events to send, and put `items` as the answer has them. `reason` and
     `usage` are those of the chat, known by then. With a `place` events have ids, and what its client has is left out.
@@ -77,7 +79,7 @@ class ItemTranslation(ABC):
         return event
 
     def whole(self, found: dict[str, Any]) -> dict[str, Any]:
-        """See `Translation`."""
+        """An answer that is not streamed."""
         choice = found["choices"][0]
         self.usage, self.reason = found.get("usage") or {}, choice["finish_reason"]
         if self.reason == "abort":
@@ -87,11 +89,11 @@ class ItemTranslation(ABC):
         return self.answer()
 
     def feed(self, chunk: bytes) -> bytes:
-        """See `Translation`."""
+        """What is to be sent for these bytes of a stream."""
         return b"".join(self._frames(payload) for payload in self._chunks.feed(chunk))
 
     def error(self, envelope: dict[str, Any]) -> bytes:
-        """See `Translation`."""
+        """The last frame of a stream that failed."""
         self._has_failed = True
         if self.place is not None:
             self.place.after = 0
@@ -167,3 +169,28 @@ class ItemTranslation(ABC):
             facts, named = {**facts, "delta": rest} if had else facts, self.place.id
         data = orjson.dumps(self._numbered({"type": kind, **facts}))
         return b"event: %b\n%bdata: %b\n\n" % (kind.encode(), named, data)
+
+
+class TranslatedFrames:
+    """The frames of a chat completion in another API's form."""
+
+    def __init__(self, frames: Frames, translation: ItemTranslation) -> None:
+        self._frames = frames
+        self._translation = translation
+        self.wants = frames.wants
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """See `Frames`."""
+        return self._translation.whole(self._frames.whole(answer))
+
+    def events(self, events: Sequence[Event]) -> bytes:
+        """See `Frames`."""
+        return self._translation.feed(self._frames.events(events))
+
+    def answer(self, answer: Answer) -> bytes:
+        """See `Frames`."""
+        return self._translation.feed(self._frames.answer(answer))
+
+    def error(self, envelope: dict[str, Any]) -> bytes:
+        """See `Frames`."""
+        return self._translation.error(envelope)

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 from aiohttp import web
 
-from shell_router.api import ApiSettings, add_page, bound_sockets, create_app, listening, refuse_batches
+from shell_router.api import ApiSettings, add_page, bound_sockets, create_app, listening
 from shell_router.api.admission import ADMISSION
 from shell_router.app.rereads import Reread
 from shell_router.app.services import running_services
@@ -55,7 +55,7 @@ async def running_server(
     """
     with ExitStack() as stack:  # before engines start, so that what is taken shows at once
         sockets = stack.enter_context(taken_address(config.listen))
-        batches = stack.enter_context(wing("batch")(config)) if config.batches.folder else refuse_batches
+        batches = stack.enter_context(wing("batch")(config)) if config.batches.folder else None
         app: web.Application
         rereads: list[Reread] = []
         tls: ssl.SSLContext | None = None
@@ -75,7 +75,8 @@ async def running_server(
         settings = ApiSettings(**asdict(config.limits), keys=read_keys(config, os.environ))
         async with running_services(config, on_progress=on_progress, engine_restarts=engine_restarts) as services:
             app = create_app(services, settings)
-            batches(app)
+            if batches is not None:
+                batches(app)
             if config.listen.ui:
                 add_page(app)
             async with AsyncExitStack() as watching:

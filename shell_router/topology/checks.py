@@ -278,7 +278,7 @@ def _when_problems(when: Values, at: Path, *, at_start: bool) -> Iterator[Proble
         key = "of" if "of" in when else "confidence_below"
         yield Problem((*at, key), "At the start there is no output yet.", "Ask about the request.")
     if error := pattern_error(when.get("matches", "")):
-        remedy = "Patterns are RE2's: no look-around, no back-references."
+        remedy = "Patterns are RE2's: no look-around, no back-references, at most 1 MiB compiled."
         yield Problem((*at, "matches"), f"{spelled((*at, 'matches'))} is not a regular expression: {error}.", remedy)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import re2
@@ -23,10 +23,11 @@ def found_in(pattern: str, text: str) -> bool:
     return _compiled(pattern).search(text) is not None
 
 
-@cache  # bounded by the patterns in topology files
+@lru_cache(maxsize=256)  # clients' topologies have patterns, too
 def _compiled(pattern: str) -> Any:
     options = re2.Options()
     options.log_errors = False  # the check of the file reports them
+    options.max_mem = 2**20  # bytes, of which `[\pL\pN]{50}` fits in and takes 50 ms to compile
     return re2.compile(pattern, options)
 
 

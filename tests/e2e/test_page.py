@@ -15,7 +15,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from benchmarks.scripted.server import ScriptedPair, ScriptedSettings
-from shell_router.api import ApiSettings, add_page, refuse_batches
+from shell_router.api import ApiSettings, add_page
 from shell_router.app import running_server
 from shell_router.batch.api.routes import add_batches
 from shell_router.batch.api.storage import opened_folder
@@ -139,11 +139,7 @@ async def watched(context: BrowserContext, errors: list[str], allowed: str) -> P
 
 @asynccontextmanager
 async def served(moa: ScriptedMoa | None = None, **fields: object) -> AsyncIterator[Api]:
-    def extend(app: web.Application) -> None:
-        refuse_batches(app)
-        add_page(app)
-
-    async with api(moa, extend=extend, topologies=(DUO, EXITING, FORTY, INHERITED, SKIPPING), **fields) as running:  # type: ignore[arg-type]
+    async with api(moa, extend=add_page, topologies=(DUO, EXITING, FORTY, INHERITED, SKIPPING), **fields) as running:  # type: ignore[arg-type]
         yield running
 
 

@@ -24,7 +24,6 @@ from shell_router.api import (
     bound_sockets,
     create_app,
     listening,
-    refuse_batches,
 )
 from shell_router.api.live import LiveTopologies
 from shell_router.api.services import new_run_id
@@ -158,7 +157,7 @@ async def api(
     optional_checks: tuple[str, ...] = (),
     topologies: tuple[Graph, ...] = (DUO,),
     live_settings: LiveSettings | None = None,
-    extend: Callable[[web.Application], None] = refuse_batches,
+    extend: Callable[[web.Application], None] = lambda app: None,
     wall: Callable[[], float] = time.time,
     new_id: Callable[[], str] = new_run_id,
     recorder: Recorder | None = None,

@@ -29,7 +29,7 @@ async def test_each_request_has_a_line_with_tenant_model_status_tokens_and_times
         await served.post("/generate", {"text": "x"}, **ALICE)
         await served.post(CHAT, chat(model="none"), **ALICE)
         await served.post(CHAT, chat())
-        await served.get("/v1/files/secret-name", **ALICE)
+        await served.get("/v1/agent/outputs/secret-name", **ALICE)
     log.close()
     lines = lines_in(tmp_path)
     said = [(one["tenant"], one["method"], one["route"], one["model"], one["status"]) for one in lines]
@@ -39,7 +39,7 @@ async def test_each_request_has_a_line_with_tenant_model_status_tokens_and_times
         ("alice", "POST", "/generate", "small", 200),
         ("alice", "POST", CHAT, None, 404),
         (None, "POST", CHAT, None, 401),
-        ("alice", "GET", "/v1/{what}{rest}", None, 404),
+        ("alice", "GET", "/v1/agent/outputs/{marker}", None, 404),
     ]
     whole, stream, native, *others = lines
     assert whole["request_id"] == "mine" and whole["trace_id"] == answer["id"].removeprefix("chatcmpl-")

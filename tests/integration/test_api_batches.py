@@ -184,7 +184,7 @@ async def test_metrics_count_lines_and_batches(tmp_path: Path) -> None:
 async def test_a_router_without_a_folder_says_how_to_get_one() -> None:
     async with api() as served, client(served, "none") as ai:
         for attempt in (ai.batches.list(), ai.files.list(), ai.files.create(file=b"{}", purpose="batch")):
-            with pytest.raises(openai.NotFoundError, match=r"Set batches\.folder"):
+            with pytest.raises(openai.NotFoundError, match=r"need a batches\.folder"):
                 await attempt
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shell_router.api import ApiSettings
-from shell_router.api.services import Emit
+from shell_router.core.events import Emit
 from shell_router.errors import EngineRejected, EngineStalled, EngineUnreachable
 from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import Topology, parse_topology

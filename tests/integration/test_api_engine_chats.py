@@ -66,7 +66,14 @@ async def test_a_stream_of_calls_passes_and_so_do_fields_of_the_engines_own() ->
 
 async def test_fields_that_ask_for_nothing_or_are_the_routers_are_not_refused_and_not_sent() -> None:
     nothing = {
-        **{"include_agents": False, "best_of": 1, "echo": False, "function_call": "auto", "modalities": ["text"]},
+        **{
+            "include_agents": False,
+            "best_of": 1,
+            "echo": False,
+            "top_a": 0,
+            "function_call": "auto",
+            "modalities": ["text"],
+        },
         **{"lazy": False, "program": "p", "prefill": {}, "prompt_cache_options": {}, "rid": None, "stop": None},
     }
     async with served_chats() as (_, at, served):
@@ -174,7 +181,7 @@ async def test_a_prompt_is_completed_as_it_is() -> None:
         ]
         for listed in (["Once"], [[1, 2, 3]]):  # as LangChain and lm-eval send one
             status, _ = await served.post(
-                "/v1/completions", {"model": "small", "prompt": listed, "best_of": 1, "echo": False}
+                "/v1/completions", {"model": "small", "prompt": listed, "best_of": 1, "echo": False, "top_a": 0}
             )
             assert (status, at.decode.sent[-1][1]["prompt"]) == (200, listed[0])
         sent = len(at.decode.sent)
@@ -185,6 +192,7 @@ async def test_a_prompt_is_completed_as_it_is() -> None:
             ({"prompt": "x", "suffix": "y"}, "suffix"),
             ({"prompt": "x", "logprobs": 21}, "logprobs"),
             ({"prompt": "x", "top_pp": 1}, "top_pp"),
+            ({"prompt": "x", "top_a": 0.1}, "top_a"),
             ({"prompt": "x", "model": "duo"}, "model"),
             ({"prompt": "x", "model": "medium"}, "model"),
             ({"prompt": [1, 2000]}, None),

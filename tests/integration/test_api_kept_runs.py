@@ -20,7 +20,7 @@ from shell_router.api import ApiSettings
 from shell_router.api.admission import Drain
 from shell_router.api.fields import Fields
 from shell_router.api.runs import KeptRun, KeptRuns, Run
-from shell_router.api.services import Emit
+from shell_router.core.events import Emit
 from shell_router.moa.requests import Answer, MoaRequest
 from tests.fakes.api_server import Api, ScriptedRelay, api, chat, until
 from tests.fakes.journals import MemoryJournals
@@ -182,6 +182,24 @@ async def test_a_key_is_refused_where_the_run_would_not_be_kept(path: str, body:
     async with api(journals=MemoryJournals(), relays={"small": ScriptedRelay()}) as served:
         status, said = await served.post(path, body, **KEY)
         assert (status, said["error"]["param"]) == (400, "Idempotency-Key")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHATS, chat()),
+        ("/v1/agent/requests", AGENT),
+        ("/v1/responses", {"model": "duo", "input": "x", "background": True}),
+    ],
+)
+async def test_what_nests_deeper_than_can_be_kept_is_refused(path: str, body: dict[str, Any]) -> None:
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    async with api(journals=MemoryJournals()) as served:
+        status, said = await served.post(path, {**body, "extra": deep}, **KEY)
+        assert (status, said["error"]["code"]) == (400, "invalid_request")
+        assert "Flatten it" in said["error"]["message"]
 
 
 AGENTS = "/v1/agent/requests"

@@ -178,17 +178,17 @@ async def test_engines_take_the_further_fields_that_a_request_s_key_names(path: 
 
 
 async def test_tokens_of_native_streams_count(served: Api) -> None:
-    frames = tuple(
-        b"data: " + json.dumps({"meta_info": {"prompt_tokens": 30, "completion_tokens": n}}).encode() + b"\n\n"
-        for n in range(1, 4)
-    )
-    relay = ScriptedRelay((*frames, b"data: [DONE]\n\n"), content_type="text/event-stream")
+    counts = [{"prompt_tokens": 10, "completion_tokens": n} for n in range(8, 12)]
+    events = [json.dumps({"meta_info": one, "index": at}) for one in counts for at in range(2)]
+    stream = "".join(f"data: {event}\n\n" for event in events).encode()
+    cut = (stream[at : at + 7] for at in range(0, len(stream), 7))
+    relay = ScriptedRelay((*cut, b"data: [DONE]\n\n"), content_type="text/event-stream")
     async with api(settings=SETTINGS, relays={"small": relay}) as fresh:
         async with fresh.client.post(f"{fresh.url}/generate", json={"text": "x"}, headers=CAROL) as answer:
             await answer.read()
         now_s = fresh.services.clock()
-        assert fresh.services.rates.wait_s("carol", 33, now_s) > 0
-        assert fresh.services.rates.wait_s("carol", 34, now_s) == 0
+        assert fresh.services.rates.wait_s("carol", 42, now_s) > 0
+        assert fresh.services.rates.wait_s("carol", 43, now_s) == 0
 
 
 async def test_a_file_that_changes_counts_and_a_wrong_one_does_not(

@@ -14,7 +14,7 @@ from shell_router.core.engine import Generation
 from shell_router.core.marks import REASONING_PARSERS
 from shell_router.errors import EngineUnreachable
 from shell_router.moa.programs import Programs
-from tests.fakes.api_server import Api, api, chat, client, until
+from tests.fakes.api_server import Api, ScriptedRelay, api, chat, client, until
 from tests.fakes.moa import ScriptedMoa
 from tests.fakes.scripted_engine import Hold, Script, at_once
 
@@ -165,7 +165,7 @@ async def test_a_topology_reads_lazy_answers_and_is_none() -> None:
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 
 
-async def test_tools_and_markers_never_go_together() -> None:
+async def test_tools_and_thinking_never_go_together_with_markers() -> None:
     def called(arguments: str, question: str = "Why?") -> list[dict[str, object]]:
         call = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
         result: dict[str, object] = {"role": "tool", "tool_call_id": "c", "content": "Rain."}
@@ -183,6 +183,11 @@ async def test_tools_and_markers_never_go_together() -> None:
             {"role": "assistant", "content": "", "reasoning_content": marker},
             {"role": "user", "content": "So?"},
         ]
+        thought_before = [
+            {"role": "user", "content": f"So {marker}"},
+            {"role": "assistant", "content": "Yes.", "reasoning_content": "It said so."},
+            {"role": "user", "content": "Why?"},
+        ]
         for engine in moa.engines.values():
             engine.generated.clear()
         for model in ("large", "duo"):
@@ -193,7 +198,9 @@ async def test_tools_and_markers_never_go_together() -> None:
                 (chat(f"So {marker}", tools=TOOLS, tool_choice="required", stream=True), "messages"),
                 ({"messages": called("{}", f"So {marker}")}, "messages"),
                 ({"messages": called(json.dumps({"text": marker}))}, "messages"),
-                ({"messages": thought}, "messages[0]"),
+                ({"messages": thought}, "messages"),
+                ({"messages": thought_before}, "messages"),
+                ({"messages": thought_before[1:], "lazy": True, "program": "p"}, "lazy"),
             ):
                 status, answer = await served.post(CHAT, {**body, "model": model})
                 assert (status, answer["error"]["param"]) == (400, param), answer
@@ -226,6 +233,13 @@ GOOD = "0123456789abcdef0123456789abcdef"
         "[[lazyanswer:{id}\n]]",
         "[[lazyanswer:{foreign}]]",
         "[[lazyanswer:{others}]]",
+        "[[lazyanswer",
+        "[[ lazyanswer : {id} ]]",
+        "\\u005b\\u005blazyanswer\\u003a{cut}",
+        "%5B%5Blazyanswer",
+        "lazyanswer&#58;",
+        "lazyanswer-{id}",
+        "LAZYANSWER{upper}",
     ],
 )
 async def test_what_is_no_marker_of_the_program_is_refused_and_nothing_runs(altered: str) -> None:
@@ -252,6 +266,21 @@ async def test_what_is_no_marker_of_the_program_is_refused_and_nothing_runs(alte
         assert (await served.post("/generate", {"text": text}, **ME))[0] == 400
         assert not served.moa.running
         assert not any(engine.generated or engine.prefilled for engine in served.moa.engines.values())
+
+
+@pytest.mark.parametrize(
+    "word", ["What is a lazyanswer?", '{"LazyAnswer": "Lazyanswer"}', "`lazyanswer`: a word", "LAZYANSWERS"]
+)
+async def test_a_text_with_the_markers_word_alone_has_none(word: str) -> None:
+    relay = ScriptedRelay()
+    async with api(moa_that_echoes(), relays={"small": relay}) as served:
+        for fields in ({}, {"program": "p"}, {"program": "p", "lazy": True}):
+            assert (await served.post(CHAT, chat(word, model="large", **fields)))[0] == 200
+        agent = {"program": "p", "agent": "a", "model": "small", "prompt": word}
+        assert (await served.post("/v1/agent/requests", agent))[0] == 200
+        assert (await served.post("/generate", {"text": word}))[0] == 200
+        first = await content(served, "large", ("user", word), program="q", lazy=True)
+        assert "says" in await content(served, "large", ("user", f"{word} {first}"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from shell_router.api import ApiSettings
 from shell_router.core.engine import ChatServing, Placement
-from shell_router.errors import EngineUnreachable
+from shell_router.errors import EngineRejected, EngineUnreachable
 from tests.fakes.api_server import ScriptedRelay, api
 
 ODD_BODY = b'{ "text":"hi",  "unknown_field": {"deep": [1, 2.50]}, "sampling_params":{}}'
@@ -106,6 +106,16 @@ async def test_an_engines_error_keeps_status_and_message_in_the_shape_of_all_err
     assert (reported, envelope["error"]["code"]) == (status, code)
     assert envelope["error"]["message"] == f"The engine answered {status}: no room"
     assert set(envelope["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "relay",
+    [ScriptedRelay((b"busy",), status=429), ScriptedRelay((), error=EngineRejected("busy", status=429))],
+)
+async def test_an_engine_that_has_too_much_to_do_is_asked_again_later(relay: ScriptedRelay) -> None:
+    settings, body = ApiSettings(retry_after_s=7), {"text": "x"}
+    async with api(settings=settings, relays={"small": relay}) as served, served.stream(body, "/generate") as response:
+        assert (response.status, response.headers["Retry-After"]) == (429, "7")
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])

@@ -1,14 +1,18 @@
 """Responses in the background, asked for with OpenAI's client at routers that share a Redis."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from hashlib import blake2b
 from typing import Any
 
 import openai
 import pytest
 from openai.types.responses import Response
 
+from agent_cache import Journals
+from agent_cache.redis import RedisAgentPromptCache
 from shell_router.api import ApiSettings
 from shell_router.errors import EngineError
 from shell_router.topology import Agent, Topology
@@ -145,6 +149,56 @@ async def test_a_cancelled_response_ends_at_the_router_that_runs_it(redis: Redis
         assert asked(there) == []
 
 
+class Late:
+    """Journals whose calls of one kind arrive after `first`."""
+
+    def __init__(self, journals: Journals, call: str, first: Callable[[], Awaitable[None]]) -> None:
+        self._journals, self._call, self._first = journals, call, first
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._journals, name)
+
+        async def late(*given: Any) -> Any:
+            await self._first()
+            return await call(*given)
+
+        return late if name == self._call else call
+
+
+async def test_a_response_that_ends_while_it_is_cancelled_keeps_its_output(redis: RedisServer) -> None:
+    gates = Gates("root")
+
+    async def end() -> None:
+        gates.open("root")
+        assert (await ended(client, begun.id)).status == "completed"
+
+    async with RedisAgentPromptCache(redis.url, clock=time.monotonic, lease_s=0.4) as cache:
+        journals: Any = Late(cache.journals, "seal", end)
+        async with api(ScriptedMoa(pace=gates.pace), journals=journals) as served, clients(served) as (client,):
+            begun = await client.responses.create(**ASK)
+            await gates.until_waiting(1)
+            for found in (await client.responses.cancel(begun.id), await client.responses.retrieve(begun.id)):
+                assert found.status == "completed" and "root is done" in found.output_text
+
+
+async def test_a_response_that_is_just_being_created_has_its_time(redis: RedisServer) -> None:
+    key, found = "one-response", list[Response]()
+    id = "resp_" + blake2b(key.encode(), digest_size=16).hexdigest()
+
+    async def look_and_cancel() -> None:
+        if not found:
+            found.append(await client.responses.retrieve(id))
+            found.append(await client.responses.cancel(id))
+
+    async with RedisAgentPromptCache(redis.url, clock=time.monotonic, lease_s=0.4) as cache:
+        journals: Any = Late(cache.journals, "append", look_and_cancel)
+        async with api(journals=journals, wall=lambda: 1234.5) as served, clients(served) as (client,):
+            found.append(await client.responses.create(**ASK, extra_headers={"Idempotency-Key": key}))
+            found.append(await client.responses.retrieve(id))
+    assert [one.status for one in found] == ["queued", "cancelled", "queued", "cancelled"]
+    assert [one.created_at for one in found] == [1234] * 4
+
+
 async def test_two_retries_with_a_key_race_for_one_response(redis: RedisServer) -> None:
     async with router(redis) as here, router(redis) as there, clients(here, there) as (one, two):
         headers = {"Idempotency-Key": "one-response"}
@@ -211,6 +265,32 @@ async def test_a_streamed_response_counts_once_until_it_ends_whether_its_client_
         assert (
             await alice.chat.completions.create(model="tree-26", messages=[{"role": "user", "content": "x"}])
         ).choices
+
+
+async def test_a_response_that_two_requests_take_up_at_once_counts_once(redis: RedisServer) -> None:
+    gates, both, claims = Gates("root"), asyncio.Event(), list[None]()
+    settings, trees = ApiSettings(keys={"alice": "a", "bob": "b"}, max_agents_per_tenant=30), (tree(13), tree(14))
+
+    async def claim_together() -> None:
+        claims.append(None)
+        both.set() if len(claims) == 2 else None
+        await both.wait()
+
+    fields: dict[str, Any] = {"settings": settings, "topologies": trees}
+    orphaning = router(redis, ScriptedMoa(pace=gates.pace), drain_s=0.01, **fields)
+    async with orphaning as here, clients(here, key="a") as (alice,):
+        begun = await alice.responses.create(**{**ASK, "model": "tree-13"})
+        await gates.until_waiting(1)
+    async with RedisAgentPromptCache(redis.url, clock=time.monotonic, lease_s=0.4) as cache:
+        fields["journals"] = Late(cache.journals, "claim", claim_together)
+        moa = ScriptedMoa(pace=gates.pace)
+        async with api(moa, **fields) as there, clients(there, key="a") as (alice,):
+            found = await asyncio.gather(*[alice.responses.retrieve(begun.id) for _ in range(2)])
+            assert [one.status for one in found] == ["queued", "queued"]
+            other = await alice.responses.create(**{**ASK, "model": "tree-14"})
+            gates.open("root")
+            for id in (begun.id, other.id):
+                assert (await ended(alice, id)).status == "completed"
 
 
 async def test_an_id_that_names_nothing_or_another_run_is_unknown(redis: RedisServer) -> None:

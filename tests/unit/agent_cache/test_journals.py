@@ -129,13 +129,20 @@ async def test_a_journal_can_be_looked_at_without_its_lease(journals: RedisJourn
 
 
 async def test_a_sealed_journal_takes_nothing_from_its_owner(journals: RedisJournals) -> None:
-    await journals.seal(*RUN, b"of nothing")
+    await journals.seal(*RUN, b"of nothing", b"")
     assert await journals.look(*RUN) is None
     await journals.claim(*RUN, "a", "head")
-    await journals.seal(*RUN, b"last")
+    await journals.seal(*RUN, b"last", b"end")
     assert not await journals.append(*RUN, "a", 0, [b"late"])
     assert await journals.look(*RUN) == JournalState(b"head", b"last", b"last", is_leased=False)
     assert await journals.claim(*RUN, "b", "head") == [b"last"]
+
+
+async def test_a_journal_that_has_ended_is_not_sealed(journals: RedisJournals) -> None:
+    await journals.claim(*RUN, "a", "head")
+    await journals.append(*RUN, "a", 0, [b"end: well"])
+    await journals.seal(*RUN, b"end: cancelled", b"end")
+    assert await journals.look(*RUN) == JournalState(b"head", b"end: well", b"end: well", is_leased=True)
 
 
 class Silent(Redis):

@@ -86,6 +86,7 @@ TOOL, CLASHING = (
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"audio": {}}, "audio"),
         ({"verbosity": "low"}, "verbosity"),
+        ({"top_a": 0.1}, "top_a"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"temperature": 2.5}, "temperature"),
@@ -111,7 +112,7 @@ def test_a_prediction_is_read_in_both_of_its_forms() -> None:
 
 
 def test_fields_that_ask_for_nothing_special_are_accepted() -> None:
-    read_chat(body(n=1, tools=[], tool_choice="auto", logprobs=False, modalities=["text"], stop=None))
+    read_chat(body(n=1, tools=[], tool_choice="auto", logprobs=False, modalities=["text"], stop=None, top_a=0))
 
 
 def test_the_tenants_user_is_the_cache_key_else_the_user_and_never_by_name() -> None:

@@ -10,7 +10,7 @@ from shell_router.api.engine_chat import choices_as_one, read_completion, read_e
 from shell_router.api.fields import Fields, parse_body
 from shell_router.core.engine import ChatServing, Relayed
 from shell_router.engines.native_body import read_native
-from shell_router.errors import EngineUnreachable, InvalidField
+from shell_router.errors import EngineUnreachable, InvalidField, InvalidRequest
 
 
 class Engine:
@@ -53,6 +53,19 @@ def test_what_names_a_completions_user_is_not_forwarded() -> None:
     asked = {"model": "m", "prompt": "Hi", "prompt_cache_key": "a", "user": "b"}
     [body] = read_completion(parse_body(orjson.dumps(asked)), "m")
     assert b"prompt_cache_key" not in read_native(body, "fresh", route="v1/completions").with_fields({})
+
+
+def test_the_values_of_all_choices_are_bounded_together() -> None:
+    turn = {"role": "user", "content": '","' * 2**7}  # what stands in texts is no value
+    for count, is_fit in ((500, True), (1000, False)):
+        body = Fields({"messages": [turn] * count, "n": 16})
+        if is_fit:
+            assert len(read_engine_chat(body, "small", ChatServing())) == 16
+        else:
+            with pytest.raises(InvalidRequest, match="more than 50000 strings"):
+                read_engine_chat(body, "small", ChatServing())
+    with pytest.raises(InvalidRequest, match="1000000 commas, times n"):
+        read_completion(Fields({"prompt": [1] * 2**16, "n": 16}), "small")
 
 
 def test_the_bodies_of_all_choices_are_bounded_together() -> None:

@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from shell_router.api.services import Emit
 from shell_router.api.streaming import LiveRun
-from shell_router.core.events import AgentStarted, AgentTokens, Event
+from shell_router.core.events import AgentStarted, AgentTokens, Emit, Event
 from shell_router.errors import PromptTooLong
 from shell_router.moa.requests import Answer
 

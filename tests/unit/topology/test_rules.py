@@ -150,3 +150,9 @@ def test_patterns_find_what_pythons_do(pattern: str, text: str) -> None:
 def test_a_pattern_that_takes_others_forever_ends_soon() -> None:
     # 2 ** 50000 ways for an engine that goes back; this one reads each character once, or the test never ends
     assert not found_in(r"^(a+)+$", "a" * 50_000 + "!")
+
+
+def test_a_pattern_that_would_take_much_memory_is_refused() -> None:
+    # 99 like it in one client's topology took 366 MB for good
+    assert pattern_error(r"(?i)(?:[\pL\pN]{5}){60}x") == "pattern too large - compile failed"
+    assert pattern_error("|".join(f"(?i)word{at}" for at in range(1000))) == ""

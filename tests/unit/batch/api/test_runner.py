@@ -11,12 +11,12 @@ from shell_router.api import ApiSettings, Services
 from shell_router.api.admission import Drain
 from shell_router.api.chat import Chats
 from shell_router.api.models import Targets
-from shell_router.api.services import Emit
 from shell_router.app.models import Fleet
 from shell_router.batch.api.lines import BatchLine, LineResult
 from shell_router.batch.api.runner import ChatLines, PoolLines
 from shell_router.batch.api.storage import BatchRecord
 from shell_router.batch.pool import Pool, load_pool
+from shell_router.core.events import Emit
 from shell_router.errors import AgentFailed, EngineRejected, EngineStalled, EngineUnavailable, EngineUnreachable
 from shell_router.moa.requests import Answer, MoaRequest
 from shell_router.topology import Topology
