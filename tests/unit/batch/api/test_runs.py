@@ -105,6 +105,17 @@ async def test_a_batch_that_comes_after_the_stop_waits_for_the_next_start(folder
     assert (await ended(folder)).status == "completed"
 
 
+async def test_a_batch_counts_and_may_be_cancelled_before_it_is_on_disk(folder: BatchFolder) -> None:
+    runner = Answering()
+    begun = runs(folder, runner)
+    adding = asyncio.ensure_future(begun.add(BATCH))
+    await asyncio.sleep(0)
+    assert folder.batches.of("alice") == [BATCH]
+    await begun.cancel(BATCH)
+    await adding
+    assert ((await ended(folder)).status, runner.given) == ("cancelled", [])
+
+
 async def test_a_batch_that_cannot_be_taken_on_leaves_nothing(folder: BatchFolder) -> None:
     folder.content("file-1").unlink()
     with pytest.raises(StorageFailed):
