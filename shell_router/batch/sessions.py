@@ -220,10 +220,12 @@ class Sessions:
             return
         finally:
             self._is_planning = False
-        if plan.makespan_s < (1 - WORTH) * left_s and (moved := self._queues.move(plan, before)):
+        begun_s = (work.ready_s[worker] for worker in range(len(before)) if self._queues[worker].loads)
+        rest_s = max(plan.makespan_s, *begun_s)  # a plan leaves out workers that get nothing more
+        if rest_s < (1 - WORTH) * left_s and (moved := self._queues.move(plan, before)):
             self._on_progress(
                 f"sessions took longer or shorter than planned: {moved} prompts go to other workers, and the rest takes"
-                f" about {plan.makespan_s:.0f} s instead of {left_s:.0f} s"
+                f" about {rest_s:.0f} s instead of {left_s:.0f} s"
             )
             self._on_move("replanned", moved)
             async with self._changed:

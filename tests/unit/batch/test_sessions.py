@@ -274,6 +274,13 @@ def test_sessions_that_take_as_long_as_planned_or_nearly_so_are_not_planned_agai
         assert set(run.moved) <= {"taken"}
 
 
+def test_a_new_plan_that_ends_no_sooner_than_what_an_engine_has_begun_is_not_followed() -> None:
+    shares = [{"a": 32}, {"b": 24, "c": 20}, {"d": 4}]
+    run = timed(shares, by_model(a=320.0, b=100.0, d=4.0), concurrency=32, planner=wrap_around)
+    assert not run.moved
+    assert run.workers.loads == [(0, "a"), (1, "b"), (2, "d"), (1, "c")]
+
+
 def test_a_load_is_compared_once_however_many_shares_follow_it() -> None:
     def planner(workload: Workload) -> Plan:
         raise AssertionError(workload)
