@@ -168,8 +168,10 @@ class BatchRun:
         return found
 
     async def _give_up(self, fault: Fault) -> None:
-        """If that cannot be stored either, the next start goes on with the batch."""
+        """If that cannot be stored either, the next start goes on with the batch, as with an end that was noted."""
         log.error("%s is given up: %s", self._id, fault.message)
+        if self._record.ended:  # a client may have seen it
+            return
         try:
             await self._end("failed", (fault,))
         except StorageFailed:  # it has been logged
