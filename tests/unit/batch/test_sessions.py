@@ -79,7 +79,8 @@ class Run:
             else None,
         )
 
-    def _output(self, output: Output) -> None:
+    async def _output(self, output: Output) -> None:
+        await asyncio.sleep(0)  # as it is written in a thread
         if self.refuse:
             self.refuse(output)
         self.outputs.append(output)
@@ -428,11 +429,12 @@ async def test_a_model_that_answers_nothing_is_given_up_soon_however_many_worker
 
 async def test_a_model_that_has_answered_elsewhere_is_not_given_up_for_several_bad_prompts() -> None:
     async def load(worker: int, _model: str) -> None:
-        while worker and len(workers.asked) < 5:  # noqa: ASYNC110 - the first worker is done before the others begin
+        while worker and len(run.outputs) < 5:  # noqa: ASYNC110 - the first worker is done before the others begin
             await asyncio.sleep(0)
 
     workers = ScriptedWorkers(kills=lambda _, text: text in ("a5", "a10", "a15"), load=load)
-    run = await Run(workers, [{"a": 5}] * 4).done()
+    run = Run(workers, [{"a": 5}] * 4)
+    await run.done()
     run.require_each_once()
     assert run.errors.keys() == {"a q5", "a q10", "a q15"}
 
