@@ -32,7 +32,7 @@ from shell_router.cli.options import (
 from shell_router.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from shell_router.experts.placement import ExpertRecord, Placement, PlacementSettings
+    from shell_router.experts.placement import ExpertRecord, Placement
     from shell_router.experts.server_control import ExpertRecorder
 
 app = typer.Typer(help="Place the experts of a model on GPUs.", no_args_is_help=True)
@@ -69,18 +69,6 @@ class Server:
             yield found
 
 
-def settings_of(
-    gpus: Annotated[int, option("Expert-parallel size: GPUs that share the experts.", metavar="N", least=1)],
-    slack: Annotated[float, option("Load that a GPU may have above the mean, as a share of it.")] = 0.0,
-    anchor_gpu: Annotated[int, option("gimbal: GPU of the experts that are used together.")] = 0,
-    affinity_pairs: Annotated[int, option("gimbal: pairs of such experts per layer.")] = 8,
-) -> "PlacementSettings":
-    """The placement settings. Raises ConfigError."""
-    from shell_router.experts.placement import PlacementSettings
-
-    return PlacementSettings(gpus, slack, anchor_gpu, affinity_pairs)
-
-
 @app.command(
     epilog=examples("shell-router experts record http://127.0.0.1:30000 --prompts questions.jsonl --out record.npz")
 )
@@ -102,8 +90,12 @@ def record(
 
 
 @app.command(epilog=examples("shell-router experts place record.npz --gpus 8 --out placement.json"))
-@takes(settings=settings_of)
-def place(record: Record, out: PlacementFile, settings: "PlacementSettings", algorithm: Chosen = "swap") -> None:
+def place(
+    record: Record,
+    out: PlacementFile,
+    gpus: Annotated[int, option("Expert-parallel size: GPUs that share the experts.", metavar="N", least=1)],
+    algorithm: Chosen = "swap",
+) -> None:
     """Write the placement that SGLang loads with --init-expert-location.
 
     Prints its balance and its traffic between GPUs, and those of all other algorithms.
@@ -113,11 +105,11 @@ def place(record: Record, out: PlacementFile, settings: "PlacementSettings", alg
 
     require_writable(out)
     known = read_record(record)
-    found, row = _placed(algorithm, known, settings)
+    found, row = _placed(algorithm, known, gpus)
     write(out, placement_text(found, known))
-    rows = [row, *(_placed(name, known, settings)[1] for name in ALGORITHMS if name != algorithm)]
-    print_table(f"{_summary(known)}, on {settings.gpus} GPUs", rows, width=100)
-    print(f"{out}: start SGLang with --ep-size {settings.gpus} --init-expert-location {out}")
+    rows = [row, *(_placed(name, known, gpus)[1] for name in ALGORITHMS if name != algorithm)]
+    print_table(f"{_summary(known)}, on {gpus} GPUs", rows, width=100)
+    print(f"{out}: start SGLang with --ep-size {gpus} --init-expert-location {out}")
 
 
 async def recorded(
@@ -157,12 +149,12 @@ def _kept(file: Path, archive: bytes) -> "ExpertRecord":
     return read_record(file)
 
 
-def _placed(name: str, record: "ExpertRecord", settings: "PlacementSettings") -> tuple["Placement", Mapping[str, str]]:
+def _placed(name: str, record: "ExpertRecord", gpus: int) -> tuple["Placement", Mapping[str, str]]:
     """The algorithm's placement, and its row of a table."""
     from shell_router.experts import placement
 
     started_s = time.perf_counter()
-    found = placement.place(name, record, settings)
+    found = placement.place(name, record, gpus)
     of = placement.measures(record, found)
     row = {
         "placement": name,
