@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -69,24 +69,15 @@ class Server:
             yield found
 
 
-@app.command(
-    epilog=examples("shell-router experts record http://127.0.0.1:30000 --prompts questions.jsonl --out record.npz")
-)
+@app.command(epilog=examples("shell-router experts record http://127.0.0.1:30000 --seconds 600 --out record.npz"))
 @takes(server=Server)
 def record(
     server: Server,
     out: Annotated[Path, option("The record, as NumPy's .npz.", metavar="FILE")],
-    prompts: Annotated[Path | None, option('Ask these: JSONL, one {"question": …} per line.', metavar="FILE")] = None,
-    seconds: Annotated[
-        float | None, option("Ask nothing; record for S seconds what the server serves.", metavar="S")
-    ] = None,
-    new_tokens: Annotated[int, option("Tokens that each answer has.", least=1)] = 64,
-    concurrency: Annotated[int, option("Prompts that are asked at the same time.", least=1)] = 8,
+    seconds: Annotated[float, option("Record for S seconds what the server serves.", metavar="S")],
 ) -> None:
     """Have a server record which experts its tokens choose."""
-    if (prompts is None) == (seconds is None):
-        raise typer.BadParameter("exactly one of the two is required.", param_hint="--prompts / --seconds")
-    run(recorded(server, out, prompts, seconds or 0.0, new_tokens=new_tokens, concurrency=concurrency))
+    run(recorded(server, out, seconds))
 
 
 @app.command(epilog=examples("shell-router experts place record.npz --gpus 8 --out placement.json"))
@@ -112,30 +103,14 @@ def place(
     print(f"{out}: start SGLang with --ep-size {gpus} --init-expert-location {out}")
 
 
-async def recorded(
-    server: Server, out: Path, prompts: Path | None, seconds: float = 0.0, *, new_tokens: int = 64, concurrency: int = 8
-) -> None:
-    """Have the server record while it answers `prompts`, or for `seconds`, and write what it recorded."""
+async def recorded(server: Server, out: Path, seconds: float) -> None:
+    """Have the server record for `seconds`, and write what it recorded."""
     import asyncio
 
     require_writable(out)
-    texts = [] if prompts is None else _texts(prompts)
     async with server.recorder() as recorder:
-        work: Callable[[], Awaitable[None]] = partial(asyncio.sleep, seconds)
-        if texts:
-            work = await recorder.asking(texts, new_tokens=new_tokens, concurrency=concurrency)
-        found = _kept(out, await recorder.record(work))
+        found = _kept(out, await recorder.record(partial(asyncio.sleep, seconds)))
     print(f"{out}: {_summary(found)}")
-
-
-def _texts(file: Path) -> Sequence[str]:
-    from shell_router.batch.questions import FORM, read_questions
-
-    questions = read_questions(file, ())
-    if questions.refused:
-        first = questions.refused[0]
-        raise DataError(f"{file}:{first.line}: {first.error}", remedy=FORM)
-    return [question.text for question in questions.asked]
 
 
 def _kept(file: Path, archive: bytes) -> "ExpertRecord":

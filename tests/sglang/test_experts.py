@@ -1,5 +1,6 @@
 """A real mixture-of-experts model on real SGLang: recorded, placed, and started again with the file."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -21,7 +22,6 @@ from launch.sglang_cpu.engine import EngineServer
 from launch.sglang_cpu.environment import built_environment, engine_variables, install_plugin
 from shell_router.cli import main
 from shell_router.cli.experts import Server
-from shell_router.cli.experts import recorded as record_experts
 from shell_router.experts.placement import place, record_of
 from shell_router.experts.placement.algorithms import eplb
 from shell_router.experts.placement.files import MAP, read_record
@@ -55,9 +55,14 @@ def engine(folder: Path, model: Path, *options: str) -> AbstractContextManager[E
     return served(folder, model, "--expert-distribution-recorder-mode", "stat", *options, **variables)
 
 
-async def recorded(server: EngineServer, prompts: Path, out: Path) -> dict[str, Any]:
+async def recorded(server: EngineServer, out: Path) -> dict[str, Any]:
     """The arrays of a record of the questions, asked one after the other."""
-    await record_experts(Server(server.url), out, prompts, new_tokens=NEW_TOKENS, concurrency=1)
+
+    async def ask() -> None:
+        await answers(server)
+
+    async with Server(server.url).recorder() as recorder:
+        await asyncio.to_thread(out.write_bytes, await recorder.record(ask))
     with np.load(out) as found:
         return {name: found[name] for name in ("activations", "transitions")}
 
@@ -81,10 +86,9 @@ def sglangs_own(folder: Path) -> Any:
 
 async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same(tmp_path: Path) -> None:
     model = make_moe_checkpoint(tmp_path / "model")
-    prompts, record, placed = tmp_path / "prompts.jsonl", tmp_path / "record.npz", tmp_path / "placement.json"
-    prompts.write_text("".join(json.dumps({"question": one}) + "\n" for one in QUESTIONS), encoding="utf-8")
+    record, placed = tmp_path / "record.npz", tmp_path / "placement.json"
     with engine(tmp_path / "before", model) as server:
-        before = await recorded(server, prompts, record)
+        before = await recorded(server, record)
         answered = await answers(server)
     assert (before["activations"] == sglangs_own(tmp_path / "before")).all()
     tokens = before["activations"].sum(axis=1) / TOP_K
@@ -99,7 +103,7 @@ async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same
     assert ours.balance <= theirs.balance and ours.traffic < theirs.traffic
 
     with engine(tmp_path / "after", model, "--init-expert-location", str(placed)) as server:
-        after = await recorded(server, prompts, tmp_path / "again.npz")
+        after = await recorded(server, tmp_path / "again.npz")
         assert await answers(server) == answered
     assert "init_expert_location from init_by_mapping" in (tmp_path / "after" / "log").read_text(encoding="utf-8")
     for name, counts in before.items():
