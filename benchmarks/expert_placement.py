@@ -35,19 +35,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import Row, report
 
 from benchmarks.expert_placement.drawn import Routing, drawn
-from shell_router.experts.placement import ALGORITHMS, ExpertRecord, PlacementSettings
+from shell_router.experts.placement import ALGORITHMS, ExpertRecord
 from shell_router.experts.placement.files import read_record
 from shell_router.experts.placement.records import measures
 
 TITLE = "Expert placement"
 RECORDED = Path(__file__).parent / "expert_placement"
-CASES = {
-    "contiguous": ("contiguous", 0.0),
-    "eplb": ("eplb", 0.0),
-    "gimbal": ("gimbal", 0.0),
-    "swap": ("swap", 0.0),
-    "swap, slack 2%": ("swap", 0.02),
-}
+CASES = ("contiguous", "eplb", "gimbal", "swap")
 
 
 class Model(NamedTuple):
@@ -97,16 +91,15 @@ def models(layers: int, tokens: int) -> Iterator[Model]:
 
 
 def _rows(model: Model, gpus: int) -> Iterator[Row]:
-    for title, (algorithm, slack) in CASES.items():
-        settings = PlacementSettings(gpus, slack=slack)
+    for algorithm in CASES:
         started_s = time.perf_counter()
-        placement = ALGORITHMS[algorithm](model.record, settings)
+        placement = ALGORITHMS[algorithm](model.record, gpus)
         took_s = time.perf_counter() - started_s
         seen, fresh = measures(model.record, placement), measures(model.fresh, placement)
         yield {
             "model": model.name,
             "GPUs": gpus,
-            "algorithm": title,
+            "algorithm": algorithm,
             "over_even_%": 100 * (seen.balance - 1),
             "worst_%": 100 * (seen.worst_balance - 1),
             "D_%": 100 * seen.deviation,

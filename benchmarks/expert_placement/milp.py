@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from ortools.sat.python import cp_model
 
-from shell_router.experts.placement.algorithms import PlacementSettings
 from shell_router.experts.placement.records import ExpertRecord, Placement, experts_per_gpu, kept, loads
 
 
@@ -22,10 +21,10 @@ class Weights:
 LIMIT_S = 60.0
 
 
-def milp(record: ExpertRecord, settings: PlacementSettings, weights: Weights = Weights()) -> Placement:
+def milp(record: ExpertRecord, gpus: int, weights: Weights = Weights()) -> Placement:
     """The placement of least `objective`. Hopeless beyond 16 experts: ValueError where it is not proven in 60 s."""
-    program = _Program(record, settings, weights)
-    return Placement(settings.gpus, program.solved())
+    program = _Program(record, gpus, weights)
+    return Placement(gpus, program.solved())
 
 
 def objective(record: ExpertRecord, placement: Placement, weights: Weights) -> float:
@@ -37,15 +36,15 @@ def objective(record: ExpertRecord, placement: Placement, weights: Weights) -> f
 
 
 class _Program:
-    def __init__(self, record: ExpertRecord, settings: PlacementSettings, weights: Weights) -> None:
+    def __init__(self, record: ExpertRecord, gpus: int, weights: Weights) -> None:
         self._model = cp_model.CpModel()
         self._record = record
         self._weights = weights
-        self._gpus = range(settings.gpus)
+        self._gpus = range(gpus)
         rows = 1 if weights.one_partition else len(record.activations)
         self._x = [self._placed_layer() for _ in range(rows)]
         deviation = self._deviation()
-        self._model.minimize(weights.alpha / settings.gpus * deviation + weights.beta * sum(self._cut_terms()))  # (12)
+        self._model.minimize(weights.alpha / gpus * deviation + weights.beta * sum(self._cut_terms()))  # (12)
 
     def solved(self) -> Any:
         """The experts' GPUs [layers, experts]."""

@@ -31,7 +31,7 @@ from benchmarks.gimbal.serving import (
     USABLE,
     costs,
 )
-from shell_router.experts.placement import ExpertRecord, Measures, Placement, PlacementSettings, measures, place
+from shell_router.experts.placement import ExpertRecord, Measures, Placement, measures, place
 from shell_router.standins.simulated.costs import PairCosts
 
 HIDDEN = 2048
@@ -107,6 +107,6 @@ def placements(gpus: int = ENGINES) -> tuple[ExpertRecord, Mapping[str, Placemen
     more popular half of each layer's experts on one GPU.
     """
     seen, fresh = (drawn(Routing(LAYERS, EXPERTS, CHOSEN), TOKENS, sample=sample) for sample in range(2))
-    found = {name: place(name, seen, PlacementSettings(gpus)) for name in ("contiguous", "gimbal", "swap")}
+    found = {name: place(name, seen, gpus) for name in ("contiguous", "gimbal", "swap")}
     rank = np.argsort(np.argsort(-seen.activations, axis=1, kind="stable"), axis=1)
     return fresh, {**found, "stacked": Placement(gpus, rank * gpus // EXPERTS)}

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shell_router.batch.journal import Output
 from shell_router.batch.planner import ModelWork, Plan, Workload, wrap_around
 from shell_router.batch.profile import Load
 from shell_router.batch.prompts import Prompt
@@ -147,12 +148,14 @@ def run(
     }
     moved: Counter[str] = Counter()
 
+    async def ignore(_output: Output) -> None: ...
+
     async def ran() -> float:
         replanning = Replanning(wrap_around, planned.capacity, BOUND if moves == "all" else NEVER)
         sessions = Sessions(
             WorkerQueues(planned.models, prompts, plan, planned.workers),
             TimedWorkers(*real),
-            lambda _: None,
+            ignore,
             lambda _: None,
             lambda *_: None,
             lambda why, number: moved.update({why: number}),

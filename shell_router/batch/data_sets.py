@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 _CHOOSE = 'End with "Answer: " and the letter.'
 _BOXED = "End with the final answer in \\boxed{}."
-_COP = re.compile(rb'"cop": ?(-?\d+)')
+_COP = re.compile(rb'"cop": ?"?(-?\d+)')
 _GPQA = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from shell_router.batch.api.storage import on_disk
 from shell_router.batch.journal import Journal, Output, Role
 from shell_router.batch.planner import SEARCHERS, ModelWork, Plan, Session, Workload
 from shell_router.batch.profile import Load, PoolProfile
@@ -90,7 +91,7 @@ async def run_batch(
     Afterwards the journal holds an output or an error of every proposer for every question, and of the aggregator for
     those that do not pass the gate. Raises ConfigError where there is no plan, or no more can be written down.
     """
-    pool = batch.pool
+    pool, writing = batch.pool, asyncio.Lock()
 
     async def stage(role: Role, made: Callable[[], list[Prompt]], capacity: int, before: Sequence[Session]) -> Stage:
         asked = await asyncio.to_thread(_lacking, made, journal)
@@ -120,8 +121,9 @@ async def run_batch(
         follow.on_stage(Stage(role, plan), sessions)
         return Stage(role, plan, await ungrouped(sessions.run()), moved)
 
-    def note(output: Output) -> None:
-        journal.add(output)
+    async def note(output: Output) -> None:
+        async with writing:
+            await on_disk(journal.add, output)
         follow.on_output(output)
 
     stages = [await stage("proposer", batch.proposer_prompts, pool.capacity or len(pool.proposer_names), ())]

@@ -30,7 +30,7 @@ T = TypeVar("T")
 Clock = Callable[[], float]
 Move = Literal["taken", "replanned"]
 """Why a prompt is answered by another worker than the plan's: an idle one took it, or the rest was planned again."""
-OnOutput = Callable[[Output], None]
+OnOutput = Callable[[Output], Awaitable[None]]
 Left = tuple[list[Prompt], str]
 """Prompts that stay without an output, and the error of one of them."""
 
@@ -93,8 +93,8 @@ WORTH = 0.05
 class Sessions:
     """Runs what is queued for the workers.
 
-    `on_output` and `on_progress` are called with each output and line of text, `on_load` with a load and its seconds,
-    `on_move` with prompts that go to another worker.
+    `on_output` is awaited with each output, `on_progress` called with each line of text, `on_load` with a load and its
+    seconds, `on_move` with prompts that go to another worker.
 
     At most `concurrency` prompts of a session are with the engine at the same time. `clock` is monotonic seconds.
     Without `replanning` each prompt stays with its worker unless that fails.
@@ -220,10 +220,12 @@ class Sessions:
             return
         finally:
             self._is_planning = False
-        if plan.makespan_s < (1 - WORTH) * left_s and (moved := self._queues.move(plan, before)):
+        begun_s = (work.ready_s[worker] for worker in range(len(before)) if self._queues[worker].loads)
+        rest_s = max(plan.makespan_s, *begun_s)  # a plan leaves out workers that get nothing more
+        if rest_s < (1 - WORTH) * left_s and (moved := self._queues.move(plan, before)):
             self._on_progress(
                 f"sessions took longer or shorter than planned: {moved} prompts go to other workers, and the rest takes"
-                f" about {plan.makespan_s:.0f} s instead of {left_s:.0f} s"
+                f" about {rest_s:.0f} s instead of {left_s:.0f} s"
             )
             self._on_move("replanned", moved)
             async with self._changed:
@@ -246,9 +248,9 @@ class Sessions:
         that an engine does not answer which has answered others is to blame.
         """
 
-        def on_output(output: Output) -> None:
+        async def on_output(output: Output) -> None:
             queue.output()
-            self._on_output(output)
+            await self._on_output(output)
 
         blamed = share.prompts[: self._concurrency + 1] if share.barren else ()
         rest = share.prompts[len(blamed) :]
@@ -257,7 +259,7 @@ class Sessions:
             first, *others = left
             if len(left) == len(blamed):  # the engine may be at fault: next time another prompt comes first
                 return [*others, first, *rest], failure
-            on_output(first.failed(failure))
+            await on_output(first.failed(failure))
             return [*others, *rest], failure
         if share.barren:
             queue.waiting.extend(rest)
@@ -271,8 +273,7 @@ class Sessions:
             return
         log.error("%s They are given up.", reason)
         for prompt in left:
-            self._on_output(prompt.failed(failure))
-            await asyncio.sleep(0)  # each is a write
+            await self._on_output(prompt.failed(failure))
 
 
 async def in_rounds(model: ServedModel, waiting: deque[Prompt], concurrency: int, on_output: OnOutput) -> Left:
@@ -297,7 +298,7 @@ async def one_by_one(model: ServedModel, prompts: Sequence[Prompt], on_output: O
             output = await answered(model, prompt)
         except EngineError as error:
             return list(prompts[number:]), str(error)
-        on_output(output)
+        await on_output(output)
     return [], ""
 
 
@@ -318,7 +319,7 @@ async def _round(
                 failed[prompt] = str(error)
                 continue
             answered_prompts += 1
-            on_output(output)
+            await on_output(output)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(concurrency, len(waiting))):
@@ -438,8 +439,12 @@ async def _timed(
     model: ServedModel, prompts: Sequence[Prompt], concurrency: int, clock: Clock
 ) -> tuple[SessionRun, list[Output]]:
     outputs: list[Output] = []
+
+    async def keep(output: Output) -> None:
+        outputs.append(output)
+
     begun_s = clock()
-    failed, _ = await _round(model, deque(prompts), concurrency, outputs.append)
+    failed, _ = await _round(model, deque(prompts), concurrency, keep)
     seconds = clock() - begun_s
     if errors := [*failed.values(), *(output.error for output in outputs if output.error)]:
         raise EngineError(f"{model.alias} did not answer {len(errors)} questions: {errors[0]}")

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,7 +32,7 @@ from shell_router.cli.options import (
 from shell_router.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from shell_router.experts.placement import ExpertRecord, Placement, PlacementSettings
+    from shell_router.experts.placement import ExpertRecord, Placement
     from shell_router.experts.server_control import ExpertRecorder
 
 app = typer.Typer(help="Place the experts of a model on GPUs.", no_args_is_help=True)
@@ -69,41 +69,24 @@ class Server:
             yield found
 
 
-def settings_of(
-    gpus: Annotated[int, option("Expert-parallel size: GPUs that share the experts.", metavar="N", least=1)],
-    slack: Annotated[float, option("Load that a GPU may have above the mean, as a share of it.")] = 0.0,
-    anchor_gpu: Annotated[int, option("gimbal: GPU of the experts that are used together.")] = 0,
-    affinity_pairs: Annotated[int, option("gimbal: pairs of such experts per layer.")] = 8,
-) -> "PlacementSettings":
-    """The placement settings. Raises ConfigError."""
-    from shell_router.experts.placement import PlacementSettings
-
-    return PlacementSettings(gpus, slack, anchor_gpu, affinity_pairs)
-
-
-@app.command(
-    epilog=examples("shell-router experts record http://127.0.0.1:30000 --prompts questions.jsonl --out record.npz")
-)
+@app.command(epilog=examples("shell-router experts record http://127.0.0.1:30000 --seconds 600 --out record.npz"))
 @takes(server=Server)
 def record(
     server: Server,
     out: Annotated[Path, option("The record, as NumPy's .npz.", metavar="FILE")],
-    prompts: Annotated[Path | None, option('Ask these: JSONL, one {"question": …} per line.', metavar="FILE")] = None,
-    seconds: Annotated[
-        float | None, option("Ask nothing; record for S seconds what the server serves.", metavar="S")
-    ] = None,
-    new_tokens: Annotated[int, option("Tokens that each answer has.", least=1)] = 64,
-    concurrency: Annotated[int, option("Prompts that are asked at the same time.", least=1)] = 8,
+    seconds: Annotated[float, option("Record for S seconds what the server serves.", metavar="S")],
 ) -> None:
     """Have a server record which experts its tokens choose."""
-    if (prompts is None) == (seconds is None):
-        raise typer.BadParameter("exactly one of the two is required.", param_hint="--prompts / --seconds")
-    run(recorded(server, out, prompts, seconds or 0.0, new_tokens=new_tokens, concurrency=concurrency))
+    run(recorded(server, out, seconds))
 
 
 @app.command(epilog=examples("shell-router experts place record.npz --gpus 8 --out placement.json"))
-@takes(settings=settings_of)
-def place(record: Record, out: PlacementFile, settings: "PlacementSettings", algorithm: Chosen = "swap") -> None:
+def place(
+    record: Record,
+    out: PlacementFile,
+    gpus: Annotated[int, option("Expert-parallel size: GPUs that share the experts.", metavar="N", least=1)],
+    algorithm: Chosen = "swap",
+) -> None:
     """Write the placement that SGLang loads with --init-expert-location.
 
     Prints its balance and its traffic between GPUs, and those of all other algorithms.
@@ -113,37 +96,21 @@ def place(record: Record, out: PlacementFile, settings: "PlacementSettings", alg
 
     require_writable(out)
     known = read_record(record)
-    found, row = _placed(algorithm, known, settings)
+    found, row = _placed(algorithm, known, gpus)
     write(out, placement_text(found, known))
-    rows = [row, *(_placed(name, known, settings)[1] for name in ALGORITHMS if name != algorithm)]
-    print_table(f"{_summary(known)}, on {settings.gpus} GPUs", rows, width=100)
-    print(f"{out}: start SGLang with --ep-size {settings.gpus} --init-expert-location {out}")
+    rows = [row, *(_placed(name, known, gpus)[1] for name in ALGORITHMS if name != algorithm)]
+    print_table(f"{_summary(known)}, on {gpus} GPUs", rows, width=100)
+    print(f"{out}: start SGLang with --ep-size {gpus} --init-expert-location {out}")
 
 
-async def recorded(
-    server: Server, out: Path, prompts: Path | None, seconds: float = 0.0, *, new_tokens: int = 64, concurrency: int = 8
-) -> None:
-    """Have the server record while it answers `prompts`, or for `seconds`, and write what it recorded."""
+async def recorded(server: Server, out: Path, seconds: float) -> None:
+    """Have the server record for `seconds`, and write what it recorded."""
     import asyncio
 
     require_writable(out)
-    texts = [] if prompts is None else _texts(prompts)
     async with server.recorder() as recorder:
-        work: Callable[[], Awaitable[None]] = partial(asyncio.sleep, seconds)
-        if texts:
-            work = await recorder.asking(texts, new_tokens=new_tokens, concurrency=concurrency)
-        found = _kept(out, await recorder.record(work))
+        found = _kept(out, await recorder.record(partial(asyncio.sleep, seconds)))
     print(f"{out}: {_summary(found)}")
-
-
-def _texts(file: Path) -> Sequence[str]:
-    from shell_router.batch.questions import FORM, read_questions
-
-    questions = read_questions(file, ())
-    if questions.refused:
-        first = questions.refused[0]
-        raise DataError(f"{file}:{first.line}: {first.error}", remedy=FORM)
-    return [question.text for question in questions.asked]
 
 
 def _kept(file: Path, archive: bytes) -> "ExpertRecord":
@@ -157,12 +124,12 @@ def _kept(file: Path, archive: bytes) -> "ExpertRecord":
     return read_record(file)
 
 
-def _placed(name: str, record: "ExpertRecord", settings: "PlacementSettings") -> tuple["Placement", Mapping[str, str]]:
+def _placed(name: str, record: "ExpertRecord", gpus: int) -> tuple["Placement", Mapping[str, str]]:
     """The algorithm's placement, and its row of a table."""
     from shell_router.experts import placement
 
     started_s = time.perf_counter()
-    found = placement.place(name, record, settings)
+    found = placement.place(name, record, gpus)
     of = placement.measures(record, found)
     row = {
         "placement": name,

@@ -18,18 +18,14 @@ HeldOut = Annotated[float, option("Share of the data that only evaluates the pre
 def lengths(
     traces: Annotated[list[Path], argument("TRACES", "Trace files, or the folder of `record`.")],
     out: Out,
-    trees: Annotated[int, option("Trees of each forest.", least=1)] = 100,
-    leaf: Annotated[int, option("Least number of runs in a leaf.", least=1)] = 10,
-    components: Annotated[int, option("Numbers that a question's text is reduced to.", least=1)] = 16,
     held_out: HeldOut = 0.2,
     seed: Seed = 0,
 ) -> None:
     """Train a predictor of output lengths on recorded traces."""
     _check(held_out)
-    from shell_router.prediction.fitting import ForestSettings, read_traces, train_lengths
+    from shell_router.prediction.fitting import read_traces, train_lengths
 
-    settings = ForestSettings(trees, leaf, components=components, held_out=held_out, seed=seed)
-    model, scores = train_lengths(read_traces(traces), settings)
+    model, scores = train_lengths(read_traces(traces), held_out, seed)
     model.save(out)
     rows = [
         {

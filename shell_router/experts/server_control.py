@@ -1,7 +1,6 @@
 """Recording which experts the tokens of an SGLang server choose, over its control routes."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -54,36 +53,6 @@ class ExpertRecorder:
             await self._done("POST", "/stop_expert_distribution_record")
         await self._done("POST", "/dump_expert_distribution_record")
         return await self._done("GET", "/shell_router/expert_record")
-
-    async def asking(
-        self, prompts: Sequence[str], *, new_tokens: int, concurrency: int
-    ) -> Callable[[], Awaitable[None]]:
-        """The work of having `prompts` answered greedily, `concurrency` at a time; a prefill server only prefills them.
-
-        It raises also PromptTooLong. ConfigError at once for a decode server, which cannot be asked by itself.
-        """
-        mode, slots = await self.mode(), asyncio.Semaphore(concurrency)
-        if mode == "decode":
-            raise ConfigError(
-                f"{self.url} is a decode server and cannot be asked by itself.",
-                remedy="Record what it serves anyway with --seconds, or record its prefill server.",
-            )
-        path = "/prefill_only" if mode == "prefill" else "/generate"
-        sampling = {"max_new_tokens": new_tokens, "temperature": 0}
-
-        async def ask(prompt: str) -> None:
-            async with slots:
-                await self._done("POST", path, {"text": prompt, "sampling_params": sampling})
-
-        async def ask_all() -> None:
-            try:
-                async with asyncio.TaskGroup() as asked:
-                    for prompt in prompts:
-                        asked.create_task(ask(prompt))
-            except BaseExceptionGroup as failed:  # the first that failed has ended the others
-                raise failed.exceptions[0] from failed
-
-        return ask_all
 
     async def _done(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         """The answer to what has to succeed. Raises also PromptTooLong."""

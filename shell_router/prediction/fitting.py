@@ -101,16 +101,10 @@ def kendall_distance(predicted: Sequence[float], true: Sequence[float]) -> float
 LEAST_PROGRAMS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class ForestSettings:
-    """`terms` and `components` are of the text's sketch. `held_out` is the share of programs that only judge."""
-
-    trees: int = 100
-    leaf: int = 10
-    terms: int = 2000
-    components: int = 16
-    held_out: float = 0.2
-    seed: int = 0
+TREES, LEAST_RUNS = 100, 10
+"""Of a forest, and in a leaf."""
+TERMS, COMPONENTS = 2000, 16
+"""Of the texts' sketch: terms that it knows, and numbers that it reduces a text to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,34 +119,39 @@ class LengthScore:
     error_tokens: float
 
 
-def train_lengths(runs: Sequence[TracedRun], settings: ForestSettings) -> tuple[LengthModel, list[LengthScore]]:
-    """A predictor of `runs` that ended, trained on all but the held-out programs. Raises ConfigError for too few."""
+def train_lengths(
+    runs: Sequence[TracedRun], held_out: float = 0.2, seed: int = 0
+) -> tuple[LengthModel, list[LengthScore]]:
+    """A predictor of `runs` that ended, but of a share of programs, `held_out`, that only judge it.
+
+    Raises ConfigError for too few.
+    """
     ended = [run for run in runs if run.whole]
     programs = sorted({run.program for run in ended})
     require(len(programs) >= LEAST_PROGRAMS, f"{len(programs)} whole programs are too few to train on.", "Record more.")
-    random.Random(settings.seed).shuffle(programs)
-    judging = set(programs[: min(max(1, round(settings.held_out * len(programs))), len(programs) - 1)])
-    model = fit_lengths([run for run in ended if run.program not in judging], settings)
+    random.Random(seed).shuffle(programs)
+    judging = set(programs[: min(max(1, round(held_out * len(programs))), len(programs) - 1)])
+    model = fit_lengths([run for run in ended if run.program not in judging], seed)
     return model, judged(model, [run for run in ended if run.program in judging])
 
 
-def fit_lengths(runs: Sequence[TracedRun], settings: ForestSettings) -> LengthModel:
+def fit_lengths(runs: Sequence[TracedRun], seed: int) -> LengthModel:
     """Two forests on all of `runs`: of the agent's own tokens, and of the rest of its program's."""
     features = Features(
         sorted({run.prospect.workflow for run in runs}),
         sorted({run.prospect.stage for run in runs}),
         sorted({run.model for run in runs}),
-        _sketch([run.prospect.user for run in runs], settings),
+        _sketch([run.prospect.user for run in runs], seed),
     )
     rows = features.rows([(run.prospect, run.model) for run in runs])
 
     def forest(targets: Sequence[float]) -> Forest:
         """One that keeps all targets of its leaves."""
         fitted = RandomForestQuantileRegressor(
-            settings.trees,
-            min_samples_leaf=settings.leaf,
+            TREES,
+            min_samples_leaf=LEAST_RUNS,
             max_samples_leaf=None,
-            random_state=settings.seed,
+            random_state=seed,
             n_jobs=1,
         )
         return exported(fitted.fit(rows, np.asarray(targets, dtype=float)))
@@ -189,19 +188,19 @@ def _moved(children: NDArray[np.int64], by: int) -> Places:
     return np.where(children == LEAF, LEAF, children + by).astype(np.int32)
 
 
-def _sketch(texts: Sequence[str], settings: ForestSettings) -> Sketch | None:
+def _sketch(texts: Sequence[str], seed: int) -> Sketch | None:
     """None where no texts were recorded."""
     if not any(texts):
         return None
-    vectors = TfidfVectorizer(ngram_range=(1, 2), max_features=settings.terms)
+    vectors = TfidfVectorizer(ngram_range=(1, 2), max_features=TERMS)
     try:
         weighed = vectors.fit_transform(texts)
     except ValueError:  # no word of two letters in any of them
         return None
-    components = min(settings.components, weighed.shape[1] - 1)
+    components = min(COMPONENTS, weighed.shape[1] - 1)
     if components < 1:
         return None
-    projection = TruncatedSVD(components, random_state=settings.seed).fit(weighed).components_.T
+    projection = TruncatedSVD(components, random_state=seed).fit(weighed).components_.T
     vocabulary = {term: int(row) for term, row in vectors.vocabulary_.items()}
     return Sketch(vocabulary, vectors.idf_, projection)
 

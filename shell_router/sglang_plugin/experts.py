@@ -221,13 +221,13 @@ def placed(algorithm: str, activations: Any, transitions: Any, slots: Any, gpus:
     """The expert in each slot [layers, experts], where now those of `slots` are; the same where moving gains too
     little, or none can be placed: an engine that serves is not to end for it."""
     from shell_router.errors import ConfigError
-    from shell_router.experts.placement import PlacementSettings, measures, place, record_of
+    from shell_router.experts.placement import measures, place, record_of
     from shell_router.experts.placement.records import placement_of_slots, verdict
 
     try:
         record = record_of(activations, transitions)
         layers = list(record.layers)
-        now, new = placement_of_slots(slots[layers], gpus), place(algorithm, record, PlacementSettings(gpus))
+        now, new = placement_of_slots(slots[layers], gpus), place(algorithm, record, gpus)
     except (ConfigError, ValueError) as error:
         logger.error("Experts stay where they are: %s", error)
         return slots

@@ -8,6 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from shell_router.config import BatchesSettings
 from shell_router.errors import EngineStalled
 from tests.fakes.api_server import BatchApi, batch_api, line, questions, until
 from tests.fakes.moa import ScriptedMoa
@@ -101,6 +102,22 @@ async def test_a_file_may_be_deleted_while_its_batch_runs(tmp_path: Path) -> Non
         with pytest.raises(openai.NotFoundError):
             await router.ai.files.retrieve(batch.input_file_id)
         await until(lambda: not list((tmp_path / "batches").glob("*.jsonl")))
+
+
+async def test_the_deleted_input_of_a_batch_that_runs_counts_as_kept(tmp_path: Path) -> None:
+    gates = Gates("small")
+    quota = BatchesSettings(max_tenant_files=2)
+    async with batch_api(tmp_path, ScriptedMoa(pace=gates.pace), batches=quota) as router:
+        batch = await router.begin(line("a"))
+        await gates.until_waiting(1)
+        await router.ai.files.delete(batch.input_file_id)
+        second = await router.upload(b"{}")
+        with pytest.raises(openai.PermissionDeniedError, match="You keep 2 files"):
+            await router.upload(b"{}")
+        gates.open("small")
+        await router.ended(batch)
+        await router.ai.files.delete(second)
+        await router.upload(b"{}")  # the batch's results count, its input does no more
 
 
 def break_output(folder: Path) -> None:

@@ -204,6 +204,39 @@ async def test_an_id_never_becomes_a_path(tmp_path: Path, id: str) -> None:
         assert (await router.served.get(f"/v1/files/{id}/content"))[1]["error"]["code"] == "unknown_file"
 
 
+async def test_uploads_that_run_at_once_keep_no_more_than_the_quota(tmp_path: Path) -> None:
+    quota = BatchesSettings(max_tenant_bytes=2**20, max_tenant_files=5)
+    async with batch_api(tmp_path, batches=quota) as router:
+        uploads = (router.upload(b"x" * 900_000) for _ in range(12))
+        done = await asyncio.gather(*uploads, return_exceptions=True)
+        assert sum(isinstance(one, str) for one in done) == 1
+        assert all(one.status_code in (403, 413) for one in done if isinstance(one, openai.APIStatusError))
+        await router.ai.files.delete(next(one for one in done if isinstance(one, str)))
+        small = await asyncio.gather(*(router.upload(b"{}") for _ in range(12)), return_exceptions=True)
+        assert sum(isinstance(one, str) for one in small) == 5
+
+
+async def test_an_upload_of_unknown_size_may_fill_the_quota_while_it_runs(tmp_path: Path) -> None:
+    stored, others = asyncio.Event(), asyncio.Event()
+
+    async def half() -> AsyncIterator[bytes]:
+        yield PURPOSE + FILE[:-2] + b"{}\n" * 100_000
+        await until(lambda: kept(tmp_path) == {".part"})
+        stored.set()
+        await others.wait()
+        yield b"\r\n--b--\r\n"
+
+    async with batch_api(tmp_path, batches=BatchesSettings(max_tenant_bytes=2**20)) as router:
+        url, headers = f"{router.served.url}/v1/files", {"Content-Type": FORM}
+        sending = asyncio.ensure_future(router.served.client.post(url, data=half(), headers=headers))
+        await stored.wait()
+        with pytest.raises(openai.PermissionDeniedError, match="uploads that run"):
+            await router.upload(b"{}")
+        others.set()
+        assert (await sending).status == 200
+        await router.upload(b"{}")
+
+
 async def test_a_client_that_takes_nothing_of_a_file_is_given_up(tmp_path: Path) -> None:
     """The buffers of both ends are set, because a system may let them grow beyond the file."""
     settings = ApiSettings(max_body_bytes=2**20, write_timeout_s=0.2)

@@ -34,14 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             user=f"please write {'many ' * size} lines",
             user_tokens=size,
         )
-        for number in range(60)
+        for number in range(300)
         for size, model in [(1 + number % 5, ("small", "large")[number % 2])]
     ]
     write(place / "traces.jsonl", *traces)
     out = place / "lengths"
-    assert (
-        main(["train", "lengths", str(place / "traces.jsonl"), "--trees", "5", "--leaf", "2", "--out", str(out)]) == 0
-    )
+    assert main(["train", "lengths", str(place / "traces.jsonl"), "--out", str(out)]) == 0
     return out
 
 

@@ -1,5 +1,6 @@
 """A real mixture-of-experts model on real SGLang: recorded, placed, and started again with the file."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -21,8 +22,7 @@ from launch.sglang_cpu.engine import EngineServer
 from launch.sglang_cpu.environment import built_environment, engine_variables, install_plugin
 from shell_router.cli import main
 from shell_router.cli.experts import Server
-from shell_router.cli.experts import recorded as record_experts
-from shell_router.experts.placement import PlacementSettings, place, record_of
+from shell_router.experts.placement import place, record_of
 from shell_router.experts.placement.algorithms import eplb
 from shell_router.experts.placement.files import MAP, read_record
 from shell_router.experts.placement.records import loads, measures, placement_of_slots
@@ -55,9 +55,14 @@ def engine(folder: Path, model: Path, *options: str) -> AbstractContextManager[E
     return served(folder, model, "--expert-distribution-recorder-mode", "stat", *options, **variables)
 
 
-async def recorded(server: EngineServer, prompts: Path, out: Path) -> dict[str, Any]:
+async def recorded(server: EngineServer, out: Path) -> dict[str, Any]:
     """The arrays of a record of the questions, asked one after the other."""
-    await record_experts(Server(server.url), out, prompts, new_tokens=NEW_TOKENS, concurrency=1)
+
+    async def ask() -> None:
+        await answers(server)
+
+    async with Server(server.url).recorder() as recorder:
+        await asyncio.to_thread(out.write_bytes, await recorder.record(ask))
     with np.load(out) as found:
         return {name: found[name] for name in ("activations", "transitions")}
 
@@ -81,10 +86,9 @@ def sglangs_own(folder: Path) -> Any:
 
 async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same(tmp_path: Path) -> None:
     model = make_moe_checkpoint(tmp_path / "model")
-    prompts, record, placed = tmp_path / "prompts.jsonl", tmp_path / "record.npz", tmp_path / "placement.json"
-    prompts.write_text("".join(json.dumps({"question": one}) + "\n" for one in QUESTIONS), encoding="utf-8")
+    record, placed = tmp_path / "record.npz", tmp_path / "placement.json"
     with engine(tmp_path / "before", model) as server:
-        before = await recorded(server, prompts, record)
+        before = await recorded(server, record)
         answered = await answers(server)
     assert (before["activations"] == sglangs_own(tmp_path / "before")).all()
     tokens = before["activations"].sum(axis=1) / TOP_K
@@ -94,12 +98,12 @@ async def test_a_model_is_recorded_placed_and_started_again_and_answers_the_same
     assert main(["experts", "place", str(record), "--gpus", str(GPUS), "--out", str(placed)]) == 0
     rows = json.loads(placed.read_bytes())[MAP]
     assert rows != [list(range(EXPERTS))] * MOE_LAYERS
-    found, chosen = read_record(record), PlacementSettings(GPUS)
-    ours, theirs = (measures(found, one) for one in (placement_in(placed, found, GPUS), eplb(found, chosen)))
+    found = read_record(record)
+    ours, theirs = (measures(found, one) for one in (placement_in(placed, found, GPUS), eplb(found, GPUS)))
     assert ours.balance <= theirs.balance and ours.traffic < theirs.traffic
 
     with engine(tmp_path / "after", model, "--init-expert-location", str(placed)) as server:
-        after = await recorded(server, prompts, tmp_path / "again.npz")
+        after = await recorded(server, tmp_path / "again.npz")
         assert await answers(server) == answered
     assert "init_expert_location from init_by_mapping" in (tmp_path / "after" / "log").read_text(encoding="utf-8")
     for name, counts in before.items():
@@ -119,9 +123,9 @@ def test_sglangs_balancer_moves_experts_and_their_weights_to_the_projects_placem
     np.save(tmp_path / "choices.npy", np.stack(choices, axis=1))
     chosen = np.eye(experts)[np.stack(choices)].sum(axis=3)  # [layers, passes, tokens, experts]
     followed = np.einsum("lpte,lptf->lef", chosen[:-1], chosen[1:])
-    record, gpus = record_of(2 * chosen.sum(axis=(1, 2)), 2 * followed), PlacementSettings(2)
-    wanted = place(algorithm, record, gpus)
-    assert (wanted.gpu_of != eplb(record, gpus).gpu_of).any(), "SGLang's own would be another"
+    record = record_of(2 * chosen.sum(axis=(1, 2)), 2 * followed)
+    wanted = place(algorithm, record, 2)
+    assert (wanted.gpu_of != eplb(record, 2).gpu_of).any(), "SGLang's own would be another"
     for metadata, held, rank in ranks_balanced(tmp_path, algorithm):
         assert metadata == wanted.slots.tolist()
         assert held == [row[8 * rank : 8 * rank + 8] for row in metadata]
@@ -201,4 +205,4 @@ def test_our_eplb_loads_gpus_as_sglangs_own_does() -> None:
     assert len(found) == len(cases)
     for (record, gpus), slots in zip(cases, found, strict=True):
         theirs = np.sort(loads(record, placement_of_slots(np.array(slots), gpus)), axis=1)
-        assert (theirs == np.sort(loads(record, eplb(record, PlacementSettings(gpus))), axis=1)).all()
+        assert (theirs == np.sort(loads(record, eplb(record, gpus)), axis=1)).all()

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,6 +145,8 @@ JSONL = "application/jsonl"
 
 BATCH_RUNS = web.AppKey("BATCH_RUNS", BatchRuns)
 BATCHES = web.AppKey("BATCHES", BatchesSettings)
+UPLOADS = web.AppKey("UPLOADS", defaultdict[str, dict[str, int]])
+"""Per tenant the most bytes of each upload that runs."""
 
 
 @contextlib.contextmanager
@@ -172,7 +175,7 @@ def add_batches(
     """
     runner = ChatLines(app[CHATS], settings.concurrency, pools)
     runs = app[BATCH_RUNS] = BatchRuns(folder, runner, app[SERVICES], app[SETTINGS].max_body_bytes, settings.file_ttl_s)
-    app[BATCHES] = settings
+    app[BATCHES], app[UPLOADS] = settings, defaultdict[str, dict[str, int]](dict)
     expiring = list[asyncio.Task[None]]()
 
     async def resume(_: web.Application) -> None:
@@ -191,15 +194,15 @@ def add_batches(
 
 async def upload_file(request: web.Request) -> web.Response:
     """POST: keep a file."""
-    folder, most_bytes = _folder(request), _bytes_left(request)
-    id = f"file-{request.app[SERVICES].new_id()}"
+    folder, id = _folder(request), f"file-{request.app[SERVICES].new_id()}"
     draft = folder.draft(id)
-    try:
-        with request.app[DRAIN].deadline():
-            upload = await receive(request, draft, min(most_bytes, request.app[BATCHES].max_file_bytes))
-        await on_disk(keep_as, draft, folder.content(id))
-    finally:
-        await on_disk(draft.unlink, missing_ok=True)
+    with _reserved(request, id) as max_bytes:
+        try:
+            with request.app[DRAIN].deadline():
+                upload = await receive(request, draft, max_bytes)
+            await on_disk(keep_as, draft, folder.content(id))
+        finally:
+            await on_disk(draft.unlink, missing_ok=True)
     about = (id, request[TENANT], upload.filename or "", upload.texts["purpose"], upload.bytes)
     record = FileRecord.made(*about, int(request.app[SERVICES].wall()), request.app[BATCHES].file_ttl_s)
     try:
@@ -212,17 +215,30 @@ async def upload_file(request: web.Request) -> web.Response:
     return json_reply(request, record.as_json())
 
 
-def _bytes_left(request: web.Request) -> int:
-    """What the tenant may still keep; raises QuotaExceeded."""
-    settings, kept = request.app[BATCHES], _folder(request).files.of(request[TENANT])
-    size = sum(file.bytes for file in kept)
+@contextlib.contextmanager
+def _reserved(request: web.Request, id: str) -> Iterator[int]:
+    """The bytes that the upload `id` may have; they count as kept until its end. Raises QuotaExceeded.
+
+    Inputs of batches that have not ended count although their files were deleted.
+    """
+    settings, folder, tenant = request.app[BATCHES], _folder(request), request[TENANT]
+    uploads = request.app[UPLOADS][tenant]
+    inputs = {batch.input_file_id: batch.input_bytes for batch in folder.batches.of(tenant) if not batch.ended}
+    kept = inputs | {file.id: file.bytes for file in folder.files.of(tenant)} | uploads
+    size = sum(kept.values())
     if len(kept) >= settings.max_tenant_files or size >= settings.max_tenant_bytes:
         raise QuotaExceeded(
-            f"You keep {len(kept)} files of {size} bytes; at most {settings.max_tenant_files} files and"
-            f" {settings.max_tenant_bytes} bytes are kept.",
+            f"You keep {len(kept)} files of {size} bytes, uploads that run and inputs of batches included; at most"
+            f" {settings.max_tenant_files} files and {settings.max_tenant_bytes} bytes are kept.",
             remedy="Delete some, also results that you have read: DELETE /v1/files/{id}.",
         )
-    return settings.max_tenant_bytes - size
+    known = None if "Content-Encoding" in request.headers else request.content_length
+    most = settings.max_file_bytes if known is None else min(known, settings.max_file_bytes)
+    uploads[id] = min(most, settings.max_tenant_bytes - size)
+    try:
+        yield uploads[id]
+    finally:
+        del uploads[id]
 
 
 async def list_files(request: web.Request) -> web.Response:
@@ -268,14 +284,15 @@ async def create_batch(request: web.Request) -> web.Response:
         raise Forbidden("The API key is for some models only, and lines may name any.", remedy="Use another key.")
     services, body = request.app[SERVICES], parse_body(await read_body(request))
     record = read_batch(body, f"batch_{services.new_id()}", request[TENANT], int(services.wall()))
-    if _folder(request).files.find(record.tenant, record.input_file_id).purpose != INPUT_PURPOSE:
+    file = _folder(request).files.find(record.tenant, record.input_file_id)
+    if file.purpose != INPUT_PURPOSE:
         raise body.refuse("input_file_id", f"names a file whose purpose is not {INPUT_PURPOSE}")
     body.check_spelling()
     note_ignored(request, body.unread)
     unfinished = sum(not one.ended for one in _folder(request).batches.of(record.tenant))
     if unfinished >= MOST_UNFINISHED:
         raise Overloaded(f"{unfinished} of your batches have not ended.", remedy="Send larger ones, or wait for them.")
-    await request.app[BATCH_RUNS].add(record)
+    await request.app[BATCH_RUNS].add(replace(record, input_bytes=file.bytes))
     return json_reply(request, record.as_json())
 
 

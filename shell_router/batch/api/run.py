@@ -168,8 +168,10 @@ class BatchRun:
         return found
 
     async def _give_up(self, fault: Fault) -> None:
-        """If that cannot be stored either, the next start goes on with the batch."""
+        """If that cannot be stored either, the next start goes on with the batch, as with an end that was noted."""
         log.error("%s is given up: %s", self._id, fault.message)
+        if self._record.ended:  # a client may have seen it
+            return
         try:
             await self._end("failed", (fault,))
         except StorageFailed:  # it has been logged
@@ -208,9 +210,10 @@ class BatchRuns:
     async def add(self, record: BatchRecord) -> None:
         """Take on a new batch. Raises StorageFailed, and then nothing of it is left."""
         link = self.folder.input(record.id)
+        self.folder.batches.note(record)  # before any wait: it counts at once, and may be cancelled
         try:
             await on_disk(link_or_copy, self.folder.content(record.input_file_id), link)
-            await self.folder.batches.save(record)
+            await self.folder.batches.save(self.folder.batches[record.id])
         except (StorageFailed, asyncio.CancelledError):  # or the client left, and knows no id to ask for
             with contextlib.suppress(StorageFailed):  # the first one says what is wrong
                 await self.folder.batches.remove(record.id)

@@ -121,6 +121,7 @@ class BatchRecord:
     faults: tuple[Fault, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
+    input_bytes: int = 0
 
     @classmethod
     def read(cls, **stored: Any) -> "BatchRecord":

@@ -2,55 +2,33 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shell_router.errors import ConfigError, require
+from shell_router.errors import ConfigError
 from shell_router.experts.placement.records import Counts, ExpertRecord, Gpus, Placement, experts_per_gpu, kept, loads
 
-
-@dataclass(frozen=True, slots=True)
-class PlacementSettings:
-    """For `gpus` GPUs. Each algorithm's docstring says what it reads.
-
-    `slack` is how far above the mean the fullest GPU of a layer may be where EPLB's is nearer: 0.05 for 5 %. With 0
-    no layer is worse balanced than by EPLB. `anchor_gpu` takes experts of strong affinity, those of the
-    `affinity_pairs` strongest pairs per layer. ConfigError for bad
-    values.
-    """
-
-    gpus: int
-    slack: float = 0.0
-    anchor_gpu: int = 0
-    affinity_pairs: int = 8
-
-    def __post_init__(self) -> None:
-        for name, holds, must in (
-            ("gpus", self.gpus >= 1, "at least 1"),
-            ("slack", 0 <= self.slack < inf, "a number from 0 on"),
-            ("anchor_gpu", 0 <= self.anchor_gpu < self.gpus, f"one of GPUs 0 to {self.gpus - 1}"),
-            ("affinity_pairs", self.affinity_pairs >= 0, "at least 0"),
-        ):
-            require(holds, f"{name} must be {must}, not {getattr(self, name)}.", "Correct the option of that name.")
+ANCHOR_GPU = 0
+"""Where `gimbal` puts experts of strong affinity (its k): those of the strongest pairs, `AFFINITY_PAIRS` per layer."""
+AFFINITY_PAIRS = 8
 
 
-def contiguous(record: ExpertRecord, settings: PlacementSettings) -> Placement:
+def contiguous(record: ExpertRecord, gpus: int) -> Placement:
     """The first experts on the first GPU, and so on in every layer: `--init-expert-location trivial`."""
-    per_gpu = experts_per_gpu(record.experts, settings.gpus)
+    per_gpu = experts_per_gpu(record.experts, gpus)
     row = np.arange(record.experts) // per_gpu
-    return Placement(settings.gpus, np.tile(row, (len(record.activations), 1)))
+    return Placement(gpus, np.tile(row, (len(record.activations), 1)))
 
 
-def eplb(record: ExpertRecord, settings: PlacementSettings) -> Placement:
+def eplb(record: ExpertRecord, gpus: int) -> Placement:
     """What SGLang's EPLB (`--eplb-algorithm deepseek`) does on one node without redundant experts; written anew here.
 
     Layer by layer the most activated expert that is left goes to the GPU with the least load that is not full. It reads
     activations only. tests/sglang holds it against SGLang's own code.
     """
-    per_gpu = experts_per_gpu(record.experts, settings.gpus)
-    return Placement(settings.gpus, np.array([packed(row, settings.gpus, per_gpu) for row in record.activations]))
+    per_gpu = experts_per_gpu(record.experts, gpus)
+    return Placement(gpus, np.array([packed(row, gpus, per_gpu) for row in record.activations]))
 
 
 def packed(activations: Counts, gpus: int, per_gpu: int, placed: Gpus | None = None) -> Gpus:
@@ -71,24 +49,24 @@ def packed(activations: Counts, gpus: int, per_gpu: int, placed: Gpus | None = N
     return gpu_of
 
 
-def gimbal(record: ExpertRecord, settings: PlacementSettings) -> Placement:
-    """Algorithm 3, with `anchor_gpu` for its k. M is made of the strongest pairs, `affinity_pairs` of them per layer.
+def gimbal(record: ExpertRecord, gpus: int) -> Placement:
+    """Algorithm 3, with `ANCHOR_GPU` for its k. M is made of the strongest pairs, `AFFINITY_PAIRS` of them per layer.
 
     A pair of which an expert does not fit on the anchor is left out of M, as section III.D asks. Line 4 orders the
     remaining experts by A_ij, so each layer is placed on its own, and M holds a pair for its two layers only.
     """
-    per_gpu = experts_per_gpu(record.experts, settings.gpus)
+    per_gpu = experts_per_gpu(record.experts, gpus)
     anchored = np.zeros(record.activations.shape, dtype=bool)
     links = record.transitions
-    strongest = np.argsort(-links, axis=None, kind="stable")[: settings.affinity_pairs * len(links)]
+    strongest = np.argsort(-links, axis=None, kind="stable")[: AFFINITY_PAIRS * len(links)]
     strongest = strongest[links.flat[strongest] > 0]
     for layer, one, other in zip(*np.unravel_index(strongest, links.shape), strict=True):
         new = {expert for expert in ((layer, one), (layer + 1, other)) if not anchored[expert]}
         if all(anchored[of].sum() + sum(layer_ == of for layer_, _ in new) <= per_gpu for of in (layer, layer + 1)):
             for expert in new:
                 anchored[expert] = True
-    rows = zip(record.activations, np.where(anchored, settings.anchor_gpu, -1), strict=True)
-    return Placement(settings.gpus, np.array([packed(row, settings.gpus, per_gpu, placed) for row, placed in rows]))
+    rows = zip(record.activations, np.where(anchored, ANCHOR_GPU, -1), strict=True)
+    return Placement(gpus, np.array([packed(row, gpus, per_gpu, placed) for row, placed in rows]))
 
 
 ROUNDING = 1e-6
@@ -124,15 +102,13 @@ class Bounds:
         return Bounds(self.low * (1 - share), self.high * (1 + share))
 
 
-def bounds_of(load: Counts, slack: float) -> Bounds:
+def bounds_of(load: Counts) -> Bounds:
     """What a layer with EPLB's `load` [gpus] allows: the load of its fullest GPU, and D (8, 9) around the ideal.
 
-    Where `slack` allows more around the ideal load, that. Within them a layer is worse in neither than by EPLB.
+    Within them a layer is worse in neither than by EPLB.
     """
     ideal = load.mean()
-    deviation = abs(load - ideal).max()
-    low, high = min(ideal - deviation, (1 - slack) * ideal), max(load.max(), (1 + slack) * ideal)
-    return Bounds(low - ROUNDING, high + ROUNDING)
+    return Bounds(ideal - abs(load - ideal).max() - ROUNDING, load.max() + ROUNDING)
 
 
 @dataclass(slots=True, eq=False)
@@ -207,16 +183,16 @@ ENOUGH = 5e-4
 """A sweep that keeps so few more of the transitions is the last."""
 
 
-def swap(record: ExpertRecord, settings: PlacementSettings) -> Placement:
-    """Less traffic than EPLB's and no layer worse balanced, by local search; reads `gpus` and `slack`.
+def swap(record: ExpertRecord, gpus: int) -> Placement:
+    """Less traffic than EPLB's and no layer worse balanced, by local search.
 
     Two searches start from EPLB's placement: one never leaves its bounds, the other loosens them and tightens them
     again, which finds groups that the first cannot reach. Both end within the bounds, and a sweep that stays within
     them never adds traffic, so that the better one is no worse than EPLB in either. Then each layer's highest load is
     lowered as far as that costs no traffic, which is all there is to do where no transitions were recorded.
     """
-    reference = eplb(record, settings)
-    bounds = [bounds_of(load, settings.slack) for load in loads(record, reference)]
+    reference = eplb(record, gpus)
+    bounds = [bounds_of(load) for load in loads(record, reference)]
     near, far = _Search(record, reference), _Search(record, reference)
     near.until_settled(bounds)
     for loosened in LOOSENED:
@@ -271,7 +247,7 @@ class _Search:
         self._on[number] = np.eye(self._reference.gpus)[layer.gpu_of]
 
 
-Algorithm = Callable[[ExpertRecord, PlacementSettings], Placement]
+Algorithm = Callable[[ExpertRecord, int], Placement]
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "swap": swap,
@@ -281,10 +257,10 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 }
 
 
-def place(algorithm: str, record: ExpertRecord, settings: PlacementSettings) -> Placement:
-    """The placement that `algorithm` finds for `record`. Raises ConfigError."""
+def place(algorithm: str, record: ExpertRecord, gpus: int) -> Placement:
+    """The placement on `gpus` GPUs that `algorithm` finds for `record`. Raises ConfigError."""
     if algorithm not in ALGORITHMS:
         raise ConfigError(
             f"There is no placement algorithm {algorithm!r}.", remedy=f"Choose one of: {', '.join(ALGORITHMS)}."
         )
-    return ALGORITHMS[algorithm](record, settings)
+    return ALGORITHMS[algorithm](record, gpus)

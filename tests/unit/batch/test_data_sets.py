@@ -119,9 +119,10 @@ def test_options_are_lettered_and_absent_ones_left_out(tmp_path: Path, row: Mapp
     assert (item.answer, item.grader, grade(item, "Answer: B")) == ("B", "choice", (True, "B"))
 
 
-@pytest.mark.parametrize(("cops", "letters"), [((0, 1), "AB"), ((1, 4), "AD"), ((-1, 2), "-C")])
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+@pytest.mark.parametrize(("cops", "letters"), [((0, 1), "AB"), ((0, 3), "AD"), ((1, 4), "AD"), ((-1, 2), "-C")])
 def test_medmcqa_counts_from_0_or_from_1_as_the_whole_file_shows(
-    tmp_path: Path, cops: Sequence[int], letters: str
+    tmp_path: Path, cops: Sequence[int], letters: str, suffix: str
 ) -> None:
     rows = [MEDMCQA | {"cop": cop, "id": str(cop)} for cop in cops]
     found = read_questions(written(tmp_path, rows), ())

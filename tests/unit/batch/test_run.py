@@ -1,5 +1,6 @@
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -7,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -311,12 +313,28 @@ async def test_a_journal_that_cannot_write_ends_the_run_with_its_error_as_it_is(
         await started.on(batch(1), Journal(file))
     assert not started.workers.open
     assert len(asyncio.all_tasks()) == 1
-    assert (file.read_bytes() if file.exists() else b"").count(b"\n") == len(started.outputs) < 4
+    assert len(started.outputs) <= (file.read_bytes() if file.exists() else b"").count(b"\n") < 4
+
+
+async def test_outputs_are_written_one_after_the_other_in_threads(tmp_path: Path) -> None:
+    writers: list[bool] = []
+
+    class Watched(Journal):
+        def add(self, output: Output) -> None:
+            writers.append(threading.current_thread() is threading.main_thread())
+            super().add(output)
+
+    started, file = Started(), tmp_path / "outputs.jsonl"
+    await started.on(batch(9, tau=None), Watched(file))
+    assert writers == [False] * 27
+    assert [orjson.loads(line)["question"] for line in file.read_bytes().splitlines()] == [
+        one.question for one in started.outputs
+    ]
 
 
 async def test_cancelled_at_any_moment_a_batch_leaves_nothing_open_and_goes_on(tmp_path: Path) -> None:
     answers = {"a0": "2", "b1": "refused"}
-    for turns in count():
+    for turns in count(0, 17):
         started = Started(ScriptedWorkers(saying(answers)))
         task = asyncio.create_task(started.run(batch(2), tmp_path / str(turns)))
         for _ in range(turns):

@@ -79,7 +79,8 @@ class Run:
             else None,
         )
 
-    def _output(self, output: Output) -> None:
+    async def _output(self, output: Output) -> None:
+        await asyncio.sleep(0)  # as it is written in a thread
         if self.refuse:
             self.refuse(output)
         self.outputs.append(output)
@@ -274,6 +275,13 @@ def test_sessions_that_take_as_long_as_planned_or_nearly_so_are_not_planned_agai
         assert set(run.moved) <= {"taken"}
 
 
+def test_a_new_plan_that_ends_no_sooner_than_what_an_engine_has_begun_is_not_followed() -> None:
+    shares = [{"a": 32}, {"b": 24, "c": 20}, {"d": 4}]
+    run = timed(shares, by_model(a=320.0, b=100.0, d=4.0), concurrency=32, planner=wrap_around)
+    assert not run.moved
+    assert run.workers.loads == [(0, "a"), (1, "b"), (2, "d"), (1, "c")]
+
+
 def test_a_load_is_compared_once_however_many_shares_follow_it() -> None:
     def planner(workload: Workload) -> Plan:
         raise AssertionError(workload)
@@ -421,11 +429,12 @@ async def test_a_model_that_answers_nothing_is_given_up_soon_however_many_worker
 
 async def test_a_model_that_has_answered_elsewhere_is_not_given_up_for_several_bad_prompts() -> None:
     async def load(worker: int, _model: str) -> None:
-        while worker and len(workers.asked) < 5:  # noqa: ASYNC110 - the first worker is done before the others begin
+        while worker and len(run.outputs) < 5:  # noqa: ASYNC110 - the first worker is done before the others begin
             await asyncio.sleep(0)
 
     workers = ScriptedWorkers(kills=lambda _, text: text in ("a5", "a10", "a15"), load=load)
-    run = await Run(workers, [{"a": 5}] * 4).done()
+    run = Run(workers, [{"a": 5}] * 4)
+    await run.done()
     run.require_each_once()
     assert run.errors.keys() == {"a q5", "a q10", "a q15"}
 

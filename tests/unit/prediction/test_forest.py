@@ -6,7 +6,7 @@ from quantile_forest import RandomForestQuantileRegressor
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from shell_router.prediction.fitting import ForestSettings, _sketch, exported
+from shell_router.prediction.fitting import COMPONENTS, _sketch, exported
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(300, 6)).astype(np.float32)
@@ -25,14 +25,14 @@ TEXTS = ["Tom has 12 pens and buys more pens", "Amy has apples", "Kim has 45 sta
 
 
 def test_sketches_are_scikit_learns() -> None:
-    sketch = _sketch(TEXTS, ForestSettings(components=3))
+    sketch = _sketch(TEXTS, 0)
     assert sketch is not None
     vectors = TfidfVectorizer(ngram_range=(1, 2), max_features=2000)
-    projected = TruncatedSVD(3, random_state=0).fit(vectors.fit_transform(TEXTS))
+    projected = TruncatedSVD(COMPONENTS, random_state=0).fit(vectors.fit_transform(TEXTS))
     fresh = ["Amy buys 12 stamps; Kim has apples", "Unheard words alone", ""]
     assert sketch.of(fresh) == pytest.approx(projected.transform(vectors.transform(fresh)))
 
 
 def test_texts_without_words_have_no_sketch() -> None:
-    assert _sketch(["", ""], ForestSettings()) is None
-    assert _sketch(["1 2 3", "?"], ForestSettings()) is None
+    assert _sketch(["", ""], 0) is None
+    assert _sketch(["1 2 3", "?"], 0) is None

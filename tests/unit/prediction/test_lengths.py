@@ -1,5 +1,4 @@
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +7,8 @@ import pytest
 
 from shell_router.core.predictors import Prospect
 from shell_router.errors import ConfigError, DataError
-from shell_router.prediction.fitting import ForestSettings, TracedRun, kendall_distance, read_traces, train_lengths
+from shell_router.prediction.fitting import TracedRun, kendall_distance, read_traces, train_lengths
 from shell_router.prediction.lengths import LengthModel
-
-FEW_TREES = ForestSettings(trees=10, leaf=3, components=2)
 
 
 def line(program: str, agent: str, tokens: int, **fields: object) -> dict[str, object]:
@@ -80,14 +77,14 @@ def runs(count: int, seed: int = 0) -> list[TracedRun]:
 
 
 def test_what_was_learned_orders_unseen_programs_better_than_arrival_and_input() -> None:
-    _, scores = train_lengths(runs(200), FEW_TREES)
+    _, scores = train_lengths(runs(600))
     for score in scores:
         assert score.forest < 0.1 < score.first_come
         assert score.forest < score.input_length
 
 
 def test_a_saved_predictor_tells_the_same(tmp_path: Path) -> None:
-    model, _ = train_lengths(runs(100), FEW_TREES)
+    model, _ = train_lengths(runs(100))
     model.save(tmp_path / "lengths")
     asked = [Prospect("w", "1", "please write many many lines", 0, 2, 5, ("small", "large", "unknown"), scored=False)]
     predicted = LengthModel.load(tmp_path / "lengths").answers(asked)
@@ -97,7 +94,7 @@ def test_a_saved_predictor_tells_the_same(tmp_path: Path) -> None:
 
 
 def test_models_that_training_did_not_meet_get_no_prediction() -> None:
-    model, _ = train_lengths(runs(100), FEW_TREES)
+    model, _ = train_lengths(runs(100))
     assert model.answers([Prospect("w", "1", "", 0, 0, 0, ("unknown",), scored=False)]) == [{}]
 
 
@@ -107,24 +104,24 @@ def test_without_texts_the_counts_alone_are_learned() -> None:
         for one in runs(100)
         for rest in [(one.model, one.own_tokens, one.total_tokens, 10, one.arrived_s, True)]
     ]
-    model, scores = train_lengths(bare, FEW_TREES)
+    model, scores = train_lengths(bare)
     assert model.features.sketch is None
     assert all(score.forest < 0.15 for score in scores)
 
 
 def test_too_few_programs_are_refused() -> None:
     with pytest.raises(ConfigError, match="too few"):
-        train_lengths(runs(5), FEW_TREES)
+        train_lengths(runs(5))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # scikit-learn's share of one text's variance
 def test_the_largest_held_out_share_leaves_a_program_to_learn_from() -> None:
-    _, scores = train_lengths(runs(10), replace(FEW_TREES, held_out=0.98))
+    _, scores = train_lengths(runs(10), held_out=0.98)
     assert sum(score.runs for score in scores) > 0
 
 
 def test_a_file_that_could_hold_code_is_refused(tmp_path: Path) -> None:
-    model, _ = train_lengths(runs(50), FEW_TREES)
+    model, _ = train_lengths(runs(50))
     model.save(tmp_path)
     np.savez(tmp_path / "lengths.npz", **{"own.roots": np.array([{}], dtype=object)})
     with pytest.raises(ConfigError, match=r"lengths\.npz cannot be read"):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from shell_router.experts.placement import PlacementSettings, measures, place, record_of
+from shell_router.experts.placement import measures, place, record_of
 from shell_router.experts.placement.records import placement_of_slots
 from shell_router.sglang_plugin.experts import (
     ALGORITHMS,
@@ -230,7 +230,7 @@ def test_experts_move_to_where_the_projects_algorithm_places_them(algorithm: str
     activations[1] = 0  # a layer without experts
     found = placed(algorithm, activations, transitions, IN_ORDER, GPUS)
     record = record_of(activations, transitions)
-    assert (found[[0, 2]] == place(algorithm, record, PlacementSettings(GPUS)).slots).all()
+    assert (found[[0, 2]] == place(algorithm, record, GPUS).slots).all()
     assert (found[1] == IN_ORDER[1]).all() and (np.arange(EXPERTS) == IN_ORDER).all()
     new, now = (measures(record, placement_of_slots(slots[[0, 2]], GPUS)) for slots in (found, IN_ORDER))
     assert new.balance < now.balance

@@ -105,6 +105,17 @@ async def test_a_batch_that_comes_after_the_stop_waits_for_the_next_start(folder
     assert (await ended(folder)).status == "completed"
 
 
+async def test_a_batch_counts_and_may_be_cancelled_before_it_is_on_disk(folder: BatchFolder) -> None:
+    runner = Answering()
+    begun = runs(folder, runner)
+    adding = asyncio.ensure_future(begun.add(BATCH))
+    await asyncio.sleep(0)
+    assert folder.batches.of("alice") == [BATCH]
+    await begun.cancel(BATCH)
+    await adding
+    assert ((await ended(folder)).status, runner.given) == ("cancelled", [])
+
+
 async def test_a_batch_that_cannot_be_taken_on_leaves_nothing(folder: BatchFolder) -> None:
     folder.content("file-1").unlink()
     with pytest.raises(StorageFailed):
@@ -163,3 +174,24 @@ async def test_an_end_that_cannot_be_stored_holds_until_the_next_start_which_goe
     again, runner = BatchFolder(tmp_path), Answering()
     runs(again, runner).resume()
     assert ((await ended(again)).status, runner.given) == ("completed", [])
+
+
+async def test_a_batch_whose_files_cannot_be_recorded_stays_completed_and_the_next_start_records_them(
+    folder: BatchFolder, tmp_path: Path
+) -> None:
+    left_as(folder, "in_progress", total=2)
+    await folder.batches.save(folder.batches["batch_1"])
+    in_the_way = tmp_path / "files" / "file-1-output.tmp"
+    in_the_way.mkdir()
+    begun = runs(folder, Answering())
+    begun.resume()
+    seen = (await ended(folder)).status
+    assert (seen, folder.batches["batch_1"].faults) == ("completed", ())
+    counted = begun.services.metrics.registry.get_sample_value
+    ends = {end: counted("shell_router_batches_ended_total", {"status": end}) or 0 for end in ("completed", "failed")}
+    assert ends == {"completed": 1, "failed": 0}
+    in_the_way.rmdir()
+    again = BatchFolder(tmp_path)
+    assert again.batches["batch_1"].status == "finalizing"
+    runs(again, Answering()).resume()
+    assert (await ended(again)).output_file_id == "file-1-output" and again.files.find("alice", "file-1-output")

@@ -16,7 +16,6 @@ from shell_router.experts.placement import (
     ExpertRecord,
     Measures,
     Placement,
-    PlacementSettings,
     place,
     record_of,
 )
@@ -56,7 +55,7 @@ def no_worse(one: Measures, other: Measures) -> bool:
 def test_the_default_is_never_worse_than_eplb_in_balance_nor_in_traffic(
     record: ExpertRecord, data: st.DataObject
 ) -> None:
-    chosen = PlacementSettings(data.draw(st.sampled_from(divisors(record.experts))))
+    chosen = data.draw(st.sampled_from(divisors(record.experts)))
     found, baseline = place("swap", record, chosen), eplb(record, chosen)
     assert no_worse(measures(record, found), measures(record, baseline))
     assert (loads(record, found).max(axis=1) <= loads(record, baseline).max(axis=1) + TINY).all(), "in some layer"
@@ -67,7 +66,7 @@ def test_the_default_is_never_worse_than_eplb_in_balance_nor_in_traffic(
 def test_on_routing_with_affinity_the_default_beats_eplb_in_traffic_and_is_no_worse_balanced(
     routing: Routing, gpus: int
 ) -> None:
-    record, chosen = drawn(routing, 1000), PlacementSettings(gpus)
+    record, chosen = drawn(routing, 1000), gpus
     found, baseline = measures(record, place("swap", record, chosen)), measures(record, eplb(record, chosen))
     assert no_worse(found, baseline)
     assert found.traffic < baseline.traffic - 0.015
@@ -76,27 +75,20 @@ def test_on_routing_with_affinity_the_default_beats_eplb_in_traffic_and_is_no_wo
 def test_groups_that_no_swap_within_eplbs_bounds_reaches_are_found() -> None:
     """Two kinds of text, each with half of every layer's experts to itself; within the bounds a fifth would cross."""
     record = drawn(Routing(layers=8, topics=2, topical=10, skew=0.3), 1000)
-    assert measures(record, place("swap", record, PlacementSettings(2))).traffic < 0.05
-
-
-def test_slack_buys_less_traffic_within_its_bound() -> None:
-    record = drawn(Routing(layers=6, topics=4, topical=3, skew=0.4), 1000)
-    strict, loose = (measures(record, place("swap", record, PlacementSettings(4, slack))) for slack in (0.0, 0.1))
-    assert loose.traffic < strict.traffic
-    assert loose.worst_balance <= 1.1 + TINY
+    assert measures(record, place("swap", record, 2)).traffic < 0.05
 
 
 def test_without_transitions_the_default_balances_better_than_eplb() -> None:
     record = record_of(np.array([[8, 7, 7, 5, 4, 1]]))  # greedily 8 + 5 + 4 and 7 + 7 + 1, at best 16 and 16
-    assert measures(record, eplb(record, PlacementSettings(2))).balance == 17 / 16
-    assert measures(record, place("swap", record, PlacementSettings(2))).balance == 1
+    assert measures(record, eplb(record, 2)).balance == 17 / 16
+    assert measures(record, place("swap", record, 2)).balance == 1
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @given(record=records(experts=(4, 6)), data=st.data())
 def test_every_algorithm_puts_equal_numbers_on_the_gpus(name: str, record: ExpertRecord, data: st.DataObject) -> None:
     gpus = data.draw(st.sampled_from(divisors(record.experts)))
-    placement = place(name, record, PlacementSettings(gpus))
+    placement = place(name, record, gpus)
     assert placement.gpu_of.shape == record.activations.shape
     for row in placement.gpu_of:  # Placement checks it too
         assert np.bincount(row, minlength=gpus).tolist() == [record.experts // gpus] * gpus
@@ -105,7 +97,7 @@ def test_every_algorithm_puts_equal_numbers_on_the_gpus(name: str, record: Exper
 @pytest.mark.parametrize("name", ["swap", "gimbal", "eplb", "contiguous"])
 def test_the_same_record_gives_the_same_placement(name: str) -> None:
     record = drawn(Routing(layers=4), 500)
-    once, again = (place(name, record, PlacementSettings(4)).gpu_of for _ in range(2))
+    once, again = (place(name, record, 4).gpu_of for _ in range(2))
     assert (once == again).all()
 
 
@@ -130,7 +122,7 @@ def test_the_milp_finds_what_trying_everything_finds(seed: int, one_partition: b
     rows = list(partitions(4, 2))
     every = [[row] * 3 for row in rows] if one_partition else [list(three) for three in product(rows, repeat=3)]
     best = min(objective(record, Placement(2, np.array(one)), chosen) for one in every)
-    found = milp(record, PlacementSettings(2), chosen)
+    found = milp(record, 2, chosen)
     assert objective(record, found, chosen) == pytest.approx(best)
     assert not one_partition or (found.gpu_of == found.gpu_of[0]).all()
 
@@ -142,7 +134,7 @@ def test_the_milp_counts_a_gpu_below_the_ideal_load_as_it_counts_one_above(seed:
     record = record_of(random.integers(1, 40, (2, 6)), random.poisson(2, (1, 6, 6)))
     chosen = Weights(alpha=2.0, one_partition=True)
     best = min(objective(record, Placement(3, np.array([row, row])), chosen) for row in partitions(6, 3))
-    assert objective(record, milp(record, PlacementSettings(3), chosen), chosen) == pytest.approx(best)
+    assert objective(record, milp(record, 3, chosen), chosen) == pytest.approx(best)
 
 
 def test_swaps_come_near_the_best_traffic_within_the_same_balance() -> None:
@@ -152,14 +144,13 @@ def test_swaps_come_near_the_best_traffic_within_the_same_balance() -> None:
         random = np.random.default_rng(seed)
         links = random.poisson(2, (2, 6, 6)) * random.integers(0, 9, (2, 6, 6))
         record = record_of(random.integers(20, 40, (3, 6)), links)
-        chosen = PlacementSettings(2, slack=0.1)
-        bounds = [bounds_of(load, 0.1) for load in loads(record, eplb(record, chosen))]
+        bounds = [bounds_of(load) for load in loads(record, eplb(record, 2))]
         fitting = [
             [row for row in partitions(6, 2) if not of.outside(np.bincount(row, counts)).any()]
             for counts, of in zip(record.activations, bounds, strict=True)
         ]
         best = max(kept(record, Placement(2, np.array(rows))) for rows in product(*fitting))
-        shares.append(kept(record, place("swap", record, chosen)) / best)
+        shares.append(kept(record, place("swap", record, 2)) / best)
     assert max(shares) <= 1 + TINY
     assert np.mean(shares) >= 0.95
 
@@ -168,11 +159,10 @@ def test_gimbal_puts_the_strongest_pairs_on_the_anchor_and_the_rest_by_load() ->
     transitions = np.zeros((1, 6, 6), dtype=int)
     transitions[0, 1, 4] = 90
     transitions[0, 2, 4] = 80
-    transitions[0, 0, 0] = 1  # below the pairs asked for
     record = record_of(np.array([[9, 5, 4, 3, 2, 1], [9, 5, 4, 3, 2, 1]]), transitions)
-    found = place("gimbal", record, PlacementSettings(2, anchor_gpu=1, affinity_pairs=2)).gpu_of
-    assert found[0].tolist() == [0, 1, 1, 0, 1, 0]  # the anchor has 5 + 4, so 0 goes to GPU 0; then 3, 4 and 5
-    assert found[1][4] == 1
+    found = place("gimbal", record, 2).gpu_of
+    assert found[0].tolist() == [1, 0, 0, 0, 1, 1]  # the anchor has 5 + 4, so 0 goes to GPU 1; then 3, 4 and 5
+    assert found[1][4] == 0
 
 
 def test_gimbal_leaves_a_pair_out_that_finds_no_room_on_the_anchor() -> None:
@@ -180,7 +170,7 @@ def test_gimbal_leaves_a_pair_out_that_finds_no_room_on_the_anchor() -> None:
     for strength, (one, other) in enumerate([(0, 0), (1, 1), (2, 2)]):
         transitions[0, one, other] = 9 - strength
     record = record_of(np.ones((2, 4), dtype=int), transitions)
-    found = place("gimbal", record, PlacementSettings(2, affinity_pairs=3)).gpu_of
+    found = place("gimbal", record, 2).gpu_of
     assert [set(np.flatnonzero(row == 0)) for row in found] == [{0, 1}, {0, 1}]
 
 
@@ -195,27 +185,12 @@ def test_experts_that_do_not_divide_over_the_gpus_are_refused() -> None:
     record = record_of(np.ones((1, 6), dtype=int))
     for name in ALGORITHMS:
         with pytest.raises(ConfigError, match="6 experts do not divide over 4 GPUs"):
-            place(name, record, PlacementSettings(4))
+            place(name, record, 4)
 
 
 def test_an_unknown_algorithm_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match="swap, gimbal, eplb, contiguous"):
-        place("magic", small(0), PlacementSettings(2))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"gpus": 0}, "gpus must be at least 1"),
-        ({"slack": -0.1}, "slack must be a number from 0 on"),
-        ({"slack": float("nan")}, "slack must be a number from 0 on"),
-        ({"anchor_gpu": 2}, "anchor_gpu must be one of GPUs 0 to 1"),
-        ({"affinity_pairs": -1}, "affinity_pairs must be at least 0"),
-    ],
-)
-def test_wrong_settings_are_refused_by_name(wrong: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PlacementSettings(**{"gpus": 2, **wrong})  # type: ignore[arg-type]
+        place("magic", small(0), 2)
 
 
 def test_every_pair_of_experts_counts_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.expert_placement.drawn import Routing, drawn
 from shell_router.errors import DataError
-from shell_router.experts.placement import PlacementSettings, place, record_of
+from shell_router.experts.placement import place, record_of
 from shell_router.experts.placement.files import MAP, placement_text, read_record
 from tests.fakes.placements import placement_in
 
@@ -33,7 +33,7 @@ def test_layers_without_experts_are_left_out_and_keep_their_place_in_the_files(t
     np.savez(tmp_path / "record.npz", activations=activations, transitions=transitions)
     again = read_record(tmp_path / "record.npz")
     assert (list(again.layers), again.model_layers, again.transitions[0, 0, 3]) == ([1, 3], 4, 7)
-    placement = place("swap", again, PlacementSettings(2))
+    placement = place("swap", again, 2)
     rows = json.loads(placement_text(placement, again))[MAP]
     assert rows[0] == rows[2] == [0, 1, 2, 3]
     assert rows[1] == placement.slots[0].tolist()
@@ -41,7 +41,7 @@ def test_layers_without_experts_are_left_out_and_keep_their_place_in_the_files(t
 
 def test_a_placement_is_read_as_it_was_written_and_has_just_the_key_that_sglang_knows(tmp_path: Path) -> None:
     record = drawn(Routing(layers=3, experts=8, top_k=2), 100)
-    placement = place("swap", record, PlacementSettings(4))
+    placement = place("swap", record, 4)
     file = tmp_path / "placement.json"
     file.write_text(placement_text(placement, record), encoding="utf-8")
     assert list(json.loads(file.read_text(encoding="utf-8"))) == [MAP]

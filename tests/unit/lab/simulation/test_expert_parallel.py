@@ -18,7 +18,7 @@ from benchmarks.gimbal.serving import (
     costs,
     step_s,
 )
-from shell_router.experts.placement import ExpertRecord, PlacementSettings, place, record_of
+from shell_router.experts.placement import ExpertRecord, place, record_of
 
 EVEN = record_of(np.full((LAYERS, EXPERTS), 8))
 UNEVEN = record_of(np.tile(np.where(np.arange(EXPERTS) < EXPERTS // 2, 12, 4), (LAYERS, 1)))
@@ -26,7 +26,7 @@ UNEVEN = record_of(np.tile(np.where(np.arange(EXPERTS) < EXPERTS // 2, 12, 4), (
 
 
 def shared(record: ExpertRecord, gpus: int, slowed: Slowed = "roofline") -> ExpertParallel:
-    return ExpertParallel(record, place("contiguous", record, PlacementSettings(gpus)), slowed)
+    return ExpertParallel(record, place("contiguous", record, gpus), slowed)
 
 
 @pytest.mark.parametrize("sequences", [1, 8, 100])
