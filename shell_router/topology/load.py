@@ -286,14 +286,6 @@ def _by_name(documents: Iterable[Document], errors: Errors) -> dict[str, Documen
     return home
 
 
-def load_files(files: Iterable[Path], *, models: Models = None) -> dict[str, Graph]:
-    """Read `files`, by topology name, in their order; what steps name is looked for in all of them.
-
-    Raises TopologyError naming every problem.
-    """
-    return Catalog(models).of_files(files).graphs_without("")
-
-
 def load_with_others(files: Sequence[Path], *, models: Models = None) -> dict[Path, Graph]:
     """Read `files`, by file; what their steps name is looked for among them, and then in their folders.
 
