@@ -191,11 +191,6 @@ class MemoryAgentPromptCache:
 
     # --- for a cache that shares these logs
 
-    @property
-    def awaited(self) -> int:
-        """How many logs readers wait for that have not begun."""
-        return len(self._awaited)
-
     def find(self, key: LogKey) -> Log | None:
         """The log of `key` if it has begun and is neither forgotten nor expired."""
         logs = self._programs.get((key.tenant, key.program), {})

@@ -172,7 +172,6 @@ class CacheStats:
     degraded: bool = False
     published: int = 0
     lost_writes: int = 0
-    reconnects: int = 0
     failed_reads: int = 0
     withdrawn: int = 0
     skipped: int = 0

@@ -17,9 +17,9 @@ from agent_cache.protocol import (
     LogTimeout,
     LogWriter,
 )
-from agent_cache.redis.connection import AWAY, Connection, RedisClient, concerns_key, connect
+from agent_cache.redis.connection import AWAY, Connection, concerns_key, connect
 from agent_cache.redis.journals import RedisJournals
-from agent_cache.redis.layout import Layout, read_entries, stream_entries
+from agent_cache.redis.layout import Layout, read_entries
 from agent_cache.redis.publisher import Publisher
 
 LONGEST_BLOCK_S = 3.0
@@ -39,16 +39,15 @@ class RedisAgentPromptCache:
     them. Once Redis is back, it gets what it missed.
 
     `redis` is a URL (redis://, rediss://, unix://), with further `options` of redis-py's clients such as `password` or
-    `ssl_ca_certs`; or a client of redis-py's asyncio API, which stays the caller's and must have `socket_timeout=None`,
-    no retries, and undecoded responses. `clock` returns monotonic seconds. Logs
-    expire `ttl_s` after their last write. Redis may take `reply_limit_s` for a reply before it counts as away. Every
-    read that waits for another process's log holds one of `max_connections`. `len` counts the logs of this process.
-    `journals` lie in the same Redis; see `Journals` for `journal_ttl_s` and `lease_s`.
+    `ssl_ca_certs`. `clock` returns monotonic seconds. Logs expire `ttl_s` after their last write. Redis may take
+    `reply_limit_s` for a reply before it counts as away. Every read that waits for another process's log holds one of
+    `max_connections`. `len` counts the logs of this process. `journals` lie in the same Redis; see `Journals` for
+    `journal_ttl_s` and `lease_s`.
     """
 
     def __init__(
         self,
-        redis: str | RedisClient,
+        redis: str,
         *,
         clock: Callable[[], float],
         ttl_s: float = 3600.0,
@@ -61,16 +60,12 @@ class RedisAgentPromptCache:
     ) -> None:
         if reply_limit_s <= 0:
             raise ValueError(f"reply_limit_s is {reply_limit_s}; it must be positive")
-        self._owned: RedisClient | None = None
-        if isinstance(redis, str):
-            redis = self._owned = connect(
-                redis, max_connections=max_connections, connect_limit_s=reply_limit_s, options=options or {}
-            )
-        if redis.get_encoder().decode_responses:
-            raise ValueError("the Redis client decodes responses; make it with decode_responses=False")
+        self._client = connect(
+            redis, max_connections=max_connections, connect_limit_s=reply_limit_s, options=options or {}
+        )
         self._closed = False
         self.stats = CacheStats()
-        self._connection = Connection(redis, reply_limit_s=reply_limit_s)
+        self._connection = Connection(self._client, reply_limit_s=reply_limit_s)
         self._layout = layout = Layout(prefix, uuid4().hex, ttl_s)
         self._publisher = Publisher(self._connection, layout, self.stats, clock=clock)
         self._memory = MemoryAgentPromptCache(clock=clock, ttl_s=ttl_s, dropped=self._publisher.drop)
@@ -127,8 +122,7 @@ class RedisAgentPromptCache:
         self._closed = True
         await self._publisher.close(limit_s)
         await self._memory.close()
-        if self._owned is not None:
-            await self._owned.aclose()
+        await self._client.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -211,8 +205,8 @@ class RedisAgentPromptCache:
         name, block_ms = self._layout.log(key), int(1000 * block_s)
         block = ("BLOCK", block_ms) if block_ms else ()  # BLOCK 0 would wait for ever
         command = ("XREAD", *block, "STREAMS", name, after)
-        entries = stream_entries(await self._connection.call(*command, blocks_s=block_s, keys=[name]))
-        if entries:
+        if streams := await self._connection.call(*command, blocks_s=block_s):
+            entries = streams[0][1]
             read, skipped = read_entries(entries, position)
             if skipped:
                 self.stats.skipped += skipped

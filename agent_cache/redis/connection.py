@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from redis.asyncio import Redis, RedisCluster
+from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
@@ -20,37 +20,39 @@ def concerns_key(reply: object) -> bool:
     return isinstance(reply, ResponseError) and any(word in str(reply) for word in ("WRONGTYPE", "equal or smaller"))
 
 
-RedisClient = Redis | RedisCluster
-"""redis-py's asyncio clients; a `Sentinel` gives the first kind."""
-
-
-def connect(url: str, *, max_connections: int, connect_limit_s: float, options: Mapping[str, Any]) -> RedisClient:
+def connect(url: str, *, max_connections: int, connect_limit_s: float, options: Mapping[str, Any]) -> Redis:
     """A client that never sends a command twice and lets a read block for as long as it says.
 
     redis-py's own defaults retry ten times and cut off reads after 5 s: a blocked XREAD then hangs for a minute.
+    Raises ValueError where `url` sets what replies look like.
     """
-    return Redis.from_url(
+    client = Redis.from_url(
         url,
         socket_timeout=None,
         socket_connect_timeout=connect_limit_s,
         retry=Retry(NoBackoff(), 0),
         max_connections=max_connections,
         protocol=2,
+        decode_responses=False,
         **options,
     )
+    found = client.connection_pool.connection_kwargs  # a URL's options are above these
+    if found["decode_responses"] or found["protocol"] != 2:
+        raise ValueError("the Redis URL sets decode_responses or protocol; leave them out")
+    return client
 
 
 class Connection:
     """A client and the time that Redis may take for each reply. Every call may raise what `AWAY` holds."""
 
-    def __init__(self, client: RedisClient, *, reply_limit_s: float) -> None:
+    def __init__(self, client: Redis, *, reply_limit_s: float) -> None:
         self._client = client
         self._reply_limit_s = reply_limit_s
 
-    async def call(self, *command: Any, blocks_s: float = 0.0, **options: Any) -> Any:
+    async def call(self, *command: Any, blocks_s: float = 0.0) -> Any:
         """The reply to one command, which the server may hold back for `blocks_s`."""
         async with asyncio.timeout(blocks_s + self._reply_limit_s):
-            return await self._client.execute_command(*command, **options)
+            return await self._client.execute_command(*command)  # type: ignore[no-untyped-call] # redis-py has none
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
         """One round trip, no transaction. A command that Redis refused has its error as its reply."""
@@ -73,8 +75,6 @@ class Connection:
     async def server_identity(self) -> str:
         """What changes when a server is restarted or another takes its place; always the same if INFO is forbidden."""
         try:
-            info = await self.call("INFO", "server")
+            return str((await self.call("INFO", "server")).get("run_id"))
         except NoPermissionError:
             return ""
-        nodes = [info] if "run_id" in info else [node for node in info.values() if isinstance(node, Mapping)]
-        return repr(sorted(str(node.get("run_id")) for node in nodes))

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, cast
 from urllib.parse import quote
 
 from agent_cache.memory import FORGOTTEN, boundary, joined
@@ -146,15 +145,6 @@ def read_entries(entries: Sequence[Entry], position: int) -> tuple[LogRead, int]
         reached = at
         chunks += batch[boundary(list(accumulate(map(len, batch), initial=first)), start) :]
     return joined(chunks, reached), skipped
-
-
-def stream_entries(response: object) -> list[Entry]:
-    """The entries of the one stream that XREAD asked for, whichever RESP version the client speaks."""
-    streams: Any = response or []
-    if isinstance(streams, Mapping):
-        nested: Any = next(iter(streams.values()), [])
-        return cast(list[Entry], nested[0] if nested and isinstance(nested[0], list) else nested)
-    return cast(list[Entry], streams[0][1]) if streams else []
 
 
 @lru_cache(maxsize=8192)

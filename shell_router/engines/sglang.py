@@ -201,9 +201,11 @@ class SglangPair:
             if clients[0] in new:
                 self._prefill_only[clients[0]] = self._prefill_only_of(clients[0])
             await self._probe(new)
-            if self.chat is not None and await chat_of((*self.servers, *new)) != self.chat:
-                remedy = "Start its engines with the --tool-call-parser of the model's others."
-                raise EngineRejected("The pair has no chats, or others than the model.", status=400, remedy=remedy)
+            if self.chat is not None and new:
+                chat = await chat_of(new)  # those that serve already may be down, and this pair their replacement
+                if chat is None or self.chat.tool_parser not in (None, chat.tool_parser):
+                    remedy = "Start its engines with the --tool-call-parser of the model's others."
+                    raise EngineRejected("The pair has no chats, or others than the model.", status=400, remedy=remedy)
         except BaseException:
             self.forget(new)
             raise

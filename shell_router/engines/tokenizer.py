@@ -97,7 +97,7 @@ class ChatTemplate:
                 **self._special_tokens,
                 **options,
             )
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError) as error:
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {error}.",
                 remedy="Check their roles and their order, and chat_template_kwargs.",

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-from shell_router.engines.embedding import WEIGHTS_SHA256, check_weights, default_model
+from shell_router.engines.embedding import default_model
 from shell_router.engines.token_states import sentence_transformer
 from shell_router.prediction.files import DEFAULT_ENCODER, Encode, Vectors
 
@@ -33,10 +33,7 @@ def frozen_encoder(named: str, *, device: str, threads: int) -> Encode:
 
 
 def _folder(named: str) -> str:
-    if named == DEFAULT_ENCODER:
-        check_weights(default_model(), WEIGHTS_SHA256)
-        return str(default_model())
-    return named
+    return str(default_model()) if named == DEFAULT_ENCODER else named
 
 
 def tuned_encoder(folder: Path, *, device: str, threads: int) -> Encode:

@@ -82,6 +82,9 @@ def link(
     if models is not None and (name in models or name == AUTO):
         message = f"The topology's name, '{name}', is a model's too, and requests choose by name."
         document.refuse([Problem(("name",), message, "Rename one of them.")])
+    if name == INLINE:
+        message = f"The topology's name, '{name}', is what metrics call the topologies inside of requests."
+        document.refuse([Problem(("name",), message, "Rename it.")])
     graph: Graph = assemble_steps(file, name=name, topologies=plain) if "steps" in file else assemble(file, name=name)
     document.refuse(needs(graph))
     return graph
@@ -173,11 +176,11 @@ class Catalog:
         Raises InvalidField where it is wrong, TopologyConflict where it may not take the name or another needs the one
         before.
         """
-        document = self._checked(clients_document(value, ""))
+        document = clients_document(value, "")
         if value.get("name", name) != name:
             wrong = f"The document is named {value['name']!r}, the route {name!r}."
             document.refuse([Problem(("name",), wrong, "Leave 'name' out, or write the route's.")])
-        document = replace(document, value={**value, "name": name})
+        document = self._checked(replace(document, value={**value, "name": name}))
         if name in (self.models or ()) or name == AUTO:
             raise TopologyConflict(f"{name!r} is a model's name.", remedy="Choose another.")
         self._refuse_a_files(name)
@@ -281,14 +284,6 @@ def _by_name(documents: Iterable[Document], errors: Errors) -> dict[str, Documen
             with _kept(errors, document):
                 document.refuse([Problem(("name",), wrong, "Rename one of them.")])
     return home
-
-
-def load_files(files: Iterable[Path], *, models: Models = None) -> dict[str, Graph]:
-    """Read `files`, by topology name, in their order; what steps name is looked for in all of them.
-
-    Raises TopologyError naming every problem.
-    """
-    return Catalog(models).of_files(files).graphs_without("")
 
 
 def load_with_others(files: Sequence[Path], *, models: Models = None) -> dict[Path, Graph]:

@@ -21,14 +21,14 @@ from shell_router.moa.executor import Executor
 from shell_router.moa.requests import MoaRequest
 from shell_router.standins.embedded.fleet import EmbeddedFleet
 from shell_router.standins.embedded.settings import EmbeddedSettings
-from shell_router.topology import Prefill, Topology, files_in, load_files
+from shell_router.topology import Catalog, Prefill, Topology, files_in
 from tests.fakes.moa import Recorder
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 TOPOLOGIES = {
     name: one
-    for name, one in load_files(files_in(Path("topologies"))).items()
+    for name, one in Catalog(None).of_files(files_in(Path("topologies"))).graphs_without("").items()
     if isinstance(one, Topology) and not one.root.votes  # a vote prefills nothing
 }
 PROMPTS = 50

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import openai
 import pytest
 
+from shell_router.errors import EngineRejected
 from tests.fakes.api_server import Api, api, chat
 from tests.fakes.chat_engines import ChatPair, ChatScript, chat_pair
 
@@ -154,6 +155,20 @@ async def test_without_a_parser_tools_are_refused_with_the_flag_unless_none_may_
                 await ai.chat.completions.create(tool_choice=choice, **asked(tools=[WEATHER]))
         assert not at.decode.sent
         await ai.chat.completions.create(tool_choice="none", **asked(tools=[WEATHER]))
+
+
+@pytest.mark.parametrize(
+    ("had", "has", "fits"), [("x", "x", True), ("x", "y", False), ("x", None, False), (None, "x", True)]
+)
+async def test_a_pair_that_replaces_one_that_is_down_is_compared_with_what_the_model_had(
+    had: str | None, has: str | None, fits: bool
+) -> None:
+    async with chat_pair(ChatScript(tool_parser=had)) as at, chat_pair(ChatScript(tool_parser=has)) as new:
+        await at.prefill.stop()
+        await at.decode.stop()
+        with nullcontext() if fits else pytest.raises(EngineRejected, match="others than the model"):
+            await at.pair.add(new.pair.addresses[0])
+        assert len(at.pair.addresses) == 1 + fits
 
 
 async def test_fields_that_the_router_chooses_are_refused() -> None:

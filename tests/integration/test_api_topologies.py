@@ -150,6 +150,14 @@ async def test_topologies_are_put_listed_read_replaced_and_deleted() -> None:
         assert (await served.post("/v1/chat/completions", chat(model="mine")))[0] == 404
 
 
+@pytest.mark.parametrize("name", ["a b", "x\ny", "a" * 5000, "inline"])
+async def test_the_routes_name_is_checked_as_a_documents_is(name: str) -> None:
+    async with api() as served:
+        status, body = await sender(served, "PUT")(quote(name), PAIR)
+        assert (status, body["error"]["code"], body["error"]["param"]) == (400, "invalid_field", "name"), body
+        assert [one["name"] for one in (await served.get("/v1/topologies"))[1]["data"]] == ["duo"]
+
+
 async def test_clients_change_nothing_unless_the_deployment_lets_them() -> None:
     async with api(live_settings=LiveSettings(inline=False)) as served:
         refused = [

@@ -11,15 +11,8 @@ import pytest_asyncio
 
 from shell_router.api.embeddings import sentence_vector
 from shell_router.early_exit.algorithm1 import features, similarity
-from shell_router.engines.embedding import (
-    WEIGHTS_SHA256,
-    HashEmbedder,
-    SentenceTransformerEmbedder,
-    SupervisedEmbedder,
-    default_model,
-)
-from shell_router.errors import EngineError, EngineUnreachable
-from shell_router.launching.side_process import side_command
+from shell_router.engines.embedding import HashEmbedder, SentenceTransformerEmbedder, default_model
+from shell_router.errors import EngineUnreachable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -105,14 +98,6 @@ async def test_a_process_killed_in_mid_call_fails_the_call_and_the_next_one_work
         await call
     assert (await embedder.embed("hello there")).shape == (4, WIDTH)
     assert embedder.restarts == 1
-
-
-async def test_weights_that_are_not_the_reviewed_ones_are_refused_at_the_start(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    arguments = {"model": str(tmp_path), "sha256": WEIGHTS_SHA256, "device": "cpu"}
-    command = side_command("shell_router.engines.embedding:embedder_work", arguments, max_batch=1)
-    with pytest.raises(EngineError, match=r"not the expected ones.*minilm-l6-v2==0\.1\.0"):
-        await SupervisedEmbedder(command, os.environ).start()
 
 
 async def test_the_router_side_imports_no_torch():

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import orjson
 import pytest
 from yarl import URL
 
@@ -37,7 +38,7 @@ class RawServer:
 
 @asynccontextmanager
 async def raw_server(
-    *pieces: bytes, close: bool = False, tls: ssl.SSLContext | None = None
+    *pieces: bytes, close: bool = False, tls: ssl.SSLContext | None = None, before_last: asyncio.Event | None = None
 ) -> AsyncIterator[RawServer]:
     """A server that writes `pieces` one by one to each request, and with `close` hangs up behind them."""
     found = RawServer()
@@ -47,7 +48,9 @@ async def raw_server(
         found.open += 1
         try:
             while await _request(reader, found.requests):
-                for piece in pieces:
+                for number, piece in enumerate(pieces, 1):
+                    if before_last is not None and number == len(pieces):
+                        await before_last.wait()
                     writer.write(piece)
                     await writer.drain()
                     await asyncio.sleep(0)
@@ -147,6 +150,17 @@ async def test_a_pairs_servers_get_their_key_with_every_request() -> None:
     assert all(b"\r\nAuthorization: Bearer sk-engine\r\n" in request for request in server.requests)
 
 
+async def test_aborting_a_large_batch_takes_few_connections() -> None:
+    async with raw_server(WHOLE) as server:
+        pair = SglangPair(PairAddress(server.url, server.url, "127.0.0.1", 1))
+        rids = [f"r{number}" for number in range(1024)]
+        pair.servers[0].abort(rids)
+        await until(lambda: len(server.requests) == len(rids))
+        await pair.aclose()
+    assert sorted(orjson.loads(one.partition(b"\r\n\r\n")[2])["rid"] for one in server.requests) == sorted(rids)
+    assert server.connections <= 16
+
+
 def test_certificates_that_cannot_be_used_are_refused_by_the_settings_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"models\.small\.engine_tls cannot be used"):
         TlsClient(ca=tmp_path / "none.pem").context("models.small.engine_tls")
@@ -240,6 +254,24 @@ async def test_a_connection_idle_for_too_long_is_not_used_again() -> None:
             assert await answer(post(client, server.url)) == (200, b"hello")
         assert server.connections == 3
         await until(lambda: server.open == 1)
+
+
+async def test_connections_idle_for_too_long_are_closed_when_requests_go_to_other_servers_only() -> None:
+    async with raw_server(WHOLE) as drained, raw_server(WHOLE) as other, http_client(idle_s=1e-9) as client:
+        for server in (drained, other):
+            assert await answer(post(client, server.url)) == (200, b"hello")
+        await until(lambda: drained.open == 0)
+
+
+async def test_a_request_that_ends_after_the_client_is_closed_closes_its_connection() -> None:
+    go_on = asyncio.Event()
+    async with raw_server(WHOLE[:-1], WHOLE[-1:], before_last=go_on) as server, http_client() as client:
+        exchange = post(client, server.url)
+        await exchange.head()
+        await client.aclose(1)
+        go_on.set()
+        assert await answer(exchange) == (200, b"hello")
+        await until(lambda: server.open == 0)
 
 
 async def test_a_connection_that_the_server_closed_while_idle_is_not_used_again() -> None:

@@ -10,11 +10,11 @@ from jsonschema import Draft202012Validator
 
 from shell_router.errors import TopologyError
 from shell_router.topology import (
+    Catalog,
     Conditional,
     Graph,
     files_in,
     json_schema,
-    load_files,
     load_topology,
     parse_topology,
 )
@@ -29,7 +29,7 @@ MODELS = ("small", "medium", "large")
 
 @pytest.fixture(scope="module")
 def shipped() -> dict[str, Graph]:
-    return load_files(files_in(ROOT / "topologies"), models=MODELS)
+    return Catalog(MODELS).of_files(files_in(ROOT / "topologies")).graphs_without("")
 
 
 def test_the_shipped_topologies_are_there(shipped: dict[str, Graph]) -> None:
@@ -166,4 +166,4 @@ def test_the_guides_examples_load(tmp_path: Path) -> None:
     for number, example in enumerate(examples):
         file = tmp_path / f"example-{number}.yaml"
         file.write_text(example, encoding="utf-8")
-        load_files([file, *(one for one in FILES if one.stem == "tree-9-3-1")], models=MODELS)
+        Catalog(MODELS).of_files([file, *(one for one in FILES if one.stem == "tree-9-3-1")])

@@ -10,7 +10,9 @@ from redis.asyncio import Redis
 
 from agent_cache import CacheUnavailable, JournalDiffers, JournalState
 from agent_cache.redis import RedisAgentPromptCache
+from agent_cache.redis.connection import Connection
 from agent_cache.redis.journals import CLAIM, RedisJournals
+from agent_cache.redis.layout import Layout
 from tests.fakes.redis_server import RedisServer
 
 RUN = ("tenant", "key")
@@ -163,11 +165,12 @@ async def test_a_claim_that_is_cancelled_before_its_reply_leaves_no_lease(
 ) -> None:
     async with Silent.from_url(server.url) as client:
         client.claimed = asyncio.Event()
-        async with RedisAgentPromptCache(client, clock=time.monotonic, lease_s=LEASE_S) as cache:
-            claim = asyncio.create_task(cache.journals.claim(*RUN, "a", "head"))
-            await client.claimed.wait()
-            assert await journals.claim(*RUN, "b", "head") is None
-            claim.cancel()
-            await asyncio.wait([claim])
-            assert claim.cancelled()
+        layout = Layout("agent-prompt-cache", "owner", ttl_s=600)
+        silent = RedisJournals(Connection(client, reply_limit_s=60), layout, ttl_s=600, lease_s=LEASE_S)
+        claim = asyncio.create_task(silent.claim(*RUN, "a", "head"))
+        await client.claimed.wait()
+        assert await journals.claim(*RUN, "b", "head") is None
+        claim.cancel()
+        await asyncio.wait([claim])
+        assert claim.cancelled()
     assert await journals.claim(*RUN, "b", "head") == []

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_cache import Chunk, End, LogKey, LogRead
-from agent_cache.redis.layout import Entry, Layout, decode, encode, read_entries, stream_entries
+from agent_cache.redis.layout import Entry, Layout, decode, encode, read_entries
 
 LAYOUT = Layout("prefix", "owner", 1.0)
 chunks = st.builds(
@@ -101,16 +101,3 @@ def test_a_log_that_lacks_what_was_skipped_fails(last: Entry) -> None:
 def test_the_mark_of_a_deletion_has_no_position() -> None:
     mark = b"1700000000000-0", {b"end": b"aborted", b"detail": b"\xff"}
     assert read_entries([mark], 5)[0].end is End.ABORTED
-
-
-ENTRIES = [entry(1, Chunk("a"))]
-
-
-@pytest.mark.parametrize("response", [[[b"key", ENTRIES]], {b"key": ENTRIES}, {b"key": [ENTRIES]}])
-def test_entries_are_found_in_every_shape_that_redis_py_answers_with(response: object) -> None:
-    assert stream_entries(response) == ENTRIES
-
-
-@pytest.mark.parametrize("response", [None, [], {}])
-def test_an_empty_answer_has_no_entries(response: object) -> None:
-    assert stream_entries(response) == []

@@ -1,9 +1,11 @@
 import asyncio
+import gc
 from dataclasses import dataclass
 
 import pytest
 
 from agent_cache import Chunk, End, LogExists, LogKey, LogTimeout, MemoryAgentPromptCache
+from agent_cache.memory import Log
 
 KEY = LogKey("tenant", "program", "agent")
 
@@ -101,15 +103,21 @@ def test_a_time_to_live_of_nothing_is_refused() -> None:
         MemoryAgentPromptCache(clock=Clock(), ttl_s=0)
 
 
+def logs_held() -> int:
+    gc.collect()
+    return sum(type(one) is Log for one in gc.get_objects())
+
+
 async def test_a_log_that_never_begins_is_given_up_with_its_last_reader() -> None:
-    cache = MemoryAgentPromptCache(clock=Clock(), ttl_s=10)
+    cache, before = MemoryAgentPromptCache(clock=Clock(), ttl_s=10), logs_held()
     readings = [asyncio.create_task(cache.wait(LogKey("tenant", "program", agent), 0, 1)) for agent in "aab"]
     await asyncio.sleep(0)
-    assert cache.awaited == 2
+    assert logs_held() == before + 2
     for reading in readings:
         reading.cancel()
     await asyncio.wait(readings)
-    assert cache.awaited == 0
+    del reading, readings  # their errors know the frames that held the logs
+    assert logs_held() == before
 
 
 async def test_a_reader_is_not_woken_for_less_than_it_wants() -> None:

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
-from redis.asyncio import Redis
 
 from agent_cache import CacheError, CacheUnavailable, Chunk, End, LogKey, LogRead
 from agent_cache.redis import RedisAgentPromptCache
@@ -153,24 +152,10 @@ async def test_deployments_with_different_prefixes_do_not_meet(server: RedisServ
         assert len(server.keys()) == 4
 
 
-@pytest.mark.parametrize("protocol", [2, 3])
-async def test_a_client_that_was_passed_in_stays_open(server: RedisServer, protocol: int) -> None:
-    async with Redis.from_url(server.url, socket_timeout=None, protocol=protocol) as client:
-        async with (
-            RedisAgentPromptCache(client, clock=time.monotonic) as writer,
-            RedisAgentPromptCache(client, clock=time.monotonic) as reader,
-        ):
-            log = await writer.create(KEY)
-            log.append(Chunk("a"))
-            assert (await reader.read(KEY, wait_s=LIMIT_S)).text == "a"
-            await reader.forget("tenant", "program")
-        assert await client.dbsize() == 0
-
-
-async def test_a_client_that_decodes_is_refused(server: RedisServer) -> None:
-    async with Redis.from_url(server.url, decode_responses=True) as client:
-        with pytest.raises(ValueError, match="decode_responses=False"):
-            RedisAgentPromptCache(client, clock=time.monotonic)
+@pytest.mark.parametrize("option", ["decode_responses=true", "protocol=3"])
+async def test_a_url_that_changes_what_replies_look_like_is_refused(option: str) -> None:
+    with pytest.raises(ValueError, match="leave them out"):
+        RedisAgentPromptCache(f"redis://localhost?{option}", clock=time.monotonic)
 
 
 async def test_a_closed_cache_says_so(server: RedisServer) -> None:

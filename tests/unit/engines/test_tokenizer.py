@@ -137,6 +137,24 @@ def test_a_template_that_refuses_the_messages_is_the_clients_error(tmp_path: Pat
         HfTokenizer.from_folder(tmp_path).render_chat(MESSAGES)
 
 
+@pytest.mark.parametrize(
+    ("template", "option"),
+    [
+        ("{{ 'a'.split(x) }}", ""),
+        ("{% for one in range(x) %}{% endfor %}", 10**6),
+        ("{{ 1 // x }}", 0),
+        ("{{ strftime_now(x) }}", "\ud800"),
+    ],
+)
+def test_an_option_that_the_template_cannot_take_is_the_clients_error(
+    tmp_path: Path, template: str, option: object
+) -> None:
+    write_folder(tmp_path, "qwen", chat_template=template)
+    with pytest.raises(InvalidRequest, match="chat template refuses") as refused:
+        HfTokenizer.from_folder(tmp_path).render_chat(MESSAGES, options={"x": option})
+    str(refused.value).encode()  # it is sent
+
+
 def test_a_request_cannot_replace_what_a_template_writes_after_every_message(tmp_path: Path) -> None:
     tokenizer = HfTokenizer.from_folder(write_folder(tmp_path, "qwen", chat_template=CHATML))
     with pytest.raises(InvalidRequest, match="chat_template_kwargs sets 'eos_token'"):

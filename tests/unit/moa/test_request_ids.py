@@ -1,14 +1,14 @@
 from itertools import permutations
 from pathlib import Path
 
-from shell_router.topology import files_in, load_files
+from shell_router.topology import load_topology
 from tests.fakes.moa import ScriptedMoa, ask
 
 
 async def test_no_request_id_begins_with_another_agents() -> None:
     """SGLang's abort is by prefix."""
     moa = ScriptedMoa()
-    topology = load_files(files_in(Path("topologies")))["all-to-all-9-9-1"]
+    topology = load_topology(Path("topologies/all-to-all-9-9-1.yaml"))
     await moa.executor.run(topology, ask(), lambda _: None)
     rids = [request.rid for engine in moa.engines.values() for request in engine.generated]
     assert len(rids) == len(topology.agents) > 10

@@ -4,7 +4,7 @@ import pytest
 
 from shell_router.early_exit.settings import EarlyExit
 from shell_router.errors import TopologyError
-from shell_router.topology import AUTO, Prefill, Prompt, Topology, files_in, load_files, load_topology, parse_topology
+from shell_router.topology import AUTO, Catalog, Prefill, Prompt, Topology, files_in, load_topology, parse_topology
 from shell_router.topology.draw import draw
 from shell_router.topology.prompting import AGGREGATOR, PROPOSER
 
@@ -215,22 +215,22 @@ def test_a_folder_is_loaded_by_topology_name(tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text(TREE, encoding="utf-8")
     (tmp_path / "two.yml").write_text(GRAPH, encoding="utf-8")
     (tmp_path / "schema.json").write_text("{}", encoding="utf-8")
-    topologies = load_files(files_in(tmp_path))
-    assert {name: topology.name for name, topology in topologies.items()} == {"one": "one", "diamond": "diamond"}
+    topologies = Catalog(None).of_files(files_in(tmp_path)).entries
+    assert {name: one.graph.name for name, one in topologies.items()} == {"one": "one", "diamond": "diamond"}
 
 
 def test_two_files_may_not_share_a_name(tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text(TREE, encoding="utf-8")
     (tmp_path / "two.yaml").write_text(TREE + "name: one\n", encoding="utf-8")
     with pytest.raises(TopologyError, match=r"two\.yaml:2: The name 'one' is already that of .*one\.yaml"):
-        load_files(files_in(tmp_path))
+        Catalog(None).of_files(files_in(tmp_path))
 
 
 def test_a_folder_tells_what_is_wrong_in_each_file(tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("", encoding="utf-8")
     (tmp_path / "two.yaml").write_text("nme: x\n" + TREE, encoding="utf-8")
     with pytest.raises(TopologyError) as error:
-        load_files(files_in(tmp_path))
+        Catalog(None).of_files(files_in(tmp_path))
     assert [line.split(":")[1] for line in str(error.value).splitlines()] == ["1", "1"]
     assert "one.yaml" in str(error.value)
     assert "Did you mean 'name'?" in str(error.value)
@@ -238,4 +238,4 @@ def test_a_folder_tells_what_is_wrong_in_each_file(tmp_path: Path) -> None:
 
 def test_a_folder_must_be_one(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match="not a folder"):
-        load_files(files_in(tmp_path / "nowhere"))
+        Catalog(None).of_files(files_in(tmp_path / "nowhere"))

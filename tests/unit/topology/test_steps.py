@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shell_router.errors import TopologyError
-from shell_router.topology import Conditional, Topology, load_files, load_with_others, parse_topology
+from shell_router.topology import Catalog, Conditional, Topology, load_with_others, parse_topology
 from shell_router.topology.draw import draw
 from shell_router.topology.rules import Rule, When
 from tests.fakes.topologies import parse_steps
@@ -246,19 +246,19 @@ ASKS_TREE = "start: a\nsteps:\n  a: {topology: tree}\n"
 
 
 def test_steps_name_topologies_of_other_files_whatever_their_order(tmp_path: Path) -> None:
-    read = load_files(files(tmp_path, first=ASKS_TREE, second=TREE_FILE))
+    read = Catalog(None).of_files(files(tmp_path, first=ASKS_TREE, second=TREE_FILE)).graphs_without("")
     assert list(read) == ["first", "tree"]
     assert isinstance(read["first"], Conditional) and isinstance(read["tree"], Topology)
 
 
 def test_a_step_may_not_ask_a_topology_that_has_steps(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match=r"second\.yaml:3: The topology 'first' has steps itself"):
-        load_files(files(tmp_path, first=GOOD, second="start: a\nsteps:\n  a: {topology: first}\n"))
+        Catalog(None).of_files(files(tmp_path, first=GOOD, second="start: a\nsteps:\n  a: {topology: first}\n"))
 
 
 def test_a_topology_whose_own_file_is_wrong_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(TopologyError) as refused:
-        load_files(files(tmp_path, first=ASKS_TREE, second=TREE_FILE + "prefil: {}\n"))
+        Catalog(None).of_files(files(tmp_path, first=ASKS_TREE, second=TREE_FILE + "prefil: {}\n"))
     assert "second.yaml:3: Unknown key" in str(refused.value) and "Unknown topology" not in str(refused.value)
 
 
