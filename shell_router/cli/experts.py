@@ -65,7 +65,7 @@ class Server:
         key = secret(self.api_key_env)
         async with aiohttp.ClientSession() as session:
             found = ExpertRecorder(session, self.url, api_key=key, limit_s=self.timeout_s)
-            await found.mode()
+            await found.require_recording()
             yield found
 
 

@@ -1,7 +1,6 @@
 """Recording which experts the tokens of an SGLang server choose, over its control routes."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import aiohttp
 import orjson
@@ -31,15 +30,13 @@ class ExpertRecorder:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._limit = aiohttp.ClientTimeout(total=limit_s)
 
-    async def mode(self) -> str:
-        """The server's disaggregation mode: prefill, decode or null. ConfigError where it records no experts."""
+    async def require_recording(self) -> None:
+        """ConfigError where it records no experts."""
         status, body = await self._asked("GET", "/shell_router/capabilities")
         if status == NOT_FOUND:
             raise ConfigError(f"{self.url} has no plugin of the router.", remedy=START)
-        found = orjson.loads(self._checked(status, body))
-        if not found.get("expert_record"):
+        if not orjson.loads(self._checked(status, body)).get("expert_record"):
             raise ConfigError(f"{self.url} does not record experts.", remedy=START)
-        return str(found["disaggregation_mode"])
 
     async def record(self, work: Callable[[], Awaitable[None]]) -> bytes:
         """What is recorded while `work` is done, as the plugin's archive; what was recorded before is dropped.
@@ -54,14 +51,14 @@ class ExpertRecorder:
         await self._done("POST", "/dump_expert_distribution_record")
         return await self._done("GET", "/shell_router/expert_record")
 
-    async def _done(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """The answer to what has to succeed. Raises also PromptTooLong."""
-        return self._checked(*await self._asked(method, path, body))
+    async def _done(self, method: str, path: str) -> bytes:
+        """The answer to what has to succeed."""
+        return self._checked(*await self._asked(method, path))
 
-    async def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+    async def _asked(self, method: str, path: str) -> tuple[int, bytes]:
         try:
             async with self._session.request(
-                method, self.url + path, json=body, headers=self._headers, timeout=self._limit
+                method, self.url + path, headers=self._headers, timeout=self._limit
             ) as response:
                 return response.status, await response.read()
         except aiohttp.ClientError as error:
