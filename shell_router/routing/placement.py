@@ -229,9 +229,10 @@ class PromptIndex:
         """The request as engines see it that prefill it, decode it, or do both."""
         hints, grows, resident = request.hints, None, 0
         if prefills and request.affinity is not None:
-            # clients' own keys may be long, and KV of one adapter is of no use to another
-            grows = hash((request.affinity, request.adapter))
-            resident = self._homes.get(grows, (0, 0))[1]
+            # clients' own keys may be long and equal to another tenant's; KV of one adapter is of no use to another
+            grows = hash((hints.user, request.affinity, request.adapter))
+            if request.ids is not None:  # else the key is a client's, whose next prompt need not continue the last
+                resident = self._homes.get(grows, (0, 0))[1]
         blocks: tuple[int, ...] = ()
         if self.prefixes is not None and prefills and request.ids is not None:
             blocks = blocks_of(request.ids, request.adapter)
