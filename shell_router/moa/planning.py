@@ -349,20 +349,12 @@ def hints_of(
         tokens = 0.0 if agent.votes else forecast.own_tokens.get(agent.model)
         if tokens is None:
             tokens = estimates.output_tokens(agent.model, topology.name, agent.id)
-        following = after[agent.id] = {agent.id}
-        paths: list[float | None] = [0.0]
-        for follower in topology.successors[agent.id]:
-            following |= after[follower]
-            paths.append(found[follower].path_tokens)
-        known = [one for one in paths if one is not None]
-        total = path = None
-        if tokens is not None and len(known) == len(paths):
-            path = tokens + max(known)
-            rest = sum([found[one].output_tokens or 0.0 for one in found if one in following])
-            total = forecast.total_tokens.get(agent.model, tokens + rest)
-        found[agent.id] = Hints(
-            request.tenant, request.id, topology.name, agent.id, tokens, total, path, request.end_user
-        )
+        following = after[agent.id] = {agent.id}.union(*(after[one] for one in topology.successors[agent.id]))
+        rest = [found[one].output_tokens for one in found if one in following]
+        known, total = [one for one in rest if one is not None], None
+        if tokens is not None and len(known) == len(rest):
+            total = forecast.total_tokens.get(agent.model, tokens + sum(known))
+        found[agent.id] = Hints(request.tenant, request.id, topology.name, agent.id, tokens, total, request.end_user)
     return found
 
 

@@ -115,7 +115,7 @@ async def test_learned_lengths_reach_the_engines_hints() -> None:
     moa = ChoosingMoa(FixedPredictor(own_tokens={"small": 7.0}, total_tokens={"small": 30.0}))
     await moa.executor.run(Topology("one", {"a": Agent("a", "small")}), ask(), lambda _: None)
     hints = moa.engines["small"].generated[0].hints
-    assert (hints.output_tokens, hints.total_tokens, hints.path_tokens) == (7.0, 30.0, 7.0)
+    assert (hints.output_tokens, hints.total_tokens) == (7.0, 30.0)
 
 
 async def test_a_topology_without_choices_asks_for_lengths_and_for_no_scores() -> None:

@@ -31,7 +31,7 @@ def paced(**tokens: int) -> LatencyEstimates:
     return pace
 
 
-def test_totals_count_each_follower_once_and_paths_the_longest_way() -> None:
+def test_totals_count_each_follower_once() -> None:
     found = hints(paced(a=10, b=20, middle=100, root=1000))
     assert {name: one.total_tokens for name, one in found.items()} == {
         "a": 1110,
@@ -39,8 +39,6 @@ def test_totals_count_each_follower_once_and_paths_the_longest_way() -> None:
         "middle": 1100,
         "root": 1000,
     }
-    assert found["a"].path_tokens == 1110
-    assert found["root"].path_tokens == 1000
 
 
 def test_every_agent_asks_for_the_tenant_and_its_user() -> None:
