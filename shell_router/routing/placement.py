@@ -58,8 +58,8 @@ class EngineState:
 class PlacementRequest:
     """A request that needs an engine of each role.
 
-    `ids` are its prompt's, where they are known. An `update` is prefill-only. `affinity` and `adapter` are as in
-    `Generation`.
+    `ids` are its prompt's, where they are known. An `update` is prefill-only. `affinity`, `adapter` and `cache_key`
+    are as in `Generation`.
     """
 
     prompt_tokens: int
@@ -69,13 +69,14 @@ class PlacementRequest:
     affinity: str | None = None
     update: bool = False
     adapter: str | None = None
+    cache_key: str | None = None
 
     @classmethod
     def of(cls, request: Generation, *, update: bool = False) -> "PlacementRequest":
         """What a dispatcher needs to know of `request`."""
         ids, limit = request.input_ids, request.sampling.get("max_new_tokens")
         most = 0 if update else DEFAULT_MAX_NEW_TOKENS if limit is None else limit
-        return cls(len(ids), ids, most, request.hints, request.affinity, update, request.adapter)
+        return cls(len(ids), ids, most, request.hints, request.affinity, update, request.adapter, request.cache_key)
 
 
 @value
@@ -205,9 +206,9 @@ class PrefixIndex:
             self._engines.popitem(last=False)
 
 
-def blocks_of(ids: Sequence[int], adapter: str | None = None) -> tuple[int, ...]:
-    """The prompt's whole blocks, each by a hash of all tokens up to its end and of the adapter that reads them."""
-    known, blocks = hash(adapter), []
+def blocks_of(ids: Sequence[int], adapter: str | None = None, cache_key: str | None = None) -> tuple[int, ...]:
+    """The prompt's whole blocks, each by a hash of all tokens up to its end, of their adapter and of their cache."""
+    known, blocks = hash((adapter, cache_key)), []
     for begin in range(0, min(len(ids), MAX_BLOCKS * BLOCK_TOKENS) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         known = hash((known, tuple(ids[begin : begin + BLOCK_TOKENS])))
         blocks.append(known)
@@ -235,7 +236,7 @@ class PromptIndex:
                 resident = self._homes.get(grows, (0, 0))[1]
         blocks: tuple[int, ...] = ()
         if self.prefixes is not None and prefills and request.ids is not None:
-            blocks = blocks_of(request.ids, request.adapter)
+            blocks = blocks_of(request.ids, request.adapter, request.cache_key)
         output_tokens = 0
         if decodes:
             expected = hints.output_tokens
