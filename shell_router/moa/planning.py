@@ -459,7 +459,7 @@ async def plan_agent(
     else:
         model = chosen[candidates] = chooser.choose((request.agent,), candidates, forecast, started_s, emit)
     name = None if request.chat else request.agent  # a random one says nothing of the agents to come
-    own = forecast.own_tokens.get(model, chooser.estimates.output_tokens(model, None, name))
+    own = forecast.own_tokens.get(model, chooser.estimates.output_tokens(model, None, name, request.tenant))
     total = forecast.total_tokens.get(model)
     return model, Hints(request.tenant, request.program, None, name, own, total, end_user=request.end_user)
 
