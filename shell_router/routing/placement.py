@@ -59,7 +59,7 @@ class PlacementRequest:
     """A request that needs an engine of each role.
 
     `ids` are its prompt's, where they are known. An `update` is prefill-only. `affinity`, `adapter` and `cache_key`
-    are as in `Generation`.
+    are as in `Generation`. A batch of `requests` has `prompt_tokens` in all, and `max_output_tokens` each.
     """
 
     prompt_tokens: int
@@ -70,6 +70,7 @@ class PlacementRequest:
     update: bool = False
     adapter: str | None = None
     cache_key: str | None = None
+    requests: int = 1
 
     @classmethod
     def of(cls, request: Generation, *, update: bool = False) -> "PlacementRequest":
@@ -87,7 +88,8 @@ class RoutingFeatures:
     `overlaps` are leading prompt tokens that an engine, by its index, has had before; engines that had none are absent.
     `grows` identifies the growing prompt that it is of. `adapter` is as in `Generation`. `update` marks a prefill-only
     request; without `prefills` the
-    engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix index.
+    engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix index. A
+    batch is several `requests`.
     """
 
     prompt_tokens: int = 0
@@ -100,6 +102,7 @@ class RoutingFeatures:
     prefills: bool = True
     adapter: str | None = None
     blocks: tuple[int, ...] = ()
+    requests: int = 1
 
     @property
     def user(self) -> str | None:
@@ -240,7 +243,8 @@ class PromptIndex:
         output_tokens = 0
         if decodes:
             expected = hints.output_tokens
-            output_tokens = min(request.max_output_tokens, round(self._mean_output if expected is None else expected))
+            each = min(request.max_output_tokens, round(self._mean_output if expected is None else expected))
+            output_tokens = each * request.requests
         return RoutingFeatures(
             request.prompt_tokens,
             max(1, request.prompt_tokens - resident),
@@ -252,6 +256,7 @@ class PromptIndex:
             prefills,
             request.adapter,
             blocks,
+            request.requests,
         )
 
     def home(self, features: RoutingFeatures) -> int | None:
@@ -275,8 +280,8 @@ class PromptIndex:
         new_tokens = max(1, features.prompt_tokens - known)
         return features if new_tokens == features.new_tokens else replace(features, new_tokens=new_tokens)
 
-    def wrote(self, tokens: int) -> None:
-        """A request ended after `tokens` output tokens."""
+    def wrote(self, tokens: float) -> None:
+        """A request ended after `tokens` output tokens; of a batch, their mean."""
         self._mean_output += _WEIGHT * (tokens - self._mean_output)
 
 

@@ -274,6 +274,19 @@ async def test_a_stale_report_is_ignored() -> None:
 
 
 @virtually
+async def test_a_batch_takes_as_many_places_as_it_has_requests() -> None:
+    at = dispatcher(QueueSettings(max_running=4), engines=1)
+    batch = await engine_slot(at, replace(wanted(), requests=3))
+    await engine_slot(at, wanted())
+    waits = asyncio.create_task(engine_slot(at, wanted()))
+    await soon()
+    assert (at.tracked[0].load.running, at.waiting) == (4, 1)
+    batch.close()
+    (await waits).close()
+    assert at.tracked[0].load.running == 1
+
+
+@virtually
 async def test_a_place_says_where_it_is_and_why() -> None:
     at = dispatcher(selection=SelectionSettings("round_robin"))
     placed = (await engine_slot(at, wanted())).placement()
