@@ -228,7 +228,8 @@ class Plan:
                 holdouts.observe(key, held_out=held_out, seconds=seconds, now_s=now_s)
                 continue
             agents = [self.topology.agents[name] for name, task in self.tasks.items() if not task.prediction]
-            used = [answer.agents[one.id] for one in agents if one.drafts and drafts_of(self.topology, one) == key]
+            found = [answer.agents[one.id] for one in agents if one.drafts and drafts_of(self.topology, one) == key]
+            used = [one for one in found if one.model == key.models]  # and not its fallback
             compare_drafts(holdouts, key, used, held_out=held_out, now_s=now_s)
 
 
