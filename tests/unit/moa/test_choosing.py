@@ -12,7 +12,7 @@ from shell_router.moa.requests import AgentRequest
 from shell_router.routing.model_choice import ModelChoiceSettings
 from shell_router.topology import AUTO, Agent, Prompt, Topology
 from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, ask
-from tests.fakes.scripted_engine import Gates
+from tests.fakes.scripted_engine import Gates, Hold
 
 PLAIN = Topology(AUTO, {AUTO: Agent(AUTO, AUTO, candidates=("small", "large"))})
 READER = Prompt(prefix="{question}", slot=" {output}")
@@ -181,3 +181,18 @@ async def test_agents_of_one_program_that_come_together_get_one_model() -> None:
     moa, events = ChoosingMoa(auto=Auto(("small", "large"), settings)), Recorder()
     await asyncio.gather(*(moa.programs.run(send(f"agent-{n}"), events.emit) for n in range(4)))
     assert {event.model for event in events.of(ModelChosen)} == {"small"}
+
+
+async def test_an_agent_counts_as_load_until_it_ends_whichever_of_its_calls_leave() -> None:
+    hold = Hold(0)
+    moa = ChoosingMoa()
+    for engine in moa.engines.values():
+        engine.pace = hold.pace
+    first, again = (asyncio.create_task(moa.programs.run(send("a"), print)) for _ in range(2))
+    await hold.until_waiting()
+    first.cancel()
+    await asyncio.wait([first])
+    assert moa.chooser.activity.in_flight("small") > 0
+    hold.release()
+    await again
+    assert moa.chooser.activity.in_flight("small") == 0
