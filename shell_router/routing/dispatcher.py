@@ -7,8 +7,8 @@ from typing import Annotated, Generic, TypeVar
 
 from shell_router.core.durations import Durations
 from shell_router.core.engine import Placement
-from shell_router.errors import EngineUnavailable, Overloaded
-from shell_router.routing.engine_selection import BLIND, IGNORES_PREFIXES, Scene, SelectionSettings, choose, require
+from shell_router.errors import EngineUnavailable, Overloaded, require
+from shell_router.routing.engine_selection import BLIND, IGNORES_PREFIXES, Scene, SelectionSettings, choose
 from shell_router.routing.failures import Breaker
 from shell_router.routing.placement import (
     Choice,

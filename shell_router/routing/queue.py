@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from shell_router.core.engine import Hints
-from shell_router.errors import EngineUnavailable
-from shell_router.routing.engine_selection import require
+from shell_router.errors import EngineUnavailable, require
 from shell_router.routing.placement import KEPT, Choice, RoutingFeatures
 
 OUTPUT_WEIGHT = 2
