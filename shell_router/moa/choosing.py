@@ -164,7 +164,6 @@ class ModelChooser:
         self._predictor = predictor
         self.predicts = predictor is not None
         self.clock = clock
-        self._turns = 0
         self.activity = Activity()
         self.estimates = LatencyEstimates()
 
@@ -197,8 +196,7 @@ class ModelChooser:
     ) -> str:
         """The model of `agents`, chosen now by what is in flight now."""
         known, settings = [self._candidate(model, forecast) for model in candidates], self._auto.settings
-        choice = choose_model(known, settings, self._turns)
-        self._turns += 1
+        choice = choose_model(known, settings)
         scores = {one.model: one.score for one in known if one.score is not None}
         how = settings.policy, choice.why, scores, choice.waits, choice.unmeasured
         emit(ModelChosen(self.clock(), started_s, agents, choice.model, *how))
