@@ -39,6 +39,7 @@ from pathlib import Path
 from report import Row, report
 
 from agent_cache.memory import MemoryAgentPromptCache
+from benchmarks.chimera.baselines import enter_baselines
 from shell_router.app.models import running_models
 from shell_router.batch.questions import grader_of, is_right
 from shell_router.config import Config, EmbedderSettings, ModelSettings, PredictionSettings
@@ -187,6 +188,7 @@ async def settings_of(
         auto = Auto(MODELS, settings, figures)
         return setting_of(name, plain(AUTO), served, ModelChooser(served, auto, asked, clock=time.monotonic))
 
+    enter_baselines()
     slack = {one: ModelChoiceSettings("chimera", one) for one in slacks}
     always = AlwaysScored(predictor)
 

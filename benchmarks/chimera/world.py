@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agent_cache import MemoryAgentPromptCache
+from benchmarks.chimera.baselines import enter_baselines
 from benchmarks.chimera.tasks import APPS, MATH, MOST_TOKENS, Ability, Blur, Foreseen, Task
 from shell_router.core.engine import Generation, ServedModel
 from shell_router.core.events import Event, ModelChosen
@@ -201,6 +202,7 @@ def policies(predicted: Blur) -> Mapping[str, Policy]:
     """By name, with predictors that are off by so much."""
     chimera = {s: ModelChoiceSettings("chimera", s) for s in SLACKS}
     worth = {s: ModelChoiceSettings("worth", answer_worth_s=s) for s in WORTHS}
+    enter_baselines()
     fewest = ModelChoiceSettings("least_loaded")
     return {
         "vLLM": Policy(fewest, "fcfs", COUNTED),

@@ -236,7 +236,7 @@ async def pool_of(
     limits, model, key = config.limits, config.models[alias], f"models.{alias}.engine_key"
     return client(
         *addresses,
-        limits=PairLimits(stall_s=limits.engine_stall_s),
+        limits=PairLimits(stall_s=limits.engine_stall_s, answer_s=limits.request_timeout_s),
         retries=RetrySettings(attempts=limits.engine_attempts),
         breaker=BreakerSettings(failures=limits.breaker_failures, open_s=limits.breaker_open_s),
         rules=rules,

@@ -26,9 +26,7 @@ class Hints:
     `user` is the tenant: its requests have a fair share together. `end_user` is the tenant's own user or conversation,
     whose requests tend to share prefixes; it means nothing without the tenant. `program` is one run of the
     topology `topology`, `agent` the place in it. `output_tokens` are those that are expected of this request,
-    `total_tokens` those of this request and of all that follow it in its program (Chimera, section 3.4), `path_tokens`
-    those on the longest path from it to the program's end, which is what an answer waits for where agents run side by
-    side.
+    `total_tokens` those of this request and of all that follow it in its program (Chimera, section 3.4).
     """
 
     user: str | None = None
@@ -37,7 +35,6 @@ class Hints:
     agent: str | None = None
     output_tokens: float | None = None
     total_tokens: float | None = None
-    path_tokens: float | None = None
     end_user: str | None = None
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import orjson
 
-from shell_router.core.engine import NativeRoute, value
-from shell_router.core.sampling import check_depth, check_sampling, require_possible
+from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS, NativeRoute, value
+from shell_router.core.sampling import MAX_INTEGER, check_depth, check_sampling, require_possible
 from shell_router.errors import InvalidField, InvalidRequest, PromptTooLong
 
 _RESERVED = ("bootstrap_", "rid")
@@ -50,7 +50,7 @@ MAX_TOP_LOGPROBS = 128
 
 @value
 class NativeBody:
-    """A JSON object in SGLang's native shape, with one request, or with `batch` requests.
+    """A JSON object in SGLang's native shape, with one request, or with `batch` requests of `max_output_tokens` each.
 
     `opened` is the client's object without its closing brace, ready for more fields, which are `rid` and the router's
     `own`. With `input_logprobs` the answer shall hold log probabilities of the prompt.
@@ -62,6 +62,7 @@ class NativeBody:
     input_logprobs: bool
     opened: bytes
     own: Mapping[str, str]
+    max_output_tokens: int = DEFAULT_MAX_NEW_TOKENS
 
     @property
     def rids(self) -> tuple[str, ...]:
@@ -113,7 +114,8 @@ def read_native(
         _check_field(name, given, FIELDS[route], rules, own)
     _check_sampling(found, rules.vocabulary, openai=route.startswith("v1/"))
     opened = body.rstrip()[:-1].rstrip() + (b"," if found else b"")
-    return NativeBody(rid, _batch(found), found.get("stream") is True, wants_input_logprobs(found), opened, own)
+    batch, stream, limit = _batch(found), found.get("stream") is True, _max_output_tokens(found)
+    return NativeBody(rid, batch, stream, wants_input_logprobs(found), opened, own, limit)
 
 
 def _check_field(name: str, given: object, forwarded: Set[str], rules: NativeRules, own: Mapping[str, str]) -> None:
@@ -223,6 +225,14 @@ def _batch(found: Mapping[str, Any]) -> int | None:
     if isinstance(text, list):
         return len(text)
     return len(ids) if isinstance(ids, list) and ids and isinstance(ids[0], list) else None
+
+
+def _max_output_tokens(found: Mapping[str, Any]) -> int:
+    """The highest limit that is given for an output, in the names of all routes."""
+    given = [found, *as_list(found.get("sampling_params") or {})]
+    limits = [one.get(name) for one in given for name in ("max_new_tokens", "max_tokens", "max_completion_tokens")]
+    default = MAX_INTEGER if "messages" in found else DEFAULT_MAX_NEW_TOKENS
+    return max(0, max([limit for limit in limits if isinstance(limit, int)], default=default))
 
 
 def wants_input_logprobs(found: Mapping[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """Native requests passed through: the client's bytes there, the engine's bytes back."""
 
+import re
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,10 +15,13 @@ from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
 from shell_router.engines.wire import EventSplitter, broken_wire, rejected
 from shell_router.errors import AdapterMissing, EngineError
+from shell_router.routing.dispatcher import EngineSlot
 from shell_router.routing.failures import INTERNAL_ERROR, RETRYABLE_STATUSES
 from shell_router.routing.placement import PlacementRequest
 
 _DONE = b"[DONE]"
+_REPORTED = re.compile(rb'"completion_tokens": ?([0-9]{1,9})(?:[^\n]{0,500}?"index": ?([0-9]{1,4}))?')
+"""As engines write it, in a batch's events before the index; what a model writes has its quotes escaped."""
 _NO_OUTPUT = (orjson.JSONDecodeError, KeyError, TypeError, AttributeError)
 
 
@@ -114,9 +118,11 @@ class PairRelay:
         native = read_native(body, self.rid(), rules, own, route)
         if native.batch is not None:
             admit(native.batch)
-        tokens = max(1, len(body) // 4)  # about: it is not tokenized here
-        update = route == "prefill_only"
-        wanted = PlacementRequest(tokens, hints=hints, affinity=affinity, update=update, adapter=adapter)
+        update, requests = route == "prefill_only", native.batch or 1
+        # about: it is not tokenized here, and an image has many more bytes than a context
+        tokens = max(1, min(len(body) // 4, (rules.context_length or len(body)) * requests))
+        most = 0 if update else native.max_output_tokens
+        wanted = PlacementRequest(tokens, None, most, hints, affinity, update, adapter, requests=requests)
         if update and all(only.way != "pair" for only in self.prefill_only.values()):
             return self._prefilled_alone(native, wanted)
         return _ByPair(self, route, native, wanted)
@@ -203,7 +209,7 @@ async def _beginning(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
             raise error
     if good and not fails:
         legs.decode_server.succeeded()
-    chunks: AsyncIterator[bytes] = _DecodeBody(legs, first)
+    chunks: AsyncIterator[bytes] = _DecodeBody(legs, first, pair.decode)
     if native.input_logprobs and good:
         found = InputLogprobs(legs.prefill_server.name, await legs.prefilled())
         streamed = decode.content_type.startswith("text/event-stream")
@@ -214,20 +220,42 @@ async def _beginning(legs: Legs, native: NativeBody, pair: Pair) -> Relayed:
 class _DecodeBody(AsyncIterator[bytes]):
     """Decode's answer from `first` on. Its end does not wait for the prefill leg's.
 
+    What decode reports to have written counts on its `slot`; of a stream without a report, so do its events.
     No generator: the loop keeps a weak reference to each, which costs more than a chunk.
     """
 
-    def __init__(self, legs: Legs, first: bytes) -> None:
+    def __init__(self, legs: Legs, first: bytes, slot: EngineSlot[ServerClient]) -> None:
         self._legs = legs
         self._first: bytes | None = first
+        self._slot = slot
+        self._streamed = legs.decode.content_type.startswith("text/event-stream")
+        self._uncounted: list[bytes] = []
+        self._reported: dict[bytes | int, int] = {}  # by output
+        self._events = self._counted = 0
 
     async def __anext__(self) -> bytes:
         chunk, self._first = self._first, None
         if chunk := await self._legs.decode.read() if chunk is None else chunk:
+            self._uncounted.append(chunk)
+            if self._streamed and chunk.endswith(b"\n"):
+                self._count()
             return chunk
         if self._legs.decode.status == HTTP_OK:
+            self._count()
+            if self._counted and not self._slot.features.update:
+                self._slot.completed()
             self._legs.settle_later()
         raise StopAsyncIteration
+
+    def _count(self) -> None:
+        answer, self._uncounted = b"".join(self._uncounted), []
+        for place, (tokens, index) in enumerate(_REPORTED.findall(answer)):  # a stream's events count on
+            self._reported[index if self._streamed else place] = int(tokens)
+        self._events += answer.count(b"data:") * self._streamed
+        more = (sum(self._reported.values()) or self._events) - self._counted
+        if more > 0:
+            self._counted += more
+            self._slot.wrote(more)
 
 
 async def _body(response: Exchange) -> AsyncIterator[bytes]:

@@ -400,7 +400,7 @@ class AgentRun:
         if self._first is not None and (more := self.decoded - self._first[1]) > 0:
             token_s = (now_s - self._first[0]) / more
         hints, tokens = task.hints, finish.completion_tokens
-        self._estimates.observe_run(task.model.alias, hints.topology, hints.agent, tokens, now_s - ready_s, token_s)
+        self._estimates.observe_run(task.model.alias, hints, tokens, now_s - ready_s, token_s)
         self._emit(
             AgentFinished(
                 now_s,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shell_router.core.engine import ServedModel
+from shell_router.core.engine import Hints, ServedModel
 from shell_router.core.events import Degraded, Emit, ModelChosen
 from shell_router.core.predictors import NO_FORECAST, Forecast, Predictor, Prospect
 from shell_router.errors import UnknownModel
@@ -53,14 +53,13 @@ class LatencyEstimates:
         found.servers = model.prefill_servers
         return found
 
-    def observe_run(
-        self, model: str, topology: str | None, agent: str | None, tokens: int, run_s: float, token_s: float | None
-    ) -> None:
-        """The agent of this topology wrote `tokens` with `model` to its end, `run_s` after its prompt was complete, and
-        took `token_s` for each token after its first."""
+    def observe_run(self, model: str, hints: Hints, tokens: int, run_s: float, token_s: float | None) -> None:
+        """The agent of `hints` wrote `tokens` with `model` to its end, `run_s` after its prompt was complete, and took
+        `token_s` for each token after its first."""
+        named = (hints.topology, hints.agent) if hints.topology else (None, hints.agent, hints.user)
         self._observe(run_s, "run_s", model)
         self._observe(tokens, "tokens", model)
-        self._observe(tokens, "tokens", model, topology, agent)
+        self._observe(tokens, "tokens", model, *named)
         if token_s is not None:
             self._observe(token_s, "token_s", model)
 
@@ -68,9 +67,12 @@ class LatencyEstimates:
         """Mean seconds between a sequence's tokens."""
         return self._means.get(("token_s", model))
 
-    def output_tokens(self, model: str, topology: str | None, agent: str | None) -> float | None:
-        """Mean tokens that this agent of this topology writes with `model`; any agent, where it has not written yet."""
-        return self._means.get(("tokens", model, topology, agent), self._means.get(("tokens", model)))
+    def output_tokens(self, model: str, topology: str | None, agent: str | None, *user: str | None) -> float | None:
+        """Mean tokens that this agent of this topology writes with `model`; any agent, where it has not written yet.
+
+        An agent without a topology is its user's: tenants may name theirs alike.
+        """
+        return self._means.get(("tokens", model, topology, agent, *user), self._means.get(("tokens", model)))
 
     def observe_fate(self, topology: str, agent: str, *, decoded: bool, read: bool) -> None:
         """A run ended in which the agent's prompt was decoded or not, and its output read or left out."""
@@ -162,7 +164,6 @@ class ModelChooser:
         self._predictor = predictor
         self.predicts = predictor is not None
         self.clock = clock
-        self._turns = 0
         self.activity = Activity()
         self.estimates = LatencyEstimates()
 
@@ -195,8 +196,7 @@ class ModelChooser:
     ) -> str:
         """The model of `agents`, chosen now by what is in flight now."""
         known, settings = [self._candidate(model, forecast) for model in candidates], self._auto.settings
-        choice = choose_model(known, settings, self._turns)
-        self._turns += 1
+        choice = choose_model(known, settings)
         scores = {one.model: one.score for one in known if one.score is not None}
         how = settings.policy, choice.why, scores, choice.waits, choice.unmeasured
         emit(ModelChosen(self.clock(), started_s, agents, choice.model, *how))

@@ -228,7 +228,8 @@ class Plan:
                 holdouts.observe(key, held_out=held_out, seconds=seconds, now_s=now_s)
                 continue
             agents = [self.topology.agents[name] for name, task in self.tasks.items() if not task.prediction]
-            used = [answer.agents[one.id] for one in agents if one.drafts and drafts_of(self.topology, one) == key]
+            found = [answer.agents[one.id] for one in agents if one.drafts and drafts_of(self.topology, one) == key]
+            used = [one for one in found if one.model == key.models]  # and not its fallback
             compare_drafts(holdouts, key, used, held_out=held_out, now_s=now_s)
 
 
@@ -349,20 +350,12 @@ def hints_of(
         tokens = 0.0 if agent.votes else forecast.own_tokens.get(agent.model)
         if tokens is None:
             tokens = estimates.output_tokens(agent.model, topology.name, agent.id)
-        following = after[agent.id] = {agent.id}
-        paths: list[float | None] = [0.0]
-        for follower in topology.successors[agent.id]:
-            following |= after[follower]
-            paths.append(found[follower].path_tokens)
-        known = [one for one in paths if one is not None]
-        total = path = None
-        if tokens is not None and len(known) == len(paths):
-            path = tokens + max(known)
-            rest = sum([found[one].output_tokens or 0.0 for one in found if one in following])
-            total = forecast.total_tokens.get(agent.model, tokens + rest)
-        found[agent.id] = Hints(
-            request.tenant, request.id, topology.name, agent.id, tokens, total, path, request.end_user
-        )
+        following = after[agent.id] = {agent.id}.union(*(after[one] for one in topology.successors[agent.id]))
+        rest = [found[one].output_tokens for one in found if one in following]
+        known, total = [one for one in rest if one is not None], None
+        if tokens is not None and len(known) == len(rest):
+            total = forecast.total_tokens.get(agent.model, tokens + sum(known))
+        found[agent.id] = Hints(request.tenant, request.id, topology.name, agent.id, tokens, total, request.end_user)
     return found
 
 
@@ -467,7 +460,7 @@ async def plan_agent(
     else:
         model = chosen[candidates] = chooser.choose((request.agent,), candidates, forecast, started_s, emit)
     name = None if request.chat else request.agent  # a random one says nothing of the agents to come
-    own = forecast.own_tokens.get(model, chooser.estimates.output_tokens(model, None, name))
+    own = forecast.own_tokens.get(model, chooser.estimates.output_tokens(model, None, name, request.tenant))
     total = forecast.total_tokens.get(model)
     return model, Hints(request.tenant, request.program, None, name, own, total, end_user=request.end_user)
 

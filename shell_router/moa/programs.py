@@ -7,6 +7,7 @@ import uuid
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, takewhile
@@ -48,12 +49,13 @@ from shell_router.topology import AUTO, Graph
 class _Record:
     """One agent of a program, from the moment it was sent.
 
-    `model` is None if it is a topology, and `asked`, too, if it is written elsewhere.
+    `model` is None if it is a topology, and `asked`, too, if it is written elsewhere. `load` holds what it counts for.
     """
 
     asked: AgentRequest | None = None
     model: ServedModel | None = None
     precursors: frozenset[str] = frozenset()
+    load: ExitStack = field(default_factory=ExitStack)
     log: str = ""
     run: AgentRun | None = None
     task: asyncio.Task[Answer] | None = None
@@ -74,7 +76,7 @@ class _Record:
 
     def begin(self, task: asyncio.Task[Answer]) -> None:
         """Run `task`; when it ends, keep what can still be asked for."""
-        self.task = task
+        self.task, self.load = task, self.load.pop_all()  # the load stays when the call that sent it leaves
         task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[Answer]) -> None:
@@ -84,6 +86,7 @@ class _Record:
             self.ended = "failed"
         else:
             self.ended, self.answer = "finished", task.result()
+        self.load.close()
         self.output, self.run, self.task = self.text, None, None
         if self.asked is not None and self.asked.chat:
             self.asked = None  # it is sent once: its id is the router's
@@ -156,11 +159,12 @@ class Programs:
         model, hints = await self._planned(planned, choices.append)
         expected = hints.output_tokens
         tokens = float(planned.sampling["max_new_tokens"]) if expected is None else expected
-        with self._chooser.activity.program({request.agent: (model, tokens)}):
+        with ExitStack() as load:  # from the choice on, so that no other is made by the same load
+            load.enter_context(self._chooser.activity.program({request.agent: (model, tokens)}))
             planned = replace(planned, model=model, candidates=())
             task = self._task(planned, hints)
             await check_task(task)
-            record = _Record(request, task.model, frozenset(task.sources))
+            record = _Record(request, task.model, frozenset(task.sources), load)
             work = partial(self._answer, planned, task, record, choices, emit)
             return await self._once(planned, record, work, emit)
 

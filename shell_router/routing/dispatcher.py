@@ -7,8 +7,8 @@ from typing import Annotated, Generic, TypeVar
 
 from shell_router.core.durations import Durations
 from shell_router.core.engine import Placement
-from shell_router.errors import EngineUnavailable, Overloaded
-from shell_router.routing.engine_selection import BLIND, IGNORES_PREFIXES, Scene, SelectionSettings, choose, require
+from shell_router.errors import EngineUnavailable, Overloaded, require
+from shell_router.routing.engine_selection import BLIND, IGNORES_PREFIXES, Scene, SelectionSettings, choose
 from shell_router.routing.failures import Breaker
 from shell_router.routing.placement import (
     Choice,
@@ -95,8 +95,8 @@ class EngineSlot(Generic[E]):
         self._output = features.output_tokens
         self._held = self._written = 0
         self._closed = False
-        load.running += 1
-        load.updates += features.update
+        load.running += features.requests
+        load.updates += features.requests * features.update
         load.prefill_tokens += self._prefill
         load.output_tokens += self._output
 
@@ -134,7 +134,7 @@ class EngineSlot(Generic[E]):
 
     def completed(self) -> None:
         """All that it had to write is written."""
-        self._dispatcher.prompts.wrote(self._written)
+        self._dispatcher.prompts.wrote(self._written / self.features.requests)
 
     def close(self) -> None:
         """The engine has done with it, however it ended. Calling it again changes nothing."""
@@ -142,8 +142,8 @@ class EngineSlot(Generic[E]):
             return
         self._closed = True
         load = self._load
-        load.running -= 1
-        load.updates -= self.features.update
+        load.running -= self.features.requests
+        load.updates -= self.features.requests * self.features.update
         load.prefill_tokens -= self._prefill
         load.output_tokens -= self._output
         load.held_tokens -= self._held

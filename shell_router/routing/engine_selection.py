@@ -9,14 +9,8 @@ from math import ceil, inf
 from typing import Annotated
 
 from shell_router.core.engine import value
-from shell_router.errors import ConfigError
+from shell_router.errors import require
 from shell_router.routing.placement import Choice, ChoiceMemory, EngineState, RoutingFeatures
-
-
-def require(holds: bool, otherwise: str) -> None:
-    """Raise ConfigError with `otherwise`, a sentence without its full stop, unless `holds`."""
-    if not holds:
-        raise ConfigError(f"{otherwise}.", remedy="docs/explanation/scheduling.md explains each setting.")
 
 
 @value

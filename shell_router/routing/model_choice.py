@@ -1,37 +1,30 @@
-"""Which of several models answers: Chimera's Algorithm 1 (lines 4 to 22), and simpler ways to compare it with."""
+"""Which of several models answers: Chimera's Algorithm 1 (lines 4 to 22), and simpler ways."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from shell_router.errors import require
-
-ModelPolicy = Literal["chimera", "worth", "least_loaded", "round_robin", "best_score"]
-Reason = Literal["only", "kept", "fastest", "better", "worth", "no_scores", "least_loaded", "in_turn", "best_score"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChoiceSettings:
     """How models are chosen.
 
-    The paper's slack is nothing as long as any model is idle, so that whatever else is known the idle one answers:
-    `slack_s`, our own, is added to it.
+    As in the paper, the slack is nothing as long as any model is idle: whatever else is known, the idle one answers.
     """
 
-    policy: Annotated[
-        ModelPolicy, "How a model is chosen: `chimera`, `worth`, `least_loaded`, `round_robin` or `best_score`."
-    ] = "chimera"
+    policy: Annotated[str, "How a model is chosen: `chimera`, `worth` or `best_score`."] = "chimera"
     latency_slack: Annotated[
         float, "Chimera's tau: a model may be expected to take (1 + tau) times as long as the fastest."
     ] = 1.0
     score_margin: Annotated[float, "Chimera's Delta s: by how much a slower model's score must be higher."] = 0.05
-    slack_s: Annotated[float, "Seconds added to the latency slack, which is 0 while any model is idle."] = 0.0
     answer_worth_s: Annotated[float, "Of policy `worth`: seconds of waiting that a right answer makes up for."] = 20.0
 
     def __post_init__(self) -> None:
         require(self.policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        for name in ("latency_slack", "score_margin", "slack_s"):
+        for name in ("latency_slack", "score_margin"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{name} must be at least 0 and finite, not {value}")
         worth_s = self.answer_worth_s
@@ -62,19 +55,18 @@ class ModelChoice:
     """
 
     model: str
-    why: Reason
+    why: str
     waits: Mapping[str, float] = field(default_factory=dict)
     unmeasured: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What policies see: the models, at least one, the wait for each, and how many choices were made before."""
+    """What policies see: the models, at least one, and the wait for each."""
 
     candidates: Sequence[Candidate]
     settings: ModelChoiceSettings
     waits: Mapping[str, float]
-    turn: int
 
     @property
     def fastest(self) -> Candidate:
@@ -84,7 +76,7 @@ class Scene:
     @property
     def within_slack(self) -> Sequence[Candidate]:
         """Line 18; the fastest is among them."""
-        limit = (1 + self.settings.latency_slack) * min(self.waits.values()) + self.settings.slack_s
+        limit = (1 + self.settings.latency_slack) * min(self.waits.values())
         return [one for one in self.candidates if self.waits[one.model] <= limit]
 
     @property
@@ -93,12 +85,12 @@ class Scene:
         return all(one.score is not None for one in self.candidates)
 
 
-def choose_model(candidates: Sequence[Candidate], settings: ModelChoiceSettings, turn: int = 0) -> ModelChoice:
-    """One of `candidates`, which are not empty. `turn` counts choices, for the policy that takes turns."""
+def choose_model(candidates: Sequence[Candidate], settings: ModelChoiceSettings) -> ModelChoice:
+    """One of `candidates`, which are not empty."""
     waits, unmeasured = _waits(candidates)
     if len(candidates) == 1:
         return ModelChoice(candidates[0].model, "only", waits, unmeasured)
-    chosen, why = POLICIES[settings.policy](Scene(candidates, settings, waits, turn))
+    chosen, why = POLICIES[settings.policy](Scene(candidates, settings, waits))
     return ModelChoice(chosen.model, why, waits, unmeasured)
 
 
@@ -106,7 +98,7 @@ def scores_decide(candidates: Sequence[Candidate], settings: ModelChoiceSettings
     """Whether scores could change which of `candidates` is chosen, as busy as they are. Reads none."""
     if len(candidates) == 1 or settings.policy not in READS_SCORES:
         return False
-    return settings.policy != "chimera" or len(Scene(candidates, settings, _waits(candidates)[0], 0).within_slack) > 1
+    return settings.policy != "chimera" or len(Scene(candidates, settings, _waits(candidates)[0]).within_slack) > 1
 
 
 def _waits(candidates: Sequence[Candidate]) -> tuple[Mapping[str, float], tuple[str, ...]]:
@@ -120,10 +112,10 @@ def _waits(candidates: Sequence[Candidate]) -> tuple[Mapping[str, float], tuple[
     return waits, unmeasured
 
 
-Policy = Callable[[Scene], tuple[Candidate, Reason]]
+Policy = Callable[[Scene], tuple[Candidate, str]]
 
 
-def chimera(scene: Scene) -> tuple[Candidate, Reason]:
+def chimera(scene: Scene) -> tuple[Candidate, str]:
     """The highest score within the latency slack and above the score margin (lines 12 to 22); without scores, the load.
 
     The paper's loop ends at the first model within the slack, whether its score suffices or not: those after it have
@@ -140,7 +132,7 @@ def chimera(scene: Scene) -> tuple[Candidate, Reason]:
     return fastest, "fastest"
 
 
-def worth(scene: Scene) -> tuple[Candidate, Reason]:
+def worth(scene: Scene) -> tuple[Candidate, str]:
     """The highest score less what waiting costs, q[m] - (L[m] + own time) / `answer_worth_s`; without scores, the load.
 
     Our own. Chimera's slack lets every question to a better model while there is room, and none when there is not; here
@@ -157,30 +149,18 @@ def worth(scene: Scene) -> tuple[Candidate, Reason]:
     return max(scene.candidates, key=gain), "worth"
 
 
-def least_loaded(scene: Scene) -> tuple[Candidate, Reason]:
-    """m_fast, whatever the scores."""
-    return scene.fastest, "least_loaded"
-
-
-def round_robin(scene: Scene) -> tuple[Candidate, Reason]:
-    """One after the other."""
-    return scene.candidates[scene.turn % len(scene.candidates)], "in_turn"
-
-
-def best_score(scene: Scene) -> tuple[Candidate, Reason]:
+def best_score(scene: Scene) -> tuple[Candidate, str]:
     """The highest score, whatever the load; without scores, the load."""
     return (max(scene.candidates, key=_score), "best_score") if scene.scored else (scene.fastest, "no_scores")
 
 
-POLICIES: Mapping[str, Policy] = {
+POLICIES: dict[str, Policy] = {
     "chimera": chimera,
     "worth": worth,
-    "least_loaded": least_loaded,
-    "round_robin": round_robin,
     "best_score": best_score,
 }
 READS_SCORES = frozenset({"chimera", "worth", "best_score"})
-"""Policies whose choice depends on scores; for the others they need not be predicted."""
+"""Policies whose choice depends on scores; for others they need not be predicted."""
 
 
 def _score(candidate: Candidate) -> float:

@@ -58,8 +58,8 @@ class EngineState:
 class PlacementRequest:
     """A request that needs an engine of each role.
 
-    `ids` are its prompt's, where they are known. An `update` is prefill-only. `affinity` and `adapter` are as in
-    `Generation`.
+    `ids` are its prompt's, where they are known. An `update` is prefill-only. `affinity`, `adapter` and `cache_key`
+    are as in `Generation`. A batch of `requests` has `prompt_tokens` in all, and `max_output_tokens` each.
     """
 
     prompt_tokens: int
@@ -69,13 +69,15 @@ class PlacementRequest:
     affinity: str | None = None
     update: bool = False
     adapter: str | None = None
+    cache_key: str | None = None
+    requests: int = 1
 
     @classmethod
     def of(cls, request: Generation, *, update: bool = False) -> "PlacementRequest":
         """What a dispatcher needs to know of `request`."""
         ids, limit = request.input_ids, request.sampling.get("max_new_tokens")
         most = 0 if update else DEFAULT_MAX_NEW_TOKENS if limit is None else limit
-        return cls(len(ids), ids, most, request.hints, request.affinity, update, request.adapter)
+        return cls(len(ids), ids, most, request.hints, request.affinity, update, request.adapter, request.cache_key)
 
 
 @value
@@ -86,7 +88,8 @@ class RoutingFeatures:
     `overlaps` are leading prompt tokens that an engine, by its index, has had before; engines that had none are absent.
     `grows` identifies the growing prompt that it is of. `adapter` is as in `Generation`. `update` marks a prefill-only
     request; without `prefills` the
-    engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix index.
+    engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix index. A
+    batch is several `requests`.
     """
 
     prompt_tokens: int = 0
@@ -99,6 +102,7 @@ class RoutingFeatures:
     prefills: bool = True
     adapter: str | None = None
     blocks: tuple[int, ...] = ()
+    requests: int = 1
 
     @property
     def user(self) -> str | None:
@@ -205,9 +209,9 @@ class PrefixIndex:
             self._engines.popitem(last=False)
 
 
-def blocks_of(ids: Sequence[int], adapter: str | None = None) -> tuple[int, ...]:
-    """The prompt's whole blocks, each by a hash of all tokens up to its end and of the adapter that reads them."""
-    known, blocks = hash(adapter), []
+def blocks_of(ids: Sequence[int], adapter: str | None = None, cache_key: str | None = None) -> tuple[int, ...]:
+    """The prompt's whole blocks, each by a hash of all tokens up to its end, of their adapter and of their cache."""
+    known, blocks = hash((adapter, cache_key)), []
     for begin in range(0, min(len(ids), MAX_BLOCKS * BLOCK_TOKENS) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         known = hash((known, tuple(ids[begin : begin + BLOCK_TOKENS])))
         blocks.append(known)
@@ -229,16 +233,18 @@ class PromptIndex:
         """The request as engines see it that prefill it, decode it, or do both."""
         hints, grows, resident = request.hints, None, 0
         if prefills and request.affinity is not None:
-            # clients' own keys may be long, and KV of one adapter is of no use to another
-            grows = hash((request.affinity, request.adapter))
-            resident = self._homes.get(grows, (0, 0))[1]
+            # clients' own keys may be long and equal to another tenant's; KV of one adapter is of no use to another
+            grows = hash((hints.user, request.affinity, request.adapter))
+            if request.ids is not None:  # else the key is a client's, whose next prompt need not continue the last
+                resident = self._homes.get(grows, (0, 0))[1]
         blocks: tuple[int, ...] = ()
         if self.prefixes is not None and prefills and request.ids is not None:
-            blocks = blocks_of(request.ids, request.adapter)
+            blocks = blocks_of(request.ids, request.adapter, request.cache_key)
         output_tokens = 0
         if decodes:
             expected = hints.output_tokens
-            output_tokens = min(request.max_output_tokens, round(self._mean_output if expected is None else expected))
+            each = min(request.max_output_tokens, round(self._mean_output if expected is None else expected))
+            output_tokens = each * request.requests
         return RoutingFeatures(
             request.prompt_tokens,
             max(1, request.prompt_tokens - resident),
@@ -250,6 +256,7 @@ class PromptIndex:
             prefills,
             request.adapter,
             blocks,
+            request.requests,
         )
 
     def home(self, features: RoutingFeatures) -> int | None:
@@ -273,8 +280,8 @@ class PromptIndex:
         new_tokens = max(1, features.prompt_tokens - known)
         return features if new_tokens == features.new_tokens else replace(features, new_tokens=new_tokens)
 
-    def wrote(self, tokens: int) -> None:
-        """A request ended after `tokens` output tokens."""
+    def wrote(self, tokens: float) -> None:
+        """A request ended after `tokens` output tokens; of a batch, their mean."""
         self._mean_output += _WEIGHT * (tokens - self._mean_output)
 
 

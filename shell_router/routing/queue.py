@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from shell_router.errors import EngineUnavailable
-from shell_router.routing.engine_selection import require
+from shell_router.core.engine import Hints
+from shell_router.errors import EngineUnavailable, require
 from shell_router.routing.placement import KEPT, Choice, RoutingFeatures
 
 OUTPUT_WEIGHT = 2
@@ -39,7 +39,7 @@ class QueueSettings:
 
     order: Annotated[
         str,
-        "Which request is next: `fcfs`, `shortest_prefill`, `shortest_total`, `critical_path` or `least_attained`.",
+        "Which request is next: `fcfs`, `shortest_prefill`, `shortest_total` or `least_attained`.",
     ] = "fcfs"
     bind: Annotated[
         str, "Choose the engine when one has capacity (`place`), or when the request arrives (`arrival`)."
@@ -128,19 +128,8 @@ def shortest_total(one: QueueEntry, queue: "RequestQueue") -> Key:
     of which nothing is expected count the output that is expected of themselves.
     """
     hints = one.features.hints
-    level = queue.level(hints.program) - one.missed // queue.settings.starvation_misses
+    level = queue.level(hints) - one.missed // queue.settings.starvation_misses
     return (level, one.features.output_tokens if hints.total_tokens is None else hints.total_tokens)
-
-
-def critical_path(one: QueueEntry, queue: "RequestQueue") -> Key:
-    """The program that came first, and of its agents the one with the longest path to the answer.
-
-    So a program that has begun is finished before another begins, and its slowest sibling, for which all others would
-    wait, starts first.
-    """
-    hints = one.features.hints
-    path = one.features.output_tokens if hints.path_tokens is None else hints.path_tokens
-    return (queue.began_s(hints.program, one.arrived_s), -path)
 
 
 def least_attained(one: QueueEntry, queue: "RequestQueue") -> Key:
@@ -155,7 +144,6 @@ ORDERS: dict[str, Order] = {
     "fcfs": fcfs,
     "shortest_prefill": shortest_prefill,
     "shortest_total": shortest_total,
-    "critical_path": critical_path,
     "least_attained": least_attained,
 }
 """Every order by the name that settings give it."""
@@ -176,7 +164,7 @@ def turn(one: QueueEntry, queue: "RequestQueue", now_s: float) -> Key:
 class RequestQueue:
     """The requests that wait, which is next, and what orders know of users and programs.
 
-    That is the tokens that users were served, when programs began, and how far their requests have risen.
+    That is the tokens that users were served, and how far the requests of programs have risen.
     """
 
     def __init__(self, settings: QueueSettings) -> None:
@@ -185,20 +173,15 @@ class RequestQueue:
         self._chosen = 0
         self._attained: OrderedDict[str | None, float] = OrderedDict()
         self._active: Counter[str | None] = Counter()
-        self._began_s: OrderedDict[str, float] = OrderedDict()
-        self._levels: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._levels: OrderedDict[tuple[str | None, str | None], tuple[int, int]] = OrderedDict()
 
     def attained(self, user: str | None) -> float:
         """Tokens that this user was served, outputs twice, divided by its weight, 1 where it has none."""
         return self._attained.get(user, 0.0)
 
-    def began_s(self, program: str | None, otherwise: float) -> float:
-        """When the program's first request arrived."""
-        return otherwise if program is None else self._began_s.get(program, otherwise)
-
-    def level(self, program: str | None) -> int:
-        """The starvation level at which the program's requests start: 0 or below."""
-        return 0 if program is None else self._levels.get(program, (0, 0))[0]
+    def level(self, hints: Hints) -> int:
+        """The starvation level at which requests of this tenant's program start: 0 or below."""
+        return self._levels.get((hints.user, hints.program), (0, 0))[0]
 
     def next(self, can_go: Callable[[QueueEntry], bool], now_s: float) -> QueueEntry | None:
         """The next, by the settings' order, of those that can go; None where none can."""
@@ -211,14 +194,11 @@ class RequestQueue:
 
     def join(self, entry: QueueEntry) -> None:
         """A request arrives. A user without requests gets no more credit than the least served user with some."""
-        user, program = entry.features.user, entry.features.hints.program
+        user = entry.features.user
         if not self._active[user] and self._active.total():
             least = min(self.attained(one) for one, requests in self._active.items() if requests)
             self._set(user, max(self.attained(user), least))
         self._active[user] += 1
-        if program is not None:
-            self._began_s.setdefault(program, entry.arrived_s)
-            _forget_oldest(self._began_s)
         entry.chosen_before = self._chosen
         self.entries.append(entry)
 
@@ -226,8 +206,9 @@ class RequestQueue:
         """It is served next, and `new_tokens` of its prompt are to be prefilled."""
         self.entries.remove(entry)
         self._chosen += 1
-        program, risen = entry.features.hints.program, entry.missed // self.settings.starvation_misses
-        if program is not None:
+        hints, risen = entry.features.hints, entry.missed // self.settings.starvation_misses
+        if hints.program is not None:
+            program = hints.user, hints.program  # a client may name its program as another tenant's
             level, left = self._levels.pop(program, (0, 0))
             level, left = (-risen, self.settings.quantum) if risen else (level, left - 1)
             if left > 0:

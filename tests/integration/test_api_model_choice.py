@@ -11,7 +11,6 @@ from shell_router.errors import ConfigError
 from shell_router.moa.choosing import Auto, ModelChooser
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
-from shell_router.routing.model_choice import ModelChoiceSettings
 from shell_router.telemetry.recorder import Recorder
 from shell_router.topology import Agent, Topology
 from tests.fakes.api_server import api, chat
@@ -20,10 +19,10 @@ from tests.fakes.moa import FixedPredictor, ScriptedMoa
 SCORES = {"small": 0.2, "medium": 0.5, "large": 0.9}
 
 
-def choosing(settings: ModelChoiceSettings | None = None) -> ScriptedMoa:
+def choosing() -> ScriptedMoa:
     """Choices among three models whose scores are known."""
     moa = ScriptedMoa()
-    auto = Auto(("small", "medium", "large"), settings or ModelChoiceSettings())
+    auto = Auto(("small", "medium", "large"))
     chooser = ModelChooser(moa.models, auto, FixedPredictor(scores=SCORES), clock=monotonic)
     moa.executor = Executor(moa.models, moa.cache, moa.embedder, clock=monotonic, chooser=chooser)
     moa.programs = Programs(moa.models, moa.cache, clock=monotonic, chooser=chooser)
@@ -74,15 +73,15 @@ async def test_a_list_that_cannot_be_chosen_from_is_refused(named: object) -> No
 
 
 async def test_an_agent_program_keeps_its_model() -> None:
-    async with api(choosing(ModelChoiceSettings("round_robin"))) as served:
+    async with api(choosing()) as served:
         reported = []
         for agent in ("first", "second"):
             body = {"program": "p", "agent": agent, "model": "auto", "prompt": "Say something."}
             async with served.client.post(served.url + "/v1/agent/requests", json=body) as response:
                 reported.append((response.headers["x-model-choice"], (await response.json())["model"]))
         assert reported == [
-            ("first=small, round_robin: in_turn", "small"),
-            ("second=small, round_robin: kept", "small"),
+            ("first=large, chimera: better", "large"),
+            ("second=large, chimera: kept", "large"),
         ]
 
 

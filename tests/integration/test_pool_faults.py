@@ -3,10 +3,13 @@
 import asyncio
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.scripted.server import Fault, ScriptedSettings
+from shell_router.app.models import pool_of
+from shell_router.config import Config, Limits, ModelSettings
 from shell_router.core.engine import Tokens
 from shell_router.engines.address import PairAddress, PairLimits
 from shell_router.engines.sglang import SglangPair
@@ -152,6 +155,17 @@ async def test_a_relayed_request_whose_leg_fails(
             assert answer.status == 200
             assert b"".join([chunk async for chunk in answer.chunks])
         await at.quiet()
+
+
+async def test_an_answer_in_one_piece_is_waited_for_as_long_as_a_request_may_take() -> None:
+    async with served() as at:
+        at.break_leg("decode", Fault("stall"))
+        config = Config({"small": ModelSettings(Path())}, limits=Limits(request_timeout_s=0.3))
+        pair = await pool_of("small", at.pair.addresses, config)
+        with pytest.raises(EngineStalled, match="decode engine"):
+            async with asyncio.timeout(10), pair.forward("generate", b'{"input_ids": [1, 2, 3]}'):
+                pass
+        await pair.aclose()
 
 
 async def test_a_stream_that_stalls_names_the_leg() -> None:

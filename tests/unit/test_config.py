@@ -89,7 +89,7 @@ def test_a_policy_that_does_not_exist_is_refused_with_those_that_do(
     error = str(_error(tmp_path, MODELS + f"scheduling: {scheduling}\n"))
     assert error.startswith(f"{tmp_path / 'router.yaml'}:2: ")
     assert words in error
-    assert "docs/explanation/scheduling.md" in error
+    assert "docs/reference/settings.md" in error
 
 
 def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.core.engine import NativeRoute
+from shell_router.core.engine import DEFAULT_MAX_NEW_TOKENS, NativeRoute
 from shell_router.engines.native_body import FIELDS, MEDIA, NativeRules, read_native
 from shell_router.errors import InvalidRequest, PromptTooLong
 
@@ -167,3 +167,24 @@ def test_a_start_of_log_probabilities_that_ends_a_prefill_server_is_refused(star
     with pytest.raises(InvalidRequest, match="logprob_start_len"):
         read_native(b'{"logprob_start_len": %s}' % start.encode(), "fresh")
     read_native(b'{"logprob_start_len": [-1, 0, null]}', "fresh")
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "most"),
+    [
+        ("generate", {}, DEFAULT_MAX_NEW_TOKENS),
+        ("generate", {"sampling_params": {"max_new_tokens": 4096}}, 4096),
+        ("generate", {"input_ids": [[1], [2]], "sampling_params": [{"max_new_tokens": 3}, {"max_new_tokens": 5}]}, 5),
+        ("generate", {"sampling_params": {"max_new_tokens": -1}}, 0),
+        ("v1/completions", {"prompt": "x", "max_tokens": 4096}, 4096),
+        ("v1/chat/completions", {"messages": [], "max_completion_tokens": 7}, 7),
+    ],
+)
+def test_the_limit_of_an_output_is_read_by_the_name_that_its_route_has(
+    route: NativeRoute, body: dict[str, object], most: int
+) -> None:
+    assert read_native(orjson.dumps(body), "fresh", route=route).max_output_tokens == most
+
+
+def test_a_chat_without_a_limit_writes_as_long_as_it_likes() -> None:
+    assert read_native(b'{"messages": []}', "fresh", route="v1/chat/completions").max_output_tokens > 10**6

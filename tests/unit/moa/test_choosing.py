@@ -9,10 +9,9 @@ from shell_router.moa.choosing import Auto, ModelChooser
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
 from shell_router.moa.requests import AgentRequest
-from shell_router.routing.model_choice import ModelChoiceSettings
 from shell_router.topology import AUTO, Agent, Prompt, Topology
 from tests.fakes.moa import FixedPredictor, Recorder, ScriptedMoa, ask
-from tests.fakes.scripted_engine import Gates
+from tests.fakes.scripted_engine import Gates, Hold
 
 PLAIN = Topology(AUTO, {AUTO: Agent(AUTO, AUTO, candidates=("small", "large"))})
 READER = Prompt(prefix="{question}", slot=" {output}")
@@ -91,13 +90,6 @@ async def test_a_predictor_in_trouble_costs_the_scores_and_is_reported() -> None
     assert events.of(ModelChosen)[0].why == "no_scores"
 
 
-async def test_policies_that_do_not_read_scores_ask_for_none() -> None:
-    predictor = FixedPredictor(scores=LARGE.scores)
-    moa = ChoosingMoa(predictor, Auto(("small", "large"), ModelChoiceSettings("round_robin")))
-    await moa.executor.run(PLAIN, ask(), lambda _: None)
-    assert [one.scored for one in predictor.asked] == [False]
-
-
 async def test_scores_are_asked_for_only_while_another_model_is_within_the_slack() -> None:
     gates, predictor = Gates(AUTO), FixedPredictor(scores=LARGE.scores, own_tokens={"small": 7.0, "large": 9.0})
     moa, events = ChoosingMoa(predictor, Auto(("small", "large")), pace=gates.pace), Recorder()
@@ -115,7 +107,7 @@ async def test_learned_lengths_reach_the_engines_hints() -> None:
     moa = ChoosingMoa(FixedPredictor(own_tokens={"small": 7.0}, total_tokens={"small": 30.0}))
     await moa.executor.run(Topology("one", {"a": Agent("a", "small")}), ask(), lambda _: None)
     hints = moa.engines["small"].generated[0].hints
-    assert (hints.output_tokens, hints.total_tokens, hints.path_tokens) == (7.0, 30.0, 7.0)
+    assert (hints.output_tokens, hints.total_tokens) == (7.0, 30.0)
 
 
 async def test_a_topology_without_choices_asks_for_lengths_and_for_no_scores() -> None:
@@ -158,14 +150,17 @@ def send(agent: str, program: str = "p", **fields: object) -> AgentRequest:
 
 
 async def test_an_agent_program_keeps_its_model_and_another_takes_its_own() -> None:
-    settings = ModelChoiceSettings("round_robin")
-    moa, events = ChoosingMoa(auto=Auto(("small", "large"), settings)), Recorder()
-    for program, agent in (("p", "first"), ("p", "second"), ("q", "first")):
-        await moa.programs.run(send(agent, program), events.emit)
+    hold = Hold(0)
+    moa, events = ChoosingMoa(auto=Auto(("small", "large")), pace=hold.pace), Recorder()
+    sent = (("p", "first"), ("p", "second"), ("q", "first"))
+    running = [asyncio.create_task(moa.programs.run(send(agent, program), events.emit)) for program, agent in sent]
+    await hold.until_waiting()
+    hold.release()
+    await asyncio.gather(*running)
     assert [(event.model, event.why) for event in events.of(ModelChosen)] == [
-        ("small", "in_turn"),
+        ("small", "no_scores"),
         ("small", "kept"),
-        ("large", "in_turn"),
+        ("large", "fastest"),
     ]
 
 
@@ -177,7 +172,21 @@ async def test_other_candidates_in_the_same_program_are_another_choice() -> None
 
 
 async def test_agents_of_one_program_that_come_together_get_one_model() -> None:
-    settings = ModelChoiceSettings("round_robin")
-    moa, events = ChoosingMoa(auto=Auto(("small", "large"), settings)), Recorder()
+    moa, events = ChoosingMoa(auto=Auto(("small", "large"))), Recorder()
     await asyncio.gather(*(moa.programs.run(send(f"agent-{n}"), events.emit) for n in range(4)))
     assert {event.model for event in events.of(ModelChosen)} == {"small"}
+
+
+async def test_an_agent_counts_as_load_until_it_ends_whichever_of_its_calls_leave() -> None:
+    hold = Hold(0)
+    moa = ChoosingMoa()
+    for engine in moa.engines.values():
+        engine.pace = hold.pace
+    first, again = (asyncio.create_task(moa.programs.run(send("a"), print)) for _ in range(2))
+    await hold.until_waiting()
+    first.cancel()
+    await asyncio.wait([first])
+    assert moa.chooser.activity.in_flight("small") > 0
+    hold.release()
+    await again
+    assert moa.chooser.activity.in_flight("small") == 0

@@ -2,13 +2,14 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from time import monotonic
 
 import pytest
 
 from shell_router.api.frames import usage
 from shell_router.api.models import straight_through
 from shell_router.core.engine import Finish, Generation, Prefilled, Tokens
-from shell_router.errors import InvalidField
+from shell_router.errors import EngineUnreachable, InvalidField
 from shell_router.moa.executor import Executor
 from shell_router.moa.programs import Programs
 from shell_router.moa.requests import AgentRequest, OutputOf
@@ -169,6 +170,21 @@ async def test_drafts_that_pay_stay_on_and_equal_seeds_are_held_out_alike() -> N
     assert worlds[0].seen().state == "on"
     assert benefit is not None
     assert benefit.mean == pytest.approx(0.5)
+
+
+async def test_what_a_fallback_wrote_says_nothing_of_the_drafts_of_the_model_that_failed() -> None:
+    moa = ScriptedMoa({"root": Script("so it is and goes on", piece_words=1, drafted_tokens=4)})
+    models = {name: replace(one, drafts="auto") for name, one in moa.models.items()}
+    executor = Executor(models, moa.cache, None, clock=monotonic, holdouts=HoldoutSettings())
+    graph = parse_topology(tree(), source="t.yaml")
+    graph = replace(graph, agents={**graph.agents, "root": replace(graph.root, fallbacks=("large",))})
+    moa.engines["medium"].answer = lambda request: Script(
+        "so", error=EngineUnreachable("It is gone.") if agent_of(request) == "root" else None
+    )
+    answer = await executor.run(graph, ask(), Recorder().emit)
+    usage = answer.agents["root"]
+    assert (usage.model, usage.drafted_tokens) == ("large", 4)
+    assert not list(executor.holdouts.comparisons())
 
 
 async def test_a_model_that_always_drafts_is_not_compared_and_an_engine_that_drafts_nothing_neither() -> None:

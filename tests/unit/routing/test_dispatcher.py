@@ -35,7 +35,8 @@ def dispatcher(
 
 
 def wanted(tokens: int = 10, affinity: str | None = None, **hints: object) -> PlacementRequest:
-    return PlacementRequest(tokens, affinity=affinity, hints=Hints(**hints))  # type: ignore[arg-type]
+    ids = None if affinity is None else range(tokens)
+    return PlacementRequest(tokens, ids, affinity=affinity, hints=Hints(**hints))  # type: ignore[arg-type]
 
 
 def virtually(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
@@ -121,6 +122,17 @@ async def test_a_growing_prompt_waits_for_the_engine_that_holds_its_kv_and_lets_
     assert (await grown).engine == "engine 0"
     assert at.choices["growing_prompt"] == 1
     assert at.tracked[0].load.prefill_tokens == 20, "10 of its 30 tokens are there already"
+
+
+@virtually
+async def test_a_clients_routing_key_chooses_the_engine_of_one_tenant_and_counts_every_prompt_in_full() -> None:
+    at = dispatcher(QueueSettings(), engines=3)
+    slots = [
+        await engine_slot(at, PlacementRequest(2000, affinity="1", hints=Hints(user)))
+        for user in ("alice", "bob", "bob")
+    ]
+    assert [slot.engine for slot in slots] == ["engine 0", "engine 1", "engine 1"]
+    assert [one.load.prefill_tokens for one in at.tracked] == [2000, 4000, 0]
 
 
 @virtually
@@ -259,6 +271,19 @@ async def test_a_stale_report_is_ignored() -> None:
     assert (await engine_slot(at, wanted())).placement().why == "lowest_kv_usage"
     await asyncio.sleep(SchedulingSettings().stale_s)
     assert (await engine_slot(at, wanted())).placement().why == "no_metrics"
+
+
+@virtually
+async def test_a_batch_takes_as_many_places_as_it_has_requests() -> None:
+    at = dispatcher(QueueSettings(max_running=4), engines=1)
+    batch = await engine_slot(at, replace(wanted(), requests=3))
+    await engine_slot(at, wanted())
+    waits = asyncio.create_task(engine_slot(at, wanted()))
+    await soon()
+    assert (at.tracked[0].load.running, at.waiting) == (4, 1)
+    batch.close()
+    (await waits).close()
+    assert at.tracked[0].load.running == 1
 
 
 @virtually

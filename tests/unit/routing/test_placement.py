@@ -1,7 +1,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shell_router.routing.placement import BLOCK_TOKENS, MAX_BLOCKS, PrefixIndex, blocks_of
+from shell_router.core.engine import Generation
+from shell_router.routing.placement import (
+    BLOCK_TOKENS,
+    MAX_BLOCKS,
+    PlacementRequest,
+    PrefixIndex,
+    PromptIndex,
+    RoutingFeatures,
+    blocks_of,
+)
 
 SHARED = list(range(3 * BLOCK_TOKENS))
 
@@ -31,6 +40,19 @@ def test_prompts_for_different_adapters_share_nothing() -> None:
     index.add(blocks_of(SHARED, "algebra"), 0)
     assert index.overlaps(blocks_of(SHARED, "algebra")) == {0: 3 * BLOCK_TOKENS}
     assert index.overlaps(blocks_of(SHARED, "biology")) == index.overlaps(blocks_of(SHARED)) == {}
+
+
+def test_what_a_tenant_with_a_prefix_cache_of_its_own_has_sent_is_new_for_all_others() -> None:
+    prompts = PromptIndex()
+    prompts.prefixes = PrefixIndex()
+
+    def seen(cache_key: str | None) -> RoutingFeatures:
+        request = PlacementRequest.of(Generation("r", SHARED, cache_key=cache_key))
+        return prompts.features(request, prefills=True, decodes=True)
+
+    prompts.sent(seen("alice"), 0)
+    assert seen("alice").overlaps == {0: 3 * BLOCK_TOKENS}
+    assert seen("bob").overlaps == seen(None).overlaps == {}
 
 
 def test_what_was_met_longest_ago_is_forgotten_first() -> None:

@@ -54,21 +54,11 @@ def test_missing_s_turns_raises_a_request_above_all_that_missed_fewer() -> None:
 def test_a_promoted_programs_next_q_requests_start_as_high() -> None:
     queue = RequestQueue(QueueSettings("shortest_total", quantum=2))
     for missed, level in ((queue.settings.starvation_misses, -1), (0, -1), (0, 0)):
-        entry = QueueEntry(asked(900, program="slow", total_tokens=900.0), 0.0, missed)
+        entry = QueueEntry(asked(900, user="ann", program="slow", total_tokens=900.0), 0.0, missed)
         queue.join(entry)
         queue.chosen(entry, 900)
-        assert queue.level("slow") == level
-
-
-def test_the_oldest_program_goes_first_and_its_slowest_sibling_before_the_others() -> None:
-    queue = RequestQueue(QueueSettings("critical_path"))
-    old = [asked(10, program="old", path_tokens=path) for path in (100.0, 400.0)]
-    young = asked(10, program="young", path_tokens=9999.0)
-    for at_s, one in ((0.0, old[0]), (0.1, young), (0.2, old[1])):
-        queue.join(QueueEntry(one, at_s))
-    waiting = [QueueEntry(old[0], 0.0), QueueEntry(young, 0.1), QueueEntry(old[1], 0.2)]
-    assert first("critical_path", *waiting, queue=queue) == 2
-    assert first("critical_path", *waiting[:2], queue=queue) == 0
+        assert queue.level(entry.features.hints) == level
+        assert queue.level(Hints("bob", "slow")) == 0, "another tenant's program of that name has not risen"
 
 
 def test_the_user_who_was_served_least_goes_first() -> None:
@@ -144,7 +134,7 @@ def test_no_real_request_waits_longer_than_to_age_and_for_those_before_it(
     queue = RequestQueue(QueueSettings(order, age_s=5.0))
     coming = [
         QueueEntry(
-            replace(asked(tokens, user=user, program=program, total_tokens=tokens, path_tokens=tokens), update=update),
+            replace(asked(tokens, user=user, program=program, total_tokens=tokens), update=update),
             at_s,
         )
         for at_s, tokens, user, program, update in sorted(arrivals, key=lambda one: one[0])
@@ -193,7 +183,7 @@ def test_without_aging_promotion_alone_keeps_the_shortest_total_from_starving_re
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"order": "luck"}, "fcfs, shortest_prefill, shortest_total, critical_path, least_attained"),
+        ({"order": "luck"}, "fcfs, shortest_prefill, shortest_total, least_attained"),
         ({"bind": "later"}, "bind"),
         ({"max_running": 0}, "max_running"),
         ({"max_prefill_tokens": 0}, "max_prefill_tokens"),

@@ -431,9 +431,9 @@ def test_requests_wait_for_simulated_pairs_and_all_are_answered(order: str) -> N
 
 
 def test_the_outputs_of_agents_are_expected_by_what_they_wrote_before() -> None:
-    """The critical path needs it; without expectations all paths would be as long."""
-    first_come, critical = (
+    """The shortest total needs it; without expectations all totals would be alike."""
+    first_come, shortest = (
         scheduled(SchedulingSettings(queue=QueueSettings(order, max_running=1, wait_s=1e6, age_s=1e6)))
-        for order in ("fcfs", "critical_path")
+        for order in ("fcfs", "shortest_total")
     )
-    assert latencies(first_come) != latencies(critical)
+    assert latencies(first_come) != latencies(shortest)
