@@ -225,7 +225,7 @@ MARKER = re.compile(rf"\[\[{WORD}:([\w-]{{1,64}})\]\]", re.ASCII)
 
 
 _FORMS = {
-    word: re.compile(word + rf"(?:(?<=[\[;bB]{word})|:\S|%3[Aa]|&#?\w{{1,5}};|\W{{0,9}}[0-9A-Fa-f]{{8}})")
+    word: re.compile(word + rf"(?:(?<=[\[;bB]{word})|:\S|%3[Aa]|&#?\w{{1,5}};|[\W_]{{0,9}}[0-9A-Fa-f]{{8}})")
     for word in (WORD, WORD.upper(), WORD.capitalize())
 }
 """The word behind a bracket, or before a colon or an id, also where these are escaped (`%5B`): alone it is a word."""

@@ -21,7 +21,7 @@ from shell_router.api.services import KEY, PLACED, REQUEST_ID, SERVICES, SETTING
 from shell_router.api.streaming import EventStream, data_frame, open_stream
 from shell_router.api.translation import ItemTranslation
 from shell_router.core.engine import Hints, NativeRoute, Relay, Relayed, error_message
-from shell_router.engines.wire import EventSplitter
+from shell_router.engines.wire import EventSplitter, index_of
 from shell_router.errors import DeadlineExceeded, EngineRejected, InvalidRequest, UnknownModel
 
 
@@ -154,7 +154,7 @@ class NativeAnswer:
             self._seen += 1
             for event in self._events.feed(chunk):
                 if b"_tokens" in event:
-                    self._last[orjson.loads(event).get("index", 0)] = event  # of a batch
+                    self._last[index_of(event)] = event
             await self._stream.send(chunk if translation is None else translation.feed(chunk))
         return await self._stream.end()
 

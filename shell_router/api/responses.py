@@ -327,7 +327,8 @@ class BackgroundResponse:
                 admission.count(request, counted - run.agents)
         assert run.kept is not None, "it was joined"
         frames = ChatFrames(run, model, include_usage=True, include_agents=False)
-        run.kept.last_record = partial(self._last_record, frames)
+        if (begins or self.stream) and not run.kept.has_begun:  # else this router does not run it
+            run.kept.last_record = partial(self._last_record, frames)
         if begins:
             admission.detach(request, run.answer())
         request[TRACE] = run.trace

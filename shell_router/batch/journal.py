@@ -58,16 +58,17 @@ class Journal:
         for output in filter(None, recovered(file, _output)):
             self._keep(output)
 
-    def add(self, output: Output) -> None:
-        """Write one output down. Raises ConfigError where it cannot be, as on a full disk."""
+    def add(self, *outputs: Output) -> None:
+        """Write these down. Raises ConfigError where they cannot be, as on a full disk."""
         try:
-            append_whole(self._file, orjson.dumps(output) + b"\n")
+            append_whole(self._file, b"".join(orjson.dumps(output) + b"\n" for output in outputs))
         except OSError as error:
             raise ConfigError(
                 f"{self._file}: {error.strerror}.",
                 remedy="Free disk space and run the same command again: it goes on where it was.",
             ) from error
-        self._keep(output)
+        for output in outputs:
+            self._keep(output)
 
     def get(self, key: Key) -> Output | None:
         """The output, or the error that was met last."""

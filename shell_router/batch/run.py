@@ -5,7 +5,9 @@ import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shell_router.batch.api.storage import on_disk
 from shell_router.batch.journal import Journal, Output, Role
@@ -77,6 +79,30 @@ class Follow:
         log.info("%s", line)
 
 
+class _Writer:
+    """Writes outputs in threads, in the order in which they came; those that come meanwhile together."""
+
+    def __init__(self, journal: Journal, follow: Follow) -> None:
+        self._journal = journal
+        self._follow = follow
+        self._writing = asyncio.Lock()
+        self._waiting: list[Output] = []
+
+    async def write(self, output: Output) -> None:
+        """Returns when it is on disk. Raises ConfigError where it cannot be."""
+        self._waiting.append(output)
+        await self.flush()
+
+    async def flush(self) -> None:
+        """What a cancelled call has left, too."""
+        async with self._writing:
+            outputs, self._waiting = self._waiting, []
+            if outputs:
+                await on_disk(self._journal.add, *outputs)
+            for output in outputs:
+                self._follow.on_output(output)
+
+
 async def run_batch(
     batch: Batch,
     workers: Workers,
@@ -91,7 +117,7 @@ async def run_batch(
     Afterwards the journal holds an output or an error of every proposer for every question, and of the aggregator for
     those that do not pass the gate. Raises ConfigError where there is no plan, or no more can be written down.
     """
-    pool, writing = batch.pool, asyncio.Lock()
+    pool, writer = batch.pool, _Writer(journal, follow)
 
     async def stage(role: Role, made: Callable[[], list[Prompt]], capacity: int, before: Sequence[Session]) -> Stage:
         asked = await asyncio.to_thread(_lacking, made, journal)
@@ -113,7 +139,7 @@ async def run_batch(
         sessions = Sessions(
             queues,
             Spanning(workers) if spans else workers,
-            *(note, follow.on_progress, follow.on_load, on_move),
+            *(writer.write, follow.on_progress, follow.on_load, on_move),
             concurrency=pool.concurrency * (len(pool.workers) if spans else 1),
             clock=clock,
             replanning=Replanning(planner, capacity, pool.replan_above, first_s) if pool.replan_above else None,
@@ -121,14 +147,14 @@ async def run_batch(
         follow.on_stage(Stage(role, plan), sessions)
         return Stage(role, plan, await ungrouped(sessions.run()), moved)
 
-    async def note(output: Output) -> None:
-        async with writing:
-            await on_disk(journal.add, output)
-        follow.on_output(output)
-
-    stages = [await stage("proposer", batch.proposer_prompts, pool.capacity or len(pool.proposer_names), ())]
-    if pool.aggregate is not None:
-        stages.append(await stage("aggregator", lambda: batch.aggregator_prompts(journal.get), 1, stages[0].sessions))
+    try:
+        stages = [await stage("proposer", batch.proposer_prompts, pool.capacity or len(pool.proposer_names), ())]
+        if pool.aggregate is not None:
+            asked = partial(batch.aggregator_prompts, journal.get)
+            stages.append(await stage("aggregator", asked, 1, stages[0].sessions))
+    finally:  # cancelled, some wait for a slow disk
+        with suppress(ConfigError):
+            await writer.flush()
     return Finished(await asyncio.to_thread(results_of, batch, journal.get), stages)
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from shell_router.config.models import (
     FromEnvironment,
@@ -209,6 +209,8 @@ class CacheSettings:
             raise ConfigError("url is no URL.", remedy="Write redis://HOST:PORT/0.") from None  # it may show a password
         require(not twice, "both url and password hold a password", "Leave it out of the url.")
         require(self.tls is None or self.url.startswith("rediss://"), "tls needs a rediss:// url")
+        sets = {"protocol", "decode_responses"} & parse_qs(urlsplit(self.url).query).keys()
+        require(not sets, f"url sets {', '.join(sorted(sets))}", "Leave it out: the router needs its own.")
 
 
 @dataclass(frozen=True, slots=True)

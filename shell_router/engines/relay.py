@@ -13,15 +13,15 @@ from shell_router.engines.native_body import ADAPTER, CACHE_KEY, NativeBody, Nat
 from shell_router.engines.pairing import Attempts, Legs, Pair, Pairing, engine_slot
 from shell_router.engines.prefill_only import PrefillOnly
 from shell_router.engines.server_client import HTTP_OK, ServerClient
-from shell_router.engines.wire import EventSplitter, broken_wire, rejected
+from shell_router.engines.wire import EventSplitter, broken_wire, index_of, rejected
 from shell_router.errors import AdapterMissing, EngineError
 from shell_router.routing.dispatcher import EngineSlot
 from shell_router.routing.failures import INTERNAL_ERROR, RETRYABLE_STATUSES
 from shell_router.routing.placement import PlacementRequest
 
 _DONE = b"[DONE]"
-_REPORTED = re.compile(rb'"completion_tokens": ?([0-9]{1,9})(?:[^\n]{0,500}?"index": ?([0-9]{1,4}))?')
-"""As engines write it, in a batch's events before the index; what a model writes has its quotes escaped."""
+_REPORTED = re.compile(rb'"completion_tokens": ?([0-9]{1,9})')
+"""As engines write it; what a model writes has its quotes escaped."""
 _NO_OUTPUT = (orjson.JSONDecodeError, KeyError, TypeError, AttributeError)
 
 
@@ -230,7 +230,7 @@ class _DecodeBody(AsyncIterator[bytes]):
         self._slot = slot
         self._streamed = legs.decode.content_type.startswith("text/event-stream")
         self._uncounted: list[bytes] = []
-        self._reported: dict[bytes | int, int] = {}  # by output
+        self._reported: dict[int, int] = {}  # by output
         self._events = self._counted = 0
 
     async def __anext__(self) -> bytes:
@@ -249,9 +249,14 @@ class _DecodeBody(AsyncIterator[bytes]):
 
     def _count(self) -> None:
         answer, self._uncounted = b"".join(self._uncounted), []
-        for place, (tokens, index) in enumerate(_REPORTED.findall(answer)):  # a stream's events count on
-            self._reported[index if self._streamed else place] = int(tokens)
-        self._events += answer.count(b"data:") * self._streamed
+        if self._streamed:
+            for event in answer.split(b"\n\n"):  # they count on, and may repeat the whole output each
+                at = event.rfind(b'"completion_tokens"')
+                if at >= 0 and (found := _REPORTED.match(event, at)):
+                    self._reported[index_of(event)] = int(found[1])
+                self._events += event.startswith(b"data:")
+        else:
+            self._reported = dict(enumerate(map(int, _REPORTED.findall(answer))))
         more = (sum(self._reported.values()) or self._events) - self._counted
         if more > 0:
             self._counted += more

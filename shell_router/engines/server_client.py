@@ -233,19 +233,19 @@ class ServerClient:
             logger.info("circuit breaker of the %s is closed: it serves again", self)
 
     def abort(self, rids: Sequence[str]) -> None:
-        """Abort `rids`, in the background, over few connections, and within a limit for all of them."""
+        """Abort `rids`, in the background, over few connections, until one is not answered in time."""
         for first in range(min(len(rids), MAX_ABORTS)):
             self.tasks.start(self._abort(rids[first::MAX_ABORTS]))
 
     async def _abort(self, rids: Sequence[str]) -> None:
-        until_s = asyncio.get_running_loop().time() + self.limits.abort_s
-        for rid in rids:
+        for place, rid in enumerate(rids):
             exchange = self.begin("abort_request", orjson.dumps({"rid": rid}))
             try:
-                async with asyncio.timeout_at(until_s):
+                async with asyncio.timeout(self.limits.abort_s):
                     await self.read_all(exchange)
             except (EngineError, PromptTooLong, TimeoutError) as error:
-                logger.warning("could not abort %s on the %s: %r", rid, self, error)
+                given_up = rids[place:] if isinstance(error, TimeoutError) else [rid]
+                logger.warning("could not abort %s on the %s: %r", ", ".join(given_up), self, error)
                 if isinstance(error, TimeoutError):
                     return
             finally:

@@ -52,6 +52,15 @@ Refusal = AdapterMissing | EngineAborted | EngineRejected | PromptTooLong
 """What an engine's error may be."""
 
 
+_INDEX = re.compile(rb'"index": ?([0-9]{1,4})\}\s*$')
+
+
+def index_of(event: bytes) -> int:
+    """Which output of a batch the event tells of. SGLang writes that last; of one request alone it does not."""
+    found = _INDEX.search(event[-32:])
+    return int(found[1]) if found else 0
+
+
 class EventSplitter:
     """Cuts a byte stream into the payloads of its `data:` lines, wherever the network cut the stream.
 

@@ -29,6 +29,8 @@ class EngineProcess:
         self.command = command
         self.log = folder / f"{command.name.replace('/', '-')}.log"
         self._process: asyncio.subprocess.Process | None = None
+        self._leads = False
+        """Whether something of its group may be left: once that is killed, its number may be another's."""
 
     @property
     def running(self) -> bool:
@@ -48,6 +50,7 @@ class EngineProcess:
                     env={**os.environ, **self.command.env},
                     start_new_session=True,  # Ctrl-C in the terminal is for the router: it stops its engines in order
                 )
+                self._leads = True
         except OSError as error:
             raise EngineUnreachable(
                 f"{self.command.name} cannot be started: {error}.",
@@ -59,6 +62,7 @@ class EngineProcess:
         assert self._process is not None
         code = await self._process.wait()
         self._signal(signal.SIGKILL)
+        self._leads = False
         return code
 
     def last_words(self) -> str:
@@ -70,7 +74,7 @@ class EngineProcess:
 
     async def stop(self, limit_s: float) -> None:
         """SIGTERM to the group, SIGKILL to what is left of it after `limit_s`; returns when the engine is gone."""
-        if self._process is None:
+        if self._process is None or not self._leads:
             return
         self._signal(signal.SIGTERM)
         with suppress(TimeoutError):
@@ -78,11 +82,13 @@ class EngineProcess:
                 await self._process.wait()
         self._signal(signal.SIGKILL)
         await self._process.wait()
+        self._leads = False
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies is EPERM
-            os.killpg(self._process.pid, number)
+        if self._leads:
+            with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies is EPERM
+                os.killpg(self._process.pid, number)
 
 
 LONGEST_DELAY_S = 60.0

@@ -44,8 +44,6 @@ KEPT_CLASSIFIERS = 256
 AT_ONCE = 16
 """Examples that are embedded together. An embedder's time for an answer counts from when it is asked: the last of a
 thousand would be too late."""
-LONG_FOR_RULES = 16_384
-"""Characters; looking through more for all patterns may take milliseconds, which the event loop must not lose."""
 
 
 class Walk:
@@ -133,7 +131,8 @@ class Walk:
         rules in question do not hold; a warning and an event say so.
         """
         while True:
-            if self._facts.characters > LONG_FOR_RULES:
+            # a pattern may have to be compiled, or the text be long
+            if any(rule.when is not None and rule.when.matches for rule in rules):
                 found = await asyncio.to_thread(choose, rules, self._facts)
             else:
                 found = choose(rules, self._facts)

@@ -112,11 +112,6 @@ class Facts:
         """The text that a rule speaks of."""
         return self.request if of == "request" else self.output
 
-    @property
-    def characters(self) -> int:
-        """Of both texts."""
-        return len(self.request) + len(self.output)
-
 
 @dataclass(frozen=True, slots=True)
 class Transition:

@@ -239,6 +239,7 @@ GOOD = "0123456789abcdef0123456789abcdef"
         "%5B%5Blazyanswer",
         "lazyanswer&#58;",
         "lazyanswer-{id}",
+        "_lazyanswer_{id}_",
         "LAZYANSWER{upper}",
     ],
 )

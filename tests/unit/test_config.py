@@ -152,6 +152,7 @@ def test_a_wrong_file_of_keys_is_refused_with_its_name(tmp_path: Path, text: str
 
 SECRETS = [
     ("cache: {url: 'redis//:SECRET@h'}\n", "cache.url must be a redis://, rediss:// or unix:// URL, not this text."),
+    ("cache: {url: 'redis://:SECRET@h/0?protocol=3'}\n", "url sets protocol. Leave it out: the router needs its own."),
     ("cache: {password: 8271}\n", "cache.password must be text or a mapping, not a number. Put it in quotes."),
     ("cache: {password: 8271-01-01}\n", "read as a YAML timestamp"),
     ("api_keys: {alice: 8271}\n", "api_keys.alice must be text or a mapping, not a number. Put it in quotes."),

@@ -200,17 +200,16 @@ async def upload_file(request: web.Request) -> web.Response:
         try:
             with request.app[DRAIN].deadline():
                 upload = await receive(request, draft, max_bytes)
+            about = (id, request[TENANT], upload.filename or "", upload.texts["purpose"], upload.bytes)
+            record = FileRecord.made(*about, int(request.app[SERVICES].wall()), request.app[BATCHES].file_ttl_s)
             await on_disk(keep_as, draft, folder.content(id))
+            await folder.files.save(record)
+        except (StorageFailed, asyncio.CancelledError):  # or the client left, and knows no id to ask for
+            with contextlib.suppress(StorageFailed):  # the first one says what is wrong
+                await folder.remove(id)
+            raise
         finally:
             await on_disk(draft.unlink, missing_ok=True)
-    about = (id, request[TENANT], upload.filename or "", upload.texts["purpose"], upload.bytes)
-    record = FileRecord.made(*about, int(request.app[SERVICES].wall()), request.app[BATCHES].file_ttl_s)
-    try:
-        await folder.files.save(record)
-    except (StorageFailed, asyncio.CancelledError):  # or the client left, and knows no id to ask for
-        with contextlib.suppress(StorageFailed):  # the first one says what is wrong
-            await folder.remove(id)
-        raise
     note_ignored(request, upload.ignored)
     return json_reply(request, record.as_json())
 

@@ -221,13 +221,15 @@ class Records(Generic[R]):
     async def remove(self, id: str) -> None:
         """Forget the record. Raises StorageFailed."""
         self._by_id.pop(id, None)
-        await on_disk(self._path(id).unlink, missing_ok=True)
+        await on_disk(self._write, id)
 
     def _write(self, id: str) -> None:
         """Write what is known by then, so that of two writes at once the last one is up to date."""
         with self._writing:
             if record := self._by_id.get(id):
                 write_whole(self._path(id), orjson.dumps(record, option=orjson.OPT_INDENT_2))
+            else:
+                self._path(id).unlink(missing_ok=True)
 
     def _path(self, id: str) -> Path:
         return self._folder / f"{id}.json"

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
 
+from shell_router.engines.weight_swapping import read_header
 from shell_router.errors import ConfigError
 from shell_router.experts.components import ComponentPool, Policies
 from shell_router.experts.components.executor import Watch
@@ -43,14 +44,47 @@ def most_held(device: torch.device, work: Callable[[], Any]) -> int:
 
 
 Weights = Mapping[str, torch.Tensor]
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 def read_weights(file: Path) -> Weights:
-    """The tensors of a safetensors file, on the CPU; not mapped, as the system may drop what is and read it again.
+    """The tensors of a safetensors file, on the CPU.
 
-    Raises what safetensors and the system raise for a file that is missing, cut off or malformed.
+    They are read into the memory where they stay, all of them into one block: neither mapped, since the system may drop
+    what is mapped and read it again at any time, nor there a second time meanwhile. Raises what safetensors and the
+    system raise for a file that is missing, cut off or malformed.
     """
-    return {name: tensor.clone() for name, tensor in load_file(file).items()}
+    with safe_open(file, framework="pt"):
+        pass  # has the header checked: offsets, shapes and the file's length agree
+    with file.open("rb") as data:
+        header = read_header(data)
+        block = torch.empty(file.stat().st_size - data.tell(), dtype=torch.uint8)
+        read = data.readinto(block.numpy().data)
+    if read < block.numel():
+        raise EOFError(f"{file} was cut off while it was read")
+    tensors = {}
+    for name, tensor in header.items():
+        dtype, (begin, end) = tensor["dtype"], tensor["data_offsets"]
+        if dtype not in _DTYPES:
+            raise TypeError(f"weights of the kind {dtype} cannot be read; save them as one of {', '.join(_DTYPES)}")
+        part, kind = block[begin:end], _DTYPES[dtype]
+        if begin % kind.itemsize:
+            part = part.clone()  # aligned for its kind
+        tensors[name] = part.view(kind).reshape(tensor["shape"])
+    return tensors
 
 
 SUFFIX = ".safetensors"

@@ -64,7 +64,7 @@ def test_the_values_of_all_choices_are_bounded_together() -> None:
         else:
             with pytest.raises(InvalidRequest, match="more than 50000 strings"):
                 read_engine_chat(body, "small", ChatServing())
-    with pytest.raises(InvalidRequest, match="1000000 commas, times n"):
+    with pytest.raises(InvalidRequest, match="1000000 commas, times 16 choices"):
         read_completion(Fields({"prompt": [1] * 2**16, "n": 16}), "small")
 
 

@@ -2,11 +2,13 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import orjson
 import pytest
@@ -316,25 +318,65 @@ async def test_a_journal_that_cannot_write_ends_the_run_with_its_error_as_it_is(
     assert len(started.outputs) <= (file.read_bytes() if file.exists() else b"").count(b"\n") < 4
 
 
-async def test_outputs_are_written_one_after_the_other_in_threads(tmp_path: Path) -> None:
-    writers: list[bool] = []
+class SlowJournal(Journal):
+    """Its first write takes until it is released."""
 
-    class Watched(Journal):
-        def add(self, output: Output) -> None:
-            writers.append(threading.current_thread() is threading.main_thread())
-            super().add(output)
+    def __init__(self, file: Path) -> None:
+        super().__init__(file)
+        self.writing, self.released = threading.Event(), threading.Event()
+        self.writers: set[threading.Thread] = set()
 
+    def add(self, *outputs: Output) -> None:
+        self.writers.add(threading.current_thread())
+        self.writing.set()
+        assert self.released.wait(60)
+        super().add(*outputs)
+
+
+async def test_outputs_are_written_in_threads_in_the_order_in_which_they_came(tmp_path: Path) -> None:
     started, file = Started(), tmp_path / "outputs.jsonl"
-    await started.on(batch(9, tau=None), Watched(file))
-    assert writers == [False] * 27
-    assert [orjson.loads(line)["question"] for line in file.read_bytes().splitlines()] == [
-        one.question for one in started.outputs
-    ]
+    journal = SlowJournal(file)
+    journal.released.set()
+    await started.on(batch(9, tau=None), journal)
+    assert threading.main_thread() not in journal.writers
+    lines = [orjson.loads(line) for line in file.read_bytes().splitlines()]
+    assert [line["question"] for line in lines] == [one.question for one in started.outputs]
+    assert len(lines) == 27
+
+
+async def test_what_was_answered_while_the_disk_was_slow_is_written_when_the_run_is_cancelled(tmp_path: Path) -> None:
+    started, file = Started(), tmp_path / "outputs.jsonl"
+    journal = SlowJournal(file)
+    running = asyncio.create_task(started.on(batch(9, tau=None), journal))
+    assert await asyncio.to_thread(journal.writing.wait, 60)
+    for _ in range(1000):  # until every worker waits for the disk
+        await asyncio.sleep(0)
+    answered = len(started.workers.asked)
+    running.cancel()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    journal.released.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(file.read_bytes().splitlines()) == answered > 1
+
+
+class InPlace(ThreadPoolExecutor):
+    """Runs what it is given at once, so that a run takes as many turns of the event loop however slow the disk is."""
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        done = Future[Any]()
+        try:
+            done.set_result(work(*arguments, **named))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 async def test_cancelled_at_any_moment_a_batch_leaves_nothing_open_and_goes_on(tmp_path: Path) -> None:
+    asyncio.get_running_loop().set_default_executor(InPlace())
     answers = {"a0": "2", "b1": "refused"}
-    for turns in count(0, 17):
+    for turns in count():
         started = Started(ScriptedWorkers(saying(answers)))
         task = asyncio.create_task(started.run(batch(2), tmp_path / str(turns)))
         for _ in range(turns):

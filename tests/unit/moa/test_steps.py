@@ -1,6 +1,7 @@
 """Requests on their way through steps."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -339,11 +340,12 @@ async def test_a_request_that_is_left_leaves_nothing_running(at: str) -> None:
     assert len(moa.cache) == 0
 
 
-@pytest.mark.parametrize(("question", "off_loop"), [("hay needle", False), ("hay " * 5000 + "needle", True)])
-async def test_a_long_question_is_looked_through_off_the_event_loop(question: str, off_loop: bool) -> None:
-    text = "start: [{when: {matches: 'needle$'}, go: a}, {go: b}]\nsteps: {a: {model: small}, b: {model: large}}"
+@pytest.mark.parametrize(("when", "off_loop"), [("matches: needle$", True), ("label: {kind: easy}", False)])
+async def test_patterns_are_compiled_and_looked_for_off_the_event_loop(when: str, off_loop: bool) -> None:
+    text = f"start: [{{when: {{{when}}}, go: a}}, {{go: b}}]\nsteps: {{a: {{model: small}}, b: {{model: large}}}}"
     moa, events = ScriptedMoa(context_length=100_000), Recorder()
-    running = asyncio.create_task(moa.executor.run(steps(text), ask(question), events.emit))
+    asked = replace(ask("hay needle"), labels={"kind": "easy"})
+    running = asyncio.create_task(moa.executor.run(steps(text), asked, events.emit))
     await asyncio.sleep(0)  # on the event loop the choice would be made in its first turn
     assert bool(events.events) is not off_loop
     await running

@@ -43,18 +43,24 @@ def test_tensors_may_lie_anywhere_in_a_file(tmp_path: Path) -> None:
     assert_equal(dict(read_weights(file)))
 
 
-def test_weights_are_not_mapped_from_the_file(tmp_path: Path) -> None:
+def test_weights_lie_in_one_block_that_nothing_else_holds(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file({"one": torch.ones(1000), "other": torch.zeros(1000)}, file)
     found = read_weights(file)
+    assert found["one"].untyped_storage().data_ptr() == found["other"].untyped_storage().data_ptr()
+    assert found["one"].untyped_storage().nbytes() == 8000
     file.write_bytes(b"")
     assert found["one"].sum() == 1000
 
 
-def test_what_is_cut_off_is_refused(tmp_path: Path) -> None:
+def test_what_is_cut_off_or_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file(WEIGHTS, file)
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
     with pytest.raises(SafetensorError):
+        read_weights(file)
+    head = json.dumps({"one": {"dtype": "U16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    file.write_bytes(struct.pack("<Q", len(head)) + head + bytes(4))
+    with pytest.raises(TypeError, match="U16"):
         read_weights(file)
