@@ -22,9 +22,9 @@ print("\\n".join(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] i
 # The limits of lines and files stand at today's size. The aims are 37,000 and 18,500 lines: lower them with every
 # change that can.
 LIMITS = {
-    "product lines": 44_184,
+    "product lines": 44_197,
     "product files": 234,
-    "lines that serve imports": 22_875,
+    "lines that serve imports": 22_888,
     "files that serve imports": 108,
     "lines of a function, 90th percentile": 20,
     "lines of the longest function": 60,

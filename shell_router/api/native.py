@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from itertools import chain
 
 import orjson
 from aiohttp import ClientConnectionResetError
@@ -129,15 +128,20 @@ class NativeAnswer:
         self._request = request
         self._translation = translation
         self._stream: EventStream | PlainStream | None = None
-        self._last, self._seen, self._events = dict[int, bytes](), 0, EventSplitter()
+        self._last: dict[int, bytes] = {}
+        self._seen = 0
 
     def count(self, bodies: Sequence[bytes]) -> None:
         """Note the tokens that the engine has reported; where it has not, about as many as were sent either way."""
         if not (self._last or self._seen):  # it was refused
             return
-        last = slice(-bool(self._seen), None)  # a stream's events count on
-        reported = [[each.findall(said)[last] for said in self._last.values()] for each in _REPORTED]
-        prompt, output = (sum(map(int, chain.from_iterable(counts))) for counts in reported)
+        prompt = output = 0
+        for said in self._last.values():
+            prompts, outputs = (each.findall(said) for each in _REPORTED)
+            if self._seen:  # a stream's events count on
+                prompts, outputs = prompts[-1:], outputs[-1:]
+            prompt += sum(map(int, prompts))
+            output += sum(map(int, outputs))
         request, services = self._request, self._request.app[SERVICES]
         used = request[TOKENS] = (prompt, output) if prompt else (sum(map(len, bodies)) // 4, self._seen)
         services.rates.add(request[TENANT], sum(used), services.clock())
@@ -150,9 +154,10 @@ class NativeAnswer:
         translation = self._translation
         kind = relayed.content_type
         self._stream = await open_stream(self._request, status=relayed.status, content_type=kind)
+        events = EventSplitter()
         async for chunk in relayed.chunks:
             self._seen += 1
-            for event in self._events.feed(chunk):
+            for event in events.feed(chunk):
                 if b"_tokens" in event:
                     self._last[index_of(event)] = event
             await self._stream.send(chunk if translation is None else translation.feed(chunk))

@@ -229,7 +229,10 @@ def _batch(found: Mapping[str, Any]) -> int | None:
 
 def _max_output_tokens(found: Mapping[str, Any]) -> int:
     """The highest limit that is given for an output, in the names of all routes."""
-    given = [found, *as_list(found.get("sampling_params") or {})]
+    sampling = found.get("sampling_params") or {}
+    if isinstance(sampling, dict) and isinstance(limit := sampling.get("max_new_tokens"), int):
+        return max(0, limit)  # as most requests have it
+    given = [found, *as_list(sampling)]
     limits = [one.get(name) for one in given for name in ("max_new_tokens", "max_tokens", "max_completion_tokens")]
     default = MAX_INTEGER if "messages" in found else DEFAULT_MAX_NEW_TOKENS
     return max(0, max([limit for limit in limits if isinstance(limit, int)], default=default))

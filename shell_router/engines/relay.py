@@ -256,7 +256,7 @@ class _DecodeBody(AsyncIterator[bytes]):
                     self._reported[index_of(event)] = int(found[1])
                 self._events += event.startswith(b"data:")
         else:
-            self._reported = dict(enumerate(map(int, _REPORTED.findall(answer))))
+            self._reported = {0: sum(map(int, _REPORTED.findall(answer)))}
         more = (sum(self._reported.values()) or self._events) - self._counted
         if more > 0:
             self._counted += more
