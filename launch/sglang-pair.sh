@@ -30,7 +30,7 @@ port="${places[3]:-30000}"
 
 # a dead prefill is noticed by decode after two missed heartbeats
 export SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL="${SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL:-2}"
-# over TCP, a KV transfer in more pieces than Mooncake queues fails, and then all to that decode server do for a while
+# over TCP, a KV transfer in more pieces than Mooncake queues fails, and with it all that follow for 30 s or more
 export MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=65535 MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER=65535 MC_TCP_ADMISSION_TIMEOUT_MS=60000
 # incremental streaming: the default repeats all earlier tokens in every event
 common=(--model-path "$model" --host 127.0.0.1 --enable-metrics --incremental-streaming-output

@@ -128,8 +128,7 @@ class NativeAnswer:
         self._request = request
         self._translation = translation
         self._stream: EventStream | PlainStream | None = None
-        self._last: dict[int, bytes] = {}
-        self._seen = 0
+        self._last, self._seen = dict[int, bytes](), 0
 
     def count(self, bodies: Sequence[bytes]) -> None:
         """Note the tokens that the engine has reported; where it has not, about as many as were sent either way."""

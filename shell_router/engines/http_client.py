@@ -376,7 +376,7 @@ class HttpClient:
         self._tls: ssl.SSLContext | Literal[True] = tls or True
         self._idle: dict[Origin, deque[Connection]] = {}
         self._connecting = TaskOwner()
-        self._closed = False
+        self._closed, self._swept_s = False, 0.0
 
     def begin(
         self,
@@ -444,9 +444,11 @@ class HttpClient:
             return
         connection.idle_since_s = now_s = self._loop.time()
         self._idle.setdefault(connection.origin, deque()).append(connection)
-        for idle in self._idle.values():
-            while idle and now_s - idle[0].idle_since_s >= self._idle_s:
-                idle.popleft().drop()
+        if now_s - self._swept_s >= self._idle_s:
+            self._swept_s = now_s
+            for idle in self._idle.values():
+                while idle and now_s - idle[0].idle_since_s >= self._idle_s:
+                    idle.popleft().drop()
 
     def _forget(self, connection: Connection) -> None:
         idle = self._idle.get(connection.origin)

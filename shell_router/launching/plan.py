@@ -30,7 +30,7 @@ EPLB_OPTIONS = ("--enable-eplb", "--eplb-rebalance-num-iterations", "3000")  # G
 # later transfer hangs. 2 s is the shortest that SGLang takes.
 HEARTBEAT_S = 2
 DECODE_VARIABLES: Mapping[str, str] = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(HEARTBEAT_S)}
-# over TCP, a transfer in more pieces than these fails, and then all to that decode server do: docs/reference/sglang.md
+# over TCP, a transfer in more pieces fails, and with it all that follow for 30 s or more: docs/reference/sglang.md
 TCP_QUEUES = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535"}
 TRANSFER_VARIABLES: Mapping[str, str] = {**TCP_QUEUES, "MC_TCP_ADMISSION_TIMEOUT_MS": "60000"}
 # of an idle server /health generates, and one that sleeps has no memory for that and ends

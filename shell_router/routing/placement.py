@@ -87,9 +87,8 @@ class RoutingFeatures:
     `new_tokens` of its `prompt_tokens` are not yet prefilled as far as is known, `output_tokens` are expected of it.
     `overlaps` are leading prompt tokens that an engine, by its index, has had before; engines that had none are absent.
     `grows` identifies the growing prompt that it is of. `adapter` is as in `Generation`. `update` marks a prefill-only
-    request; without `prefills` the
-    engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix index. A
-    batch is several `requests`.
+    request; without `prefills` the engine gets the prompt's KV from another. `blocks` are the prompt's in the prefix
+    index. A batch is several `requests`.
     """
 
     prompt_tokens: int = 0
